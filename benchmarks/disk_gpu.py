@@ -33,6 +33,7 @@ from headrace.bench.reference_step import QWEN3_8B, DecoderShape, Stack, build_s
 from headrace.checkpoint.weight_map import WeightMap
 from headrace.config import ALL_MODEL_PARAMS
 from headrace.runtime.prepare import prepare as prepare_offload
+from headrace.runtime.this_machine import PlanRequest
 from headrace.stores.sources import DiskOptions
 from plain_reads import read_plainly
 
@@ -105,7 +106,7 @@ def measure(ground: Ground, options: DiskOptions, device: torch.device) -> Itera
         stack = Stack(ground.shape, torch.bfloat16, "meta").eval().requires_grad_(False)
     policy = headrace.Prefetch(1, 1, 2, params=[ALL_MODEL_PARAMS], mode="disk")
     weights = WeightMap.open(ground.path)
-    prepared = prepare_offload(stack, policy, device=device, weights=weights, disk=options)
+    prepared = prepare_offload(PlanRequest(stack, policy, device=device, checkpoint=weights, disk=options))
     handle = start_offload(prepared)
     replay = out = None
     for how in ("eager", "graph"):

@@ -24,6 +24,7 @@ from headrace.model.inventory import take_inventory
 from headrace.plan.build import build_plan
 from headrace.plan.plan import Plan
 from headrace.runtime.prepare import prepare
+from headrace.runtime.this_machine import PlanRequest
 from headrace.stores.store import Load
 from headrace.transfer.cuda_stream import StreamLink
 
@@ -86,7 +87,7 @@ class PerTensorLink(StreamLink):
 
 def offload_per_tensor(stack: Stack, policy: Policy, device: torch.device) -> headrace.Handle:
     plan = build_plan(take_inventory(stack), policy)
-    return start(prepare(stack, plan, device=device), link=PerTensorLink(device))
+    return start(prepare(PlanRequest(stack, plan, device=device)), link=PerTensorLink(device))
 
 
 def variant(text: str, weight_bytes: int, device: torch.device) -> Variant:

@@ -9,7 +9,6 @@ from typing import TYPE_CHECKING
 import torch
 from torch import nn
 
-from headrace.checkpoint.weight_map import WeightMap
 from headrace.config import RANK_MODES, Policy
 from headrace.errors import OptionTypeError, StateError, warn_user
 from headrace.figures import format_size
@@ -17,7 +16,7 @@ from headrace.plan.plan import Plan
 from headrace.runtime.outside_use import place_of
 from headrace.runtime.prepare import Prepared, open_ranks, prepare
 from headrace.runtime.session import OffloadSession, Progress, SessionOptions
-from headrace.runtime.this_machine import require_kinds
+from headrace.runtime.this_machine import PlanRequest, require_kinds
 from headrace.stats import Stats
 from headrace.stores.sources import DiskOptions
 from headrace.transfer.link import Link
@@ -26,6 +25,7 @@ if TYPE_CHECKING:
     from torch.distributed import ProcessGroup
 
     from headrace.checkpoint.safetensors_header import Checkpoint
+    from headrace.checkpoint.weight_map import WeightMap
 
 __all__ = ["Handle", "handle_of", "offload", "refuse_second_offload", "start"]
 
@@ -175,9 +175,8 @@ def offload(
                 raise OptionTypeError(f"model: expected a torch.nn.Module, found {type(model).__name__}")
             refuse_second_offload(model)
             require_kinds(device, disk)
-            weights = None if checkpoint is None else WeightMap.open(checkpoint)
-            prepared = prepare(model, policy, device=device, weights=weights, disk=disk, ranks=ranks)
-            return start(prepared, progress=progress, measure_stalls=measure_stalls)
+            request = PlanRequest(model, policy, checkpoint=checkpoint, device=device, disk=disk, ranks=ranks)
+            return start(prepare(request), progress=progress, measure_stalls=measure_stalls)
     except BaseException as error:
         _log.debug("refused: %s: %s", type(error).__name__, error)
         # An interrupt after start() has returned leaves no handle to the caller.

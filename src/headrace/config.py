@@ -309,7 +309,7 @@ class Rules:
 Policy = Prefetch | UVA | Budget | Rules
 
 
-def as_policy(policy: Policy | str | int) -> Policy:
+def as_policy(policy: Policy | str | int | None) -> Policy:
     """A policy as given, or a :class:`Budget` for a size such as ``"20GiB"``."""
     if isinstance(policy, Prefetch | UVA | Budget | Rules):
         return policy

@@ -23,11 +23,11 @@ from torch import nn
 from torch.utils._pytree import tree_flatten
 
 from headrace.api import Handle, start
-from headrace.checkpoint.weight_map import WeightMap
 from headrace.config import Policy
 from headrace.offloaders.reference import NoCopyOffloader, boundaries
 from headrace.plan.plan import Plan
 from headrace.runtime.prepare import prepare
+from headrace.runtime.this_machine import PlanRequest
 from headrace.stats import Recorder
 from headrace.stores.sources import DiskOptions, Source
 from headrace.stores.store import Load
@@ -45,8 +45,7 @@ def offload_over(
     disk: DiskOptions | None = None,
 ) -> Handle:
     """:func:`headrace.offload`, with copies made by ``link``; the handle closes it."""
-    weights = None if checkpoint is None else WeightMap.open(checkpoint)
-    return start(prepare(model, policy, weights=weights, disk=disk), link=link)
+    return start(prepare(PlanRequest(model, policy, checkpoint=checkpoint, disk=disk)), link=link)
 
 
 def assert_same_bits(found: Any, expected: Any, what: str = "output") -> None:

@@ -32,6 +32,7 @@ from headrace.errors import CheckpointError
 from headrace.model.inventory import take_inventory
 from headrace.model.memory_profile import ModelProfile
 from headrace.planning import Planned, plan_model
+from headrace.runtime.this_machine import PlanRequest
 from headrace.stores import sources
 from headrace.transfer import machine_probe
 
@@ -168,7 +169,7 @@ class TestEqual:
                 with warnings.catch_warnings(record=True) as warned:
                     warnings.simplefilter("always")
                     try:
-                        planned = plan_model(folder, policy(size), machine=machine, device=device)
+                        planned = plan_model(PlanRequest(folder, policy(size), machine=machine, device=device))
                         told_of.append(told(planned))
                         made += bool(planned.plan.offloaded_bytes)
                     except headrace.HeadraceError as error:  # what cannot be planned, cannot be planned again
@@ -195,7 +196,7 @@ class TestEqual:
         """Which is another model, kept beside the folder's own."""
         found = []
         for dtype in (None, "bfloat16", None, "bfloat16", torch.bfloat16, torch.float16):
-            found.append(told(plan_model(folder, Budget("4MiB"), device="cpu", dtype=dtype)))
+            found.append(told(plan_model(PlanRequest(folder, Budget("4MiB"), device="cpu", dtype=dtype))))
         assert len(reads) == 4
         assert (found[0], found[1]) == (found[2], found[3])
         assert found[0] != found[1]
@@ -230,7 +231,7 @@ class TestEqual:
             command = [sys.executable, "-c", code, *flags]
             return subprocess.run(command, env=environment(), check=True, capture_output=True, text=True).stdout.strip()
 
-        plan_model(folder, None, device="cpu")
+        plan_model(PlanRequest(folder, None, device="cpu"))
         assert imported("--device-memory", "6MiB", "--batch", "1,8", "--context", "64", "--device", "cpu") == "[]"
         assert imported("--offload-group-size", "2", "--machine", "h200") == "[]"
 
@@ -239,12 +240,12 @@ class TestChanges:
     """Everything is read again after each of them, once."""
 
     def check(self, folder: Path, reads: list[Path], change: Callable[[], object], again: int = 1) -> Planned:
-        plan_model(folder, None, device="cpu")
-        plan_model(folder, None, device="cpu")
+        plan_model(PlanRequest(folder, None, device="cpu"))
+        plan_model(PlanRequest(folder, None, device="cpu"))
         assert len(reads) == 1
         change()
         for _ in range(2):
-            planned = plan_model(folder, None, device="cpu")
+            planned = plan_model(PlanRequest(folder, None, device="cpu"))
         assert len(reads) == 1 + again
         return planned
 
@@ -261,7 +262,7 @@ class TestChanges:
 
     def test_of_a_shard(self, folder: Path, reads: list[Path]) -> None:
         """Other tensors in it; what was planned before does not count."""
-        before = plan_model(folder, None, device="cpu").plan.weight_bytes
+        before = plan_model(PlanRequest(folder, None, device="cpu")).plan.weight_bytes
         other = make("LlamaForCausalLM", torch.bfloat16, **LARGE, **HEADS)
         other.config.dtype = torch.bfloat16
 
@@ -326,16 +327,16 @@ class TestChanges:
         """A plan that is saved in the folder, a tokenizer."""
 
         def change() -> None:
-            plan_model(folder, Budget("4MiB"), device="cpu").plan.save(folder / "plan.json")
+            plan_model(PlanRequest(folder, Budget("4MiB"), device="cpu")).plan.save(folder / "plan.json")
             (folder / "tokenizer.json").write_text("{}")
 
         self.check(folder, reads, change, again=0)
 
     def test_to_a_folder_that_is_no_model_any_more(self, folder: Path, reads: list[Path]) -> None:
-        plan_model(folder, None, device="cpu")
+        plan_model(PlanRequest(folder, None, device="cpu"))
         next(folder.glob("*.safetensors")).unlink()
         with pytest.raises(CheckpointError, match="missing"):
-            plan_model(folder, None, device="cpu")
+            plan_model(PlanRequest(folder, None, device="cpu"))
 
     def test_while_it_is_read(self, folder: Path, reads: list[Path], monkeypatch: pytest.MonkeyPatch) -> None:
         """What was read then is used once, and not kept."""
@@ -351,14 +352,14 @@ class TestChanges:
 
         monkeypatch.setattr(opened_model, "open_model", changing)
         for count in (1, 2, 3, 3):
-            plan_model(folder, None, device="cpu")
+            plan_model(PlanRequest(folder, None, device="cpu"))
             assert len(reads) == count
 
 
 class TestEntry:
     @pytest.mark.parametrize("damage", ["empty", "half", "a byte", "JSON", "another's", "binary", "a folder"])
     def test_a_damaged_one_is_as_none(self, damage: str, folder: Path, reads: list[Path], cache: Path) -> None:
-        expected = told(plan_model(folder, Budget("4MiB"), device="cpu"))
+        expected = told(plan_model(PlanRequest(folder, Budget("4MiB"), device="cpu")))
         (entry,) = cache.iterdir()
         content = entry.read_bytes()
         head, _, body = content.partition(b"\n")
@@ -374,7 +375,7 @@ class TestEntry:
         entry.unlink()
         entry.mkdir() if damage == "a folder" else entry.write_bytes(wrong[damage])
         reads.clear()
-        assert told(plan_model(folder, Budget("4MiB"), device="cpu")) == expected
+        assert told(plan_model(PlanRequest(folder, Budget("4MiB"), device="cpu"))) == expected
         assert len(reads) == 1
         if damage != "a folder":
             assert entry.read_bytes() == content
@@ -414,45 +415,45 @@ class TestEntry:
         links = [folder.with_name(f"link {number}") for number in range(3)]
         for number, link in enumerate(links):
             link.symlink_to(folder)
-            plan_model(link, None, device="cpu")
+            plan_model(PlanRequest(link, None, device="cpu"))
             time.sleep(0.02)  # longer than the ticks in which file systems count time
             if number == 1:
-                plan_model(links[0], None, device="cpu")  # used again, so the second goes first
+                plan_model(PlanRequest(links[0], None, device="cpu"))  # used again, so the second goes first
         assert len(list(cache.iterdir())) == 2
         reads.clear()
         for link in (links[0], links[2], links[1]):
-            plan_model(link, None, device="cpu")
+            plan_model(PlanRequest(link, None, device="cpu"))
         assert reads == [links[1]]
 
     def test_none_is_written_or_used_where_that_is_forbidden(
         self, folder: Path, reads: list[Path], cache: Path, monkeypatch: pytest.MonkeyPatch
     ) -> None:
-        plan_model(folder, None, device="cpu")
+        plan_model(PlanRequest(folder, None, device="cpu"))
         (entry,) = cache.iterdir()
         monkeypatch.setenv("HEADRACE_DISABLE_CACHE", "1")
-        plan_model(folder, None, device="cpu")
+        plan_model(PlanRequest(folder, None, device="cpu"))
         assert len(reads) == 2
         entry.unlink()
-        plan_model(folder, None, device="cpu")
+        plan_model(PlanRequest(folder, None, device="cpu"))
         assert list(cache.iterdir()) == []
 
     def test_a_place_that_cannot_be_written(self, folder: Path, reads: list[Path], cache: Path) -> None:
         cache.parent.parent.write_text("a file in place of the folder")
         for count in (1, 2):
-            assert plan_model(folder, None, device="cpu").plan.weight_bytes
+            assert plan_model(PlanRequest(folder, None, device="cpu")).plan.weight_bytes
             assert len(reads) == count
 
     def test_without_a_home(self, folder: Path, reads: list[Path], monkeypatch: pytest.MonkeyPatch) -> None:
         monkeypatch.setattr(kept_folder, "cache_folder", lambda: None)
         for count in (1, 2):
-            plan_model(folder, None, device="cpu")
+            plan_model(PlanRequest(folder, None, device="cpu"))
             assert len(reads) == count
 
 
 def test_the_files_are_still_opened(folder: Path, reads: list[Path], monkeypatch: pytest.MonkeyPatch) -> None:
     """As a plan that is carried out would: a file system may refuse direct reads."""
     flags = ["plan", str(folder), "--device", "cpu", "--device-memory", "4MiB", "--disk-direct"]
-    plan_model(folder, None, device="cpu")
+    plan_model(PlanRequest(folder, None, device="cpu"))
 
     def refuse(path: Path) -> int:
         raise OSError(22, "Invalid argument")

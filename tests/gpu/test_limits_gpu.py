@@ -16,7 +16,7 @@ from gpu_models import build
 import headrace
 from headrace import Budget, Plan, Prefetch
 from headrace.errors import LimitError, OptionError
-from headrace.runtime import prepare as prepare_module
+from headrace.runtime import this_machine
 from headrace.runtime.this_machine import Limits, describe_device, read_limits
 
 GPU = torch.device("cuda", 0)
@@ -45,7 +45,7 @@ def test_too_large_for_the_device_is_refused_with_a_budget_that_works(monkeypatc
     total = sum(p.numel() * p.element_size() for p in model.parameters())
     devices = {p.device for p in model.parameters()}
     monkeypatch.setattr(
-        prepare_module, "read_limits", lambda device, pinned_bytes=0: Limits(device_free_bytes=total // 2)
+        this_machine, "read_limits", lambda device, pinned_bytes=0: Limits(device_free_bytes=total // 2)
     )
     gc.collect()  # what earlier tests left in cycles is not to go while this one looks
     allocated = torch.cuda.memory_allocated()

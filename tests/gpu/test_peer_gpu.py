@@ -162,7 +162,7 @@ def test_more_than_it_has_is_refused(peer: torch.device, monkeypatch: pytest.Mon
     free = free_on_peer(plan, HERE)
     assert free is not None
     assert free > plan.peer_bytes
-    monkeypatch.setattr("headrace.runtime.prepare.free_on_peer", lambda *_: plan.peer_bytes - 1)
+    monkeypatch.setattr("headrace.runtime.this_machine.free_on_peer", lambda *_: plan.peer_bytes - 1)
     with pytest.raises(LimitError, match=r"of memory of the peer GPU.* use a smaller --peer-memory"):
         headrace.offload(model, plan, device=HERE)
 

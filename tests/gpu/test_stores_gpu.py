@@ -19,7 +19,6 @@ from headrace.errors import BudgetError, TransferError
 from headrace.model.inventory import take_inventory
 from headrace.plan.build import build_plan
 from headrace.plan.schedule import RING_BYTES
-from headrace.runtime import prepare as prepare_module
 from headrace.runtime import this_machine
 from headrace.runtime.this_machine import Limits, needs_of
 from headrace.transfer.ring_streams import RingLink
@@ -157,8 +156,7 @@ class TestBudget:
         model = build(2)
         folder = save(model, tmp_path)
         limits = Limits(host_available_bytes=free)
-        for module in (prepare_module, this_machine):
-            monkeypatch.setattr(module, "read_limits", lambda device, pinned_bytes=0: limits)
+        monkeypatch.setattr(this_machine, "read_limits", lambda device, pinned_bytes=0: limits)
         if free < RING_BYTES:
             with pytest.raises(BudgetError, match=r"free host memory of [\d.]+ [GMK]?i?B .* with the staging ring"):
                 headrace.offload(model, "4MiB", checkpoint=folder)

@@ -34,6 +34,7 @@ from headrace.model.live_tensors import bind
 from headrace.plan.plan import Plan
 from headrace.runtime.prepare import prepare
 from headrace.runtime.session import OffloadSession, SessionOptions
+from headrace.runtime.this_machine import PlanRequest
 from headrace.stores.pinned_host import PinnedStore
 from headrace.stores.sources import ByteRange, Copy, Source, writable_view
 from headrace.stores.store import DiskStore, Load, Store
@@ -340,7 +341,7 @@ class Beginning(ThreadLink):
 
 def attach(model: nn.Module, folder: Path, link: ThreadLink, **options: Any) -> OffloadSession:
     """``model`` is on ``meta``, its checkpoint in ``folder``."""
-    prepared = prepare(model, all_layers(2, "disk"), weights=WeightMap.open(folder))
+    prepared = prepare(PlanRequest(model, all_layers(2, "disk"), checkpoint=WeightMap.open(folder)))
     session = OffloadSession(prepared, SessionOptions(link=link, **options))
     session.attach()
     return session

@@ -26,7 +26,7 @@ from headrace.memory.system import cgroup_available_bytes, host_available_bytes,
 from headrace.model.inventory import take_inventory
 from headrace.plan.build import build_plan
 from headrace.plan.plan import Machine
-from headrace.runtime import prepare as prepare_module
+from headrace.runtime import this_machine
 from headrace.runtime.this_machine import (
     Limits,
     Needs,
@@ -308,7 +308,7 @@ class TestRefusals:
 
 
 def limited(monkeypatch: pytest.MonkeyPatch, **limits: int) -> None:
-    monkeypatch.setattr(prepare_module, "read_limits", lambda device, pinned_bytes=0: Limits(**limits))
+    monkeypatch.setattr(this_machine, "read_limits", lambda device, pinned_bytes=0: Limits(**limits))
 
 
 class TestOffload:

@@ -6,14 +6,24 @@ from __future__ import annotations
 
 import json
 import math
+import os
 import re
+import warnings
+from collections.abc import Callable, Iterator
 from dataclasses import replace
-from itertools import pairwise
+from functools import partial
+from itertools import chain, pairwise
 from pathlib import Path
+from typing import Any, get_args
+from unittest.mock import patch
 
+import hypothesis
 import pytest
 import torch
+import torch.distributed as dist
 import transformers
+from hypothesis import assume, settings
+from hypothesis import strategies as st
 from matplotlib.figure import Figure
 from safetensors.torch import save_file
 
@@ -23,14 +33,37 @@ from checkpoints import run as forward
 from commands import TINY, error_of, run
 from headrace.adapters.transformers import load
 from headrace.checkpoint.safetensors_header import Checkpoint
-from headrace.config import SHARDED_MODES, UVA, Budget, Mode, Prefetch, Workload
+from headrace.config import (
+    ALL_MODEL_PARAMS,
+    RANK_MODES,
+    SHARDED_MODES,
+    UVA,
+    Budget,
+    Mode,
+    Policy,
+    Prefetch,
+    Rules,
+    Workload,
+)
 from headrace.demo.synthetic_model import ensure_model
-from headrace.errors import CheckpointError, HeadraceWarning, LimitError, OptionError, OptionTypeError, SelectionError
+from headrace.errors import (
+    CheckpointError,
+    HeadraceError,
+    HeadraceWarning,
+    LimitError,
+    OptionError,
+    OptionTypeError,
+    SelectionError,
+    StateError,
+)
 from headrace.plan.plan import Machine
 from headrace.plan.report import _draw_curve
 from headrace.planning import plan_model
+from headrace.runtime.this_machine import PlanRequest
+from headrace.stores.sources import DiskOptions
 from headrace.transfer.machine_probe import MACHINES, Probe, named_machine
-from models import OddStack, Stack, aligned, rows, save, state_of
+from models import MoE, OddStack, Stack, aligned, rows, save, state_of
+from moe_models import qwen
 
 REPORT = Path(__file__).resolve().parents[2] / "docs" / "benchmarks" / "2026-11-21-plan-h200-probe.json"
 
@@ -323,7 +356,7 @@ class TestHonesty:
         axes = Figure().subplots()
         averages = []
         for share in (1, 2, 3, 4):
-            planned = plan_model(model, Budget(weights * share // 12), workload=workload, machine="h200")
+            planned = plan_model(PlanRequest(model, Budget(weights * share // 12), workload=workload, machine="h200"))
             averages.append(sum(math.log(forecast.step_s) for forecast in planned.outlook.forecasts))
             _draw_curve(axes, planned.plan, planned.outlook, planned.curves)
         assert averages == sorted(averages, reverse=True)
@@ -427,3 +460,151 @@ class TestShown:
         for other in (replace(plan, num_ranks=2), headrace.Plan.load(tmp_path / "plan.json")):
             assert other.outlook is None
             assert "Predicted steps" not in str(other)
+
+
+# -- one door ----------------------------------------------------------------------------------------------------------
+
+MODES = st.sampled_from(get_args(Mode))
+NAMES = st.sampled_from(((), (), (ALL_MODEL_PARAMS,), ("layers",), ("experts",), ("re:.*weight",)))
+RULES = st.tuples(
+    st.sampled_from(("experts", "layers", "head")), st.sampled_from(("prefetch", "uva", "cache", "resident"))
+)
+
+
+@st.composite
+def policies(draw: st.DrawFn, weight_bytes: int) -> Callable[[], Policy]:
+    """What makes a policy of any kind, for a model of that size; some are wrong for it."""
+    kind, mode, names = draw(st.sampled_from(("prefetch", "uva", "rules", "budget"))), draw(MODES), draw(NAMES)
+    slots, rules = draw(st.sampled_from((None, 1, 2))), draw(st.lists(RULES, min_size=1, max_size=2))
+    if kind == "prefetch":
+        return partial(Prefetch, draw(st.integers(1, 3)), 1, draw(st.integers(1, 8)), names, mode)
+    if kind == "uva":
+        return partial(UVA, draw(st.sampled_from((1, 5_000, 10**9))), names, mode)
+    if kind == "rules":
+        return partial(Rules, rules, mode=mode, expert_slots=slots)
+    num_bytes = int(draw(st.sampled_from((0.1, 0.4, 0.6, 0.8, 0.95, 1.5))) * weight_bytes)
+    some, peer = draw(st.sampled_from(((), (), rules))), draw(st.sampled_from((None, None, "1MiB")))
+    chosen = draw(st.none() | MODES)
+    return partial(Budget, num_bytes, names, mode=chosen, rules=some, expert_slots=slots, peer_memory=peer)
+
+
+TOKENS = torch.arange(6)
+SMALL: dict[str, tuple[Callable[[], torch.nn.Module], torch.Tensor]] = {
+    "stack": (lambda: Stack(6), rows()),
+    "experts": (MoE, TOKENS),
+    "odd": (OddStack, rows()),
+    "transformers": (qwen, TOKENS[None]),
+}
+
+
+def outcome(call: Callable[[], Any]) -> tuple[Any, set[str]]:
+    """What a call returns, or the type of its error, and its warnings."""
+    with warnings.catch_warnings(record=True) as seen:
+        warnings.simplefilter("always")
+        try:
+            found = call()
+        except HeadraceError as error:
+            found = type(error)
+    return found, {str(warning.message) for warning in seen}
+
+
+@torch.no_grad()
+def output(model: torch.nn.Module, given: torch.Tensor) -> Any:
+    out = model(given)
+    return getattr(out, "logits", out)
+
+
+def held_bytes(model: torch.nn.Module, handle: headrace.Handle) -> int:
+    """Device memory that weights have: residents by the tensors of the model, and slots."""
+    resident, tensors = handle.plan.resident, chain(model.named_parameters(), model.named_buffers())
+    live = {tensor.untyped_storage().data_ptr(): tensor.nbytes for name, tensor in tensors if name in resident}
+    prefetcher = handle._session._prefetcher
+    slots = [] if prefetcher is None else [slot.memory for slot in prefetcher._live]
+    return sum(live.values()) + sum(memory.nbytes for memory in slots if memory is not None)
+
+
+@pytest.fixture(scope="module")
+def world() -> Iterator[None]:
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    yield
+    dist.destroy_process_group()
+
+
+@pytest.mark.usefixtures("world")
+class TestOneDoor:
+    """What ``make_plan`` returns without a warning ``offload`` takes, and what one refuses, the other does."""
+
+    @settings(max_examples=200, deadline=None)
+    @hypothesis.given(data=st.data(), name=st.sampled_from(sorted(SMALL)))
+    def test_it_is_that_of_the_offload(
+        self, data: st.DataObject, name: str, tmp_path_factory: pytest.TempPathFactory
+    ) -> None:
+        model, given = SMALL[name][0]().eval(), SMALL[name][1]
+        policy, _ = outcome(data.draw(policies(headrace.make_plan(model).weight_bytes), "policy"))
+        assume(not isinstance(policy, type))
+        expected = output(model, given)
+        options: dict[str, Any] = {"disk": data.draw(st.sampled_from((None, None, DiskOptions())), "disk")}
+        if data.draw(st.booleans(), "checkpoint"):
+            options["checkpoint"] = save(model, tmp_path_factory.mktemp("door"))
+        free = data.draw(st.sampled_from((2**40, 2**40, 2_000)), "free host memory")
+        interpreter = data.draw(st.sampled_from("01"), "TRITON_INTERPRET")
+        with (
+            patch("headrace.runtime.this_machine.host_available_bytes", lambda: free),
+            patch.dict(os.environ, {"TRITON_INTERPRET": interpreter}),
+        ):
+            plan, warned = outcome(lambda: headrace.make_plan(model, policy, **options))
+            group = {"group": dist.new_group()} if policy.mode in RANK_MODES else {}
+            handle, told = outcome(lambda: headrace.offload(model, policy, **options, **group))
+        if isinstance(plan, type):
+            assert handle is plan
+        elif isinstance(handle, type):
+            why = {LimitError: "does not fit this machine", OptionError: "pass checkpoint=FOLDER"}[handle]
+            assert any(why in text for text in warned)
+        else:
+            with handle:
+                assert handle.plan == plan
+                assert {text for text in warned if "does not fit" not in text} == told
+                assert torch.equal(output(model, given), expected)
+                assert held_bytes(model, handle) <= plan.device_bytes
+                assert handle.stats().bytes_moved > 0 or not plan.units
+
+    def test_cached_experts_on_a_cpu(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        monkeypatch.delenv("TRITON_INTERPRET")
+        for call in (headrace.make_plan, headrace.offload):
+            with pytest.raises(OptionError, match="are cached, and the device is a CPU; expected a CUDA device"):
+                call(qwen(), Rules([("experts", "cache")], expert_slots=2))
+
+    def test_implementations_of_experts_that_add_up_in_order(self) -> None:
+        for call in (headrace.make_plan, headrace.offload):
+            with pytest.raises(OptionError, match="run by 'eager', and cached experts need one of"):
+                call(qwen("eager"), Rules([("experts", "cache")], expert_slots=2))
+
+    def test_a_module_that_keeps_addresses_of_its_weights(self) -> None:
+        """As a layer of ExLlama's does."""
+        model = Stack()
+        vars(model.layers[3].linear)["q_handle"] = object()
+        for machine in (None, "h200"):
+            with pytest.raises(OptionError, match="runs on addresses that it took once"):
+                headrace.make_plan(model, "20KiB", machine=machine)
+
+    def test_weights_that_are_offloaded_already(self) -> None:
+        model, policy = Stack().eval(), Prefetch(params=["layers"])
+        with headrace.offload(model, policy), pytest.raises(StateError, match="is offloaded already"):
+            headrace.make_plan(model, policy)
+
+    def test_more_device_memory_than_the_weights_have(self) -> None:
+        """Cached experts are mapped in pieces of 2 MiB."""
+        for call in (headrace.make_plan, headrace.offload):
+            with pytest.warns(HeadraceWarning, match=r"takes [\d.]+ MiB of device memory, more than all weights"):
+                call(qwen(), Rules([("experts", "cache")], expert_slots=2))
+
+    def test_options_without_effect(self, tmp_path: Path) -> None:
+        model = Stack()
+        for call in (headrace.make_plan, headrace.offload):
+            with pytest.warns(HeadraceWarning, match=r"checkpoint=\.\.\. has no effect: mode 'cpu' takes"):
+                call(model, Prefetch(params=["layers"]), checkpoint=save(model, tmp_path))
+
+    def test_a_store_without_bytes(self) -> None:
+        for call in (headrace.make_plan, headrace.offload):
+            with pytest.raises(OptionError, match="mode 'meta' keeps no bytes, and layers"):
+                call(Stack(), Prefetch(params=["layers"], mode="meta"))

@@ -30,7 +30,7 @@ from headrace.model.memory_profile import profile_of
 from headrace.plan.cost_model import NOMINAL_CPU, NOMINAL_GPU
 from headrace.plan.schedule import RING_BYTES
 from headrace.planning import plan_model
-from headrace.runtime.this_machine import make_planner, needs_of
+from headrace.runtime.this_machine import PlanRequest, make_planner, needs_of
 
 _ENOUGH_S = 5.0  # of CPU time; 1.0 to 2.1 s on two quiet cores, 3.2 on them while others work
 _ENOUGH_AGAIN_S = 1.5  # of a process; 0.8 s on two quiet cores, and 4 s where torch and transformers are imported
@@ -110,7 +110,7 @@ def test_again_without_torch(giant: Path, tmp_path: Path, monkeypatch: pytest.Mo
     """A whole process, from its start to its end: what was read of the folder is kept, whatever the budget."""
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
     monkeypatch.delenv("HEADRACE_DISABLE_CACHE")
-    assert plan_model(giant, None, device="cpu").plan.weight_bytes > 1200 * 2**30
+    assert plan_model(PlanRequest(giant, None, device="cpu")).plan.weight_bytes > 1200 * 2**30
     flags = ["--device", "cpu", "--batch", "1,16", "--context", "4096"]
     spent_s: list[float] = []
     for _ in range(_TRIES):

@@ -38,6 +38,7 @@ from headrace.errors import (
 from headrace.memory.pages import whole_pages
 from headrace.planning import plan_model
 from headrace.runtime import this_machine
+from headrace.runtime.this_machine import PlanRequest
 from headrace.stores.store import DiskStore
 from headrace.testing import assert_same_bits
 from headrace.transfer import measuring
@@ -316,7 +317,7 @@ class TestExpertsOfTransformers:
         folder = folder_of(tmp_path, "one by one", size=24)
         budget = Budget("400KiB")
         why = r"4 tensors \(.*\) of experts cannot be read in place, .* lies in 12 pieces in the checkpoint"
-        assert re.search(why, "\n".join(plan_model(folder, budget, device="cpu").outlook.notes))
+        assert re.search(why, "\n".join(plan_model(PlanRequest(folder, budget, device="cpu")).outlook.notes))
         model, handle = load(folder, budget)
         with handle:
             assert not any(".experts." in name for name in handle.plan.uva)
@@ -330,7 +331,7 @@ class TestExpertsOfTransformers:
     def test_what_joining_takes_is_said_before(self, tmp_path: Path) -> None:
         folder = folder_of(tmp_path, "one by one")
         start_data_at(folder / "model.safetensors", 16)
-        outlook = plan_model(folder, EXPERTS, device="cpu").outlook
+        outlook = plan_model(PlanRequest(folder, EXPERTS, device="cpu")).outlook
         assert len(outlook.notes) == 1
         assert "4 tensors" in outlook.notes[0]
         assert "loading maps the pieces and joins them" in outlook.notes[0]

@@ -36,9 +36,17 @@ from headrace.plan.candidates import Spill
 from headrace.plan.cost_model import NOMINAL_GPU, Curve, Forecaster
 from headrace.plan.plan import Machine, Plan
 from headrace.plan.units import move_on_demand
-from headrace.runtime import prepare, session, this_machine
+from headrace.runtime import session, this_machine
 from headrace.runtime.session import open_pinned
-from headrace.runtime.this_machine import DeviceName, Limits, check_limits, needs_of, peer_of, settle
+from headrace.runtime.this_machine import (
+    DeviceName,
+    Limits,
+    check_limits,
+    needs_of,
+    peer_of,
+    require_one_process,
+    settle,
+)
 from headrace.testing import assert_moved, assert_same_bits, offload_over
 from models import MoE, OddStack, QuantStack, ScaledStack, Stack, aligned, all_layers, rows, save
 from peers import NEAR, on_peer, stand_in
@@ -424,7 +432,7 @@ class TestRefused:
     def test_several_processes(self, monkeypatch: pytest.MonkeyPatch) -> None:
         plan = planned(Stack(6))
         with pytest.raises(OptionError, match=r"for one process beside an idle GPU.*mode 'sharded_gpu' with group="):
-            prepare._require_one_process(plan, SimpleNamespace())  # type: ignore[arg-type]
+            require_one_process(SimpleNamespace())  # type: ignore[arg-type]
         monkeypatch.setattr(dist, "is_initialized", lambda: True)
         monkeypatch.setattr(dist, "get_world_size", lambda: 2)
         model = Stack(6).eval()

@@ -32,7 +32,7 @@ from headrace.model.inventory import take_inventory
 from headrace.plan.plan import Plan
 from headrace.runtime.prepare import prepare
 from headrace.runtime.session import Progress
-from headrace.runtime.this_machine import not_in_files, require_kinds
+from headrace.runtime.this_machine import PlanRequest, not_in_files, require_kinds
 from headrace.stores.sources import DiskOptions
 
 __all__ = ["Components", "PipelineHandle", "load"]
@@ -239,9 +239,8 @@ def _offload(
         patterns = tuple(f"re:{name}\\..*" for name in steps)
         rows = given.workload.batch_sizes if isinstance(policy, Budget) else (_ROWS,)
         given = replace(given, workload=replace(given.workload, repeated=patterns, batch_sizes=rows))
-    prepared = prepare(
-        components, given, inventory=inventory, device=device, weights=weights, unstreamable=unstreamable, disk=disk
-    )
+    request = PlanRequest(components, given, checkpoint=weights, device=device, disk=disk)
+    prepared = prepare(replace(request, inventory=inventory, unstreamable=unstreamable))
     return start(prepared, repeats=True, **arguments)
 
 

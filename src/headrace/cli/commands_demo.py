@@ -90,10 +90,11 @@ def _compare(job: Job, name: str, item: str, share: float, runs: Path) -> Compar
     from headrace.demo.comparison import compare, comparison_table
     from headrace.plan.report import render
     from headrace.planning import plan_model
+    from headrace.runtime.this_machine import PlanRequest
 
     opened = open_model(Path(job.model))
     budget = int(opened.weights.checkpoint.num_bytes * share)
-    stdout.print(render(plan_model(opened, budget, device="cpu").plan, name))
+    stdout.print(render(plan_model(PlanRequest(opened, budget, device="cpu")).plan, name))
     with stdout.status("running, resident and streamed"):
         found = compare(name, item, job, share, runs)
     stdout.print(comparison_table(found))

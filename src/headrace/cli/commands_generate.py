@@ -9,6 +9,7 @@ import time
 import warnings
 from collections.abc import Mapping
 from contextlib import suppress
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -136,6 +137,7 @@ def generate(
     from headrace.plan.traces import save_trace
     from headrace.planning import plan_model
     from headrace.runtime.prepare import open_ranks
+    from headrace.runtime.this_machine import PlanRequest
 
     notes = _silence() if quiet else stderr
     group = _process_group(mode, device)
@@ -149,15 +151,17 @@ def generate(
     tokenizer, inputs = _read_prompt(opened, text, system, chat, notes)
     # Planned here and not by load(), so that the plan is printed before the loading.
     num_ranks = group.size() if group is not None and mode in SHARDED_MODES else 1
-    planned = plan_model(opened, policy, device=device, disk=disk_options(flags), num_ranks=num_ranks)
+    request = PlanRequest(opened, policy, device=device, disk=disk_options(flags), num_ranks=num_ranks)
+    planned = plan_model(request)
     _check_length(inputs["input_ids"].shape[1], max_new_tokens, planned.planner.profile.max_context, planned.plan)
     plan = planned.plan
     notes.print(render(plan, opened.name))
     meter = PeakMeter()
     with byte_bar("loading", notes) as progress, open_ranks(group) as ranks:
+        request = replace(request, model=module, policy=plan, ranks=ranks)
         # A recorder of routing runs Python in every step.
         graphs = not no_graphs and expert_trace is None
-        handle = load_matched(folder, module, opened.match, plan, device, disk_options(flags), progress, ranks, graphs)
+        handle = load_matched(folder, request, opened.match, progress, graphs)
     # The handle is not removed at the end: that would bring all weights back, which may not fit.
     inputs = {name: tensor.to(device) for name, tensor in inputs.items()}
     recorder = None if expert_trace is None else RoutingRecorder(module, device)

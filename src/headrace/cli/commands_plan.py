@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import sys
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -93,22 +94,14 @@ def plan(
             require_writable(flag, file)
     from headrace.plan.report import draw_plan, plan_table, require_picture
     from headrace.planning import plan_model
+    from headrace.runtime.this_machine import PlanRequest
 
     if plot is not None:
         require_picture(plot)
     name = device.type if device.index is None else f"{device.type}:{device.index}"
     here = name if machine is None else None
-    disk = disk_options(flags)
-    planned = plan_model(
-        folder,
-        policy,
-        machine=machine,
-        dtype=dtype,
-        device=here,
-        disk=disk,
-        num_ranks=1 if num_ranks is None else num_ranks,
-        expert_trace=expert_trace,
-    )
+    request = PlanRequest(folder, policy, machine=machine, dtype=dtype, device=here, disk=disk_options(flags))
+    planned = plan_model(replace(request, num_ranks=1 if num_ranks is None else num_ranks, expert_trace=expert_trace))
     made = planned.with_outlook()
     if save is not None:
         made.save(save)

@@ -20,8 +20,6 @@ from headrace.figures import format_size
 from headrace.flags import OffloadFlags, Surface, counts
 
 if TYPE_CHECKING:
-    import torch
-
     from headrace.adapters.transformers.opened_model import OpenedModel
     from headrace.planning import Planned
     from headrace.serving.admission import Pool
@@ -63,6 +61,7 @@ def run_server(model: str, flags: OffloadFlags, options: ServerOptions) -> None:
     from headrace.adapters.transformers.opened_model import open_model
     from headrace.plan.report import render
     from headrace.planning import plan_model
+    from headrace.runtime.this_machine import PlanRequest
     from headrace.serving.admission import Pool
     from headrace.serving.app import bind, make_app, run_app
     from headrace.serving.batches import BLOCK_TOKENS, Batches
@@ -75,10 +74,12 @@ def run_server(model: str, flags: OffloadFlags, options: ServerOptions) -> None:
     opened = open_model(folder, options.dtype, device=device)
     tokenizer = open_tokenizer(folder)
     settings = _settings(opened, options.plain)
-    planned = plan_model(opened, policy, device=device, disk=disk_options(flags))
+    request = PlanRequest(opened, policy, device=device, disk=disk_options(flags))
+    planned = plan_model(request)
     longest = _longest(flags, planned)
     pool = Pool.of(sequences, longest, BLOCK_TOKENS)
-    _require_memory(opened, planned, device, flags, sequences, longest)
+    if misfit := planned.misfit_of(Workload([sequences], longest)):
+        raise OptionError(f"the plan {misfit}; use a smaller --batch or --context, or less --device-memory")
     stderr.print(render(planned.plan, opened.name))
     stderr.print(_cache_line(planned, pool, sequences), highlight=False, soft_wrap=True)
     if options.dry_run:
@@ -87,9 +88,8 @@ def run_server(model: str, flags: OffloadFlags, options: ServerOptions) -> None:
         stderr.print("vLLM is installed, and faster on a GPU: headrace serve --engine vllm", soft_wrap=True)
     bound = bind(options.host, options.port)
     with byte_bar("loading", stderr) as progress:
-        handle = load_matched(
-            folder, opened.module, opened.match, planned.plan, device, disk_options(flags), progress, None
-        )
+        request = replace(request, model=opened.module, policy=planned.plan)
+        handle = load_matched(folder, request, opened.match, progress)
     module: Any = opened.module
     if options.plain:
         module.generation_config = settings
@@ -144,19 +144,6 @@ def _longest(flags: OffloadFlags, planned: Planned) -> int:
             f"(max_position_embeddings in its configuration)"
         )
     return asked or min(_CONTEXT, limit or _CONTEXT)
-
-
-def _require_memory(
-    opened: OpenedModel, planned: Planned, device: torch.device, flags: OffloadFlags, sequences: int, longest: int
-) -> None:
-    """Refuse a plan and a cache that this machine has no room for together."""
-    from headrace.planning import plan_model
-
-    workload = Workload([sequences], longest)
-    disk = disk_options(flags)
-    misfit = plan_model(opened, planned.plan, workload=workload, device=device, disk=disk).misfit
-    if misfit:
-        raise OptionError(f"the plan {misfit}; use a smaller --batch or --context, or less --device-memory")
 
 
 def _cache_line(planned: Planned, pool: Pool, sequences: int) -> str:

@@ -36,7 +36,7 @@ from headrace.ranks.group import RankGroup
 from headrace.runtime.prepare import Prepared, compute_device, prepare
 from headrace.runtime.session import OffloadSession, SessionOptions
 from headrace.runtime.slot import BreakCapture
-from headrace.runtime.this_machine import make_planner
+from headrace.runtime.this_machine import PlanRequest, make_planner
 from headrace.runtime.under_construction import BuildTimeFilter, BuildTimePool, mark_read_in_place, unmark
 from headrace.stats import Stats
 
@@ -93,12 +93,11 @@ class LayerwiseOffloader(BaseOffloader):
         self._session = session
 
     def _prepare(self, allocates: bool = True) -> Prepared:
-        model, device = self._model(), self._device()
+        model, device, ranks, pool = self._model(), self._device(), self._ranks, self._pool
         inventory = self._take_inventory(model)
         plan = self._make_plan(inventory)
-        prepared = prepare(
-            model, plan, inventory=inventory, device=device, ranks=self._ranks, pool=self._pool, allocates=allocates
-        )
+        request = PlanRequest(model, plan, device=device, inventory=inventory, ranks=ranks, pool=pool)
+        prepared = prepare(request, allocates=allocates)
         self._check_plan(prepared.plan, inventory)
         return prepared
 

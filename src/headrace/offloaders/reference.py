@@ -14,6 +14,7 @@ from headrace.offloaders.layerwise import EngineOffloader
 from headrace.plan.plan import Plan
 from headrace.runtime.hooks import CalledForwardHook, ForwardHook, UnitHook, new_token, unhooked_modules
 from headrace.runtime.prepare import Prepared, prepare
+from headrace.runtime.this_machine import PlanRequest
 from headrace.runtime.under_construction import mark_read_in_place, unmark
 from headrace.stats import Stats, UnitStats
 
@@ -35,7 +36,7 @@ def boundaries(model: nn.Module, policy: Policy | Plan | str | int) -> Iterator[
         the plan whose units set the boundaries.
     """
     # Without limits: the model is resident already, and nothing is added.
-    prepared = prepare(model, policy, allocates=False)
+    prepared = prepare(PlanRequest(model, policy), allocates=False)
     with _boundaries_of(prepared, model, traced_in_forward=True):
         yield prepared.plan
 

@@ -637,7 +637,7 @@ def open_store(prepared: Prepared) -> tuple[Store, dict[str, torch.Tensor]]:
     offloaded = {name: bound for name, bound in prepared.offloaded.items() if name not in beside}
     hosts = [] if ranks is None else compare_ranks(prepared, ranks)
     if plan.mode == "meta":
-        return _meta_store(offloaded), {}
+        return MetaStore({name: bound.info.num_bytes for name, bound in offloaded.items()}), {}
     if plan.mode in RANK_MODES:
         if ranks is None:
             raise OptionError(
@@ -701,16 +701,6 @@ def open_pinned(
     if registrar is not None and any(storage.home.type == "cuda" for storage in offloaded.values()):
         store.pin_now()
     return store, {name: store.destination(name) for name in offloaded if name not in store.adopted | store.kept}
-
-
-def _meta_store(offloaded: dict[str, BoundStorage]) -> MetaStore:
-    for name, bound in offloaded.items():
-        if not bound.on_meta:
-            raise OptionError(
-                f"mode 'meta' keeps no bytes, and {name} has some; build the model under torch.device('meta'), or use "
-                f"mode 'cpu' or 'disk'"
-            )
-    return MetaStore({name: bound.info.num_bytes for name, bound in offloaded.items()})
 
 
 def _disk_store(

@@ -1,4 +1,4 @@
-"""This machine as plans see it: its device, a planner for it, and what it has room for. Nothing is allocated.
+"""This machine as plans see it: its device, a request to a plan for it, and what it has room for. Allocates nothing.
 
 Functions that need torch import it: without a GPU none of them does, so that a folder that was planned before can be
 planned again without it.
@@ -10,13 +10,23 @@ import logging
 import mmap
 import os
 import shutil
-from collections.abc import Collection, Iterator, Mapping
-from dataclasses import dataclass, replace
+from collections.abc import Callable, Collection, Iterator, Mapping
+from dataclasses import dataclass, field, replace
+from functools import cached_property
 from importlib import import_module
 from typing import TYPE_CHECKING, Any, Literal
 
 from headrace.checkpoint.weight_map import TensorSource, WeightMap
-from headrace.config import HOST_MODES, SHARDED_MODES, pin_memory_disabled, uva_disabled
+from headrace.config import (
+    HOST_MODES,
+    SHARDED_MODES,
+    Budget,
+    Policy,
+    Workload,
+    as_policy,
+    pin_memory_disabled,
+    uva_disabled,
+)
 from headrace.errors import CheckpointError, LimitError, OptionError, OptionTypeError, warn_user
 from headrace.figures import format_size
 from headrace.memory.system import cgroup_available_bytes, host_available_bytes, memlock_bytes
@@ -25,18 +35,27 @@ from headrace.plan.build import Planner
 from headrace.plan.cached_experts import why_not_cached
 from headrace.plan.candidates import MappedFiles, Spill
 from headrace.plan.cost_model import Rates
-from headrace.plan.plan import Machine, Plan, slab_bytes
+from headrace.plan.plan import Machine, Plan, assemble, slab_bytes
 from headrace.plan.units import move_on_demand
 from headrace.stores.sources import DiskOptions
 from headrace.transfer.machine_probe import ALIGNMENT_BYTES, DeviceName, planning_rates
 
 if TYPE_CHECKING:
     import torch
+    from torch import nn
 
+    from headrace.checkpoint.safetensors_header import Checkpoint
+    from headrace.model.live_tensors import BoundStorage
+    from headrace.plan.traces import ExpertHits
+    from headrace.ranks.group import RankGroup
+    from headrace.runtime.under_construction import BuildTimePool
 
 __all__ = [
     "Limits",
     "Needs",
+    "PlanContext",
+    "PlanRequest",
+    "Target",
     "can_read_in_place",
     "check_limits",
     "describe_device",
@@ -49,6 +68,7 @@ __all__ = [
     "read_limits",
     "require_disk",
     "require_kinds",
+    "require_one_process",
     "settle",
 ]
 
@@ -62,9 +82,6 @@ _VECTOR_BYTES = 16  # of SSE, the shortest of an x86 CPU
 _MIB = 2**20
 
 _DEVICE = "device memory"
-_HOST = "host memory"
-_CGROUP = "host memory under its cgroup's limit"
-_MEMLOCK = "locked memory (RLIMIT_MEMLOCK)"
 _PEER = "memory of the peer GPU"
 
 
@@ -170,6 +187,172 @@ def free_on_peer(plan: Plan, device: torch.device | DeviceName) -> int | None:
 
 
 # -- the plan ---------------------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class PlanRequest:
+    """The arguments of :func:`headrace.make_plan`, and what a caller adds that has read or built the model itself.
+
+    Attributes:
+        inventory: of ``model`` in its present state; taken by default.
+        unstreamable: storages that the files do not hold in this form (:func:`not_in_files`).
+        ranks: those that share the weights.
+        pool: where weights were put while the model was built.
+    """
+
+    model: Any
+    policy: Policy | Plan | str | int | None
+    workload: Workload | None = None
+    machine: str | os.PathLike[str] | None = None
+    checkpoint: WeightMap | Checkpoint | str | os.PathLike[str] | None = None
+    dtype: torch.dtype | str | None = None
+    device: torch.device | str | None = None
+    disk: DiskOptions | None = None
+    num_ranks: int = 1
+    expert_trace: str | os.PathLike[str] | None = None
+    inventory: Inventory | None = None
+    unstreamable: Collection[str] = ()
+    ranks: RankGroup | None = None
+    pool: BuildTimePool | None = None
+
+    @cached_property
+    def given(self) -> Policy | Plan | None:
+        """The policy as an object, with the workload."""
+        if self.policy is None or isinstance(self.policy, Plan):
+            return self.policy
+        policy, workload = as_policy(self.policy), self.workload
+        if workload is None or not isinstance(policy, Budget) or policy.workload == workload:
+            return policy
+        if policy.workload != Workload():
+            raise OptionError(f"workload: the budget has {policy.workload}, found {workload} beside it; leave one out")
+        return replace(policy, workload=workload)
+
+
+@dataclass(frozen=True)
+class Target:
+    """Where a plan is to be carried out; ``rates`` are ``None`` for this machine, whose own count."""
+
+    device: torch.device | DeviceName
+    machine: Machine
+    rates: Rates | None = None
+
+
+@dataclass(frozen=True)
+class PlanContext:
+    """A request, with the model and the machine that it is about as names and sizes.
+
+    Attributes:
+        read_profile: returns the profile of the model; a finished plan needs none.
+        weights: the checkpoint.
+        name: of the model, for output.
+        module: the model; on ``meta`` for a folder, and ``None`` where the folder was planned before.
+        bound: the live tensors of every storage, by storage name; empty for a folder, of which no model is built.
+        hits: of cached experts, where they were recorded.
+    """
+
+    request: PlanRequest
+    target: Target
+    inventory: Inventory
+    read_profile: Callable[[], ModelProfile]
+    weights: WeightMap | None = None
+    name: str | None = None
+    module: nn.Module | None = None
+    bound: Mapping[str, BoundStorage] = field(default_factory=dict, repr=False)
+    hits: ExpertHits | None = None
+
+    @cached_property
+    def planner(self) -> Planner:
+        """Of the model, for the machine."""
+        request, target = self.request, self.target
+        split = request.num_ranks if getattr(request.given, "mode", None) in SHARDED_MODES else 1
+        facts = (self.inventory, self.read_profile(), target.device, self.weights, target.rates, request.unstreamable)
+        planner = make_planner(*facts, request.disk, split)
+        return planner if self.hits is None else replace(planner, hits=self.hits)
+
+    def plan(self) -> Plan:
+        """The plan that was asked for, checked against model, files and machine."""
+        given, target = self.request.given, self.target
+        if isinstance(given, Plan):
+            plan = given
+        else:
+            planner = self.planner
+            plan = assemble(self.inventory, [], 0, planner.default_mode) if given is None else planner.plan(given)
+            plan = replace(plan, made_for=target.machine)
+        plan = settle(plan, self.inventory, target.device, target.machine, self.weights, self.request.num_ranks)
+        if plan.peer_bytes and target.rates is None:
+            require_one_process(self.request.ranks)
+        if plan.cached and self.module is not None:
+            from headrace.experts.rows import require_rows
+
+            for layer in plan.cached:
+                require_rows(self.module.get_submodule(layer.module_fqn))
+        self._check_sources(plan)
+        return plan
+
+    @property
+    def loads_files(self) -> bool:
+        """Whether weights are read from files whatever the plan."""
+        return not self.bound or any(storage.on_meta for storage in self.bound.values())
+
+    def _check_sources(self, plan: Plan) -> None:
+        """Refuse stores that do not fit the tensors; warn of options about files that are not read.
+
+        Raises:
+            CheckpointError: a tensor that ``plan`` streams from files has another form there.
+            OptionError: mode ``meta`` for a tensor that has bytes.
+        """
+        request, given = self.request, self.request.given
+        for name, placement in plan.placements.items():
+            if placement.store == "disk" and self.weights is not None:
+                self.weights.source(self.inventory.by_name[name])
+            if placement.store == "meta" and name in self.bound and not self.bound[name].on_meta:
+                raise OptionError(
+                    f"mode 'meta' keeps no bytes, and {name} has some; build the model under torch.device('meta'), or "
+                    f"use mode 'cpu' or 'disk'"
+                )
+        # With files to spill to, a checkpoint has shaped the choice of the plan even if no unit ended up in one.
+        may_spill = isinstance(given, Budget) and given.mode is None and self.planner.spill is not None
+        if given is None or may_spill or plan.reads_files or self.loads_files:
+            return
+        for name, value in (("checkpoint", self.weights), ("disk", request.disk)):
+            if value is not None:
+                warn_user(
+                    f"{name}=... has no effect: mode {plan.mode!r} takes the weights from the model itself, not from "
+                    f"files"
+                )
+
+    def require_room(
+        self, plan: Plan, moving: Collection[str] = (), pinned_already: int = 0, workload_bytes: int = 0
+    ) -> None:
+        """Refuse ``plan`` if this machine, or of another one the device, has no room for what it adds.
+
+        Args:
+            moving: storages that are not in the memory of the device although their tensors are on it.
+            pinned_already: bytes that stay in the pinned memory where they are.
+            workload_bytes: of caches and activations.
+
+        Raises:
+            LimitError: see :func:`check_limits`.
+        """
+        device, bound, on_gpu = self.target.device, self.bound, self.target.device.type == "cuda"
+        names = {storage.name for storage in self.inventory.storages}
+        here = {name for name, storage in bound.items() if storage.home == device}.difference(moving)
+        on_meta = {name for name in names if name not in bound or bound[name].on_meta}
+        needs = needs_of(plan, on_gpu=on_gpu, elsewhere=names - here, on_meta=on_meta)
+        beside = 0 if on_gpu else workload_bytes
+        if plan.mode == "disk" and not on_gpu and self.weights is not None:
+            beside += sum(self.weights.source(self.inventory.by_name[name]).joined_bytes for name in plan.uva)
+        needs = Needs(
+            needs.device_bytes + (workload_bytes if on_gpu else 0),
+            max(0, needs.host_bytes - pinned_already) + beside,
+            max(0, needs.pinned_bytes - pinned_already),
+            needs.peer_bytes,
+        )
+        limits = Limits(self.target.machine.device_bytes)
+        if self.target.rates is None:
+            limits = read_limits(device, pinned_bytes=needs.pinned_bytes)
+            limits = replace(limits, peer_free_bytes=free_on_peer(plan, device))
+        check_limits(plan, limits, needs)
 
 
 def make_planner(
@@ -315,6 +498,11 @@ def settle(
     plan.check_machine(machine)
     if device.type == "cuda" and weights is not None and plan.staged_units:
         _refuse_converting(plan, _converted(inventory, weights))
+    if plan.cached and device.type == "cpu" and os.environ.get("TRITON_INTERPRET") != "1":
+        raise OptionError(
+            f"experts of {plan.cached[0].module_fqn} are cached, and the device is a CPU; expected a CUDA device, "
+            f"which has memory of its own (on a CPU say experts=uva)"
+        )
     if plan.cached and not can_read_in_place(device):
         raise OptionError(
             f"experts of {plan.cached[0].module_fqn} are cached, for which {device} has to address host memory; "
@@ -330,8 +518,26 @@ def settle(
         moved = move_on_demand(inventory, plan)
         plan = replace(moved, model_name=plan.model_name, made_for=plan.made_for, context=plan.context)
     plan = plan if plan.num_ranks == num_ranks else replace(plan, num_ranks=num_ranks)
+    if plan.offloaded_bytes and plan.device_bytes > plan.weight_bytes:
+        warn_user(
+            f"the plan takes {format_size(plan.device_bytes)} of device memory, more than all weights, which have "
+            f"{format_size(plan.weight_bytes)}: leave the model resident, or use fewer slots (prefetch_step, "
+            f"expert_slots)"
+        )
     _log.info("plan: %r, %s moved per forward, for %s", plan, format_size(plan.moved_bytes), machine)
     return plan
+
+
+def require_one_process(ranks: RankGroup | None) -> None:
+    """Refuse units on another GPU where that may be another process's own."""
+    import torch.distributed as dist
+
+    num_processes = dist.get_world_size() if dist.is_available() and dist.is_initialized() else 1
+    if ranks is not None or num_processes > 1:
+        raise OptionError(
+            f"peer_memory is for one process beside an idle GPU, and this is one of {num_processes}: let them share "
+            f"their memory (mode 'sharded_gpu' with group=), or leave peer_memory out (--peer-memory)"
+        )
 
 
 # -- what the machine has room for ------------------------------------------------------------------------------------
@@ -451,25 +657,39 @@ def check_limits(plan: Plan, limits: Limits, needs: Needs) -> None:
     Raises:
         LimitError: names the limit that misses most, by how much, and a device-memory budget that should fit.
     """
+    cgroup_fix = "raise the limit of the container or group (memory.max)"
     exceeded = [
-        (needed - available, limit, needed, available)
-        for limit, needed, available in (
-            (_DEVICE, needs.device_bytes, limits.device_free_bytes),
-            (_HOST, needs.host_bytes, limits.host_available_bytes),
-            (_CGROUP, needs.host_bytes, limits.cgroup_available_bytes),
-            (_MEMLOCK, needs.pinned_bytes, limits.memlock_bytes),
-            (_PEER, needs.peer_bytes, limits.peer_free_bytes),
+        (needed - available, limit, first, needed, available)
+        for limit, first, needed, available in (
+            (_DEVICE, "free device memory first", needs.device_bytes, limits.device_free_bytes),
+            (
+                "host memory",
+                "free host memory first (and raise `ulimit -v` if it is set)",
+                needs.host_bytes,
+                limits.host_available_bytes,
+            ),
+            ("host memory under its cgroup's limit", cgroup_fix, needs.host_bytes, limits.cgroup_available_bytes),
+            ("locked memory (RLIMIT_MEMLOCK)", "raise `ulimit -l`", needs.pinned_bytes, limits.memlock_bytes),
+            (_PEER, "use a smaller --peer-memory", needs.peer_bytes, limits.peer_free_bytes),
         )
         if available is not None and needed > available
     ]
     if not exceeded:
         return
-    missing, limit, needed, available = max(exceeded, key=lambda shortfall: shortfall[0])
-    budget = _fitting_budget(plan, limit, missing, limits, needs)
+    missing, limit, first, needed, available = max(exceeded, key=lambda shortfall: shortfall[0])
+    on_gpu, budget = limits.device_free_bytes is not None, _fitting_budget(plan, limit, missing, limits, needs)
+    advice = "Offload less or in smaller units"
+    if budget is not None:
+        size = f"{budget // _MIB}MiB" if budget % _MIB == 0 else f"{budget}B"
+        which = "larger" if budget > plan.device_bytes else "smaller"
+        advice = f"A {which} budget should fit, about --device-memory {size}; use it"
+    if plan.mode in HOST_MODES and not (on_gpu and limit in (_DEVICE, _PEER)):
+        first += ", or let the weights rest in the files (--offload-mode disk)"
+        first += ", or what does not fit: pass checkpoint=FOLDER and no mode" if on_gpu else ""
     message = (
         f"the plan needs {format_size(needed)} ({needed} bytes) of {limit}, and {format_size(available)} ({available} "
-        f"bytes) can be had: {format_size(missing)} ({missing} bytes) too little. "
-        f"{_fix(plan, limit, budget, limits.device_free_bytes is not None)}; nothing was allocated"
+        f"bytes) can be had: {format_size(missing)} ({missing} bytes) too little. {advice}, or {first}; nothing was "
+        f"allocated"
     )
     raise LimitError(message, limit, needed, available, budget)
 
@@ -481,41 +701,20 @@ def _fitting_budget(plan: Plan, limit: str, missing: int, limits: Limits, needs:
     """
     if limit == _PEER:
         return None
+    less = max(0, plan.device_bytes - missing)
+    smaller = less // _MIB * _MIB or less or None
     if limits.device_free_bytes is None:  # on a CPU both are host memory
-        return _whole_mib(plan.device_bytes - missing)
+        return smaller
     if limit == _DEVICE:
         host = (limits.host_available_bytes, limits.cgroup_available_bytes)
         spare = min((found - needs.host_bytes for found in host if found is not None), default=missing)
-        return None if plan.mode in HOST_MODES and spare < missing else _whole_mib(plan.device_bytes - missing)
+        return None if plan.mode in HOST_MODES and spare < missing else smaller
     # Residents pass through host memory one storage at a time; a rank holds only its part of a split unit.
     staging = max((num_bytes for _, num_bytes in _offloaded(plan)), default=0)
     more = (missing + staging) * (plan.num_ranks if plan.mode == "sharded_cpu" else 1)
     if plan.mode not in HOST_MODES or more > min(plan.offloaded_bytes, limits.device_free_bytes - needs.device_bytes):
         return None
     return -(-(plan.device_bytes + more) // _MIB) * _MIB
-
-
-def _whole_mib(num_bytes: int) -> int | None:
-    return None if num_bytes <= 0 else num_bytes // _MIB * _MIB or num_bytes
-
-
-def _fix(plan: Plan, limit: str, budget: int | None, on_gpu: bool) -> str:
-    advice = "Offload less or in smaller units, or "
-    if budget is not None:
-        size = f"{budget // _MIB}MiB" if budget % _MIB == 0 else f"{budget}B"
-        which = "larger" if budget > plan.device_bytes else "smaller"
-        advice = f"A {which} budget should fit, about --device-memory {size}; use it, or "
-    first = {
-        _DEVICE: "free device memory first",
-        _HOST: "free host memory first (and raise `ulimit -v` if it is set)",
-        _CGROUP: "raise the limit of the container or group (memory.max)",
-        _MEMLOCK: "raise `ulimit -l`",
-        _PEER: "use a smaller --peer-memory",
-    }[limit]
-    if plan.mode not in HOST_MODES or (on_gpu and limit in (_DEVICE, _PEER)):
-        return f"{advice}{first}"
-    some = ", or what does not fit: pass checkpoint=FOLDER and no mode" if on_gpu else ""
-    return f"{advice}{first}, or let the weights rest in the files (--offload-mode disk){some}"
 
 
 def require_disk(folder: str | os.PathLike[str], num_bytes: int, fix: str) -> None:

@@ -15,6 +15,7 @@ import difflib
 import json
 import os
 from collections.abc import Iterable, Iterator
+from dataclasses import replace
 from itertools import chain
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -42,10 +43,9 @@ from headrace.graphs.decoding import decode_in_graphs
 from headrace.memory.system import no_collections
 from headrace.model.live_tensors import BoundStorage, storage_id
 from headrace.plan.plan import Plan
-from headrace.ranks.group import RankGroup
 from headrace.runtime.prepare import Prepared, compute_device, open_ranks, prepare
 from headrace.runtime.session import Progress
-from headrace.runtime.this_machine import not_in_files, require_kinds
+from headrace.runtime.this_machine import PlanRequest, not_in_files, require_kinds
 from headrace.stores.sources import DiskOptions
 from headrace.stores.store import new_buffer
 
@@ -124,31 +124,17 @@ def load(
             found = match(model, Checkpoint.open(folder), target)
         for difference in differences(model, found, is_chosen=model_class is not None):
             warn_user(difference)
-        return model, load_matched(folder, model, found, policy, device, disk, progress, ranks, graphs)
+        request = PlanRequest(model, policy, device=device, disk=disk, ranks=ranks)
+        return model, load_matched(folder, request, found, progress, graphs)
 
 
 def load_matched(
-    folder: Path,
-    model: PreTrainedModel,
-    found: Match,
-    policy: Policy | Plan | str | int,
-    device: torch.device | str | None,
-    disk: DiskOptions | None,
-    progress: Progress | None,
-    ranks: RankGroup | None,
-    graphs: bool = False,
+    folder: Path, request: PlanRequest, found: Match, progress: Progress | None, graphs: bool = False
 ) -> Handle:
-    """:func:`load` for a ``model`` on ``meta`` that has been built and matched with its files; warns of nothing."""
-    prepared = prepare(
-        model,
-        policy,
-        inventory=found.inventory,
-        device=device,
-        weights=found.weights,
-        unstreamable=not_in_files(found.inventory, found.weights),
-        disk=disk,
-        ranks=ranks,
-    )
+    """:func:`load` for a model on ``meta`` that has been built and matched with its files; warns of nothing."""
+    model, inventory, weights = request.model, found.inventory, found.weights
+    unstreamable = not_in_files(inventory, weights)
+    prepared = prepare(replace(request, inventory=inventory, checkpoint=weights, unstreamable=unstreamable))
     _materialise(model, found, prepared)
     if model.can_generate() and hasattr(model, "adjust_generation_fn"):  # SpeechT5 generates in a way of its own
         adjust: Any = model.adjust_generation_fn
@@ -158,7 +144,7 @@ def load_matched(
     model.train(False)
     handle = start(prepared, progress=progress)
     move_wrappers(model)
-    if graphs and ranks is None and prepared.device.type == "cuda" and model.can_generate():
+    if graphs and request.ranks is None and prepared.device.type == "cuda" and model.can_generate():
         decode_in_graphs(model, handle.plan.context, with_hooks=False)
     return handle
 
