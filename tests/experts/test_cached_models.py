@@ -122,6 +122,33 @@ class TestBits:
             assert_same_bits(model(x), expected)
             assert handle.stats().bytes_moved > 0
 
+    @pytest.mark.parametrize("how", ["class", "forward of the class", "attribute"])
+    def test_a_module_that_is_changed(self, how: str) -> None:
+        class Scaled(Experts):
+            scale = 2.0
+
+            def forward(self, x: torch.Tensor) -> torch.Tensor:
+                experts, rows = headrace.expert_rows(self, self.gate(x).topk(2).indices)
+                return torch.einsum("bkoi,bi->bo", experts.up[rows] * experts.scale, x)
+
+        class Own(Experts): ...
+
+        module, x = Own().eval(), torch.randn(5, 24)
+        if how == "attribute":
+            module.__class__ = Scaled
+        with headrace.offload(nn.Sequential(module), Rules([("*.up", "cache")], expert_slots=3)) as handle:
+            before = module(x)
+            if how == "class":
+                module.__class__ = Scaled
+            elif how == "attribute":
+                module.scale = 3.0
+            else:
+                Own.scale, Own.forward = 2.0, Scaled.forward
+            found = module(x)
+            assert handle.stats().bytes_moved > 0
+        assert_same_bits(found, module(x))
+        assert not torch.equal(found, before)
+
     def test_compiled_calls_that_do_not_depend_on_each_other(self) -> None:
         """A compiler may move ops, but no admission before the reads of the one before: two slots hold one call's."""
         model = Shared().eval()

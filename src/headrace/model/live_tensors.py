@@ -34,8 +34,8 @@ from headrace.memory.pinned import device_view
 from headrace.model.records import Location, StorageInfo, TensorInfo
 
 __all__ = [
-    "BoundStorage", "BoundTensor", "GiveBack", "Path", "Wake", "bind", "is_resting", "live_tensors", "resident_rule",
-    "storage_id",
+    "BoundStorage", "BoundTensor", "GiveBack", "Path", "Wake", "bind", "is_resting", "live_tensors", "own_forward",
+    "resident_rule", "storage_id",
 ]  # fmt: skip
 
 # Ends a loan of bytes: takes the output of the operator (None if it has failed), returns what its caller gets.
@@ -447,6 +447,12 @@ def live_tensors(module: nn.Module, paths: Iterable[Path]) -> Iterator[torch.Ten
         found = _find(module, path)
         if isinstance(found, torch.Tensor):  # or deleted since
             yield found
+
+
+def own_forward(module: nn.Module) -> Callable[..., Any] | None:
+    """The ``forward`` that ``module`` keeps whatever becomes of its class; ``None``: that of its class at each call."""
+    is_method = getattr(module.forward, "__func__", None) is type(module).forward
+    return None if is_method and "forward" not in vars(module) else module.forward
 
 
 def _find(module: nn.Module, path: Path) -> object:

@@ -54,7 +54,7 @@ from torch.utils._pytree import tree_leaves, tree_map_only
 from torch.utils.hooks import RemovableHandle
 
 from headrace.errors import ModelChangedError, OutsideAccessError, StateError
-from headrace.model.live_tensors import BoundStorage, live_tensors, resident_rule
+from headrace.model.live_tensors import BoundStorage, live_tensors, own_forward, resident_rule
 from headrace.model.tracing import refuse_tracers, traced_graph
 from headrace.runtime.outside_use import NotCopyable, Promoter
 from headrace.runtime.prefetcher import Prefetcher, release_left
@@ -548,10 +548,11 @@ def _wrapped_forward(
 
     In compiled code ``ends`` are called before and after, in place of hooks; ``checker`` checks the trace at the end.
     """
-    original = module.forward
+    own = own_forward(module)
 
-    @functools.wraps(original)
+    @functools.wraps(module.forward)
     def forward(*args: Any, **kwargs: Any) -> Any:
+        original = own or functools.partial(type(module).forward, module)
         if not torch.compiler.is_compiling():
             return around(original, *args, **kwargs)
         if ends is not None:
