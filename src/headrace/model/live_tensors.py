@@ -35,7 +35,7 @@ from headrace.model.records import Location, StorageInfo, TensorInfo
 
 __all__ = [
     "BoundStorage", "BoundTensor", "GiveBack", "Path", "Wake", "bind", "is_resting", "live_tensors", "own_forward",
-    "resident_rule", "storage_id",
+    "resident_rule", "storage_id", "used_elsewhere",
 ]  # fmt: skip
 
 # Ends a loan of bytes: takes the output of the operator (None if it has failed), returns what its caller gets.
@@ -422,6 +422,21 @@ class BoundStorage:
         self.keeps_original = False
         for tensor in self.tensors:
             tensor.forget_original()
+
+
+def used_elsewhere(storages: Collection[BoundStorage]) -> list[BoundStorage]:
+    """Those whose memory has another user than the model: an alias, an array of ``numpy()``, a list of views."""
+    count = torch._C._storage_Use_Count
+    probe = torch.empty(1, device="cpu")
+    of_python = count(storage_id(probe)) - 1  # Python's object of a storage, which storage_id() makes, counts too
+    live = [storage for storage in storages if not storage.on_meta]
+    own: dict[int, dict[int, torch.Tensor]] = {}  # by storage and identity
+    for bound in (tensor for storage in live for tensor in storage.tensors):
+        for data in (bound.tensor, bound.original_data, bound.tensor._base):  # a view keeps what it was made of
+            if data is not None:
+                own.setdefault(storage_id(data), {})[id(data)] = data
+    used = {address for address, tensors in own.items() if count(address) > len(tensors) + of_python}
+    return [storage for storage in live if used & {storage_id(bound.original_data) for bound in storage.tensors}]
 
 
 def _reviver(data: torch.Tensor) -> Callable[[], torch.Tensor | None]:
