@@ -224,7 +224,7 @@ class UnitHook(_ModuleHook):
     def enter_compiled(self, tensors: Sequence[torch.Tensor]) -> None:
         if self._prefetcher is None:
             return
-        given = {tensor.data_ptr() for tensor in tensors}
+        given = [tensor.data_ptr() for tensor in tensors]
         for bound in self._tensors:
             bound.note_version(known=False)  # the ops count as writes, before (torch 2.11) or after they run
             bound.check()

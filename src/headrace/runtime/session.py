@@ -37,6 +37,7 @@ from headrace.model.live_tensors import BoundStorage, resident_rule, used_elsewh
 from headrace.model.patterns import compile_pattern
 from headrace.plan.cached_experts import CachedLayer
 from headrace.plan.plan import SLAB_ALIGNMENT_BYTES, Plan, slab_bytes
+from headrace.runtime.debug import AddressGuard
 from headrace.runtime.hooks import CalledForwardHook, ForwardHook, UnitHook, new_token, unhooked_modules
 from headrace.runtime.outside_use import NotCopyable, Promoter, StateGuard, TableGuard
 from headrace.runtime.prefetcher import Prefetcher, release_left
@@ -75,7 +76,7 @@ _EXPERTS = {
 
 _log = logging.getLogger(__name__)
 
-Hook = UnitHook | ForwardHook | StateGuard | TableGuard | ExpertHook
+Hook = UnitHook | ForwardHook | StateGuard | TableGuard | ExpertHook | AddressGuard
 
 
 @dataclass(frozen=True)
@@ -429,6 +430,9 @@ class OffloadSession(NotCopyable):
             hook = UnitHook(module, unit.index, storages, prefetcher, token, promoter, self._units, module in unhooked)
             self._units.append(hook)
             self._hook(hook)
+        if debug:
+            names = [part.storage for unit in self.plan.units for part in unit.entries]
+            self._hook(AddressGuard([tensor for name in names for tensor in self._bound[name].tensors]))
         entry, called = self._options.entry or self._model, self._options.called
         if called is not None:
             self._hook(CalledForwardHook(called, called, self._units, prefetcher, token, promoter))
