@@ -346,6 +346,27 @@ def test_writes_inside_a_forward_are_refused(write: Callable[[nn.Linear], Any], 
             assert handle.stats().bytes_moved > 0
 
 
+@pytest.mark.parametrize("number", [2, 0.5])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.int32])
+def test_numbers_beside_a_weight_in_its_own_module(number: float, dtype: torch.dtype) -> None:
+    """The kernels of these are called by torch itself, which makes tensors of the numbers."""
+
+    class Numbers(nn.Module):
+        def __init__(self, weight: torch.Tensor) -> None:
+            super().__init__()
+            self.weight = nn.Parameter(weight, requires_grad=False)
+
+        def forward(self) -> tuple[torch.Tensor, ...]:
+            one = self.weight[0, 0]  # without dimensions a tensor's dtype counts, and that of a number does not
+            return number**self.weight, torch.pow(number, one), torch.isin(number, self.weight), torch.isin(number, one)
+
+    model = nn.ModuleList(Numbers(torch.randn(DIM, DIM).to(dtype)) for _ in range(3))
+    expected = [layer() for layer in model]
+    with headrace.offload(model, EVERYTHING) as handle:
+        assert_same_bits([layer() for layer in model], expected)
+        assert handle.stats().bytes_moved > 0
+
+
 def test_data_set_inside_a_forward_stays_and_is_refused() -> None:
     model, x = nn.Sequential(*(Writes(lambda lin: None) for _ in range(3))).eval(), rows()
     new = torch.randn(DIM, DIM)

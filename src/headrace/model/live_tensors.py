@@ -608,8 +608,11 @@ def _on_write(name: str, overload: str, /, *args: Any, **kwargs: Any) -> Any:
                 f"next copy: call handle.remove() first, or keep it resident ({resident_rule(name)})"
             )
     # Without the key excluded, the dispatcher would call this function again.
+    # A tensor that C++ has made of a number comes as a number, which another overload takes (`2 ** weight`).
+    arguments = zip(operator._schema.arguments, args, strict=False)
+    is_number = any(str(a.type) == "Tensor" and isinstance(value, int | float | complex) for a, value in arguments)
     with torch._C._ExcludeDispatchKeyGuard(_GUARDED_KEYS):
-        return operator(*args, **kwargs)
+        return (operator.overloadpacket if is_number else operator)(*args, **kwargs)
 
 
 @functools.cache
