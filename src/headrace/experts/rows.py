@@ -21,7 +21,7 @@ from torch.utils._pytree import tree_leaves, tree_map_only
 from headrace.errors import OptionError, StateError
 from headrace.model.live_tensors import own_forward
 from headrace.model.memory_profile import ROW_IMPLEMENTATIONS, chosen_implementation
-from headrace.model.tracing import refuse_tracers, traced_graph
+from headrace.model.tracing import refuse_export, refuse_tracers, traced_graph
 
 __all__ = [
     "CachedExperts",
@@ -193,11 +193,7 @@ class CachedExperts:
         return tree_map_only(torch.Tensor, functools.partial(_EndOfGradients.apply, _anchor, self), output)
 
     def _forward_compiled(self, *args: Any, **kwargs: Any) -> Any:
-        if _is_exporting():
-            raise StateError(
-                f"torch.export would record the rows of a cache for the experts of {type(self._module).__name__}: call "
-                f"handle.remove() first, export, then offload again"
-            )
+        refuse_export()
         if torch.is_grad_enabled():
             raise StateError(
                 f"compiled code of a model with cached experts has to run without gradients, found "
@@ -296,13 +292,6 @@ def _require_reads_traced() -> None:
 
 
 _require_reads_traced._dynamo_marked_constant = True  # type: ignore[attr-defined] # run while tracing
-
-
-def _is_exporting() -> bool:
-    return torch.compiler.is_exporting()
-
-
-_is_exporting._dynamo_marked_constant = True  # type: ignore[attr-defined] # Dynamo of torch 2.11 says True everywhere
 
 
 def _not_alone(cached: CachedExperts | None) -> StateError:

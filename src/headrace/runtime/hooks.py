@@ -55,7 +55,7 @@ from torch.utils.hooks import RemovableHandle
 
 from headrace.errors import ModelChangedError, OutsideAccessError, StateError
 from headrace.model.live_tensors import BoundStorage, live_tensors, own_forward, resident_rule
-from headrace.model.tracing import refuse_tracers, traced_graph
+from headrace.model.tracing import refuse_export, refuse_tracers, traced_graph
 from headrace.runtime.outside_use import NotCopyable, Promoter
 from headrace.runtime.prefetcher import Prefetcher, release_left
 from headrace.runtime.slot import Reader
@@ -241,6 +241,7 @@ class UnitHook(_ModuleHook):
     # Without kwargs when another thread calls the module while the hook is taken off.
     def _before(self, module: nn.Module, args: Any, kwargs: Any = None) -> None:
         if torch.compiler.is_compiling():
+            refuse_export()
             if self._promoter is not None:
                 self.stay_in_slots()
             tensors = list(live_tensors(module, self._paths))
@@ -458,6 +459,7 @@ class ForwardHook(_ModuleHook):
 
     def _before(self, module: nn.Module, args: Any, kwargs: Any = None) -> None:
         if torch.compiler.is_compiling():
+            refuse_export()
             torch.ops.headrace.begin(module._headrace_forward_tag, module._headrace_token)
         elif (prefetcher := self._prefetcher) is not None:
             refuse_tracers(args, kwargs)
