@@ -12,6 +12,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 import torch.nn.functional as F
@@ -223,6 +224,34 @@ class TestNoRoom:
                 assert_same_bits(model(x), twin(x))
             assert handle.plan == plan
             assert handle.stats().notes[0].startswith("copied for every use outside of their module's forward")
+
+    @pytest.mark.parametrize(
+        "read",
+        [
+            lambda w: w.numpy(),
+            lambda w: w.data.numpy(),
+            lambda w: w.detach().numpy(force=True),
+            lambda w: np.asarray(w),
+            lambda w: w.tolist(),
+            lambda w: torch.from_dlpack(w),
+            lambda w: np.from_dlpack(w),
+        ],
+        ids=["numpy", "data.numpy", "force", "asarray", "tolist", "from_dlpack", "numpy's from_dlpack"],
+    )
+    @pytest.mark.parametrize("room", [True, False])
+    def test_arrays_and_lists(self, read: Callable[[torch.Tensor], Any], room: bool) -> None:
+        model = nn.Sequential(*(nn.Linear(DIM * 8, DIM * 8) for _ in range(6))).eval().requires_grad_(False)
+        x = torch.randn(2, DIM * 8)
+        expected, weights = model(x), [linear.weight.clone() for linear in model]
+        with self.tight(model) as handle:
+            if room:
+                handle._session._promoter.budget_bytes = None
+            indices = [int(unit.module_fqn) for unit in handle.plan.units]
+            found = [torch.as_tensor(read(model[index].weight)) for index in indices]
+            assert [is_resting(model[index].weight) for index in indices] == [not room] * len(indices)
+            assert_same_bits(model(x), expected)
+            assert room or handle.stats().bytes_moved > 0
+            assert_same_bits(found, [weights[index] for index in indices])  # after a forward has used the slots
 
     def test_writes_go_to_the_store(self) -> None:
         """By every way to write; also where the slot holds the unit that is written."""
@@ -579,6 +608,29 @@ class TestOthers:
         model = Stack(3).eval()
         with headrace.offload(model, all_layers(1)), pytest.raises(RuntimeError, match="Cannot access data pointer"):
             model.layers[1].linear.weight.data_ptr()
+
+    @pytest.mark.parametrize(
+        "take",
+        [
+            lambda w: copy.deepcopy(w.detach()),
+            lambda w: w.untyped_storage().clone(),
+            lambda w: bytes(w.untyped_storage()),
+            lambda w: w.untyped_storage().tolist(),
+        ],
+        ids=["deepcopy", "clone", "bytes", "tolist"],
+    )
+    def test_a_storage_without_bytes_is_refused(self, take: Callable[[torch.Tensor], Any]) -> None:
+        """Torch would copy its no bytes into new memory of the whole size."""
+        model, x = Stack(3).eval(), rows()
+        expected = model(x)
+        with headrace.offload(model, all_layers(1)) as handle:
+            for _ in range(2):
+                with pytest.raises(
+                    OutsideAccessError, match=r"storage of layers\.1\.linear\.weight, .* has no bytes now"
+                ):
+                    take(model.layers[1].linear.weight)
+                assert_same_bits(model(x), expected)
+            assert handle.stats().bytes_moved > 0
 
 
 class TestTracers:

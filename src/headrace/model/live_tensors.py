@@ -29,7 +29,7 @@ from torch import nn
 from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils._pytree import tree_leaves
 
-from headrace.errors import ModelChangedError, StateError, warn_user
+from headrace.errors import ModelChangedError, OutsideAccessError, StateError, warn_user
 from headrace.memory.pinned import device_view
 from headrace.model.records import Location, StorageInfo, TensorInfo
 
@@ -523,9 +523,23 @@ class _Geometry(torch.Tensor):
         raise AssertionError("the tensors made from this one are plain")
 
 
+class _RestingStorage(torch.UntypedStorage):
+    """Without bytes, so that what copies it would copy nothing, and find nothing wrong."""
+
+    def _refuse(self, *args: object) -> Any:
+        owner = _owners.get(int(self._cdata))
+        raise OutsideAccessError(
+            f"the storage of {'a weight' if owner is None else owner.name}, which is offloaded, was read or copied (by "
+            f"copy.deepcopy, storage.clone() or the like), and has no bytes now: clone the tensor instead (.clone())"
+        )
+
+    __copy__ = __deepcopy__ = __getitem__ = __iter__ = clone = tolist = _refuse
+
+
 def resting_like(tensor: torch.Tensor, owner: BoundTensor) -> torch.Tensor:
     """A resting tensor of the shape, strides, dtype and device of ``tensor``, which ``owner`` answers for."""
     resting = _marked(tensor, _RESTING_KEY)
+    resting.untyped_storage().__class__ = _RestingStorage  # kept, like the object itself, with the storage of C++
     # Code that asks for the pointer gets an error of torch instead of the null pointer of an empty storage.
     torch._C._set_throw_on_mutable_data_ptr(resting)
     _owners[storage_id(resting)] = owner
@@ -583,13 +597,16 @@ def resident_rule(name: str) -> str:
 def _on_access(operator: torch._ops.OpOverload, *args: Any, **kwargs: Any) -> Any:
     """Give every resting argument its bytes, then run ``operator`` as if nothing had been offloaded."""
     loans: list[GiveBack] = []
-    output = None
+    read, output = [], None
     try:
         for argument in tree_leaves((args, kwargs)):
             if isinstance(argument, torch.Tensor) and is_resting(argument):
                 is_written = any(argument is target for target in _targets(operator, args, kwargs))
                 loans += _wake(argument, operator, is_written)
+                read += [] if is_written else [argument]
         output = operator(*args, **kwargs)
+        if loans and any(output is argument for argument in read):
+            output = torch.ops.aten.alias(output)  # of what is lent: `numpy()` and `tolist()` take its pointer next
     finally:
         for give_back in reversed(loans):
             output = give_back(output)
