@@ -432,6 +432,26 @@ class TestOthers:
                 headrace.offload(draft, EVERYTHING)
         assert_same_bits((draft(x), model(x)), expected)
 
+    @pytest.mark.filterwarnings("ignore::headrace.HeadraceWarning")
+    @pytest.mark.parametrize("room", [True, False])
+    @pytest.mark.parametrize("layout", [torch.jagged, torch.strided])
+    def test_beside_a_nested_tensor(self, layout: torch.layout, room: bool) -> None:
+        def use(model: Stack) -> list[torch.Tensor]:
+            linear, norm = model.layers[1].linear, model.layers[1].norm
+            projected = F.linear(nested, linear.weight, linear.bias)
+            return [*projected.unbind(), *F.layer_norm(nested, (DIM,), norm.weight, norm.bias).unbind()]
+
+        model, x = Stack(3).eval(), rows()
+        nested = torch.nested.nested_tensor([torch.randn(3, DIM), torch.randn(5, DIM)], layout=layout)
+        expected, after = use(model), model(x)
+        with headrace.offload(model, all_layers(1)) as handle:
+            if not room:
+                handle._session._promoter.budget_bytes = 0
+            for _ in range(2):
+                assert_same_bits(use(model), expected)
+                assert_same_bits(model(x), after)
+            assert handle.stats().bytes_moved > 0
+
     @promoted
     def test_another_thread(self) -> None:
         model, x = Stack(3).eval(), torch.randn(2, DIM)

@@ -613,6 +613,10 @@ def _on_access(operator: torch._ops.OpOverload, *args: Any, **kwargs: Any) -> An
     return output
 
 
+def _on_named_access(name: str, overload: str, /, *args: Any, **kwargs: Any) -> Any:
+    return _on_access(_operator(name, overload), *args, **kwargs)
+
+
 def _on_write(name: str, overload: str, /, *args: Any, **kwargs: Any) -> Any:
     """Refuse an operator of ``aten`` if it writes a guarded tensor; others may be among its arguments."""
     operator = _operator(name, overload)
@@ -702,14 +706,16 @@ def _register() -> tuple[torch.library.Library, ...]:
     everything.fallback(torch.library.fallthrough_kernel, _GUARDED)
     for schema in torch._C._jit_get_all_schemas():
         namespace, _, name = schema.name.partition("::")
-        touches_nothing = name in _TOUCHES_NOTHING
-        if namespace != "aten" or not (touches_nothing or schema.is_mutable):
-            continue
         qualified = f"{name}.{schema.overload_name}" if schema.overload_name else name
-        if not torch._C._dispatch_has_kernel(f"aten::{qualified}"):
+        if namespace != "aten" or not torch._C._dispatch_has_kernel(f"aten::{qualified}"):
             continue  # one of TorchScript's own
-        if touches_nothing:
+        overload = schema.overload_name or "default"
+        if name in _TOUCHES_NOTHING:
             aten.impl(qualified, torch.library.fallthrough_kernel, _RESTING)
-        else:  # Python runs only for operators that declare a write; all others keep the fall-through and their speed
-            aten.impl(qualified, functools.partial(_on_write, name, schema.overload_name or "default"), _GUARDED)
+            continue
+        # Beside a tensor of a subclass, such as a jagged one, torch looks up a function by operator, not a fallback.
+        if sum("Tensor" in str(argument.type) for argument in schema.arguments) > 1:
+            aten.impl(qualified, functools.partial(_on_named_access, name, overload), _RESTING)
+        if schema.is_mutable:  # all others keep the fall-through and their speed
+            aten.impl(qualified, functools.partial(_on_write, name, overload), _GUARDED)
     return everything, aten
