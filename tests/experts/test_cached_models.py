@@ -149,6 +149,32 @@ class TestBits:
         assert_same_bits(found, module(x))
         assert not torch.equal(found, before)
 
+    def test_ids_of_no_expert(self) -> None:
+        """They find no row of another expert: negative ones count from the end, and what is beyond raises."""
+
+        class Chosen(Experts):
+            def forward(self, ids: torch.Tensor) -> torch.Tensor:
+                experts, rows = headrace.expert_rows(self, ids)
+                return experts.up[rows]
+
+        def run(model: nn.Module, expert: int) -> torch.Tensor | None:
+            try:
+                return model[1](torch.tensor([0, expert, 3]))
+            except IndexError:
+                return None
+
+        model = nn.Sequential(Chosen(), Chosen(), Chosen()).eval()
+        ids = (-99, -8, -7, -6, -1, 5, 6, 7, 8, 11, 12, 99)
+        expected = [run(model, expert) for expert in ids]
+        assert [output is None for output in expected] == [not -6 <= expert < 6 for expert in ids]
+        with headrace.offload(model, Rules([("*.up", "cache")], expert_slots=3)) as handle:
+            for expert, output in zip(ids, expected, strict=True):
+                found = run(model, expert)
+                assert (found is None) == (output is None), expert
+                if output is not None:
+                    assert_same_bits(found, output)
+            assert handle.stats().bytes_moved > 0
+
     def test_compiled_calls_that_do_not_depend_on_each_other(self) -> None:
         """A compiler may move ops, but no admission before the reads of the one before: two slots hold one call's."""
         model = Shared().eval()

@@ -451,7 +451,10 @@ class OffloadSession(NotCopyable):
         rows = {name: self._ranges.rows(name) for name in layer.storages}
         first = layer.first_overflow_row
         overflow_rows = range(first, first + layer.overflow_rows)
-        cache = ExpertCache(list(rows.values()), home, layer.num_slots, overflow_rows, turn)
+        # Kernels of engines take what is no expert for padding.
+        num_rows = len(next(iter(rows.values()))) if self._options.reads_rows is CachedExperts else layer.num_experts
+        shift = num_rows - layer.num_experts
+        cache = ExpertCache(list(rows.values()), home, layer.num_slots, overflow_rows, turn, shift)
         cache.fill(popular)
         module, tensors = self._model.get_submodule(layer.module_fqn), {}
         for name, memory in rows.items():
