@@ -84,3 +84,20 @@ def test_a_worker_that_hangs_or_dies_costs_one_job() -> None:
     assert [results[0], results[2], results[4]] == [1, 1, 1]
     assert "sleep" in results[1]["hung"] or "<lambda>" in results[1]["hung"]
     assert "exit status 3" in results[3]["died"]
+
+
+def test_the_limit_is_cpu_time() -> None:
+    """A worker that others keep from the CPU goes on; one that uses it up does not."""
+    code = (
+        f"import sys, time; sys.path.insert(0, {str(isolated.HERE)!r}); import isolated\n"
+        "def slow():\n"
+        "    for _ in range(12):\n"
+        "        time.sleep(0.2); end = time.process_time() + 0.03\n"
+        "        while time.process_time() < end: pass\n"
+        "def spins():\n"
+        "    while True: pass\n"
+        "isolated.serve(lambda job: {'slow': slow, 'spins': spins}[job]())"
+    )
+    results = dict(isolated.run_jobs([sys.executable, "-c", code], ["slow", "spins", "slow"], 1, limit_s=1.0))
+    assert results["slow"] is None
+    assert "spins" in results["spins"]["hung"]

@@ -10,7 +10,7 @@ import torch.nn.functional as F
 from torch import nn
 
 import headrace
-from headrace.errors import ModelChangedError
+from headrace.errors import ModelChangedError, StateError
 from headrace.testing import assert_moved, assert_same_bits, boundaries
 from models import DIM, Stack, all_layers, rows
 from outside_models import EVERYTHING, Around, Reads
@@ -136,10 +136,29 @@ def test_layers_compiled_one_by_one() -> None:
             assert_moved(handle, forwards)
 
 
+@pytest.mark.parametrize("warm", [True, False])
 @pytest.mark.parametrize("strict", [True, False])
-def test_export_is_as_without(strict: bool) -> None:
-    model, x = nn.Sequential(*(nn.Linear(8, 8) for _ in range(3))).eval(), torch.randn(2, 8)
+@pytest.mark.parametrize("part", ["", "layers.1"], ids=["model", "layer"])
+def test_export_is_refused_before_anything_changes(part: str, strict: bool, warm: bool) -> None:
+    """Its program would hold slots in place of weights, and ops that no other process has."""
+    model, x = Stack(4).eval(), rows()
     expected = model(x)
-    with headrace.offload(model, headrace.Prefetch(1, 1, 1, params=["ALL_MODEL_PARAMS"])):
-        exported = torch.export.export(model, (x,), strict=strict)
-        assert_same_bits(exported.module()(x), expected)
+    with headrace.offload(model, all_layers(2)) as handle:
+        assert_same_bits(model(x) if warm else expected, expected)
+        with pytest.raises(StateError, match=r"torch\.export would record .* call handle\.remove\(\) first"):
+            torch.export.export(model.get_submodule(part), (x,), strict=strict)
+        for step in (model, compiled(model, "eager"), model):
+            assert_same_bits(step(x), expected)
+        assert_moved(handle, 3 + warm)
+        assert handle.stats().notes == ()
+    assert_same_bits(torch.export.export(model, (x,), strict=strict).module()(x), expected)
+
+
+@pytest.mark.parametrize("strict", [True, False])
+def test_export_of_weights_in_place_is_as_without(strict: bool) -> None:
+    model, x = Stack(4).eval(), rows()
+    expected = model(x)
+    with headrace.offload(model, headrace.UVA(params=["ALL_MODEL_PARAMS"])) as handle:
+        program = torch.export.export(model, (x,), strict=strict).run_decompositions()
+        assert_same_bits(program.module()(x), expected)
+        assert handle.plan.uva_bytes > 0

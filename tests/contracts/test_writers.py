@@ -136,6 +136,7 @@ def equal_or_refused(
         return type(error).__name__
     for output in outputs:
         require_same(output, _run(expected, x))
+    assert handle.stats().bytes_moved or handle.plan.uva or handle.stats().notes
     handle.remove()
     require_same(_run(changed, x), _run(expected, x))
     if isinstance(expected, nn.Module):
@@ -300,6 +301,90 @@ def test_layers_exchanged_for_what_they_wrap(policy: Action) -> None:
         return model
 
     equal_or_refused(wrapped, take_off, policy, rows())
+
+
+# -- classes and their forwards ----------------------------------------------------------------------------------------
+
+
+class Negated(Block):
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return x - torch.tanh(self.linear(self.norm(x)))
+
+
+def of_own_classes() -> nn.Module:
+    """Classes that no other model has, to be changed; a root that is one of torch.fx."""
+    model: Any = plain()
+    for module in (model, *model.layers):
+        module.__class__ = type("Own", (type(module),), {})
+    return model
+
+
+def as_graph() -> nn.Module:
+    return torch.fx.symbolic_trace(plain())
+
+
+def exchange_classes(model: Any) -> Any:
+    for layer in model.layers[1:3]:
+        layer.__class__ = Negated
+    return model
+
+
+def patch_class(model: Any) -> Any:
+    """As libraries of fast kernels do."""
+    type(model.layers[1]).forward = Negated.forward
+    return model
+
+
+def patch_root(model: Any) -> Any:
+    plain_forward = type(model).forward
+    type(model).forward = lambda self, x: plain_forward(self, x) * 2
+    return model
+
+
+def recompile(model: Any) -> Any:
+    for node in model.graph.find_nodes(op="call_function", target=torch.tanh):
+        node.target = torch.sin
+    model.recompile()
+    return model
+
+
+@WHEN
+@pytest.mark.parametrize(
+    "policy",
+    [
+        lambda model: all_layers(1),
+        lambda model: all_layers(2),
+        lambda model: headrace.Rules([("ALL_MODEL_PARAMS", "prefetch")]),
+        lambda model: headrace.Rules([("re:.*linear.weight", "prefetch")]),
+        lambda model: headrace.UVA(params=["ALL_MODEL_PARAMS"]),
+    ],
+    ids=["one slot", "two slots", "every module", "matrices", "in place"],
+)
+@pytest.mark.parametrize(
+    ("make", "act"),
+    [
+        (of_own_classes, exchange_classes),
+        (of_own_classes, patch_class),
+        (of_own_classes, patch_root),
+        (as_graph, recompile),
+    ],
+)
+def test_forwards_of_classes(make: Callable[[], nn.Module], act: Action, policy: Action, warm: bool) -> None:
+    assert equal_or_refused(make, act, policy, rows(), warm) == "equal"
+
+
+@pytest.mark.parametrize("act", [exchange_classes, patch_class, patch_root])
+def test_forwards_of_classes_in_compiled_code(act: Action) -> None:
+    """Torch does not compile a resident model again for a class that was patched; this one is what it is then."""
+    torch._dynamo.reset()
+    model, x = of_own_classes(), rows()
+    with torch.no_grad(), headrace.offload(model, all_layers(2)) as handle:
+        before = torch.compile(model, backend="eager", fullgraph=True)(x)
+        found = torch.compile(act(model), backend="eager", fullgraph=True)(x)
+        assert handle.stats().bytes_moved > 0
+    torch._dynamo.reset()
+    assert torch.equal(found, model(x))
+    assert not torch.equal(found, before)
 
 
 # -- casts and moves ---------------------------------------------------------------------------------------------------

@@ -5,8 +5,9 @@ The races are planted. Without the variable each of them changes the output, so 
 
 from __future__ import annotations
 
+import ctypes
 import itertools
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -15,15 +16,34 @@ import torch
 from torch import nn
 
 import headrace
+from headrace import Prefetch
 from headrace.config import debug_enabled
-from headrace.errors import HeadraceWarning, OptionError, RaceError
+from headrace.errors import HeadraceWarning, OptionError, OutsideAccessError, RaceError
 from headrace.model.inventory import take_inventory
 from headrace.plan.build import build_plan
 from headrace.runtime.debug import POISON, Guard
 from headrace.stores.store import CpuStore, Load
 from headrace.testing import SlowLink, assert_same_bits, offload_over
 from headrace.transfer.link import ComputeEvent, ThreadLink, ThreadTransfer, Transfer
-from models import MoE, OddStack, Stack, all_layers, rows, save
+from models import DIM, MoE, OddStack, Stack, all_layers, rows, save
+
+
+class Packs(nn.Linear):
+    """Keeps a packed weight by its address, as kernels for CPUs do."""
+
+    packed: dict[Any, torch.Tensor]
+    key: Callable[[nn.Parameter], Any]
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return x @ self.packed.setdefault(self.key(self.weight), self.weight.t().contiguous())
+
+
+def packing(key: Callable[[nn.Parameter], Any]) -> nn.Sequential:
+    model = nn.Sequential(*(Packs(DIM, DIM) for _ in range(4))).eval()
+    packed: dict[Any, torch.Tensor] = {}
+    for layer in model:
+        layer.packed, layer.key = packed, key
+    return model
 
 
 class EarlyLink(SlowLink):
@@ -123,9 +143,41 @@ class TestPlantedRaces:
             assert_same_bits(model(x), expected)
         handle.remove()
 
+    @pytest.mark.parametrize("key", [lambda w: w.data_ptr(), lambda w: (w.data_ptr(), w.shape)], ids=["int", "tuple"])
+    def test_a_cache_by_address(self, key: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+        model, x = packing(key), rows()
+        expected = model(x)
+        model[0].packed.clear()
+        with headrace.offload(model, Prefetch(params=["ALL_MODEL_PARAMS"])) as handle:
+            assert not torch.equal(model(x), expected)
+            assert handle.stats().bytes_moved > 0
+        model[0].packed.clear()
+        monkeypatch.setenv("HEADRACE_DEBUG", "1")
+        message = r"data_ptr\(\) of 1\.weight is used as a key, and has been one for 0\.weight, .*same slot"
+        policy = Prefetch(params=["ALL_MODEL_PARAMS"])
+        with headrace.offload(model, policy), pytest.raises(OutsideAccessError, match=message):
+            model(x)
+        model[0].packed.clear()
+        assert_same_bits(model(x), expected)
+        assert not any("data_ptr" in vars(parameter) for parameter in model.parameters())
+
 
 @pytest.mark.usefixtures("debug")
 class TestNoFalseAlarms:
+    def test_addresses_for_kernels(self) -> None:
+        """A kernel that was given the address at once has read the right weight."""
+
+        def read(weight: nn.Parameter) -> bytes:
+            return ctypes.string_at(weight.data_ptr(), weight.nbytes)
+
+        model, x = packing(read), rows()
+        expected = model(x)
+        model[0].packed.clear()
+        with headrace.offload(model, Prefetch(params=["ALL_MODEL_PARAMS"])) as handle:
+            for _ in range(2):
+                assert_same_bits(model(x), expected)
+            assert handle.stats().bytes_moved > 0
+
     def test_all_small_schedules(self) -> None:
         x = rows(8)
         for num_units, slots in itertools.product(range(2, 8), range(1, 6)):
@@ -157,7 +209,7 @@ class TestNoFalseAlarms:
         x = torch.arange(5) if isinstance(model, MoE) else rows()
         expected = model(x)
         params = ["experts"] if isinstance(model, MoE) else ["mask"]
-        policy = headrace.Prefetch(params=params, mode="disk")
+        policy = Prefetch(params=params, mode="disk")
         with headrace.offload(model, policy, checkpoint=save(model, tmp_path)) as handle:
             for _ in range(3):
                 assert_same_bits(model(x), expected)

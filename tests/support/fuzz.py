@@ -26,7 +26,7 @@ from fuzz_models import ROUTED, SAFE, TRAPS, ModelSpec
 from fuzz_steps import NOT_STATEFUL, OTHERS, STEPS
 from isolated import run_jobs, serve
 
-LIMIT_S = 20.0  # for one case; what takes longer hangs
+LIMIT_S = 20.0  # of CPU time for one case, or without any; what takes longer hangs
 COMMAND = [sys.executable, str(Path(__file__).resolve()), "--worker"]
 # What a step needs to have an effect.
 NEEDS = {
@@ -338,7 +338,7 @@ def main() -> int:
     parser.add_argument("--cases", type=int, default=1, help="how many seeds, from --seed on; 1 prints the case")
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--jobs", type=int, default=2, help="worker processes")
-    parser.add_argument("--limit", type=float, default=LIMIT_S, help="seconds for a case")
+    parser.add_argument("--limit", type=float, default=LIMIT_S, help="seconds of CPU time for a case")
     parser.add_argument("--shrink", action="store_true", help="make bad cases smaller before they are printed")
     parser.add_argument("--resident", action="store_true", help="offload nothing: what differs is the fuzzer's fault")
     parser.add_argument("--quiet", action="store_true", help="the summary only")

@@ -18,7 +18,7 @@ from torch import nn
 
 from fuzz_models import VIEWS, VOCAB, InjectedError, Net, Other, Plain, Wrapper, apply, matrices
 
-JOIN_S = 12.0  # of the threads that a step starts
+JOIN_S = 60.0  # of the threads that a step starts; the worker's limit finds those that hang
 
 
 class StuckThreadError(Exception):

@@ -58,6 +58,7 @@ class ExpertCache:
         num_slots: int,
         overflow_rows: range = range(0),
         turn: Turn | None = None,
+        shift: int = 0,
     ) -> None:
         """
         Args:
@@ -68,12 +69,13 @@ class ExpertCache:
             num_slots: at least 1.
             overflow_rows: rows behind the slots, in memory that other layers may share.
             turn: of the layers that do; ``None``: there are none.
+            shift: see :meth:`admit`.
         """
         device = home.device
         self.num_slots = num_slots
         self.turn = turn or Turn(device)
         self._overflow_rows = overflow_rows
-        self._num_experts = home.numel()
+        self._num_experts, self._shift = home.numel(), shift
         self._rows = tuple(rows)
         self._home = home
         self.location = home.clone()
@@ -121,13 +123,15 @@ class ExpertCache:
             ids: int32 or int64 on the device, any shape, contiguous; what is no expert of this rank is left out.
 
         Returns:
-            the row of each, of the shape and dtype of ``ids``; what is no expert stays as it is.
+            the row of each, of the shape and dtype of ``ids``; what is no expert stays as it is, or is moved by
+            ``shift`` so that it is no row either: what reads it then raises, as it would without the cache.
         """
         rows = torch.empty_like(ids)
         admit_kernel[(1,)](
             ids,
             rows,
             ids.numel(),
+            self._shift,
             self._home,
             self.location,
             self._expert_in,

@@ -17,8 +17,9 @@ __all__ = ["admit_kernel", "fetch_kernel"]
 @triton.jit
 def admit_kernel(
     ids,  # experts that tokens chose, any order, repeated; what is not in [0, E) is padding
-    rows,  # of the dtype of ids: the row of each at the end; padding stays as it is
+    rows,  # of the dtype of ids: the row of each at the end; padding from E on plus shift, below -E minus shift
     num_ids,
+    shift,
     home,  # [E]: the row of each expert in host memory; -1: another rank has it
     location,  # [E], of the same dtype
     expert_in,  # int32 [S] or [first overflow row + P]: the expert in each slot; -1: empty
@@ -111,7 +112,8 @@ def admit_kernel(
         one = tl.load(ids + at, mask=at < num_ids, other=-1)
         is_one = (one >= 0) & (one < NUM_EXPERTS)
         found = tl.load(location + one, mask=is_one, other=-1).to(one.dtype)
-        tl.store(rows + at, tl.where(is_one, found, one), mask=at < num_ids)
+        outside = one + tl.where(one >= NUM_EXPERTS, shift, 0) - tl.where(one < -NUM_EXPERTS, shift, 0)
+        tl.store(rows + at, tl.where(is_one, found, outside), mask=at < num_ids)
     if OVERFLOW_ROWS > 0:
         tl.debug_barrier()
         tl.store(location + expert, home_row, mask=in_overflow_row)

@@ -19,8 +19,9 @@ from torch import nn
 from torch.utils._pytree import tree_leaves, tree_map_only
 
 from headrace.errors import OptionError, StateError
+from headrace.model.live_tensors import own_forward
 from headrace.model.memory_profile import ROW_IMPLEMENTATIONS, chosen_implementation
-from headrace.model.tracing import refuse_tracers, traced_graph
+from headrace.model.tracing import refuse_export, refuse_tracers, traced_graph
 
 __all__ = [
     "CachedExperts",
@@ -160,7 +161,7 @@ class CachedExperts:
         self._names = tuple(tensors)
         self._storages = {tensor.untyped_storage().data_ptr() for tensor in tensors.values()}
         self._own_forward = vars(module).get("forward")  # of the instance, perhaps another library's
-        self._original = module.forward
+        self._kept_forward = own_forward(module)
 
     def attach(self) -> None:
         """Point the module here."""
@@ -182,6 +183,7 @@ class CachedExperts:
         refuse_tracers(args, kwargs)
         with self.cache.turn.lock, _admissions.of_forward(self):
             self.cache.turn.follow(self.cache.location.device)
+            _follow(self.twin, self._module)
             if not torch.is_grad_enabled():
                 return self._run(*args, **kwargs)
             with torch.autograd.graph.saved_tensors_hooks(self._pack, self._unpack):
@@ -191,11 +193,7 @@ class CachedExperts:
         return tree_map_only(torch.Tensor, functools.partial(_EndOfGradients.apply, _anchor, self), output)
 
     def _forward_compiled(self, *args: Any, **kwargs: Any) -> Any:
-        if _is_exporting():
-            raise StateError(
-                f"torch.export would record the rows of a cache for the experts of {type(self._module).__name__}: call "
-                f"handle.remove() first, export, then offload again"
-            )
+        refuse_export()
         if torch.is_grad_enabled():
             raise StateError(
                 f"compiled code of a model with cached experts has to run without gradients, found "
@@ -211,7 +209,8 @@ class CachedExperts:
 
     def _run(self, *args: Any, **kwargs: Any) -> Any:
         if chosen_implementation(self._module) is None:
-            return self._original(*args, **kwargs)
+            original = self._kept_forward or functools.partial(type(self._module).forward, self._module)
+            return original(*args, **kwargs)
         require_rows(self._module)  # again: the implementation can be changed at any time
         return _forward_by_rows(self._module, *args, **kwargs)
 
@@ -295,13 +294,6 @@ def _require_reads_traced() -> None:
 _require_reads_traced._dynamo_marked_constant = True  # type: ignore[attr-defined] # run while tracing
 
 
-def _is_exporting() -> bool:
-    return torch.compiler.is_exporting()
-
-
-_is_exporting._dynamo_marked_constant = True  # type: ignore[attr-defined] # Dynamo of torch 2.11 says True everywhere
-
-
 def _not_alone(cached: CachedExperts | None) -> StateError:
     name = "a module with cached experts" if cached is None else type(cached._module).__name__
     return StateError(
@@ -325,19 +317,25 @@ def require_rows(module: nn.Module) -> None:
 
 def _forward_by_rows(module: nn.Module, hidden_states: Any, top_k_index: Any, top_k_weights: Any) -> Any:
     experts, rows = expert_rows(module, top_k_index)
-    return type(experts).forward(experts, hidden_states, rows, top_k_weights)
+    return type(module).forward(experts, hidden_states, rows, top_k_weights)
 
 
 def _twin(module: nn.Module, tensors: Mapping[str, torch.Tensor]) -> nn.Module:
     twin: nn.Module = module.__new__(type(module))
+    _follow(twin, module)
     parameters = {name: nn.Parameter(rows, requires_grad=False) for name, rows in tensors.items()}
-    vars(twin).update(vars(module))
-    vars(twin).pop("forward", None)
     vars(twin)["_parameters"] = {name: parameters.get(name, own) for name, own in module._parameters.items()}
     vars(twin)["_buffers"] = {name: tensors.get(name, own) for name, own in module._buffers.items()}
     if hasattr(module, "num_experts"):
         vars(twin)["num_experts"] = next(iter(tensors.values())).shape[0]
     return twin
+
+
+def _follow(twin: nn.Module, module: nn.Module) -> None:
+    """Give ``twin`` the class and the attributes that ``module`` has now, but for what :func:`_twin` sets."""
+    twin.__class__ = type(module)
+    own = ("forward", "_parameters", "_buffers", "num_experts")
+    vars(twin).update({name: value for name, value in vars(module).items() if name not in own})
 
 
 # -- an op, so that compiled code calls it -----------------------------------------------------------------------------

@@ -29,13 +29,13 @@ from torch import nn
 from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils._pytree import tree_leaves
 
-from headrace.errors import ModelChangedError, StateError, warn_user
+from headrace.errors import ModelChangedError, OutsideAccessError, StateError, warn_user
 from headrace.memory.pinned import device_view
 from headrace.model.records import Location, StorageInfo, TensorInfo
 
 __all__ = [
-    "BoundStorage", "BoundTensor", "GiveBack", "Path", "Wake", "bind", "is_resting", "live_tensors", "resident_rule",
-    "storage_id",
+    "BoundStorage", "BoundTensor", "GiveBack", "Path", "Wake", "bind", "is_resting", "live_tensors", "own_forward",
+    "resident_rule", "storage_id", "used_elsewhere",
 ]  # fmt: skip
 
 # Ends a loan of bytes: takes the output of the operator (None if it has failed), returns what its caller gets.
@@ -429,6 +429,21 @@ class BoundStorage:
             tensor.forget_original()
 
 
+def used_elsewhere(storages: Collection[BoundStorage]) -> list[BoundStorage]:
+    """Those whose memory has another user than the model: an alias, an array of ``numpy()``, a list of views."""
+    count = torch._C._storage_Use_Count
+    probe = torch.empty(1, device="cpu")
+    of_python = count(storage_id(probe)) - 1  # Python's object of a storage, which storage_id() makes, counts too
+    live = [storage for storage in storages if not storage.on_meta]
+    own: dict[int, dict[int, torch.Tensor]] = {}  # by storage and identity
+    for bound in (tensor for storage in live for tensor in storage.tensors):
+        for data in (bound.tensor, bound.original_data, bound.tensor._base):  # a view keeps what it was made of
+            if data is not None:
+                own.setdefault(storage_id(data), {})[id(data)] = data
+    used = {address for address, tensors in own.items() if count(address) > len(tensors) + of_python}
+    return [storage for storage in live if used & {storage_id(bound.original_data) for bound in storage.tensors}]
+
+
 def _reviver(data: torch.Tensor) -> Callable[[], torch.Tensor | None]:
     """A function that makes ``data`` again as long as another tensor keeps its memory alive."""
     # Weak, because the memory has to be freed unless a view outside of the model keeps it.
@@ -452,6 +467,12 @@ def live_tensors(module: nn.Module, paths: Iterable[Path]) -> Iterator[torch.Ten
         found = _find(module, path)
         if isinstance(found, torch.Tensor):  # or deleted since
             yield found
+
+
+def own_forward(module: nn.Module) -> Callable[..., Any] | None:
+    """The ``forward`` that ``module`` keeps whatever becomes of its class; ``None``: that of its class at each call."""
+    is_method = getattr(module.forward, "__func__", None) is type(module).forward
+    return None if is_method and "forward" not in vars(module) else module.forward
 
 
 def _find(module: nn.Module, path: Path) -> object:
@@ -507,9 +528,23 @@ class _Geometry(torch.Tensor):
         raise AssertionError("the tensors made from this one are plain")
 
 
+class _RestingStorage(torch.UntypedStorage):
+    """Without bytes, so that what copies it would copy nothing, and find nothing wrong."""
+
+    def _refuse(self, *args: object) -> Any:
+        owner = _owners.get(int(self._cdata))
+        raise OutsideAccessError(
+            f"the storage of {'a weight' if owner is None else owner.name}, which is offloaded, was read or copied (by "
+            f"copy.deepcopy, storage.clone() or the like), and has no bytes now: clone the tensor instead (.clone())"
+        )
+
+    __copy__ = __deepcopy__ = __getitem__ = __iter__ = clone = tolist = _refuse
+
+
 def resting_like(tensor: torch.Tensor, owner: BoundTensor) -> torch.Tensor:
     """A resting tensor of the shape, strides, dtype and device of ``tensor``, which ``owner`` answers for."""
     resting = _marked(tensor, _RESTING_KEY)
+    resting.untyped_storage().__class__ = _RestingStorage  # kept, like the object itself, with the storage of C++
     # Code that asks for the pointer gets an error of torch instead of the null pointer of an empty storage.
     torch._C._set_throw_on_mutable_data_ptr(resting)
     _owners[storage_id(resting)] = owner
@@ -567,17 +602,24 @@ def resident_rule(name: str) -> str:
 def _on_access(operator: torch._ops.OpOverload, *args: Any, **kwargs: Any) -> Any:
     """Give every resting argument its bytes, then run ``operator`` as if nothing had been offloaded."""
     loans: list[GiveBack] = []
-    output = None
+    read, output = [], None
     try:
         for argument in tree_leaves((args, kwargs)):
             if isinstance(argument, torch.Tensor) and is_resting(argument):
                 is_written = any(argument is target for target in _targets(operator, args, kwargs))
                 loans += _wake(argument, operator, is_written)
+                read += [] if is_written else [argument]
         output = operator(*args, **kwargs)
+        if loans and any(output is argument for argument in read):
+            output = torch.ops.aten.alias(output)  # of what is lent: `numpy()` and `tolist()` take its pointer next
     finally:
         for give_back in reversed(loans):
             output = give_back(output)
     return output
+
+
+def _on_named_access(name: str, overload: str, /, *args: Any, **kwargs: Any) -> Any:
+    return _on_access(_operator(name, overload), *args, **kwargs)
 
 
 def _on_write(name: str, overload: str, /, *args: Any, **kwargs: Any) -> Any:
@@ -592,8 +634,11 @@ def _on_write(name: str, overload: str, /, *args: Any, **kwargs: Any) -> Any:
                 f"next copy: call handle.remove() first, or keep it resident ({resident_rule(name)})"
             )
     # Without the key excluded, the dispatcher would call this function again.
+    # A tensor that C++ has made of a number comes as a number, which another overload takes (`2 ** weight`).
+    arguments = zip(operator._schema.arguments, args, strict=False)
+    is_number = any(str(a.type) == "Tensor" and isinstance(value, int | float | complex) for a, value in arguments)
     with torch._C._ExcludeDispatchKeyGuard(_GUARDED_KEYS):
-        return operator(*args, **kwargs)
+        return (operator.overloadpacket if is_number else operator)(*args, **kwargs)
 
 
 @functools.cache
@@ -666,14 +711,16 @@ def _register() -> tuple[torch.library.Library, ...]:
     everything.fallback(torch.library.fallthrough_kernel, _GUARDED)
     for schema in torch._C._jit_get_all_schemas():
         namespace, _, name = schema.name.partition("::")
-        touches_nothing = name in _TOUCHES_NOTHING
-        if namespace != "aten" or not (touches_nothing or schema.is_mutable):
-            continue
         qualified = f"{name}.{schema.overload_name}" if schema.overload_name else name
-        if not torch._C._dispatch_has_kernel(f"aten::{qualified}"):
+        if namespace != "aten" or not torch._C._dispatch_has_kernel(f"aten::{qualified}"):
             continue  # one of TorchScript's own
-        if touches_nothing:
+        overload = schema.overload_name or "default"
+        if name in _TOUCHES_NOTHING:
             aten.impl(qualified, torch.library.fallthrough_kernel, _RESTING)
-        else:  # Python runs only for operators that declare a write; all others keep the fall-through and their speed
-            aten.impl(qualified, functools.partial(_on_write, name, schema.overload_name or "default"), _GUARDED)
+            continue
+        # Beside a tensor of a subclass, such as a jagged one, torch looks up a function by operator, not a fallback.
+        if sum("Tensor" in str(argument.type) for argument in schema.arguments) > 1:
+            aten.impl(qualified, functools.partial(_on_named_access, name, overload), _RESTING)
+        if schema.is_mutable:  # all others keep the fall-through and their speed
+            aten.impl(qualified, functools.partial(_on_write, name, overload), _GUARDED)
     return everything, aten

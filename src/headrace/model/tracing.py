@@ -9,7 +9,7 @@ from torch import fx
 
 from headrace.errors import StateError
 
-__all__ = ["refuse_tracers", "traced_graph"]
+__all__ = ["refuse_export", "refuse_tracers", "traced_graph"]
 
 
 def traced_graph() -> fx.Graph | None:
@@ -37,5 +37,17 @@ def refuse_tracers(args: tuple[Any, ...], kwargs: dict[str, Any] | None) -> None
     if tracer is not None:
         raise StateError(
             f"{tracer} would record what slots hold at this moment: call handle.remove() first, trace, then offload "
-            f"again; torch.compile and torch.export need no removal"
+            f"again; torch.compile needs no removal"
         )
+
+
+def refuse_export() -> None:
+    """Raise ``StateError`` under torch.export, whose program would hold slots for weights, and ops of this process."""
+    if torch.compiler.is_exporting():
+        raise StateError(
+            "torch.export would record where weights of an offloaded model are at this moment: call handle.remove() "
+            "first, export, then offload again"
+        )
+
+
+refuse_export._dynamo_marked_constant = True  # type: ignore[attr-defined] # see UnitHook.stay_in_slots

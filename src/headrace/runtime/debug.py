@@ -4,21 +4,26 @@ A unit's checksum is taken from the store the first time it is needed. It is com
 is declared done too early, or lands in the wrong place) and when its module has run (a slot that was overwritten while
 it was read). Between uses a slot is filled with 0xFF, which is NaN in every floating dtype, so a read at the wrong
 time cannot look right by luck.
+
+Weights that share a slot share an address. A cache that is keyed by ``weight.data_ptr()`` gives the second what was
+made of the first, which no checksum shows: :class:`AddressGuard` does.
 """
 
 from __future__ import annotations
 
 import zlib
-from collections.abc import Collection, Sequence
+from collections.abc import Callable, Collection, Sequence
+from functools import partial
 
 import torch
 
-from headrace.errors import RaceError
+from headrace.errors import OutsideAccessError, RaceError
+from headrace.model.live_tensors import BoundTensor, resident_rule
 from headrace.plan.plan import Plan, SlabEntry
 from headrace.stores.sources import Copy, fill
 from headrace.stores.store import new_buffer
 
-__all__ = ["POISON", "Guard"]
+__all__ = ["POISON", "AddressGuard", "Guard"]
 
 POISON = 0xFF
 
@@ -69,3 +74,43 @@ class Guard:
             # Waits for the device, unlike any path without the switch (contract 5).
             checksum = zlib.crc32(stretch.cpu().numpy().data, checksum)
         return checksum
+
+
+class AddressGuard:
+    """Has ``data_ptr()`` of each of ``tensors`` return an integer that is the key of one weight alone."""
+
+    def __init__(self, tensors: Sequence[BoundTensor]) -> None:
+        self._tensors = tensors
+        self._names: dict[int, str] = {}  # of the weights whose addresses have been keys
+
+    def attach(self) -> None:
+        for bound in self._tensors:
+            vars(bound.tensor)["data_ptr"] = partial(self._address, bound)
+
+    def remove(self) -> None:
+        for bound in self._tensors:
+            vars(bound.tensor).pop("data_ptr", None)
+
+    def _address(self, bound: BoundTensor) -> int:
+        address = _Address(torch.Tensor.data_ptr(bound.tensor))
+        address.check = partial(self._check, bound)
+        return address
+
+    def _check(self, bound: BoundTensor, address: int) -> None:
+        first = self._names.setdefault(address, bound.name) if bound.in_slot is not None else bound.name
+        if first != bound.name:
+            raise OutsideAccessError(
+                f"data_ptr() of {bound.name} is used as a key, and has been one for {first}, which is in the same slot "
+                f"at other times: a cache would give one what it keeps of the other. Use the name of the module as the "
+                f"key, or keep both resident ({resident_rule(bound.name)})"
+            )
+
+
+class _Address(int):
+    """An address that kernels take like any other; what hashes it is about to keep something by it."""
+
+    check: Callable[[int], None]
+
+    def __hash__(self) -> int:
+        self.check(int(self))
+        return super().__hash__()

@@ -56,8 +56,8 @@ from torch.utils._pytree import tree_leaves, tree_map_only
 from torch.utils.hooks import RemovableHandle
 
 from headrace.errors import ModelChangedError, OutsideAccessError, StateError
-from headrace.model.live_tensors import BoundStorage, live_tensors, resident_rule
-from headrace.model.tracing import refuse_tracers, traced_graph
+from headrace.model.live_tensors import BoundStorage, live_tensors, own_forward, resident_rule
+from headrace.model.tracing import refuse_export, refuse_tracers, traced_graph
 from headrace.runtime.outside_use import NotCopyable, Promoter
 from headrace.runtime.prefetcher import Prefetcher, release_left
 from headrace.runtime.slot import Reader
@@ -242,7 +242,7 @@ class UnitHook(_ModuleHook):
     def enter_compiled(self, tensors: Sequence[torch.Tensor]) -> None:
         if self._prefetcher is None:
             return
-        given = {tensor.data_ptr() for tensor in tensors}
+        given = [tensor.data_ptr() for tensor in tensors]
         for bound in self._tensors:
             if self._prefetcher.in_capture:
                 bound.note_replays()
@@ -259,6 +259,7 @@ class UnitHook(_ModuleHook):
         self._prefetcher.release(self._unit)
 
     def _trace_before(self, module: nn.Module, args: Any, kwargs: Any = None) -> None:
+        refuse_export()
         if self._promoter is not None:
             self.stay_in_slots()
         tensors = list(live_tensors(module, self._paths))
@@ -479,6 +480,7 @@ class ForwardHook(_ModuleHook):
         return False
 
     def _trace_before(self, module: nn.Module, args: Any, kwargs: Any = None) -> None:
+        refuse_export()
         torch.ops.headrace.begin(module._headrace_forward_tag, module._headrace_token, False)
 
     def _trace_after(self, module: nn.Module, args: Any, output: Any) -> None:
@@ -573,10 +575,11 @@ def _wrapped_forward(
 
     In compiled code ``ends`` are called before and after, in place of hooks; ``checker`` checks the trace at the end.
     """
-    original = module.forward
+    own = own_forward(module)
 
-    @functools.wraps(original)
+    @functools.wraps(module.forward)
     def forward(*args: Any, **kwargs: Any) -> Any:
+        original = own or functools.partial(type(module).forward, module)
         if not torch.compiler.is_compiling():
             return around(original, *args, **kwargs)
         if ends is not None:

@@ -427,6 +427,7 @@ class StateGuard(NotCopyable):
         for tensor in self._tensors:
             self._set(tensor, _MARK, owner)
             self._set(tensor, "__reduce_ex__", self.__reduce_ex__)
+            self._set(tensor, "__dlpack__", partial(_dlpack, tensor))
 
     def _set(self, owner: nn.Module | torch.Tensor, name: str, value: Any) -> None:
         attributes = vars(owner)
@@ -490,6 +491,11 @@ class StateGuard(NotCopyable):
         if name not in self._contents:
             self._contents[name] = self._read(name)
         return self._contents[name]
+
+
+def _dlpack(tensor: torch.Tensor, **options: Any) -> Any:
+    """``tensor.__dlpack__()``, behind an operator: it asks for the pointer alone."""
+    return torch.Tensor.__dlpack__(tensor.to(tensor.dtype), **options)
 
 
 def place_of(thing: nn.Module | torch.Tensor) -> str | None:

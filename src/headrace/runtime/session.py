@@ -6,6 +6,7 @@ The handle and the engines' offloaders own an :class:`OffloadSession` each. It o
 
 from __future__ import annotations
 
+import gc
 import logging
 import time
 from collections import ChainMap
@@ -18,7 +19,6 @@ import torch
 from torch import nn
 from torch.utils.hooks import RemovableHandle
 
-from headrace.checkpoint.weight_map import WeightMap
 from headrace.config import RANK_MODES, debug_enabled
 from headrace.errors import BudgetError, CheckpointError, OptionError, StateError, TransferError
 from headrace.experts.recorder import keep_uses, popular_experts
@@ -33,10 +33,11 @@ from headrace.memory.pinned import (
     pinning_disabled,
     refuse_capture,
 )
-from headrace.model.live_tensors import BoundStorage
+from headrace.model.live_tensors import BoundStorage, resident_rule, used_elsewhere
 from headrace.model.patterns import compile_pattern
 from headrace.plan.cached_experts import CachedLayer
 from headrace.plan.plan import SLAB_ALIGNMENT_BYTES, Plan, slab_bytes
+from headrace.runtime.debug import AddressGuard
 from headrace.runtime.hooks import CalledForwardHook, ForwardHook, UnitHook, new_token, unhooked_modules
 from headrace.runtime.outside_use import NotCopyable, Promoter, StateGuard, TableGuard
 from headrace.runtime.prefetcher import Prefetcher, release_left
@@ -48,7 +49,6 @@ from headrace.stores.expert_ranges import ExpertRanges
 from headrace.stores.peer import PeerStore, peer_memory
 from headrace.stores.pinned_host import Held, PinnedStore
 from headrace.stores.sharded import ShardedStore
-from headrace.stores.sources import DiskOptions
 from headrace.stores.store import CpuStore, DiskStore, MetaStore, Store, TwoStores, new_buffer
 from headrace.transfer.cuda_stream import StreamLink
 from headrace.transfer.link import Link, ThreadLink
@@ -76,7 +76,7 @@ _EXPERTS = {
 
 _log = logging.getLogger(__name__)
 
-Hook = UnitHook | ForwardHook | StateGuard | TableGuard | ExpertHook
+Hook = UnitHook | ForwardHook | StateGuard | TableGuard | ExpertHook | AddressGuard
 
 
 @dataclass(frozen=True)
@@ -460,6 +460,9 @@ class OffloadSession(NotCopyable):
             )
             self._units.append(hook)
             self._hook(hook)
+        if debug:
+            names = [part.storage for unit in self.plan.units for part in unit.entries]
+            self._hook(AddressGuard([tensor for name in names for tensor in self._bound[name].tensors]))
         entry, called = self._options.entry or self._model, self._options.called
         if called is not None:
             self._hook(CalledForwardHook(called, called, self._units, prefetcher, token, promoter))
@@ -481,7 +484,10 @@ class OffloadSession(NotCopyable):
         rows = {name: self._ranges.rows(name) for name in layer.storages}
         first = layer.first_overflow_row
         overflow_rows = range(first, first + layer.overflow_rows)
-        cache = ExpertCache(list(rows.values()), home, layer.num_slots, overflow_rows, turn)
+        # Kernels of engines take what is no expert for padding.
+        num_rows = len(next(iter(rows.values()))) if self._options.reads_rows is CachedExperts else layer.num_experts
+        shift = num_rows - layer.num_experts
+        cache = ExpertCache(list(rows.values()), home, layer.num_slots, overflow_rows, turn, shift)
         cache.fill(popular)
         module, tensors = self._model.get_submodule(layer.module_fqn), {}
         for name, memory in rows.items():
@@ -526,9 +532,6 @@ class OffloadSession(NotCopyable):
         moved += [name for name in prepared.plan.resident if prepared.must_move(name)]
         for name in moved:
             self._bound[name].forget_original()
-        if self.plan.mode == "disk" and self._device.type == "cpu":
-            for name in self.plan.uva:  # memory that views elsewhere keep: they would not see what is written to a file
-                self._bound[name].return_to_original()
         if self._device.type == "cuda":
             torch.cuda.empty_cache()  # whole blocks of the old weights would stay with the allocator otherwise
 
@@ -650,7 +653,7 @@ def open_store(prepared: Prepared) -> tuple[Store, dict[str, torch.Tensor]]:
     staged = {entry.storage for unit in plan.staged_units for entry in unit.entries}
     in_files = {name: bound for name, bound in offloaded.items() if plan.mode == "disk" or name in staged}
     # Files first: if they will not do, no host memory is taken.
-    files = _disk_store(plan, in_files, device, weights, prepared.disk) if in_files else None
+    files = _disk_store(prepared, in_files) if in_files else None
     if files is not None and plan.mode == "disk":
         return files, {}
     on_host = {name: bound for name, bound in offloaded.items() if name not in in_files}
@@ -703,13 +706,8 @@ def open_pinned(
     return store, {name: store.destination(name) for name in offloaded if name not in store.adopted | store.kept}
 
 
-def _disk_store(
-    plan: Plan,
-    offloaded: dict[str, BoundStorage],
-    device: torch.device,
-    weights: WeightMap | None,
-    disk: DiskOptions | None,
-) -> DiskStore:
+def _disk_store(prepared: Prepared, offloaded: dict[str, BoundStorage]) -> DiskStore:
+    plan, weights = prepared.plan, prepared.weights
     if weights is None and plan.spilled_bytes:
         raise OptionError(
             f"{len(plan.staged_units)} of the plan's {len(plan.units)} units ({format_size(plan.spilled_bytes)}) rest "
@@ -717,15 +715,16 @@ def _disk_store(
             f"with all of them in host memory: mode 'cpu' (--offload-mode cpu)"
         )
     weights = require_weights(weights)
-    on_gpu = device.type == "cuda"
+    on_gpu = prepared.device.type == "cuda"
     sources = {name: weights.source(bound.info) for name, bound in offloaded.items()}
     lookups = {name for name, bound in offloaded.items() if bound.info.is_lookup}
     stamps = weights.checkpoint.stamps
-    store = DiskStore(sources, disk, stamps=stamps, pin_in_place=on_gpu, lookups=lookups)
+    store = DiskStore(sources, prepared.disk, stamps=stamps, pin_in_place=on_gpu, lookups=lookups)
     for name in () if on_gpu or plan.mode != "disk" else plan.uva:
         _refuse_other_bits(offloaded[name], store.in_place(name))
     for bound in offloaded.values():
         _compare_with_files(bound, store)
+    _refuse_other_users(prepared.bound, offloaded)
     return store
 
 
@@ -745,6 +744,22 @@ def _refuse_other_bits(bound: BoundStorage, buffer: torch.Tensor) -> None:
         f"it in place there may round differently; prefetch it instead (--offload-rule '{info.name}=prefetch'), or "
         f"rewrite the checkpoint aligned"
     )
+
+
+def _refuse_other_users(bound: Mapping[str, BoundStorage], in_files: Mapping[str, BoundStorage]) -> None:
+    """Require that nothing else views the memory of live weights, since the files replace it."""
+    names: list[str] = []
+    for _ in range(2):
+        names = [storage.info.name for storage in used_elsewhere(bound.values()) if storage.info.name in in_files]
+        if not names or not gc.collect():
+            break
+    if names:
+        others = f" and of {len(names) - 1} more weights" if names[1:] else ""
+        raise OptionError(
+            f"the memory of {names[0]}{others} has another user (an alias such as .detach() or a state_dict(), an "
+            f"array of .numpy(), a list of views), and files are to replace it, so that a write there would be lost: "
+            f"drop it first (del), use mode 'cpu', or keep it resident ({resident_rule(names[0])})"
+        )
 
 
 def _compare_with_files(bound: BoundStorage, store: DiskStore) -> None:
