@@ -73,6 +73,19 @@ def test_what_cannot_be_served(model: Path, flags: list[str], message: str) -> N
     assert message in error_of("serve", model, *flags)
 
 
+@pytest.mark.parametrize("engine", ["transformers", "vllm"])
+def test_a_key_that_is_empty(model: Path, engine: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """As of a shell variable that is not set: it opened the server to all."""
+    words = ("serve", model, "--engine", engine, "--dry-run")
+    assert "--api-key: expected a key without blanks around it, found an empty text" in error_of(
+        *words, "--api-key", ""
+    )
+    assert "--api-key: expected a key without" in error_of(*words, "--api-key", "k\r")
+    monkeypatch.setenv("HEADRACE_API_KEY", "")
+    assert "HEADRACE_API_KEY: expected a key without" in error_of(*words)
+    assert run(*words, "--api-key", "k").exit_code == 0
+
+
 def test_a_port_that_is_taken(model: Path) -> None:
     with bind("127.0.0.1", 0) as other:
         other.listen()
