@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import asyncio
 import copy
+import faulthandler
 import gc
 import inspect
 import json
@@ -37,6 +38,7 @@ from transformers.cli.serving.completion import CompletionHandler
 from transformers.cli.serving.model_manager import ModelManager
 from transformers.cli.serving.server import build_server
 from transformers.cli.serving.utils import X_REQUEST_ID, CBWorkerDeadError, GenerationState, get_response_template
+from uvicorn.protocols.http.auto import AutoHTTPProtocol
 
 from headrace.api import Handle
 from headrace.errors import OptionError
@@ -49,6 +51,8 @@ _ROUTES = ("/v1/chat/completions", "/v1/completions", "/v1/models")
 # More than any text of so many tokens has, so that no longer one is read and tokenised.
 _BYTES_PER_TOKEN = 256
 _BODY_BYTES = 2**20
+_ARRIVAL_S = 30  # for the head of a request, and then for its body
+_STOP_S = 300  # for the requests that run when the server is stopped
 
 Scope = MutableMapping[str, Any]
 Receive = Callable[[], Awaitable[MutableMapping[str, Any]]]
@@ -58,7 +62,7 @@ App = Callable[[Scope, Receive, Send], Awaitable[None]]
 
 def make_app(
     model: Any, handle: Handle | None, tokenizer: Any, names: list[str], batches: Batches, key: str | None
-) -> App:
+) -> _Gate:
     """The server as an ASGI application.
 
     Args:
@@ -325,6 +329,14 @@ class _Gate:
     def __init__(self, app: App, batches: Batches, metrics: _Metrics, key: str | None, longest_body: int) -> None:
         self._app, self._batches, self._metrics = app, batches, metrics
         self._key, self._longest_body = key, longest_body
+        self._arrivals: set[asyncio.Timeout] = set()
+
+    def stop(self) -> None:
+        """Refuse requests whose bodies are not here, and limit the time of the others."""
+        for arrival in self._arrivals:
+            if not arrival.expired():
+                arrival.reschedule(0)
+        asyncio.get_running_loop().call_later(_STOP_S, self._batches.stop)
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         if scope["type"] != "http":
@@ -369,16 +381,26 @@ class _Gate:
                 text = "the API key is missing or wrong: send the header Authorization: Bearer KEY"
                 return JSONResponse(_error(text, "authentication_error"), 401, {"WWW-Authenticate": "Bearer"}), None
         body = bytearray()
-        while True:
-            message = await receive()
-            if message["type"] == "http.disconnect":
-                return None, None
-            body += message.get("body", b"")
-            if len(body) > self._longest_body:
-                text = f"the body is longer than {self._longest_body} bytes, more than a prompt that fits may have"
-                return JSONResponse(_error(text), 413, {"Connection": "close"}), None
-            if not message.get("more_body", False):
-                return None, bytes(body)
+        arrival = asyncio.timeout(_ARRIVAL_S)
+        self._arrivals.add(arrival)
+        try:
+            async with arrival:
+                while len(body) <= self._longest_body:
+                    message = await receive()
+                    if message["type"] == "http.disconnect":
+                        return None, None
+                    body += message.get("body", b"")
+                    if not message.get("more_body", False):
+                        break
+        except TimeoutError:
+            text = f"of the body {len(body)} bytes came within {_ARRIVAL_S} s, or before the server stopped, not all"
+            return JSONResponse(_error(text), 408, {"Connection": "close"}), None
+        finally:
+            self._arrivals.discard(arrival)
+        if len(body) > self._longest_body:
+            text = f"the body is longer than {self._longest_body} bytes, more than a prompt that fits may have"
+            return JSONResponse(_error(text), 413, {"Connection": "close"}), None
+        return None, bytes(body)
 
     async def _serve(
         self, scope: Scope, body: bytes, receive: Receive, send: Send, has_ended: Callable[[], bool]
@@ -430,26 +452,52 @@ def bind(host: str, port: int) -> socket.socket:
     return bound
 
 
+class _Connection(AutoHTTPProtocol):  # type: ignore[misc,valid-type]
+    """Ends if no request comes, for which uvicorn has no limit once a byte has come."""
+
+    def connection_made(self, transport: Any) -> None:
+        super().connection_made(transport)
+        self.loop.call_later(_ARRIVAL_S, self._look, None)
+
+    def _look(self, last: object) -> None:
+        """``last``: the request that had been answered at the look before; the connection itself if one was not."""
+        request = self if self.cycle is not None and not self.cycle.response_complete else self.cycle
+        if request is last is not self:
+            self.transport.close()
+        if not self.transport.is_closing():
+            self.loop.call_later(_ARRIVAL_S, self._look, request)
+
+
 class _Server(uvicorn.Server):
     """Calls ``ready`` once it listens."""
 
-    def __init__(self, config: uvicorn.Config, ready: Callable[[], None]) -> None:
+    def __init__(self, config: uvicorn.Config, gate: _Gate, ready: Callable[[], None]) -> None:
         super().__init__(config)
-        self._ready = ready
+        self._gate, self._ready = gate, ready
 
     async def startup(self, sockets: list[socket.socket] | None = None) -> None:
         await super().startup(sockets)
         self._ready()
 
+    async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:
+        self._gate.stop()
+        # If a forward never ends, neither does the batching loop, which Python would wait for.
+        faulthandler.dump_traceback_later(2 * _STOP_S, exit=True)
+        await super().shutdown(sockets)
 
-def run_app(app: App, bound: socket.socket, ready: Callable[[], None]) -> None:
-    """Serve until SIGINT or SIGTERM, then finish what has been asked; a second SIGINT ends at once.
+
+def run_app(app: _Gate, bound: socket.socket, ready: Callable[[], None]) -> None:
+    """Serve until SIGINT or SIGTERM, then finish what has been asked, in limited time; a second SIGINT ends at once.
 
     ``ready``: called once requests are answered.
     """
     config = copy.deepcopy(uvicorn.config.LOGGING_CONFIG)
     config["handlers"]["access"]["stream"] = "ext://sys.stderr"
-    server = _Server(uvicorn.Config(app, log_config=config, lifespan="on", server_header=False), ready)
+    limit_s = _STOP_S + 5  # of clients that do not read their answers, which are there by then
+    settings = uvicorn.Config(
+        app, http=_Connection, log_config=config, lifespan="on", server_header=False, timeout_graceful_shutdown=limit_s
+    )
+    server = _Server(settings, app, ready)
     # transformers collects garbage at the end of every batch, which takes seconds where torch's objects count.
     gc.collect()
     gc.freeze()
