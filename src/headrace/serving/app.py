@@ -28,7 +28,6 @@ import uvicorn
 from fastapi import FastAPI
 from fastapi.exceptions import RequestValidationError
 from fastapi.responses import JSONResponse, Response
-from jinja2 import TemplateError
 from prometheus_client import CONTENT_TYPE_LATEST, CollectorRegistry, Counter, Histogram, generate_latest
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
 from prometheus_client.registry import Collector
@@ -110,14 +109,14 @@ class _OneModel(ModelManager):
 
     def __init__(self, model: Any, tokenizer: Any, names: list[str], batches: Batches) -> None:
         super().__init__()
-        self._tokenizer, self._names, self._batches = tokenizer, names, batches
+        self.tokenizer, self._names, self._batches = tokenizer, names, batches
         # What the handlers read of a model; without its type they look for no reasoning in its answers.
         config = model.config if _parses_answers(model, tokenizer) else SimpleNamespace(model_type=None)
         self._model = SimpleNamespace(config=config, generation_config=model.generation_config)
         self._since = int(time.time())
 
     def load_model_and_processor(self, model_id_and_revision: str, *_: Any, **__: Any) -> tuple[Any, Any]:
-        return self._model, self._tokenizer
+        return self._model, self.tokenizer
 
     @staticmethod
     def process_model_name(model_id: str) -> str:
@@ -182,7 +181,7 @@ class _OneRequest:
 
     def __init__(self, manager: _OneModel, state: _OneState, wanted: Wanted) -> None:
         super().__init__(manager, state)  # type: ignore[call-arg]
-        self._wanted = wanted
+        self._wanted, self._tokenizer = wanted, manager.tokenizer
 
     def _build_generation_config(self, body: Any, default: Any, use_cb: bool = False) -> Any:
         return settings_of(self._wanted, default)
@@ -199,7 +198,16 @@ class _OneRequest:
 
 
 class _Chat(_OneRequest, ChatCompletionHandler):
-    pass
+    def get_processor_inputs_from_messages(self, *args: Any) -> Any:
+        inputs = super().get_processor_inputs_from_messages(*args)
+        given, render = self._wanted.body.get("chat_template_kwargs", {}), self._tokenizer.apply_chat_template
+        try:  # as the handler does next, and after it the tokenizer
+            render(inputs, add_generation_prompt=True, tokenize=False, load_audio_from_video=False, **given).encode()
+        except Exception as error:  # templates are programs, and raise errors of any type
+            raise RequestError(
+                f"the chat template refuses messages or chat_template_kwargs: {type(error).__name__}: {error}"
+            ) from None
+        return inputs
 
 
 class _Completion(_OneRequest, CompletionHandler):
@@ -255,9 +263,9 @@ def _answer_errors(app: FastAPI) -> None:
         served = f"; there are {', '.join(_ROUTES)}, /health and /metrics" if error.status_code == 404 else ""
         return JSONResponse(_error(f"{request.method} {request.url.path}: {error.detail}{served}"), error.status_code)
 
-    @app.exception_handler(TemplateError)
-    async def _template(_: Any, error: TemplateError) -> JSONResponse:
-        return JSONResponse(_error(f"the chat template refuses these messages: {error}", field="messages"), 400)
+    @app.exception_handler(RecursionError)
+    async def _too_deep(_: Any, error: RecursionError) -> JSONResponse:
+        return JSONResponse(_error("the body: expected objects and lists of less depth"), 400)
 
     @app.exception_handler(CBWorkerDeadError)
     async def _dead(_: Any, error: CBWorkerDeadError) -> JSONResponse:
@@ -377,7 +385,7 @@ class _Gate:
         """What refuses the request, or else its body; neither, if the client has left."""
         if self._key is not None and scope["path"].startswith("/v1"):
             given = dict(scope["headers"]).get(b"authorization", b"")
-            if not secrets.compare_digest(given, b"Bearer " + self._key.encode()):
+            if not secrets.compare_digest(given, b"Bearer " + os.fsencode(self._key)):
                 text = "the API key is missing or wrong: send the header Authorization: Bearer KEY"
                 return JSONResponse(_error(text, "authentication_error"), 401, {"WWW-Authenticate": "Bearer"}), None
         body = bytearray()
