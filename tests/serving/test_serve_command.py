@@ -182,6 +182,7 @@ def test_sigterm_lets_requests_finish(model: Path) -> None:
     assert process.returncode == 0, err
     assert out == ""
     assert "Traceback" not in err
+    assert "nanobind" not in err  # of Triton's bindings: "leaked 4 instances", and 28 lines more
     assert answers[0]["usage"]["completion_tokens"] == 600
     assert answers[0]["choices"][0]["text"].startswith(short[:-3])
 
@@ -245,7 +246,7 @@ def test_sigterm_beside_half_a_request(model: Path) -> None:
 def test_a_stop_ends_requests_that_take_too_long(model: Path) -> None:
     slow = "embed = torch.nn.Embedding.forward; wait = lambda *a: time.sleep(0.05) or embed(*a)"
     slow = f"import time, torch; {slow}; torch.nn.Embedding.forward = wait"
-    with command(model, "-c", IMPATIENT.format(30, 2, slow)) as (process, url):
+    with command(model, "-c", IMPATIENT.format(30, 10, slow)) as (process, url):
         body = b'{"prompt": "W", "max_tokens": 2000, "ignore_eos": true}'
         asked = opened(url, HEAD + b"Content-Length: %d\r\n\r\n" % len(body) + body)
         while b"headrace_running_requests 1.0" not in urllib.request.urlopen(f"{url}/metrics").read():

@@ -518,4 +518,5 @@ def run_app(app: _Gate, bound: socket.socket, ready: Callable[[], None]) -> None
     finally:
         for number, handler in before.items():
             signal.signal(number, handler)
+        gc.unfreeze()  # or Triton's bindings print at the end that they leak
         bound.close()
