@@ -79,13 +79,15 @@ def test_what_cannot_be_served(model: Path, flags: list[str], message: str) -> N
 def test_a_key_that_is_empty(model: Path, engine: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """As of a shell variable that is not set: it opened the server to all."""
     words = ("serve", model, "--engine", engine, "--dry-run")
-    assert "--api-key: expected a key without blanks around it, found an empty text" in error_of(
+    assert "--api-key: expected a text without blanks around it, found an empty one" in error_of(
         *words, "--api-key", ""
     )
-    assert "--api-key: expected a key without" in error_of(*words, "--api-key", "k\r")
+    assert "--api-key: expected a text without" in error_of(*words, "--api-key", "k\r")
     monkeypatch.setenv("HEADRACE_API_KEY", "")
-    assert "HEADRACE_API_KEY: expected a key without" in error_of(*words)
+    assert "HEADRACE_API_KEY: expected a text without" in error_of(*words)
     assert run(*words, "--api-key", "k").exit_code == 0
+    for flag in ("--host", "--served-model-name"):
+        assert f"{flag}: expected a text without" in error_of(*words, "--api-key", "k", flag, "")
 
 
 def test_a_port_that_is_taken(model: Path) -> None:

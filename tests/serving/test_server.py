@@ -79,8 +79,8 @@ class TestErrors:
     @pytest.mark.parametrize(
         ("path", "body", "status", "message"),
         [
-            ("/v1/completions", b"{", 400, "the body: expected a JSON object (JSON decode error)"),
-            ("/v1/completions", b"[1]", 400, "the body: expected a JSON object"),
+            ("/v1/completions", b"{", 400, "application/json (JSON decode error)"),
+            ("/v1/completions", b"[1]", 400, "the body: expected an object"),
             ("/v1/completions", b"\xff\xfe", 400, "body"),
             ("/v1/completions", b"[" * 100_000, 400, "body"),
             ("/v1/completions", {"prompt": "hi", "n": 2}, 400, "n = 2 would have no effect here"),
@@ -113,6 +113,13 @@ class TestErrors:
         assert (
             error_of(served.send("/v1/completions", b'{"prompt": "hi", "%s": %s}' % (name.encode(), nested)))[0] == 400
         )
+
+    def test_a_body_of_a_type_that_is_not_said(self, served: Served) -> None:
+        """As curl sends it without -H."""
+        form = {"Content-Type": "application/x-www-form-urlencoded"}
+        status, text = error_of(served.send("/v1/completions", {"prompt": "hi"}, form))
+        assert status == 400
+        assert "expected an object, Content-Type: application/json" in text
 
     def test_a_body_too_long_to_fit(self, served: Served) -> None:
         status, text = error_of(served.send("/v1/completions", {"prompt": "a" * 2_000_000}))

@@ -143,12 +143,14 @@ def serve(
     if engine not in (None, "transformers", "vllm"):
         raise OptionError(f"--engine {engine!r}: expected transformers or vllm")
     key = os.environ.get(KEY_VARIABLE) if api_key is None else api_key
-    if key is not None and (not key or key != key.strip()):  # of a variable that is not set, or of a file with CRLF
-        raise OptionError(
-            f"{KEY_VARIABLE if api_key is None else '--api-key'}: expected a key without blanks around it, found "
-            f"{f'{len(key)} characters with some' if key else 'an empty text, with which anybody may use the server'}; "
-            f"set it, or leave it out for a server without a key"
-        )
+    key_flag = KEY_VARIABLE if api_key is None else "--api-key"
+    named = [("--served-model-name", name) for name in served_model_name or []]
+    for flag, text in [("--host", host), (key_flag, key), *named]:
+        if text is not None and text != (text.strip() or None):  # of a variable that is not set, or a file with CRLF
+            raise OptionError(
+                f"{flag}: expected a text without blanks around it, found "
+                f"{'one with some' if text else 'an empty one'}; set it, or leave {flag} out"
+            )
     if engine == "vllm":
         shared = {
             "--host": host,

@@ -233,15 +233,9 @@ class _Endpoint:
 
 
 def _error(message: str, kind: str = "invalid_request_error", field: str | None = None) -> dict[str, Any]:
-    message = message.encode(errors="backslashreplace").decode()  # names of fields may hold halves of surrogates
-    return {
-        "error": {
-            "message": message,
-            "type": kind,
-            "param": field and field.encode(errors="backslashreplace").decode(),
-            "code": None,
-        }
-    }
+    # Names of fields may hold halves of surrogates.
+    shown = [text and text.encode(errors="backslashreplace").decode() for text in (message, field)]
+    return {"error": {"message": shown[0], "type": kind, "param": shown[1], "code": None}}
 
 
 def _answer_errors(app: FastAPI) -> None:
@@ -256,7 +250,7 @@ def _answer_errors(app: FastAPI) -> None:
     @app.exception_handler(RequestValidationError)
     async def _no_object(_: Any, error: RequestValidationError) -> JSONResponse:
         found = "; ".join(str(each["msg"]) for each in error.errors())
-        return JSONResponse(_error(f"the body: expected a JSON object ({found})"), 400)
+        return JSONResponse(_error(f"the body: expected an object, Content-Type: application/json ({found})"), 400)
 
     @app.exception_handler(HTTPException)
     async def _other(request: Any, error: Any) -> JSONResponse:
@@ -446,9 +440,8 @@ def bind(host: str, port: int) -> socket.socket:
         OptionError: the address is no address of this machine, is taken, or may not be used.
     """
     try:
-        family, kind, _, _, address = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE)[
-            0
-        ]
+        found = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE)
+        family, kind, _, _, address = found[0]
         bound = socket.socket(family, kind)
         bound.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
         bound.bind(address)
