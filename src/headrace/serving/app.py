@@ -198,7 +198,7 @@ class _OneRequest:
 
 
 class _Chat(_OneRequest, ChatCompletionHandler):
-    def get_processor_inputs_from_messages(self, *args: Any) -> Any:
+    def get_processor_inputs_from_messages(self, *args: Any) -> Any:  # type: ignore[override]
         inputs = super().get_processor_inputs_from_messages(*args)
         given, render = self._wanted.body.get("chat_template_kwargs", {}), self._tokenizer.apply_chat_template
         try:  # as the handler does next, and after it the tokenizer
