@@ -12,7 +12,7 @@ import typer.cli
 from headrace.cli import app
 
 DOCS = Path(__file__).parent
-LINK = re.compile(r"\[([^\]]+)\]\((?!https?:|#)([^)\s]+)\)")
+LINK = re.compile(r"(?<!!)\[([^\[\]]+)\]\((?!https?:|#)([^)\s]+)\)")  # pictures are none: the site holds them
 
 
 def on_page_markdown(markdown: str, *, page: Any, **_: Any) -> str:

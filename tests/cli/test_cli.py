@@ -357,6 +357,17 @@ def test_rules_without_sense_fail_in_one_line(model: Path) -> None:
     assert "has the groups @attention, @mlp, @embeddings, @lm_head" in message
 
 
+def test_the_first_plan_of_a_folder_ends_without_noise(model: Path, tmp_path: Path) -> None:
+    """As a process of its own: Triton's bindings printed at its end that they leak."""
+    command = [sys.executable, "-m", "headrace", "plan", str(model), "--device-memory", "2MiB"]
+    package = str(Path(headrace.__file__).parent.parent)
+    env = {**os.environ, "XDG_CACHE_HOME": str(tmp_path), "PYTHONPATH": package}
+    done = subprocess.run(command, capture_output=True, text=True, check=True, env=env)
+    assert "Predicted steps" in done.stdout
+    assert "leaked" not in done.stderr
+    assert "nanobind" not in done.stderr
+
+
 def test_plan_without_flags_says_the_weight_and_a_minimum_that_holds(model: Path) -> None:
     result = run("plan", model)
     assert result.exit_code == 0, result.output

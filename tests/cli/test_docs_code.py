@@ -1,7 +1,10 @@
-"""The promise: the Python code of the quickstart and of the guide for plain modules runs as it stands."""
+"""The promise: the Python code of the quickstart and of the guide for plain modules runs as it stands, and the site
+shows what the pages show.
+"""
 
 from __future__ import annotations
 
+import os
 import re
 import subprocess
 import sys
@@ -19,3 +22,26 @@ def test_the_code_of_a_page_runs(page: str, tmp_path: Path) -> None:
     code = "\n".join(blocks) + "\nassert handle.stats().bytes_moved > 0\n"
     done = subprocess.run([sys.executable, "-c", code], cwd=tmp_path, capture_output=True, text=True, timeout=120)
     assert done.returncode == 0, done.stderr
+
+
+def test_pictures_of_pages_are_shown_by_the_site(tmp_path: Path) -> None:
+    """They lost their links, as links to files outside of the site do."""
+    sources = {
+        page.relative_to(DOCS): re.findall(r"!\[[^\]]*\]\((?!https?:)([^)\s]+)\)", page.read_text())
+        for page in DOCS.rglob("*.md")
+    }
+    assert any(sources.values())
+    command = [sys.executable, "-m", "mkdocs", "build", "--strict", "--quiet", "-d", str(tmp_path)]
+    env = {**os.environ, "NO_MKDOCS_2_WARNING": "1"}
+    done = subprocess.run(command, cwd=DOCS.parent, capture_output=True, text=True, timeout=300, env=env)
+    assert done.returncode == 0, done.stderr
+    for page, pictures in sources.items():
+        html = tmp_path / page.with_suffix("") / "index.html"
+        shown = (
+            [html.parent / name for name in re.findall(r'<img [^>]*src="([^":]+)"', html.read_text())]
+            if pictures
+            else []
+        )
+        for picture in pictures:
+            (found,) = [path.resolve() for path in shown if path.name == Path(picture).name]
+            assert found.read_bytes() == (DOCS / page.parent / picture).read_bytes()

@@ -187,7 +187,11 @@ def test_an_older_vllm_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     [
         (cached(0), OptionError, r"headrace\.expert_slots: expected a number of experts, at least 1, found 0"),
         ({**CACHE, "expert_slots": "3"}, OptionError, r"headrace\.expert_slots: .* found '3'"),
-        ({"expert_slots": 3}, OptionError, r"headrace\.expert_slots .*headrace\.device_memory"),
+        (
+            {"device_memory": "1GiB", "expert_slots": 3},
+            OptionError,
+            r"headrace\.expert_slots .* without headrace\.rules",
+        ),
         ({**CACHE, "rules": "experts=cache"}, OptionTypeError, r"headrace\.rules: expected a list"),
     ],
 )

@@ -12,6 +12,7 @@ from hypothesis import strategies as st
 from transformers import Qwen3MoeConfig, Qwen3MoeForCausalLM
 
 from headrace.config import Budget, Rules, Workload
+from headrace.errors import OptionError
 from headrace.flags import OffloadFlags
 from headrace.model.inventory import take_inventory
 from headrace.model.memory_profile import profile_of
@@ -81,6 +82,18 @@ def test_a_number_of_slots() -> None:
         assert {layer.num_slots for layer in planner().plan(budget).cached} == {7}
     flags = OffloadFlags(offload_rule=["experts=cache"], expert_slots=7)
     assert flags.policy() == Rules([("experts", "cache")], expert_slots=7)
+
+
+def test_a_number_of_slots_where_nothing_is_cached() -> None:
+    """It was ignored: with all experts resident, on a device without a cache, and beside rules for others."""
+    rules = (("@attention", "prefetch"),)
+    for each, budget in (
+        (planner(), Budget(2 * WEIGHTS, expert_slots=7)),
+        (planner("eager"), Budget(WEIGHTS // 2, expert_slots=7)),
+        (planner("eager"), Budget(WEIGHTS // 2, rules=rules, expert_slots=7)),
+    ):
+        with pytest.raises(OptionError, match="expert_slots = 7 has no effect: the plan caches no experts; add the"):
+            each.plan(budget)
 
 
 def test_a_rule_for_the_planner() -> None:

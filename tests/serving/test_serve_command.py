@@ -7,9 +7,11 @@ import os
 import re
 import shutil
 import signal
+import socket
 import subprocess
 import sys
 import threading
+import time
 import urllib.request
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -73,6 +75,21 @@ def test_what_cannot_be_served(model: Path, flags: list[str], message: str) -> N
     assert message in error_of("serve", model, *flags)
 
 
+@pytest.mark.parametrize("engine", ["transformers", "vllm"])
+def test_a_key_that_is_empty(model: Path, engine: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """As of a shell variable that is not set: it opened the server to all."""
+    words = ("serve", model, "--engine", engine, "--dry-run")
+    assert "--api-key: expected a text without blanks around it, found an empty one" in error_of(
+        *words, "--api-key", ""
+    )
+    assert "--api-key: expected a text without" in error_of(*words, "--api-key", "k\r")
+    monkeypatch.setenv("HEADRACE_API_KEY", "")
+    assert "HEADRACE_API_KEY: expected a text without" in error_of(*words)
+    assert run(*words, "--api-key", "k").exit_code == 0
+    for flag in ("--host", "--served-model-name"):
+        assert f"{flag}: expected a text without" in error_of(*words, "--api-key", "k", flag, "")
+
+
 def test_a_port_that_is_taken(model: Path) -> None:
     with bind("127.0.0.1", 0) as other:
         other.listen()
@@ -118,12 +135,12 @@ def test_a_dry_run_says_plan_and_cache(model: Path) -> None:
 
 
 @contextmanager
-def command(model: Path, **environment: str) -> Iterator[tuple[subprocess.Popen[str], str]]:
-    """The running command and its address, found in what it prints."""
+def command(model: Path, *program: str, **environment: str) -> Iterator[tuple[subprocess.Popen[str], str]]:
+    """The running command and its address, found in what it prints; ``program``: what Python runs instead of it."""
     words = ["serve", str(model), "--device-memory", "2MiB", "--port", "0", "--served-model-name", "m"]
     package = Path(sys.modules["headrace"].__file__ or "").parent.parent
     with subprocess.Popen(
-        [sys.executable, "-m", "headrace", *words],
+        [sys.executable, *(program or ("-m", "headrace")), *words],
         env={**os.environ, "PYTHONPATH": str(package), **environment},
         stdout=subprocess.PIPE,
         stderr=subprocess.PIPE,
@@ -167,5 +184,92 @@ def test_sigterm_lets_requests_finish(model: Path) -> None:
     assert process.returncode == 0, err
     assert out == ""
     assert "Traceback" not in err
+    assert "nanobind" not in err  # of Triton's bindings: "leaked 4 instances", and 28 lines more
     assert answers[0]["usage"]["completion_tokens"] == 600
     assert answers[0]["choices"][0]["text"].startswith(short[:-3])
+
+
+HEAD = b"POST /v1/completions HTTP/1.1\r\nHost: h\r\nContent-Type: application/json\r\n"
+# The command with seconds instead of minutes: for requests to arrive, and for a stop.
+IMPATIENT = """
+from headrace.cli import main
+from headrace.serving import app
+app._ARRIVAL_S, app._STOP_S = {}, {}
+{}
+main()
+"""
+
+
+def opened(url: str, sent: bytes) -> socket.socket:
+    """A connection on which so much has been sent."""
+    host, _, port = url.removeprefix("http://").partition(":")
+    connection = socket.create_connection((host, int(port)), timeout=60)
+    connection.sendall(sent)
+    return connection
+
+
+def rest_of(connection: socket.socket) -> bytes:
+    """What the server says until it closes the connection."""
+    with connection:
+        return b"".join(iter(lambda: connection.recv(65536), b""))
+
+
+def test_requests_that_do_not_come(model: Path) -> None:
+    """Whoever sends half a head, half a body or, behind an answer, half a second head is left in limited time."""
+    with command(model, "-c", IMPATIENT.format(1, 60, "")) as (_, url):
+        begin = time.monotonic()
+        bodies = [b"", b'{"prompt": "W']
+        halves = [opened(url, HEAD + b"Content-Length: 40\r\n\r\n" + body) for body in bodies]
+        heads = [opened(url, b""), opened(url, HEAD), opened(url, b"GET /health HTTP/1.1\r\nHost: h\r\n\r\nGET /he")]
+        for body, half in zip(bodies, halves, strict=True):
+            answer = rest_of(half)
+            assert answer.startswith(b"HTTP/1.1 408 ")
+            assert b"of the body %d bytes came within 1 s" % len(body) in answer
+        assert [len(rest_of(head)) > 0 for head in heads] == [False, False, True]
+        assert time.monotonic() - begin < 30
+        assert ask(url, 4, "")["usage"]["completion_tokens"] == 4
+
+
+def test_sigterm_beside_half_a_request(model: Path) -> None:
+    """The server ends at once, and stayed for as long as the client liked."""
+    with command(model) as (process, url):
+        head, body = opened(url, HEAD), opened(url, HEAD + b"Content-Length: 40\r\n\r\n{")
+        assert ask(url, 4, "")["usage"]["completion_tokens"] == 4
+        begin = time.monotonic()
+        process.send_signal(signal.SIGTERM)
+        assert rest_of(body).startswith(b"HTTP/1.1 408 ")
+        assert rest_of(head) == b""
+        _, err = process.communicate(timeout=60)
+        assert time.monotonic() - begin < 20
+    assert process.returncode == 0
+    assert "Traceback" not in err
+
+
+def test_a_stop_ends_requests_that_take_too_long(model: Path) -> None:
+    slow = "embed = torch.nn.Embedding.forward; wait = lambda *a: time.sleep(0.05) or embed(*a)"
+    slow = f"import time, torch; {slow}; torch.nn.Embedding.forward = wait"
+    with command(model, "-c", IMPATIENT.format(30, 10, slow)) as (process, url):
+        body = b'{"prompt": "W", "max_tokens": 2000, "ignore_eos": true}'
+        asked = opened(url, HEAD + b"Content-Length: %d\r\n\r\n" % len(body) + body)
+        while b"headrace_running_requests 1.0" not in urllib.request.urlopen(f"{url}/metrics").read():
+            pass
+        process.send_signal(signal.SIGTERM)
+        answer = rest_of(asked)
+        assert answer.startswith(b"HTTP/1.1 503 ")
+        assert b"the server stops" in answer
+        _, err = process.communicate(timeout=60)
+    assert process.returncode == 0
+    assert "Traceback" not in err
+
+
+def test_a_stop_ends_forwards_that_never_end(model: Path) -> None:
+    hang = "import time, torch; torch.nn.Embedding.forward = lambda *_: time.sleep(3600)"
+    with command(model, "-c", IMPATIENT.format(30, 1, hang)) as (process, url):
+        body = b'{"prompt": "W", "max_tokens": 2}'
+        with opened(url, HEAD + b"Content-Length: %d\r\n\r\n" % len(body) + body):
+            while b"headrace_running_requests 1.0" not in urllib.request.urlopen(f"{url}/metrics").read():
+                pass
+            process.send_signal(signal.SIGTERM)
+            _, err = process.communicate(timeout=60)
+    assert process.returncode == 1
+    assert "Timeout" in err

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import http.client
 import json
+import os
 import re
+import shutil
 import socket
 import time
 from collections.abc import Callable, Iterator
@@ -23,6 +25,10 @@ from servers import NAME, Served, serving
 
 KEY = "s3cret"
 WITH_KEY = {"Authorization": f"Bearer {KEY}"}
+TEMPLATE = (
+    "{% for m in messages %}{% if m.role == 'tool' %}{{ raise_exception('no tools') }}{% endif %}{{ m.role }}"
+    "{{ m.content }}{% endfor %}{{ greeting }}{{ number + 1 if number else '' }}{{ data | tojson if data else '' }}"
+)
 
 
 @pytest.fixture(scope="module")
@@ -36,6 +42,15 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.fixture(scope="module")
 def served(folder: Path) -> Iterator[Served]:
     with serving(folder, "2MiB", sequences=2, longest=256, max_waiting=2) as running:
+        yield running
+
+
+@pytest.fixture(scope="module")
+def chatting(folder: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Served]:
+    """The same with a template that has variables."""
+    chats = Path(shutil.copytree(folder, tmp_path_factory.mktemp("chats") / "model"))
+    (chats / "chat_template.jinja").write_text(TEMPLATE)
+    with serving(chats, "2MiB") as running:
         yield running
 
 
@@ -64,8 +79,8 @@ class TestErrors:
     @pytest.mark.parametrize(
         ("path", "body", "status", "message"),
         [
-            ("/v1/completions", b"{", 400, "the body: expected a JSON object (JSON decode error)"),
-            ("/v1/completions", b"[1]", 400, "the body: expected a JSON object"),
+            ("/v1/completions", b"{", 400, "application/json (JSON decode error)"),
+            ("/v1/completions", b"[1]", 400, "the body: expected an object"),
             ("/v1/completions", b"\xff\xfe", 400, "body"),
             ("/v1/completions", b"[" * 100_000, 400, "body"),
             ("/v1/completions", {"prompt": "hi", "n": 2}, 400, "n = 2 would have no effect here"),
@@ -90,6 +105,22 @@ class TestErrors:
         assert served.handle.stats().bytes_moved == before
         assert served.complete("hi", max_tokens=2)["usage"]["completion_tokens"] == 2
 
+    @pytest.mark.parametrize("depth", [100, 400, 900, 950, 980, 2000])
+    @pytest.mark.parametrize("name", ["n", "prompt", "other"])
+    def test_objects_in_objects(self, served: Served, name: str, depth: int) -> None:
+        """Whoever reads them, and however much of Python's stack is left there."""
+        nested = b'{"a":' * depth + b"1" + b"}" * depth
+        assert (
+            error_of(served.send("/v1/completions", b'{"prompt": "hi", "%s": %s}' % (name.encode(), nested)))[0] == 400
+        )
+
+    def test_a_body_of_a_type_that_is_not_said(self, served: Served) -> None:
+        """As curl sends it without -H."""
+        form = {"Content-Type": "application/x-www-form-urlencoded"}
+        status, text = error_of(served.send("/v1/completions", {"prompt": "hi"}, form))
+        assert status == 400
+        assert "expected an object, Content-Type: application/json" in text
+
     def test_a_body_too_long_to_fit(self, served: Served) -> None:
         status, text = error_of(served.send("/v1/completions", {"prompt": "a" * 2_000_000}))
         assert status == 413
@@ -106,6 +137,44 @@ class TestErrors:
         texts = {json.loads(text)["choices"][0]["text"] for status, text in answers if status == 200}
         assert len(texts) == 1
         assert "wait, as many as may (--max-queue)" in next(text for status, text in answers if status == 429)
+
+
+class TestChats:
+    @pytest.mark.parametrize(
+        ("fields", "message"),
+        [
+            ({"messages": [{"role": "\ud800", "content": "hi"}]}, "messages[0]: expected an object with role"),
+            ({"messages": [{"role": "user", "content": "\ud800"}]}, "messages[0].content: expected a text"),
+            ({"messages": [{"role": "tool", "content": "hi"}]}, "refuses messages or chat_template_kwargs: Temp"),
+            *(
+                ({"chat_template_kwargs": {name: value}}, "chat_template_kwargs")
+                for name, value in (
+                    ("messages", []), ("self", 1), ("load_audio_from_video", True), ("conversations", 1), ("tools", 1),
+                    ("greeting", "\ud800"), ("number", "many"),
+                )
+            ),
+        ],
+    )  # fmt: skip
+    @pytest.mark.parametrize("stream", [False, True])
+    def test_mistakes(self, chatting: Served, fields: dict[str, Any], message: str, stream: bool) -> None:
+        chat = {"messages": [{"role": "user", "content": "hi"}], "max_tokens": 2, "stream": stream}
+        status, text = error_of(chatting.send("/v1/chat/completions", {**chat, **fields}))
+        assert status == 400
+        assert message in text
+        before = chatting.handle.stats().bytes_moved
+        answer = chatting.send("/v1/chat/completions", {**chat, "chat_template_kwargs": {"greeting": "\ud83d\ude00"}})
+        assert answer[0] == 200, answer
+        assert chatting.handle.stats().bytes_moved > before
+
+    @pytest.mark.parametrize("depth", [100, 200, 400, 900, 950, 980])
+    @pytest.mark.parametrize("name", ["data", "other"])
+    def test_objects_in_objects(self, chatting: Served, name: str, depth: int) -> None:
+        nested = b'{"%s":' % name.encode() + b"[" * depth + b"]" * depth + b"}"
+        body = (
+            b'{"messages": [{"role": "user", "content": "hi"}], "max_tokens": 2, "chat_template_kwargs": %s}' % nested
+        )
+        status, text = chatting.send("/v1/chat/completions", body)
+        assert status in (200, 400), text
 
 
 class TestLeaving:
@@ -169,6 +238,15 @@ def test_a_key(folder: Path) -> None:
         assert served.send("/v1/completions", asked, WITH_KEY)[0] == 200
         assert next(model.id for model in served.client(KEY).models.list()) == NAME
         assert served.send("/health")[0] == served.send("/metrics")[0] == 200
+
+
+def test_a_key_that_is_no_utf8(folder: Path) -> None:
+    """As the command line hands it over: its bytes are the key, and requests without it are refused."""
+    given = b"caf\xe9"
+    with serving(folder, "2MiB", key=os.fsdecode(given)) as served:
+        for headers in ({}, WITH_KEY, {"Authorization": "Bearer caf\u00e8"}):
+            assert error_of(served.send("/v1/models", None, headers))[0] == 401
+        assert served.send("/v1/models", None, {"Authorization": f"Bearer {given.decode('latin-1')}"})[0] == 200
 
 
 def test_the_end_of_the_batching_loop_is_said(folder: Path) -> None:

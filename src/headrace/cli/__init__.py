@@ -6,7 +6,6 @@ imports them when it runs. ``tests/cli/test_cli.py`` checks this.
 
 from __future__ import annotations
 
-import atexit
 import gc
 import os
 import sys
@@ -72,10 +71,9 @@ def main() -> None:
     # `serve` may become vLLM's process, which inherits the environment and has no readers; else it sets it itself.
     if sys.argv[1:2] != ["serve"]:
         os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
-    # torch and transformers make a million objects that stay. Collections went through them again and again while they
-    # were imported, and once more at the end: a quarter of the time of a plan. Verbs that run a model keep Python's
-    # thresholds, since what waits there for a collection may hold tensors.
+    # torch and transformers make a million objects that stay, and collections went through them again and again while
+    # they were imported. Verbs that run a model keep Python's thresholds, since what waits there for a collection may
+    # hold tensors. What is frozen is not freed at the end, and Triton's bindings would print that they leak.
     if sys.argv[1:2] == ["plan"]:
         gc.set_threshold(100_000, 50)
-        atexit.register(gc.freeze)
     app(prog_name="headrace")

@@ -41,7 +41,7 @@ _MACHINE = "--machine h200, h100, 4090, or a file of `headrace probe --json`"
 
 @with_offload_flags()
 def plan(
-    model: Annotated[str, typer.Argument(metavar="MODEL", help="Folder with config.json and safetensors files.")],
+    model: Annotated[str, typer.Argument(metavar="MODEL", help="Folder of a model, or a name in the Hub's cache.")],
     *,
     as_json: Annotated[
         bool, typer.Option("--json", help="Print the plan as JSON, in bytes, and nothing else.")

@@ -142,6 +142,15 @@ def serve(
     """
     if engine not in (None, "transformers", "vllm"):
         raise OptionError(f"--engine {engine!r}: expected transformers or vllm")
+    key = os.environ.get(KEY_VARIABLE) if api_key is None else api_key
+    key_flag = KEY_VARIABLE if api_key is None else "--api-key"
+    named = [("--served-model-name", name) for name in served_model_name or []]
+    for flag, text in [("--host", host), (key_flag, key), *named]:
+        if text is not None and text != (text.strip() or None):  # of a variable that is not set, or a file with CRLF
+            raise OptionError(
+                f"{flag}: expected a text without blanks around it, found "
+                f"{'one with some' if text else 'an empty one'}; set it, or leave {flag} out"
+            )
     if engine == "vllm":
         shared = {
             "--host": host,
@@ -176,7 +185,7 @@ def serve(
         ServerOptions(
             host=host or "127.0.0.1",
             port=8000 if port is None else port,
-            api_key=api_key or os.environ.get(KEY_VARIABLE) or None,
+            api_key=key,
             names=served_model_name or [model],
             max_queue=max_queue or 256,
             plain=generation_config == "none",
@@ -234,9 +243,8 @@ def _serve_in_vllm(
     if dry_run:
         typer.echo(shlex.join(command))
         return
-    key = os.environ.get(KEY_VARIABLE)
-    if key and shared["--api-key"] is None:
-        os.environ["VLLM_API_KEY"] = key
+    if KEY_VARIABLE in os.environ and shared["--api-key"] is None:
+        os.environ["VLLM_API_KEY"] = os.environ[KEY_VARIABLE]
     _become(command)
 
 

@@ -109,11 +109,16 @@ class Planner:
             SelectionError: a pattern, or the policy as a whole, selects nothing that can be offloaded.
             RuleError: offload rules that contradict one another or cannot be obeyed.
             BudgetError: the budget is below the minimum.
-            OptionError: the workload's context is longer than the model allows.
+            OptionError: the workload's context is longer than the model allows; slots for experts, and none is cached.
         """
         storages = self.inventory.storages
         if isinstance(policy, Budget):
             made = replace(solve(self.candidates(policy), policy), context=policy.workload.context)
+            if policy.expert_slots is not None and not made.cached:
+                raise OptionError(
+                    f"expert_slots = {policy.expert_slots} has no effect: the plan caches no experts; add the rule "
+                    f"--offload-rule experts=cache, or leave it out (--expert-slots)"
+                )
         elif isinstance(policy, Rules):
             # One unit per layer, and per module outside the layers, of what the rules prefetch.
             forced = settle_rules(self.inventory, policy.rules, self._fixed(policy.mode), self._refused(policy.mode))

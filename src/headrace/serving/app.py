@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import asyncio
 import copy
+import faulthandler
 import gc
 import inspect
 import json
@@ -27,7 +28,6 @@ import uvicorn
 from fastapi import FastAPI
 from fastapi.exceptions import RequestValidationError
 from fastapi.responses import JSONResponse, Response
-from jinja2 import TemplateError
 from prometheus_client import CONTENT_TYPE_LATEST, CollectorRegistry, Counter, Histogram, generate_latest
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
 from prometheus_client.registry import Collector
@@ -37,6 +37,7 @@ from transformers.cli.serving.completion import CompletionHandler
 from transformers.cli.serving.model_manager import ModelManager
 from transformers.cli.serving.server import build_server
 from transformers.cli.serving.utils import X_REQUEST_ID, CBWorkerDeadError, GenerationState, get_response_template
+from uvicorn.protocols.http.auto import AutoHTTPProtocol
 
 from headrace.api import Handle
 from headrace.errors import OptionError
@@ -49,6 +50,8 @@ _ROUTES = ("/v1/chat/completions", "/v1/completions", "/v1/models")
 # More than any text of so many tokens has, so that no longer one is read and tokenised.
 _BYTES_PER_TOKEN = 256
 _BODY_BYTES = 2**20
+_ARRIVAL_S = 30  # for the head of a request, and then for its body
+_STOP_S = 300  # for the requests that run when the server is stopped
 
 Scope = MutableMapping[str, Any]
 Receive = Callable[[], Awaitable[MutableMapping[str, Any]]]
@@ -58,7 +61,7 @@ App = Callable[[Scope, Receive, Send], Awaitable[None]]
 
 def make_app(
     model: Any, handle: Handle | None, tokenizer: Any, names: list[str], batches: Batches, key: str | None
-) -> App:
+) -> _Gate:
     """The server as an ASGI application.
 
     Args:
@@ -106,14 +109,14 @@ class _OneModel(ModelManager):
 
     def __init__(self, model: Any, tokenizer: Any, names: list[str], batches: Batches) -> None:
         super().__init__()
-        self._tokenizer, self._names, self._batches = tokenizer, names, batches
+        self.tokenizer, self._names, self._batches = tokenizer, names, batches
         # What the handlers read of a model; without its type they look for no reasoning in its answers.
         config = model.config if _parses_answers(model, tokenizer) else SimpleNamespace(model_type=None)
         self._model = SimpleNamespace(config=config, generation_config=model.generation_config)
         self._since = int(time.time())
 
     def load_model_and_processor(self, model_id_and_revision: str, *_: Any, **__: Any) -> tuple[Any, Any]:
-        return self._model, self._tokenizer
+        return self._model, self.tokenizer
 
     @staticmethod
     def process_model_name(model_id: str) -> str:
@@ -178,7 +181,7 @@ class _OneRequest:
 
     def __init__(self, manager: _OneModel, state: _OneState, wanted: Wanted) -> None:
         super().__init__(manager, state)  # type: ignore[call-arg]
-        self._wanted = wanted
+        self._wanted, self._tokenizer = wanted, manager.tokenizer
 
     def _build_generation_config(self, body: Any, default: Any, use_cb: bool = False) -> Any:
         return settings_of(self._wanted, default)
@@ -195,7 +198,16 @@ class _OneRequest:
 
 
 class _Chat(_OneRequest, ChatCompletionHandler):
-    pass
+    def get_processor_inputs_from_messages(self, *args: Any) -> Any:  # type: ignore[override]
+        inputs = super().get_processor_inputs_from_messages(*args)
+        given, render = self._wanted.body.get("chat_template_kwargs", {}), self._tokenizer.apply_chat_template
+        try:  # as the handler does next, and after it the tokenizer
+            render(inputs, add_generation_prompt=True, tokenize=False, load_audio_from_video=False, **given).encode()
+        except Exception as error:  # templates are programs, and raise errors of any type
+            raise RequestError(
+                f"the chat template refuses messages or chat_template_kwargs: {type(error).__name__}: {error}"
+            ) from None
+        return inputs
 
 
 class _Completion(_OneRequest, CompletionHandler):
@@ -221,15 +233,9 @@ class _Endpoint:
 
 
 def _error(message: str, kind: str = "invalid_request_error", field: str | None = None) -> dict[str, Any]:
-    message = message.encode(errors="backslashreplace").decode()  # names of fields may hold halves of surrogates
-    return {
-        "error": {
-            "message": message,
-            "type": kind,
-            "param": field and field.encode(errors="backslashreplace").decode(),
-            "code": None,
-        }
-    }
+    # Names of fields may hold halves of surrogates.
+    shown = [text and text.encode(errors="backslashreplace").decode() for text in (message, field)]
+    return {"error": {"message": shown[0], "type": kind, "param": shown[1], "code": None}}
 
 
 def _answer_errors(app: FastAPI) -> None:
@@ -244,16 +250,16 @@ def _answer_errors(app: FastAPI) -> None:
     @app.exception_handler(RequestValidationError)
     async def _no_object(_: Any, error: RequestValidationError) -> JSONResponse:
         found = "; ".join(str(each["msg"]) for each in error.errors())
-        return JSONResponse(_error(f"the body: expected a JSON object ({found})"), 400)
+        return JSONResponse(_error(f"the body: expected an object, Content-Type: application/json ({found})"), 400)
 
     @app.exception_handler(HTTPException)
     async def _other(request: Any, error: Any) -> JSONResponse:
         served = f"; there are {', '.join(_ROUTES)}, /health and /metrics" if error.status_code == 404 else ""
         return JSONResponse(_error(f"{request.method} {request.url.path}: {error.detail}{served}"), error.status_code)
 
-    @app.exception_handler(TemplateError)
-    async def _template(_: Any, error: TemplateError) -> JSONResponse:
-        return JSONResponse(_error(f"the chat template refuses these messages: {error}", field="messages"), 400)
+    @app.exception_handler(RecursionError)
+    async def _too_deep(_: Any, error: RecursionError) -> JSONResponse:
+        return JSONResponse(_error("the body: expected objects and lists of less depth"), 400)
 
     @app.exception_handler(CBWorkerDeadError)
     async def _dead(_: Any, error: CBWorkerDeadError) -> JSONResponse:
@@ -325,6 +331,14 @@ class _Gate:
     def __init__(self, app: App, batches: Batches, metrics: _Metrics, key: str | None, longest_body: int) -> None:
         self._app, self._batches, self._metrics = app, batches, metrics
         self._key, self._longest_body = key, longest_body
+        self._arrivals: set[asyncio.Timeout] = set()
+
+    def stop(self) -> None:
+        """Refuse requests whose bodies are not here, and limit the time of the others."""
+        for arrival in self._arrivals:
+            if not arrival.expired():
+                arrival.reschedule(0)
+        asyncio.get_running_loop().call_later(_STOP_S, self._batches.stop)
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         if scope["type"] != "http":
@@ -365,20 +379,30 @@ class _Gate:
         """What refuses the request, or else its body; neither, if the client has left."""
         if self._key is not None and scope["path"].startswith("/v1"):
             given = dict(scope["headers"]).get(b"authorization", b"")
-            if not secrets.compare_digest(given, b"Bearer " + self._key.encode()):
+            if not secrets.compare_digest(given, b"Bearer " + os.fsencode(self._key)):
                 text = "the API key is missing or wrong: send the header Authorization: Bearer KEY"
                 return JSONResponse(_error(text, "authentication_error"), 401, {"WWW-Authenticate": "Bearer"}), None
         body = bytearray()
-        while True:
-            message = await receive()
-            if message["type"] == "http.disconnect":
-                return None, None
-            body += message.get("body", b"")
-            if len(body) > self._longest_body:
-                text = f"the body is longer than {self._longest_body} bytes, more than a prompt that fits may have"
-                return JSONResponse(_error(text), 413, {"Connection": "close"}), None
-            if not message.get("more_body", False):
-                return None, bytes(body)
+        arrival = asyncio.timeout(_ARRIVAL_S)
+        self._arrivals.add(arrival)
+        try:
+            async with arrival:
+                while len(body) <= self._longest_body:
+                    message = await receive()
+                    if message["type"] == "http.disconnect":
+                        return None, None
+                    body += message.get("body", b"")
+                    if not message.get("more_body", False):
+                        break
+        except TimeoutError:
+            text = f"of the body {len(body)} bytes came within {_ARRIVAL_S} s, or before the server stopped, not all"
+            return JSONResponse(_error(text), 408, {"Connection": "close"}), None
+        finally:
+            self._arrivals.discard(arrival)
+        if len(body) > self._longest_body:
+            text = f"the body is longer than {self._longest_body} bytes, more than a prompt that fits may have"
+            return JSONResponse(_error(text), 413, {"Connection": "close"}), None
+        return None, bytes(body)
 
     async def _serve(
         self, scope: Scope, body: bytes, receive: Receive, send: Send, has_ended: Callable[[], bool]
@@ -416,9 +440,8 @@ def bind(host: str, port: int) -> socket.socket:
         OptionError: the address is no address of this machine, is taken, or may not be used.
     """
     try:
-        family, kind, _, _, address = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE)[
-            0
-        ]
+        found = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE)
+        family, kind, _, _, address = found[0]
         bound = socket.socket(family, kind)
         bound.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
         bound.bind(address)
@@ -430,26 +453,52 @@ def bind(host: str, port: int) -> socket.socket:
     return bound
 
 
+class _Connection(AutoHTTPProtocol):  # type: ignore[misc,valid-type]
+    """Ends if no request comes, for which uvicorn has no limit once a byte has come."""
+
+    def connection_made(self, transport: Any) -> None:
+        super().connection_made(transport)
+        self.loop.call_later(_ARRIVAL_S, self._look, None)
+
+    def _look(self, last: object) -> None:
+        """``last``: the request that had been answered at the look before; the connection itself if one was not."""
+        request = self if self.cycle is not None and not self.cycle.response_complete else self.cycle
+        if request is last is not self:
+            self.transport.close()
+        if not self.transport.is_closing():
+            self.loop.call_later(_ARRIVAL_S, self._look, request)
+
+
 class _Server(uvicorn.Server):
     """Calls ``ready`` once it listens."""
 
-    def __init__(self, config: uvicorn.Config, ready: Callable[[], None]) -> None:
+    def __init__(self, config: uvicorn.Config, gate: _Gate, ready: Callable[[], None]) -> None:
         super().__init__(config)
-        self._ready = ready
+        self._gate, self._ready = gate, ready
 
     async def startup(self, sockets: list[socket.socket] | None = None) -> None:
         await super().startup(sockets)
         self._ready()
 
+    async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:
+        self._gate.stop()
+        # If a forward never ends, neither does the batching loop, which Python would wait for.
+        faulthandler.dump_traceback_later(2 * _STOP_S, exit=True)
+        await super().shutdown(sockets)
 
-def run_app(app: App, bound: socket.socket, ready: Callable[[], None]) -> None:
-    """Serve until SIGINT or SIGTERM, then finish what has been asked; a second SIGINT ends at once.
+
+def run_app(app: _Gate, bound: socket.socket, ready: Callable[[], None]) -> None:
+    """Serve until SIGINT or SIGTERM, then finish what has been asked, in limited time; a second SIGINT ends at once.
 
     ``ready``: called once requests are answered.
     """
     config = copy.deepcopy(uvicorn.config.LOGGING_CONFIG)
     config["handlers"]["access"]["stream"] = "ext://sys.stderr"
-    server = _Server(uvicorn.Config(app, log_config=config, lifespan="on", server_header=False), ready)
+    limit_s = _STOP_S + 5  # of clients that do not read their answers, which are there by then
+    settings = uvicorn.Config(
+        app, http=_Connection, log_config=config, lifespan="on", server_header=False, timeout_graceful_shutdown=limit_s
+    )
+    server = _Server(settings, app, ready)
     # transformers collects garbage at the end of every batch, which takes seconds where torch's objects count.
     gc.collect()
     gc.freeze()
@@ -462,4 +511,5 @@ def run_app(app: App, bound: socket.socket, ready: Callable[[], None]) -> None:
     finally:
         for number, handler in before.items():
             signal.signal(number, handler)
+        gc.unfreeze()  # or Triton's bindings print at the end that they leak
         bound.close()

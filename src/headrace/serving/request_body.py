@@ -214,7 +214,7 @@ def _include_usage(body: Mapping[str, Any], stream: bool) -> bool:
 def _message(index: int, message: Any) -> dict[str, Any]:
     """One message with its content as one text."""
     where = f"messages[{index}]"
-    if not isinstance(message, dict) or not isinstance(message.get("role"), str):
+    if not isinstance(message, dict) or not _is_text(message.get("role")):
         raise RequestError(f"{where}: expected an object with role and content, found {_shown(message)}", "messages")
     for name, value in message.items():
         if name not in ("role", "content") and value not in (None, [], ""):

@@ -114,7 +114,7 @@ _VLLM = Surface(
     backends=("auto", "prefetch", "uva"),
     needs={
         "offload_rule": ("device_memory",),
-        "expert_slots": ("device_memory",),
+        "expert_slots": ("offload_rule",),
         "offload_prefetch_step": ("offload_group_size",),
         "cpu_offload_params": ("cpu_offload_gb",),
         **dict.fromkeys(("offload_mode", "measure_stalls", "boundaries_only"), _ASKING),
