@@ -169,7 +169,7 @@ def plan_model(
     with no_collections():
         # A folder is read for the device: quantised weights take other forms on a GPU and on a CPU.
         target = _target(None, machine, device, disk) if isinstance(model, str | os.PathLike) else None
-        facts = _facts_of(model, checkpoint, dtype, target.device.type if target is not None else "")
+        facts = _facts_of(model, checkpoint, dtype, target.device.type if target is not None else "", work.context)
         if disk is not None and facts.weights is not None:
             # The file system may refuse O_DIRECT. Opening the files finds this now, and not when the plan is carried
             # out.
@@ -228,7 +228,7 @@ def _check_ranks(policy: Policy | Plan | None, num_ranks: int) -> None:
         )
 
 
-def _facts_of(model: Any, checkpoint: Any, dtype: Any, device: str) -> _Facts:
+def _facts_of(model: Any, checkpoint: Any, dtype: Any, device: str, context: int) -> _Facts:
     if dtype is not None and not isinstance(model, str | os.PathLike):
         raise OptionError("dtype: of a module, its own counts; leave dtype out, or plan a folder")
     if isinstance(model, str | os.PathLike):
@@ -239,14 +239,16 @@ def _facts_of(model: Any, checkpoint: Any, dtype: Any, device: str) -> _Facts:
         _refuse_checkpoint(checkpoint)
         folder = model_folder(model)
         options = f"{dtype} {device} {may_have_gpu()}" if is_quantised(folder) else str(dtype)
-        facts = folder_facts(folder, partial(_read, folder, dtype, device), options)
+        if context:  # what is measured for one is kept, too
+            options += " with caches"
+        facts = folder_facts(folder, partial(_read, folder, dtype, device, context), options)
         _warn_of(facts.differences)
         unstreamable = not_in_files(facts.inventory, facts.weights)
         return _Facts(facts.inventory, facts.profile, facts.weights, unstreamable, model_name(folder))
     if hasattr(model, "unstreamable"):  # an OpenedModel; its class needs transformers
         _refuse_checkpoint(checkpoint)
         _warn_of(model.differences)
-        return _Facts(model.inventory, model.profile, model.weights, model.unstreamable, model.name)
+        return _Facts(model.inventory, model.profile(context), model.weights, model.unstreamable, model.name)
     from torch import nn
 
     from headrace.checkpoint.weight_map import WeightMap
@@ -257,13 +259,13 @@ def _facts_of(model: Any, checkpoint: Any, dtype: Any, device: str) -> _Facts:
     if not isinstance(model, nn.Module):
         raise OptionTypeError(f"model: expected a torch.nn.Module or a folder, found {type(model).__name__}")
     weights = None if checkpoint is None else WeightMap.open(checkpoint)
-    return _Facts(take_inventory(model), profile_of(model), weights, name=type(model).__name__, module=model)
+    return _Facts(take_inventory(model), profile_of(model, context), weights, name=type(model).__name__, module=model)
 
 
-def _read(folder: Path, dtype: Any, device: str) -> tuple[FolderFacts, Collection[str]]:
+def _read(folder: Path, dtype: Any, device: str, context: int) -> tuple[FolderFacts, Collection[str]]:
     from headrace.adapters.transformers.opened_model import open_model
 
-    return open_model(folder, dtype, None, device, True).facts
+    return open_model(folder, dtype, None, device, True).facts(context)
 
 
 def _hits_of(expert_trace: str | os.PathLike[str], facts: _Facts) -> ExpertHits:

@@ -78,7 +78,7 @@ def run_server(model: str, flags: OffloadFlags, options: ServerOptions) -> None:
     planned = plan_model(opened, policy, device=device, disk=disk_options(flags))
     longest = _longest(flags, planned)
     pool = Pool.of(sequences, longest, BLOCK_TOKENS)
-    _require_memory(opened, planned, device, flags, sequences, longest)
+    planned = _with_cache(opened, planned, device, flags, sequences, longest)
     stderr.print(render(planned.plan, opened.name))
     stderr.print(_cache_line(planned, pool, sequences), highlight=False, soft_wrap=True)
     if options.dry_run:
@@ -146,17 +146,18 @@ def _longest(flags: OffloadFlags, planned: Planned) -> int:
     return asked or min(_CONTEXT, limit or _CONTEXT)
 
 
-def _require_memory(
+def _with_cache(
     opened: OpenedModel, planned: Planned, device: torch.device, flags: OffloadFlags, sequences: int, longest: int
-) -> None:
-    """Refuse a plan and a cache that this machine has no room for together."""
+) -> Planned:
+    """The same plan with a cache measured; refuses those that this machine has no room for together."""
     from headrace.planning import plan_model
 
     workload = Workload([sequences], longest)
     disk = disk_options(flags)
-    misfit = plan_model(opened, planned.plan, workload=workload, device=device, disk=disk).misfit
-    if misfit:
-        raise OptionError(f"the plan {misfit}; use a smaller --batch or --context, or less --device-memory")
+    sized = plan_model(opened, planned.plan, workload=workload, device=device, disk=disk)
+    if sized.misfit:
+        raise OptionError(f"the plan {sized.misfit}; use a smaller --batch or --context, or less --device-memory")
+    return sized
 
 
 def _cache_line(planned: Planned, pool: Pool, sequences: int) -> str:

@@ -141,8 +141,9 @@ def prepare(
         plan, may_need_files = given, False
     else:
         split = num_ranks if given.mode in SHARDED_MODES else 1
+        profile = profile_of(model, given.workload.context if isinstance(given, Budget) else 0)
         planner = make_planner(
-            inventory, profile_of(model), target, weights, disk=disk, unstreamable=unstreamable, num_ranks=split
+            inventory, profile, target, weights, disk=disk, unstreamable=unstreamable, num_ranks=split
         )
         plan = replace(planner.plan(given), made_for=machine)
         may_need_files = planner.spill is not None and given.mode is None
