@@ -109,18 +109,14 @@ class Planned:
     @property
     def workload(self) -> Workload:
         """That predictions are about."""
-        request = self.context.request
-        return request.workload or (request.given.workload if isinstance(request.given, Budget) else Workload())
+        return self.context.request.expected
 
     @cached_property
     def misfit(self) -> str | None:
         """Why the machine has no room for the plan, as the rest of a sentence; ``None``: it has."""
-        # Without a policy the question is what the model weighs, and which budget runs it.
-        return None if self.context.request.given is None else self.misfit_of(self.workload)
-
-    def misfit_of(self, workload: Workload) -> str | None:
-        """:attr:`misfit` with the caches and activations of ``workload``."""
-        batch, context, target = max(workload.batch_sizes), workload.context, self.context.target
+        if self.context.request.given is None:
+            return None  # the question is what the model weighs, and which budget runs it
+        batch, context, target = max(self.workload.batch_sizes), self.workload.context, self.context.target
         beside = self.planner.profile.workload_bytes(batch, context)
         try:
             self.context.require_room(self.plan, workload_bytes=beside)
@@ -210,7 +206,7 @@ def _context(request: PlanRequest) -> PlanContext:
             warn_user(difference)
         request = replace(request, unstreamable=not_in_files(facts.inventory, facts.weights))
         name, module = (model_name(model_folder(model)), None) if is_folder else (model.name, model.module)
-        read = partial(getattr, facts, "profile")
+        read = partial(getattr, facts, "profile") if is_folder else partial(facts.profile, request.expected.context)
         context = PlanContext(request, target, facts.inventory, read, facts.weights, name, module)
     else:
         from torch import nn
@@ -233,14 +229,17 @@ def _read_folder(request: PlanRequest, target: Target) -> FolderFacts:
     from headrace.transfer.machine_probe import may_have_gpu
 
     folder, dtype, device = model_folder(request.model), request.dtype, target.device.type
+    context = request.expected.context
     options = f"{dtype} {device} {may_have_gpu()}" if is_quantised(folder) else str(dtype)
-    return folder_facts(folder, partial(_read, folder, dtype, device), options)
+    if context:  # what is measured for one is kept, too
+        options += " with caches"
+    return folder_facts(folder, partial(_read, folder, dtype, device, context), options)
 
 
-def _read(folder: Path, dtype: Any, device: str) -> tuple[FolderFacts, Collection[str]]:
+def _read(folder: Path, dtype: Any, device: str, context: int) -> tuple[FolderFacts, Collection[str]]:
     from headrace.adapters.transformers.opened_model import open_model
 
-    return open_model(folder, dtype, None, device, True).facts
+    return open_model(folder, dtype, None, device, True).facts(context)
 
 
 def _hits_of(expert_trace: str | os.PathLike[str], inventory: Inventory) -> ExpertHits:

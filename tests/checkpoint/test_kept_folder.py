@@ -183,7 +183,7 @@ class TestEqual:
     @pytest.mark.parametrize("name", FAMILIES)
     def test_every_record(self, name: str, families: dict[str, Path], reads: list[Path]) -> None:
         def read() -> Any:
-            return opened_model.open_model(families[name]).facts
+            return opened_model.open_model(families[name]).facts(0)
 
         fresh, kept = folder_facts(families[name], read), folder_facts(families[name], read)
         assert len(reads) == 1
@@ -231,9 +231,20 @@ class TestEqual:
             command = [sys.executable, "-c", code, *flags]
             return subprocess.run(command, env=environment(), check=True, capture_output=True, text=True).stdout.strip()
 
-        plan_model(PlanRequest(folder, None, device="cpu"))
+        for context in (0, 64):  # for which memory is measured, too
+            plan_model(PlanRequest(folder, None, device="cpu", workload=Workload([1], context)))
         assert imported("--device-memory", "6MiB", "--batch", "1,8", "--context", "64", "--device", "cpu") == "[]"
         assert imported("--offload-group-size", "2", "--machine", "h200") == "[]"
+
+    def test_caches_are_measured_once(self, folder: Path, reads: list[Path], monkeypatch: pytest.MonkeyPatch) -> None:
+        """With a context alone."""
+        measured: list[object] = []
+        real = opened_model.measured
+        monkeypatch.setattr(opened_model, "measured", lambda *given: measured.append(1) or real(*given))
+        for context in (0, 64, 128, 0, 64):
+            planned = plan_model(folder, None, device="cpu", workload=Workload([1], context))
+            assert (planned.planner.profile.kv_bytes_per_token > 0) == (context > 0)
+        assert (len(reads), len(measured)) == (2, 1)
 
 
 class TestChanges:
@@ -307,7 +318,7 @@ class TestChanges:
         self.check(folder, reads, lambda: (ours / "code.py").write_text("# version 2.0"))
 
     def test_of_the_code_of_the_model(self, folder: Path, reads: list[Path], monkeypatch: pytest.MonkeyPatch) -> None:
-        files = opened_model.open_model(folder).facts[1]
+        files = opened_model.open_model(folder).facts(0)[1]
         llama = transformers.models.llama
         for module in (llama.modeling_llama, llama.configuration_llama, conversion_mapping):
             assert module.__file__ in files

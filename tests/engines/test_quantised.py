@@ -261,6 +261,11 @@ class TestLoad:
             load(folder, MOVES, device="cpu")
 
 
+def _in_float32(model: Any) -> tuple[str, ...]:
+    """Ends of names of what transformers keeps in float32: DeepSeek's biases of experts, from 5.24 on its routers."""
+    return tuple(model._keep_in_fp32_modules_strict or ())
+
+
 LAYER = "model.layers.1."
 DENSE, EXPERT = f"{LAYER}mlp.down_proj.", f"{LAYER}mlp.experts.3.down_proj."
 
@@ -340,9 +345,7 @@ class TestOnAGpu:
         num_bytes = sum(tensor.num_bytes for tensor in found.weights.checkpoint.tensors.values())
         assert sum(source.file_bytes for source in found.weights.sources.values()) == num_bytes
         converted = [name for name, source in found.weights.sources.items() if source.is_converted]
-        assert all(
-            name.endswith("e_score_correction_bias") for name in converted
-        )  # which transformers keeps in float32
+        assert all(name.endswith(_in_float32(model)) for name in converted)
         scaled = "self_attn.o_proj.weight_scale_inv" if "experts" not in name else "mlp.experts.gate_up_proj_scale_inv"
         assert found.weights.sources[f"model.layers.1.{scaled}"].dtype == torch.float32
 
@@ -378,8 +381,8 @@ class TestPlan:
             assert opened.inventory.num_bytes > sum(held[name] for name in packed)
         else:
             rest = sum(storage.num_bytes for storage in opened.inventory.storages if not storage.is_saved)
-            # DeepSeek's two biases of experts are in float32.
-            assert opened.inventory.num_bytes - rest - sum(held.values()) in (0, 32)
+            twice = sum(held[name] for name in held if name.endswith(_in_float32(opened.module)))
+            assert opened.inventory.num_bytes - rest - sum(held.values()) == twice
             assert all(
                 name.endswith("_proj_scale_inv") for name in opened.match.rearranged
             )  # of experts, in small pieces
@@ -472,7 +475,6 @@ class TestOffload:
         ("name", "is_warm", "message"),
         [
             ("compressed-tensors int4", False, "exchanged by compressed-tensors in the first forward; load it with"),
-            ("compressed-tensors int4", True, "exchanged by compressed-tensors in the first forward; load it with"),
             ("bitsandbytes int8", True, "writes its weight in every forward; quantise it to 4 bits"),
         ],
     )
@@ -482,6 +484,19 @@ class TestOffload:
             logits(model)
         with pytest.raises(OptionError, match=message):
             headrace.offload(model, MOVES)
+
+    @torch.no_grad()
+    def test_compressed_tensors_after_its_first_forward(self, saved: Callable[[str], Path]) -> None:
+        """0.17 leaves plain weights then, which move; newer versions exchange them again (``ct_decompress_hook``)."""
+        model = resident(saved(need("compressed-tensors int4")))
+        expected = logits(model)
+        if any(not isinstance(m._parameters, dict) or hasattr(m, "ct_decompress_hook") for m in model.modules()):
+            with pytest.raises(OptionError, match="exchanged by compressed-tensors in the first forward; load it with"):
+                headrace.offload(model, MOVES)
+            return
+        with headrace.offload(model, MOVES) as handle:
+            assert torch.equal(logits(model), expected)
+            assert sum(handle.stats().moved_by_store.values()) > 0
 
     @pytest.mark.parametrize(
         ("attr", "message"),

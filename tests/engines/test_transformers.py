@@ -7,6 +7,7 @@ back, resident. One checkpoint is real: the MiniLM that the package `gt-all-mini
 from __future__ import annotations
 
 import gc
+import importlib
 import importlib.util
 import json
 import os
@@ -31,6 +32,7 @@ from torch import nn
 
 import headrace
 from checkpoints import HEADS, SIZE, assert_same_tensors, environment, make, resident, rewrite, run
+from headrace.adapters.engine_interface import require_names
 from headrace.adapters.transformers import build_meta_model, load
 from headrace.adapters.transformers.conversion import NotStretchesError, Stretches, match
 from headrace.checkpoint.safetensors_header import Checkpoint, FileTensor
@@ -762,3 +764,21 @@ def edit_config(folder: Path, **changes: Any) -> None:
 def held() -> tuple[int, int]:
     """Open file descriptors and threads of this process."""
     return len(os.listdir("/proc/self/fd")), threading.active_count()
+
+
+class TestVersions:
+    def test_one_that_was_not_tried_is_a_warning(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        for version in ("5.17.0", "5.24.3"):
+            monkeypatch.setattr("importlib.metadata.version", lambda _, version=version: version)
+            require_names("transformers", (5, 17), (5, 24))
+        monkeypatch.setattr("importlib.metadata.version", lambda _: "5.25.0")
+        with pytest.warns(
+            HeadraceWarning, match=r"^transformers 5.25.0 was not tried with this headrace; 5.17 to 5.24"
+        ):
+            require_names("transformers", (5, 17), (5, 24))
+
+    def test_one_without_a_name_is_refused(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        monkeypatch.delattr("transformers.generation.utils.ALL_CACHE_NAMES")
+        monkeypatch.delitem(sys.modules, "headrace.adapters.transformers")
+        with pytest.raises(OptionError, match=r"generation.utils.ALL_CACHE_NAMES is missing .*; install one"):
+            importlib.import_module("headrace.adapters.transformers")

@@ -124,7 +124,7 @@ class TestCaches:
     def test_bytes_are_those_of_the_default_cache(self, name: str, dtype: torch.dtype) -> None:
         """Before and after a window is full."""
         model = make(name, dtype)
-        profile = profile_of(model)
+        profile = profile_of(model, 9)
         assert sizes_while_decoding(model, 3, 9) == [profile.cache_bytes(3, tokens) for tokens in range(1, 10)]
 
 
@@ -180,7 +180,7 @@ WITH_PROMPT = [name for name in MODELS if name not in ("qwen3_next", "mamba", "m
 
 def planned_and_measured(model: Any, batch: int, context: int) -> tuple[int, int]:
     """What a step takes beside the caches: as planned, and as metered."""
-    profile = profile_of(model)
+    profile = profile_of(model, context)
     caches = profile.cache_bytes(batch, context)
     return profile.workload_bytes(batch, context) - caches, peak_of_step(model, batch, context) - caches
 
@@ -221,23 +221,50 @@ class TestReading:
         assert profile_of(make("qwen3_moe")).experts_per_token == 2
         assert profile_of(make("llama")).experts_per_token is None
         assert profile_of(make("gpt2")).max_context == 64
-        assert profile_of(make("gemma2")).window == 6
+        assert profile_of(make("gemma2"), 64).window == 6
 
     def test_other_modules_claim_nothing(self) -> None:
-        assert profile_of(nn.Linear(4, 4)) == ModelProfile()
+        assert profile_of(nn.Linear(4, 4), 64) == ModelProfile()
 
-    def test_several_models_in_one(self) -> None:
-        """The configuration of all states no sizes; each part has its own."""
-        part = {"hidden_size": 64, "num_layers": 2, "num_heads": 4, "block_size": 32, "input_vocab_size": 50}
-        parts = ("semantic", "coarse_acoustics", "fine_acoustics")
-        config = transformers.BarkConfig(**{f"{name}_config": {**part, "output_vocab_size": 50} for name in parts})
-        with torch.device("meta"):
-            model = transformers.BarkModel(config)
-        assert profile_of(model).kv_bytes_per_token == 2 * 2 * (64 + 64) * 4, "of two models that are causal"
+    def test_memory_is_measured_for_a_context_alone(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        model = make("llama")
+        before = torch.get_rng_state()
+        assert profile_of(model, 64).kv_bytes_per_token == 4 * 2 * 2 * 16 * 4
+        assert torch.equal(torch.get_rng_state(), before)
+        monkeypatch.setattr("headrace.model.memory_profile.measured", lambda *_: pytest.fail("measured"))
+        assert profile_of(model).cache_bytes(4, 100) == 0
+
+    def test_a_cache_that_is_stated_and_not_returned_is_refused(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        forward = transformers.LlamaModel.forward
+
+        def without(self: Any, *args: Any, **options: Any) -> Any:
+            found = forward(self, *args, **options)
+            return transformers.modeling_outputs.BaseModelOutput(found.last_hidden_state)
+
+        monkeypatch.setattr(transformers.LlamaModel, "forward", without)
+        with pytest.raises(OptionError, match=r"LlamaForCausalLM keeps one .* found none \(its forward returns none\)"):
+            headrace.offload(make("llama"), headrace.Budget("1GiB", workload=Workload([4], 64)))
+        monkeypatch.setattr(transformers.LlamaModel, "forward", lambda *_, **__: 1 / 0)
+        with pytest.raises(OptionError, match=r"found none \(ZeroDivisionError: .*; leave the context out"):
+            headrace.make_plan(make("llama"), "1GiB", workload=Workload([4], 64))
+
+    def test_a_plan_says_that_no_cache_is_counted(self) -> None:
+        config = transformers.OpenAIGPTConfig(n_embd=64, n_layer=2, n_head=4, vocab_size=128, n_positions=64)
+        plans = [make("llama"), transformers.OpenAIGPTLMHeadModel(config)]
+        told = [str(headrace.make_plan(model, "1GiB", workload=Workload([4], 64))) for model in plans]
+        assert ["no KV cache is counted" in text for text in told] == [False, True]
+
+    def test_a_wrapper_is_measured_as_what_it_wraps(self) -> None:
+        class Wrapper(nn.Module):
+            def __init__(self, inner: Any) -> None:
+                super().__init__()
+                self.inner, self.config = inner, inner.config
+
+        assert profile_of(Wrapper(make("gemma2")), 64) == profile_of(make("gemma2"), 64)
 
     def test_encoders_keep_nothing(self) -> None:
         config = transformers.BertConfig(**SIZE)
-        profile = profile_of(transformers.BertModel(config))
+        profile = profile_of(transformers.BertModel(config), 64)
         assert profile.cache_bytes(4, 100) == 0 < profile.activation_bytes_per_row
 
     @pytest.mark.parametrize("name", ["T5ForConditionalGeneration", "BartForConditionalGeneration"])
@@ -252,7 +279,7 @@ class TestReading:
         with torch.no_grad():
             cache = model(input_ids=ids, decoder_input_ids=ids, use_cache=True).past_key_values
         kept = bytes_of(cache.self_attention_cache) + bytes_of(cache.cross_attention_cache)
-        assert kept == profile_of(model).cache_bytes(2, 7) > 0
+        assert kept == profile_of(model, 7).cache_bytes(2, 7) > 0
 
     def test_the_text_part_of_a_composite_model(self) -> None:
         text = transformers.Gemma3TextConfig(**{**SIZE, **HEADS, "sliding_window": 6, "layer_types": SLIDING})
@@ -262,7 +289,7 @@ class TestReading:
         model = transformers.Gemma3ForConditionalGeneration(
             transformers.Gemma3Config(text_config=text.to_dict(), vision_config=vision.to_dict())
         )
-        found, alone = profile_of(model), profile_of(make("gemma3"))
+        found, alone = profile_of(model, 64), profile_of(make("gemma3"), 64)
         assert found.cache_bytes(2, 50) == alone.cache_bytes(2, 50)
         assert (found.window, found.max_context) == (alone.window, alone.max_context)
 
@@ -270,7 +297,7 @@ class TestReading:
         model = make("qwen3", intermediate_size=4096)
         weights = take_inventory(model).num_bytes
         work = Workload([4], 256)
-        beside = profile_of(model).workload_bytes(4, 256)
+        beside = profile_of(model, 256).workload_bytes(4, 256)
         with headrace.offload(model, headrace.Budget(weights + beside // 2, workload=work)) as handle:
             assert handle.plan.device_bytes <= weights - beside // 2
         with pytest.raises(OptionError, match="context of 513 tokens is longer than the 512"):

@@ -29,7 +29,7 @@ def opened(tmp_path_factory: pytest.TempPathFactory) -> dict[str, OpenedModel]:
 
 def planner(opened: OpenedModel, device: torch.device = CPU) -> Planner:
     rates = NOMINAL_GPU if device == GPU else NOMINAL_CPU
-    return make_planner(opened.inventory, opened.profile, device, opened.weights, rates, opened.unstreamable)
+    return make_planner(opened.inventory, opened.profile(), device, opened.weights, rates, opened.unstreamable)
 
 
 @pytest.mark.parametrize("mode", ["disk", "cpu"])

@@ -26,7 +26,6 @@ from headrace.adapters.transformers.opened_model import OpenedModel, open_model
 from headrace.checkpoint.safetensors_header import Checkpoint
 from headrace.cli import app
 from headrace.config import Budget, Workload
-from headrace.model.memory_profile import profile_of
 from headrace.plan.cost_model import NOMINAL_CPU, NOMINAL_GPU
 from headrace.plan.schedule import RING_BYTES
 from headrace.planning import plan_model
@@ -131,10 +130,10 @@ def test_a_plan_keeps_to_its_budgets(on_gpu: bool, opened: OpenedModel) -> None:
     """Host memory for 512 GiB of the 1250: no more than that in it, and not a unit more than needed in the files."""
     budget = Budget("80GiB", workload=Workload([1, 16], 4096), host_memory="512GiB" if on_gpu else None)
     device, rates = (torch.device("cuda", 0), NOMINAL_GPU) if on_gpu else (torch.device("cpu"), NOMINAL_CPU)
-    planner = make_planner(opened.inventory, opened.profile, device, opened.weights, rates, opened.unstreamable)
+    planner = make_planner(opened.inventory, opened.profile(4096), device, opened.weights, rates, opened.unstreamable)
     plan = planner.plan(budget)
     assert len(opened.weights.checkpoint.tensors) > 45_000
-    assert plan.device_bytes <= 80 * 2**30 - profile_of(opened.module).workload_bytes(16, 4096)
+    assert plan.device_bytes <= 80 * 2**30 - opened.profile(4096).workload_bytes(16, 4096)
     assert plan.weight_bytes > 1200 * 2**30
     if not on_gpu:
         assert plan.mode == "disk"
@@ -161,6 +160,6 @@ def test_no_names_are_searched_for_what_the_files_do_not_hold(
 ) -> None:
     monkeypatch.setattr(Checkpoint, "lacks", lambda *args: pytest.fail("searches 46,000 names for the nearest"))
     inventory, weights = opened.match.inventory, replace(opened.weights, sources={})
-    planner = make_planner(inventory, opened.profile, torch.device("cuda"), weights, NOMINAL_GPU)
+    planner = make_planner(inventory, opened.profile(), torch.device("cuda"), weights, NOMINAL_GPU)
     assert planner.spill is not None
     assert len(planner.spill.unstreamable) == len(inventory.storages)

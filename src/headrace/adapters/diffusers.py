@@ -23,6 +23,7 @@ import torch
 from diffusers import DiffusionPipeline
 from torch import nn
 
+from headrace.adapters.engine_interface import require_names
 from headrace.api import Handle, handle_of, refuse_second_offload, start
 from headrace.checkpoint.safetensors_header import Checkpoint, FileFingerprint, FileTensor
 from headrace.checkpoint.weight_map import TensorSource, WeightMap
@@ -36,6 +37,8 @@ from headrace.runtime.this_machine import PlanRequest, not_in_files, require_kin
 from headrace.stores.sources import DiskOptions
 
 __all__ = ["Components", "PipelineHandle", "load"]
+
+require_names("diffusers", (0, 42), (0, 42))
 
 # Where diffusers keeps the classes of models that every step runs.
 _STEP_MODELS = ("diffusers.models.transformers", "diffusers.models.unets", "diffusers.models.controlnets")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib.metadata
 import importlib.util
 import inspect
 import re
@@ -10,7 +11,9 @@ from dataclasses import dataclass
 from types import CodeType
 from typing import Any
 
-__all__ = ["Name", "differences", "version_number"]
+from headrace.errors import OptionError, warn_user
+
+__all__ = ["Name", "differences", "require_names", "version_number"]
 
 
 @dataclass(frozen=True)
@@ -45,6 +48,19 @@ def version_number(version: str) -> tuple[int, ...] | None:
 def differences(names: Iterable[Name], version: tuple[int, ...]) -> list[str]:
     """Those of ``names`` that are missing or differ from what is expected of ``version``. Imports their modules."""
     return [problem for name in names if version >= name.since and (problem := _difference(name))]
+
+
+def require_names(library: str, oldest: tuple[int, int], newest: tuple[int, int], names: Iterable[Name] = ()) -> None:
+    """Warn of a version of ``library`` that was not tried; ``OptionError`` for one that lacks one of ``names``."""
+    version = importlib.metadata.version(library)
+    number = version_number(version) or newest
+    tried = f"{'.'.join(map(str, oldest))} to {'.'.join(map(str, newest))}"
+    if found := differences(names, number):
+        raise OptionError(
+            f"{library} {version}: expected what {tried} have, found that {'; '.join(found)}; install one"
+        )
+    if not oldest <= number[:2] <= newest:
+        warn_user(f"{library} {version} was not tried with this headrace; {tried} were")
 
 
 def _difference(name: Name) -> str:

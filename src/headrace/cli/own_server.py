@@ -78,8 +78,10 @@ def run_server(model: str, flags: OffloadFlags, options: ServerOptions) -> None:
     planned = plan_model(request)
     longest = _longest(flags, planned)
     pool = Pool.of(sequences, longest, BLOCK_TOKENS)
-    if misfit := planned.misfit_of(Workload([sequences], longest)):
-        raise OptionError(f"the plan {misfit}; use a smaller --batch or --context, or less --device-memory")
+    request = replace(request, policy=planned.plan, workload=Workload([sequences], longest))
+    planned = plan_model(request)  # with a cache measured
+    if planned.misfit:
+        raise OptionError(f"the plan {planned.misfit}; use a smaller --batch or --context, or less --device-memory")
     stderr.print(render(planned.plan, opened.name))
     stderr.print(_cache_line(planned, pool, sequences), highlight=False, soft_wrap=True)
     if options.dry_run:

@@ -1,38 +1,36 @@
-"""What the planner needs of a model beyond names and sizes, read from a transformers model and its configuration.
+"""What the planner needs of a model beyond names and sizes.
 
-Caches are counted as ``transformers.cache_utils`` stores them (5.23, https://github.com/huggingface/transformers/blob/
-main/src/transformers/cache_utils.py): full attention, keys and values of every token; sliding and chunked attention,
-those of the last ``window``, the one of the step included; latent attention (MLA), the latents, where the attention
-expands them after it has read the cache, else keys and values per head; linear attention and state spaces, a
-convolution's inputs and one recurrent state.
+Caches are measured: two forwards on ``meta``, of two lengths, return them as transformers makes them.
 """
 
 from __future__ import annotations
 
-import inspect
+import copy
 import math
-from collections.abc import Callable, Collection, Iterator, Sequence
-from functools import cache
+from collections.abc import Collection, Iterable, Iterator, Sequence
+from dataclasses import replace
 from typing import Any
 
 import torch
 from torch import nn
+from torch.fx.experimental import _config
+from torch.utils._python_dispatch import TorchDispatchMode
 
+from headrace.errors import OptionError
 from headrace.model.records import ModelProfile
 
-__all__ = ["ROW_IMPLEMENTATIONS", "ModelProfile", "chosen_implementation", "profile_of"]
+__all__ = ["ROW_IMPLEMENTATIONS", "ModelProfile", "chosen_implementation", "measured", "profile_of"]
 
 # Implementations of experts in transformers that compute the same bits whatever the order of the rows. `eager` adds up
 # the experts of a token in the order of their numbers.
 ROW_IMPLEMENTATIONS = ("grouped_mm", "batched_mm")
 
-_SEPARATE = (("k_proj", "v_proj"), ("key", "value"), ("k", "v"), ("k_lin", "v_lin"), ("key_proj", "value_proj"))
-_FUSED = ("qkv_proj", "c_attn", "query_key_value", "Wqkv", "qkv", "in_proj_qkv", "att_proj")
-_PROJECTIONS = {"kv_a_proj_with_mqa", *_FUSED, *(keys for keys, _ in _SEPARATE)}
-_CACHE_ARGUMENTS = {"past_key_values", "past_key_value", "layer_past", "cache_params"}
-_CROSS = ("encoder_attn", "EncDecAttention", "crossattention", "cross_attn", "cross_attention")
-_SLIDING = ("sliding_attention", "hybrid_sliding", "reference_sliding_attention")
-_WINDOW_OF = {**dict.fromkeys(_SLIDING, "sliding_window"), "chunked_attention": "attention_chunk_size"}
+# A tensor of a cache, and how many tokens its layer keeps at most; 0 means all.
+_Kept = tuple[torch.Tensor, int]
+# Tokens of the longer forward that is measured; the other has half as many.
+_LENGTH = 32
+# Every model has this attention, and these experts run on `meta` in every dtype.
+_ON_META = {"attn_implementation": "eager", "experts_implementation": "batched_mm"}
 # Mixtral, Qwen, DeepSeek, GPT-OSS; Hunyuan, DBRX, ERNIE, Aria, Gemma 4.
 _TOP_K = ("num_experts_per_tok", "moe_topk", "moe_top_k", "moe_k", "moe_num_active_experts", "top_k_experts", "top_k")
 _EXPERTS = ("num_experts", "num_local_experts", "n_routed_experts", "moe_num_experts")
@@ -41,49 +39,64 @@ _FLOAT32_BYTES = 4
 _INDEX_BYTES = 3 * 8
 
 
-def profile_of(model: nn.Module) -> ModelProfile:
-    """Read the configuration and the modules of ``model``, which may be on ``meta``; touches no data.
+def profile_of(model: nn.Module, context: int = 0) -> ModelProfile:
+    """What is known of ``model``, which may be on ``meta``; with a ``context``, memory too (:func:`measured`).
 
-    Figures are those of transformers' default caches (``DynamicCache``) and of one step of ``generate``, in the
-    model's dtype. For an encoder-decoder the source counts as long as the context, unless the configuration fixes its
-    length (Whisper); of several window lengths the largest counts for all.
-
-    Returns:
-        the profile; for a model without a transformers configuration the defaults.
+    For a model without a transformers configuration these are the defaults. Touches no data.
     """
     read = getattr(getattr(model, "config", None), "get_text_config", None)
     if not callable(read):
         return ModelProfile()
     config: Any = read(decoder=True)  # of the part that generates text
-    dtype = getattr(model, "dtype", None)
-    if not (isinstance(dtype, torch.dtype) and dtype.is_floating_point and dtype.itemsize > 1):
-        dtype = torch.get_default_dtype()
-    itemsize = dtype.itemsize
-    attentions = list(_caching_attentions(model, config))
-    kv = kv_window = window = cross = 0
-    for name, module in attentions:
-        elements, own_window = sum(_widths(module, config)), _window(module, config)
-        if _layer_type(module, config) == "indexed_attention":  # sparse attention keeps a key of its index, too
-            elements += int(getattr(config, "index_head_dim", 0))
-        num_bytes = elements * itemsize
-        if _is_cross(name):
-            cross += num_bytes
-        elif own_window:
-            kv_window, window = kv_window + num_bytes, max(window, own_window)
-        else:
-            kv += num_bytes
-    # Tokens of an encoder whose output has one length (audio); 0 where it follows the input.
-    fixed_source = int(getattr(config, "max_source_positions", None) or 0)
-    return ModelProfile(
+    profile = ModelProfile(
         experts_per_token=_experts_per_token(config),
-        kv_bytes_per_token=kv + (0 if fixed_source else cross),
-        kv_window_bytes_per_token=kv_window,
-        window=window,
-        state_bytes_per_sequence=_state_bytes(model, itemsize) + cross * fixed_source,
-        activation_bytes_per_row=_activation_bytes(model, config, [module for _, module in attentions], itemsize),
-        attention_bytes_per_token=_attention_bytes(config, attentions, itemsize),
         max_context=_max_context(config),
         row_readers=tuple(n for n, m in model.named_modules() if chosen_implementation(m) in ROW_IMPLEMENTATIONS),
+    )
+    return measured(profile, model) if context else profile
+
+
+@torch.no_grad()
+def measured(profile: ModelProfile, model: nn.Module) -> ModelProfile:
+    """``profile`` with the memory that ``model`` takes beside its weights; a second or so of forwards on ``meta``.
+
+    It is that of transformers' default caches (``DynamicCache``) and of one step of ``generate``, in the model's dtype.
+    For an encoder-decoder the source counts as long as the context, unless the configuration fixes its length
+    (Whisper); of several window lengths the largest counts for all.
+
+    Raises:
+        OptionError: the model keeps a cache, and none could be measured.
+    """
+    # Of a wrapper (peft) the model within. The caches of an engine, whose models are its own, are the engine's.
+    source: Any = next((m for m in model.modules() if callable(getattr(type(m), "_from_config", None))), None)
+    if source is None:
+        return profile
+    config, dtype = source.config.get_text_config(decoder=True), source.dtype
+    if not (dtype.is_floating_point and dtype.itemsize > 1):
+        dtype = torch.get_default_dtype()
+    long = max(2, min(_LENGTH, profile.max_context or _LENGTH))
+    pairs, why, twin = [], "its forward returns none", source
+    try:
+        from transformers.initialization import meta_device_safe_creation_ops
+
+        all_rows = _config.patch(meta_nonzero_assume_all_nonzero=True)  # type: ignore[attr-defined]
+        with torch.device("meta"), all_rows, meta_device_safe_creation_ops(), _AllOnes():  # type: ignore[no-untyped-call]
+            twin = type(source)._from_config(copy.deepcopy(source.config), dtype=dtype, **_ON_META).eval()
+            pairs = list(zip(*(_kept(twin, tokens, dtype) for tokens in (long // 2, long)), strict=True))
+    except Exception as error:  # the code of any model, on tensors without data
+        why = f"{type(error).__name__}: {error}"
+    decodes = getattr(config, "is_decoder", True) or source.config.is_encoder_decoder
+    if not pairs and decodes and getattr(config, "use_cache", False) and source.can_generate():
+        raise OptionError(
+            f"context: expected a cache that can be measured, as {type(source).__name__} keeps one (use_cache in its "
+            f"configuration), found none ({why}); leave the context out (--context), and leave room for the cache"
+        )
+    caches, growth = _sizes(pairs, long // 2, long)
+    return replace(
+        profile,
+        **caches,
+        activation_bytes_per_row=_activation_bytes(twin, config, dtype.itemsize),
+        attention_bytes_per_token=_attention_bytes(twin, config, growth, dtype.itemsize),
     )
 
 
@@ -120,142 +133,110 @@ def _experts_per_token(config: Any) -> int | None:
     return _first_int(config, _TOP_K) if _first_int(config, _EXPERTS) else None
 
 
-# -- caches of attention -----------------------------------------------------------------------------------------------
+# -- caches ------------------------------------------------------------------------------------------------------------
 
 
-def _caching_attentions(model: nn.Module, config: Any) -> Iterator[tuple[str, nn.Module]]:
-    """Name and module of every attention that writes a cache: not in encoders, and not where it reads another's."""
-    sharing = getattr(config, "kv_sharing_modes", None) or ()
-    for name, module in model.named_modules():
-        if _PROJECTIONS.isdisjoint(module._modules) or not _takes_cache(module):
-            continue
-        index = getattr(module, "layer_idx", None)
-        reuses = index is not None and sharing[index:][:1] == ["reuse"]
-        decodes = getattr(module, "is_decoder", True) and getattr(module, "is_causal", True) is not False
-        # Layers that share their weights (Zamba) say in each call which of them it is.
-        is_cached = index is not None or "layer_idx" in _arguments(type(module).forward)
-        shares = reuses or getattr(module, "is_kv_shared_layer", False)
-        if is_cached and not shares and (decodes or _is_cross(name)):
-            yield name, module
+def _sizes(pairs: Iterable[tuple[_Kept, _Kept]], short: int, long: int) -> tuple[dict[str, Any], int]:
+    """A profile's figures of what is kept after ``short`` and ``long`` tokens; and the most that a tensor grows by."""
+    states, growths = 0, [0]
+    windows: dict[int, int] = {}
+    for (tensor, window), (longer, _) in pairs:
+        # A layer with a window keeps its last tokens but for the one of the next step.
+        if window and tensor.shape[-2] == (tokens := min(short, window - 1)):
+            windows[window] = windows.get(window, 0) + tensor.nbytes // tokens
+        else:
+            growths.append(math.ceil((longer.nbytes - tensor.nbytes) / (long - short)))
+            states += max(0, tensor.nbytes - growths[-1] * short)
+    return {
+        "kv_bytes_per_token": sum(growths),
+        "kv_window_bytes_per_token": sum(windows.values()),
+        "window": max(windows, default=0),
+        "state_bytes_per_sequence": states,
+    }, max(growths)
 
 
-def _takes_cache(module: nn.Module) -> bool:
-    return not _CACHE_ARGUMENTS.isdisjoint(_arguments(type(module).forward))
+def _kept(model: Any, length: int, dtype: torch.dtype) -> list[_Kept]:
+    """What ``model`` keeps after a forward of ``length`` tokens."""
+    from transformers.generation.utils import ALL_CACHE_NAMES
+    from transformers.modeling_outputs import BaseModelOutput
+
+    given: dict[str, Any] = {"input_ids": torch.ones(1, length, dtype=torch.int64)}
+    if model.config.is_encoder_decoder:
+        text = model.config.get_text_config(decoder=True)
+        source = getattr(model.get_encoder(), "config", text)
+        # Tokens of an encoder whose output has one length (audio); else they follow the input.
+        shape = getattr(text, "max_source_positions", None) or length, getattr(source, "hidden_size", None)
+        encoded = BaseModelOutput(last_hidden_state=torch.ones(1, shape[0], shape[1] or source.d_model, dtype=dtype))
+        encoded.attention_mask = None  # what some speech encoders return beside
+        given = {"encoder_outputs": encoded, "decoder_input_ids": given["input_ids"]}
+    elif hasattr(decoder := model.get_decoder(), "config"):
+        model = decoder  # without towers, whose input is another
+    output = model(**given, use_cache=True, return_dict=True)
+    cache = next((output[name] for name in ALL_CACHE_NAMES if output.get(name) is not None), None)
+    return list(_tensors_in(cache, set()))
 
 
-@cache
-def _arguments(forward: Callable[..., Any]) -> frozenset[str]:
-    return frozenset(inspect.signature(forward).parameters)
+class _AllOnes(TorchDispatchMode):
+    """Forwards on ``meta`` that ask for a value get 1, or True."""
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func is torch.ops.aten._local_scalar_dense.default and args[0].is_meta:
+            return torch.ones((), dtype=args[0].dtype, device="cpu").item()
+        return func(*args, **(kwargs or {}))
 
 
-def _is_cross(name: str) -> bool:
-    return any(part in _CROSS for part in name.split("."))
-
-
-def _widths(module: Any, config: Any) -> tuple[int, int]:
-    """Elements that a token's keys take in the cache, and its values."""
-    if isinstance(getattr(module, "kv_lora_rank", None), int):
-        return (module.kv_lora_rank, module.qk_rope_head_dim) if hasattr(module, "expand_kv") else _head_widths(module)
-    for keys, values in _SEPARATE:
-        if width := _width_out(getattr(module, keys, None)):
-            return width, _width_out(getattr(module, values, None)) or width  # without a projection the keys serve
-    if not hasattr(config, "hidden_size"):  # of several models in one (Bark), each with a configuration of its own
-        config = getattr(module, "config", config)
-    heads: Any = getattr(config, "num_key_value_heads", None) or getattr(config, "num_attention_heads", 1)
-    if getattr(config, "multi_query", False) and not getattr(config, "new_decoder_architecture", False):
-        heads = 1
-    return int(heads) * _head_dim(config), int(heads) * _head_dim(config)
-
-
-def _head_widths(module: Any) -> tuple[int, int]:
-    """Elements of a token's keys and of its values over all heads of a latent attention."""
-    return module.num_heads * module.qk_head_dim, module.num_heads * module.v_head_dim
-
-
-def _head_dim(config: Any) -> int:
-    return int(getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads)
-
-
-def _layer_type(module: nn.Module, config: Any) -> str:
-    index: Any = getattr(module, "layer_idx", None)
-    types = getattr(config, "layer_types", None)
-    if types is not None and index is not None:
-        return str(types[index]) if index < len(types) else "full_attention"
-    # The library's own rule for configurations that name no types.
-    if getattr(config, "sliding_window", None) is not None:
-        return "sliding_attention"
-    return "chunked_attention" if getattr(config, "attention_chunk_size", None) is not None else "full_attention"
-
-
-def _window(module: nn.Module, config: Any) -> int:
-    """Tokens that ``module`` keeps at most; 0 means all."""
-    attr = _WINDOW_OF.get(_layer_type(module, config))
-    return int(getattr(config, attr, None) or 0) if attr else 0
-
-
-# -- recurrent states --------------------------------------------------------------------------------------------------
-
-
-def _state_bytes(model: nn.Module, itemsize: int) -> int:
-    """Bytes per sequence of every module with a causal convolution that keeps its inputs between steps."""
-    total = 0
-    for module in model.modules():
-        kernels = [child for child in module.children() if isinstance(child, nn.Conv1d)]
-        if kernels and getattr(module, "layer_idx", None) is not None and _takes_cache(module):
-            total += sum(kernel.in_channels * kernel.kernel_size[0] for kernel in kernels) * itemsize
-            # Recurrences run in float32, and the cache takes the dtype of the first state that it is given.
-            total += _recurrent_elements(module) * _FLOAT32_BYTES
-    return total
-
-
-def _recurrent_elements(mixer: Any) -> int:
-    """Elements of the recurrent state: a matrix per head (delta rules, Mamba 2) or a row per channel (Mamba)."""
-    decay = getattr(mixer, "A_log", None)
-    if decay is None:
-        return 0
-    if all(hasattr(mixer, name) for name in ("num_v_heads", "head_k_dim", "head_v_dim")):
-        return int(mixer.num_v_heads * mixer.head_k_dim * mixer.head_v_dim)
-    if decay.dim() >= 2:  # a row per channel, or a matrix per head with all its elements (Zamba)
-        return int(decay.numel())
-    return int(mixer.num_heads * mixer.head_dim * getattr(mixer, "ssm_state_size", mixer.head_dim))
+def _tensors_in(value: Any, seen: set[int], window: int = 0) -> Iterator[_Kept]:
+    """Every tensor of a cache once, with the tokens that its layer keeps at most; 0 means all."""
+    if id(value) in seen:
+        return
+    seen.add(id(value))
+    if isinstance(value, torch.Tensor):
+        if value.dim() > 1:  # the others are counters
+            yield value, window
+        return
+    if getattr(value, "is_sliding", None) is True:
+        window = value.sliding_window
+    inner = value if isinstance(value, list | tuple | dict) else getattr(value, "__dict__", {})
+    for each in inner.values() if isinstance(inner, dict) else inner:
+        yield from _tensors_in(each, seen, window)
 
 
 # -- intermediate tensors ----------------------------------------------------------------------------------------------
 
 
-def _attention_bytes(config: Any, attentions: Sequence[tuple[str, Any]], itemsize: int) -> int:
+def _attention_bytes(model: nn.Module, config: Any, growth: int, itemsize: int) -> int:
     """Peak of what one layer's attention allocates in every step, per token of every sequence, in bytes."""
-    growth = expanded = 0
-    eager = getattr(config, "_attn_implementation", None) == "eager"
-    for name, module in attentions:
-        if not (_is_cross(name) or _window(module, config)):
-            # The default cache grows by concatenation: the old keys or values live beside the new ones.
-            growth = max(growth, max(_widths(module, config)) * itemsize)
-            # Latents of the whole context are expanded: keys and values per head, and the keys once more with their
-            # rotary part.
-            if hasattr(module, "expand_kv"):
-                keys, values = _head_widths(module)
-                copied = values if eager else 0  # a part of a projection, which a matrix product copies
-                width = keys + values + module.num_heads * module.qk_nope_head_dim + copied
-                expanded = max(expanded, int(width) * itemsize)
+    # The default cache grows by concatenation: the old keys or values live beside the new ones, i.e. ``growth``.
+    expanded, eager = 0, getattr(config, "_attn_implementation", None) == "eager"
+    for module in model.modules():
+        # Latents of the whole context are expanded: keys and values per head, and the keys once more with their rotary
+        # part.
+        if hasattr(module, "expand_kv") and getattr(module, "sliding_window", None) is None:
+            latent: Any = module
+            keys, values = latent.num_heads * latent.qk_head_dim, latent.num_heads * latent.v_head_dim
+            copied = values if eager else 0  # a part of a projection, which a matrix product copies
+            width = keys + values + latent.num_heads * latent.qk_nope_head_dim + copied
+            expanded = max(expanded, int(width) * itemsize)
     if growth and eager:
         # Eager attention repeats keys and values for the query heads that share them. It makes scores, the same with
         # the mask added, their float32 softmax and its rounded copy. Fused kernels read the cache without a copy.
         heads = int(getattr(config, "num_attention_heads", 1))
         shared = heads != (getattr(config, "num_key_value_heads", None) or heads)
-        repeated = 2 * _head_dim(config) * itemsize if shared else 0
+        head_dim = int(getattr(config, "head_dim", None) or config.hidden_size // heads)
+        repeated = 2 * head_dim * itemsize if shared else 0
         expanded += heads * (repeated + 2 * itemsize + 2 * _FLOAT32_BYTES)
     # Masks and positions take up to three int64 per token.
     return max(growth, expanded) + _INDEX_BYTES if growth else 0
 
 
-def _activation_bytes(model: nn.Module, config: Any, attentions: Sequence[nn.Module], itemsize: int) -> int:
+def _activation_bytes(model: nn.Module, config: Any, itemsize: int) -> int:
     """Bytes per row of the largest set of tensors that live at once in a decoding step.
 
     Layers run one after another, so only one of them has intermediates at a time.
     """
     hidden = int(getattr(config, "hidden_size", None) or getattr(config, "d_model", None) or 0)
     head = getattr(model, "get_output_embeddings", lambda: None)()
+    attentions = list(_attentions(model))
     beside = {id(head), *(id(child) for module in attentions for child in module.children())}
     # The MLP: gate, activated gate, up and their product; as many for an activation written out in several operations.
     width = 4 * _widest_inner(model, beside)
@@ -282,6 +263,16 @@ def _activation_bytes(model: nn.Module, config: Any, attentions: Sequence[nn.Mod
         3 * _FLOAT32_BYTES * hidden,  # a norm that computes in float32
         _width_out(head) * (itemsize + _FLOAT32_BYTES),  # logits of one position; generate() makes a float32 copy
     )
+
+
+def _attentions(model: nn.Module) -> Iterator[nn.Module]:
+    """Modules that keep a part of the cache and project themselves; a convolution is in those of recurrent layers."""
+    for module in model.modules():
+        children = list(module.children())
+        recurrent = any(isinstance(child, nn.Conv1d) for child in children)
+        projects = sum(_width_out(child) > 0 for child in children) > 1
+        if getattr(module, "layer_idx", None) is not None and projects and not recurrent:
+            yield module
 
 
 def _fused_experts(module: nn.Module) -> list[nn.Parameter]:

@@ -276,7 +276,7 @@ class Planner:
             plan.device_bytes,
             tuple(self.alternatives(budget, plan, points)) if budget is not None and plan.offloaded_bytes else (),
             self.least_budget_bytes(workload) if policy is None else None,
-            notes=tuple(self._notes(plan)),
+            notes=tuple(self._notes(plan, context)),
             caches=tuple(self._caches(plan, workload.batch_sizes[0], context)),
         )
 
@@ -305,9 +305,11 @@ class Planner:
                 tuple((hits, planner.forecast(other, rows, context).rows_per_s) for hits, planner in planners),
             )
 
-    def _notes(self, plan: Plan) -> Iterator[str]:
-        """What cached experts are expected to hit; what reading experts in place in mapped files takes, and why some of
-        them cannot be."""
+    def _notes(self, plan: Plan, context: int) -> Iterator[str]:
+        """That no cache is counted; what cached experts are expected to hit; what reading experts in place in mapped
+        files takes, and why some of them cannot be."""
+        if context and not self.profile.cache_bytes(1, context):
+            yield "no KV cache is counted: the model's forward returns none"
         if plan.cached:
             yield f"hits of cached experts are those of {self.hits.source}; misses cross the link before they are used"
         if self.mapped is None or plan.mode != "disk":

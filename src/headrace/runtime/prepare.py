@@ -119,7 +119,7 @@ def module_context(request: PlanRequest, target: Target) -> PlanContext:
     model = request.model
     weights = None if request.checkpoint is None else WeightMap.open(request.checkpoint)
     inventory = take_inventory(model) if request.inventory is None else request.inventory
-    read = partial(profile_of, model)
+    read = partial(profile_of, model, request.expected.context)
     for name, module in model.named_modules():
         refuse_own_ways(name, module, torch.device(target.device.type))
     bound, name = bind(model, inventory.storages), type(model).__name__

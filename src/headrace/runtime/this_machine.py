@@ -227,6 +227,11 @@ class PlanRequest:
             raise OptionError(f"workload: the budget has {policy.workload}, found {workload} beside it; leave one out")
         return replace(policy, workload=workload)
 
+    @property
+    def expected(self) -> Workload:
+        """The workload that predictions are about."""
+        return self.workload or (self.given.workload if isinstance(self.given, Budget) else Workload())
+
 
 @dataclass(frozen=True)
 class Target:

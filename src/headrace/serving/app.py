@@ -122,12 +122,12 @@ class _OneModel(ModelManager):
     def process_model_name(model_id: str) -> str:
         return model_id
 
-    def get_gen_models(  # type: ignore[override]
-        self, cache_dir: str | None = None
-    ) -> list[dict[str, Any]]:
+    def list_models(self, cache_dir: str | None = None) -> list[dict[str, Any]]:
         longest = self._batches.admission.pool.longest
         shared = {"object": "model", "created": self._since, "owned_by": "headrace", "max_model_len": longest}
         return [{"id": name, **shared} for name in self._names]
+
+    get_gen_models: Any = list_models  # up to transformers 5.23
 
     def name_of(self, asked: str | None) -> str:
         """The name that an answer says.

@@ -19,7 +19,7 @@ from headrace.checkpoint.model_folder import model_folder, model_name
 from headrace.checkpoint.safetensors_header import Checkpoint
 from headrace.checkpoint.weight_map import WeightMap
 from headrace.memory.system import no_collections
-from headrace.model.memory_profile import profile_of
+from headrace.model.memory_profile import measured, profile_of
 from headrace.model.records import Inventory, ModelProfile
 from headrace.runtime.prepare import compute_device
 from headrace.runtime.this_machine import not_in_files
@@ -34,7 +34,7 @@ class OpenedModel:
     folder: Path
     module: PreTrainedModel
     match: Match
-    profile: ModelProfile
+    base: ModelProfile
     note: str | None = None  # why it is for planning alone
 
     @property
@@ -58,14 +58,17 @@ class OpenedModel:
         """What of the files is not used, or not as it lies there, and what none of them holds: for warnings."""
         return [*([self.note] if self.note else []), *differences(self.module, self.match)]
 
-    @property
-    def facts(self) -> tuple[FolderFacts, set[str]]:
-        """What planning needs, to be kept, and the files with the code that it came from."""
+    def profile(self, context: int = 0) -> ModelProfile:
+        """Beyond names and sizes; with a ``context``, memory too."""
+        return measured(self.base, self.module) if context else self.base
+
+    def facts(self, context: int) -> tuple[FolderFacts, set[str]]:
+        """What planning for ``context`` needs, to be kept, and the files with the code that it came from."""
         described = (self.module.config, *self.module.modules())
         names = {base.__module__ for each in described for base in type(each).__mro__}
         names |= {conversion_mapping.__name__, core_model_loading.__name__}
         files = {getattr(sys.modules[name], "__file__", None) for name in names}
-        facts = FolderFacts(self.inventory, self.profile, self.weights, tuple(self.differences))
+        facts = FolderFacts(self.inventory, self.profile(context), self.weights, tuple(self.differences))
         return facts, {file for file in files if file is not None}
 
     @property
