@@ -206,7 +206,7 @@ def _context(request: PlanRequest) -> PlanContext:
             warn_user(difference)
         request = replace(request, unstreamable=not_in_files(facts.inventory, facts.weights))
         name, module = (model_name(model_folder(model)), None) if is_folder else (model.name, model.module)
-        read = partial(getattr, facts, "profile") if is_folder else partial(facts.profile, request.expected.context)
+        read = partial(getattr, facts, "profile") if is_folder else partial(model.profile, request.expected.context)
         context = PlanContext(request, target, facts.inventory, read, facts.weights, name, module)
     else:
         from torch import nn

@@ -232,18 +232,20 @@ class OwnEngine(Engine):
 
     def __init__(self, num_units: int, num_slots: int, seed: int) -> None:
         super().__init__(num_units, num_slots, seed, announced=False)
+        self.copied: list[list[int]] = []
 
     def capture(self, forward: Callable[[], None] | None = None) -> None:
         self.device.finish()  # torch.cuda.graph synchronizes
-        with self.pipeline.capturing():
+        with self.pipeline.capturing() as copied:
             self.link.graph = Graph()
             (forward or self.forward)()
             self.graphs.append(self.link.graph)
             self.link.graph = None
+        self.copied.append(copied)
         self.replay(-1)
 
     def replay(self, which: int) -> None:
-        with self.pipeline.replaying():
+        with self.pipeline.replaying(self.copied[which % len(self.graphs)]):
             self.graphs[which % len(self.graphs)].launch(self.device)
 
 
@@ -409,6 +411,16 @@ def test_every_read_finds_its_unit_beside_graphs_of_our_own(
             engine.run_unit(0) if step == "run_first" else engine.run(step, seed + number)
     engine.device.finish()
     assert engine.reads == expected
+
+
+def test_copies_of_our_own_replays_are_counted() -> None:
+    """Each replay copies every unit once, in the graph or before it."""
+    engine = OwnEngine(5, 2, 0)
+    engine.capture()
+    before = [stats.copies for stats in engine.pipeline.stats]
+    for _ in range(3):
+        engine.replay(0)
+    assert [stats.copies - earlier for stats, earlier in zip(engine.pipeline.stats, before, strict=True)] == [3] * 5
 
 
 def test_copies_of_the_next_step_run_between_two_of_our_own_replays() -> None:

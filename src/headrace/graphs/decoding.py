@@ -18,12 +18,12 @@ import copy
 import functools
 import threading
 from collections.abc import Callable, Hashable
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 from transformers import GenerationConfig, StaticCache
 from transformers.cache_utils import StaticLayer, StaticSlidingWindowLayer
-from transformers.generation import GenerationMode
+from transformers.generation.configuration_utils import GenerationMode
 
 from headrace.api import handle_of
 from headrace.config import RANK_MODES
@@ -79,12 +79,13 @@ class DecodeGraphs:
 
     def __init__(self, model: PreTrainedModel, session: OffloadSession | None, context: int, with_hooks: bool) -> None:
         """``session``: of the offload of ``model``, if it is offloaded. The rest as for :func:`decode_in_graphs`."""
-        self._model, self._session, self._context, self._with_hooks = model, session, context, with_hooks
-        self._original = model.generate
+        self._model: Any = model
+        self._session, self._context, self._with_hooks = session, context, with_hooks
+        self._original = self._model.generate
         self._turn = threading.Lock()  # one call at a time has the cache; others run eagerly
         self._cache: StaticCache | None = None
         self._kind: tuple[int, int, bool] | None = None  # of the cache: sequences, tokens, inference mode
-        self._steps: dict[Hashable, StepGraph | None] = {}  # None: ran eagerly so far
+        self._steps: dict[Hashable, _Captured | None] = {}  # None: ran eagerly so far
         self._plan = None if session is None else session.plan
         self._eager_because: str | None = None
         self.replays = 0
@@ -118,7 +119,7 @@ class DecodeGraphs:
 
     @property
     def num_bytes(self) -> int:
-        return sum(step.num_bytes for step in self._steps.values() if step is not None)
+        return sum(captured.step.num_bytes for captured in self._steps.values() if captured is not None)
 
     # -- a call of generate -----------------------------------------------------------------------------------------
 
@@ -149,11 +150,12 @@ class DecodeGraphs:
         self, inputs: torch.Tensor | None, given: GenerationConfig | None, kwargs: dict[str, Any]
     ) -> tuple[int, int] | str:
         """Sequences and tokens of a call that can decode in graphs, or why it cannot."""
-        config = copy.deepcopy(self._model.generation_config)
+        config: Any = copy.deepcopy(self._model.generation_config)
+        default: Any = GenerationConfig
         if given is not None:
             config.update(**given.to_diff_dict())
         config.update(**{name: value for name, value in kwargs.items() if hasattr(config, name)})
-        if config.max_new_tokens is None and config.max_length == GenerationConfig().max_length:
+        if config.max_new_tokens is None and config.max_length == default().max_length:
             return "the call has no max_new_tokens"
         mode = config.get_generation_mode(kwargs.get("assistant_model"))
         prompt = next((kwargs[name] for name in ("input_ids", "inputs_embeds") if kwargs.get(name) is not None), inputs)
@@ -209,7 +211,8 @@ class DecodeGraphs:
                 if type(layer) is StaticSlidingWindowLayer:
                     layer.__class__ = _Window
             self._kind, self._plan = kind, plan
-        self._cache.reset()
+        cache: Any = self._cache
+        cache.reset()
         return self._cache
 
     # -- a step -----------------------------------------------------------------------------------------------------
@@ -229,27 +232,27 @@ class DecodeGraphs:
         if key not in self._steps:
             self._steps[key] = None  # the warm-up
             return call(**inputs)
-        step = self._steps[key]
-        if step is None:
-            step = self._capture(call, inputs, cache)
-            if step is None:
+        captured = self._steps[key]
+        if captured is None:
+            captured = self._capture(call, inputs, cache)
+            if captured is None:
                 return call(**inputs)
-            self._steps[key] = step
+            self._steps[key] = captured
         else:
             _advance(cache)
         self.replays += 1
         if self._session is None:
-            return step.replay(inputs)
-        with self._session.replaying():
-            return step.replay(inputs)
+            return captured.step.replay(inputs)
+        with self._session.replaying(captured.copied):
+            return captured.step.replay(inputs)
 
-    def _capture(self, call: Callable[..., Any], inputs: Inputs, cache: StaticCache) -> StepGraph | None:
+    def _capture(self, call: Callable[..., Any], inputs: Inputs, cache: StaticCache) -> _Captured | None:
         lengths = _window_lengths(cache)
         try:
             if self._session is None:
-                return StepGraph(call, inputs)
-            with self._session.capturing():
-                return StepGraph(call, inputs)
+                return _Captured(StepGraph(call, inputs), [])
+            with self._session.capturing() as copied:
+                return _Captured(StepGraph(call, inputs), copied)
         except (RuntimeError, StateError) as error:
             for layer, length in zip(_windows(cache), lengths, strict=True):
                 layer.cumulative_length_int = length
@@ -271,14 +274,20 @@ def _hooked_module(model: PreTrainedModel) -> str | None:
     return None
 
 
-class _Window(StaticSlidingWindowLayer):
+class _Captured(NamedTuple):
+    step: StepGraph
+    copied: list[int]  # units that a replay copies itself
+
+
+class _Window(StaticSlidingWindowLayer):  # type: ignore[no-untyped-call]
     """A sliding window whose step can be captured when it is full: no index comes from the host."""
 
     def update(self, key_states: torch.Tensor, value_states: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
         if key_states.shape[-2] != 1 or self.cumulative_length_int < self.max_cache_len:
             return super().update(key_states, value_states, *args, **kwargs)
         self.cumulative_length_int += 1
-        for kept, new in ((self.keys, key_states), (self.values, value_states)):
+        pairs: Any = (self.keys, key_states), (self.values, value_states)
+        for kept, new in pairs:
             kept.copy_(torch.cat((kept[:, :, 1:], new), dim=-2))
         return self.keys, self.values
 

@@ -18,7 +18,7 @@ import itertools
 import os
 import threading
 import time
-from collections.abc import Collection, Iterator
+from collections.abc import Collection, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import replace
 
@@ -203,31 +203,39 @@ class Prefetcher:
         return self._owns_graphs or not self._graphs.exist
 
     @contextmanager
-    def capturing(self) -> Iterator[None]:
+    def capturing(self) -> Iterator[list[int]]:
         """Within, a whole forward is captured that is replayed within :meth:`replaying` alone.
 
         From then on other code captures none: a replay that is not announced would find other units in the slots.
+
+        Yields:
+            empty; at the end the units that each replay copies.
         """
         with self._lock:
             assert self.may_own_graphs()
             self._owns_graphs = self._graphs.announced = self._captures_own = True
+            before, copied = [stats.captured_copies for stats in self.stats], list[int]()
             for slot in self._live:  # so that every graph finds the events, and so waits for them
                 self._link.leave_copy_event(slot.index)
         try:
             with self.replaying():  # a capture too begins with the first units in the slots
-                yield
+                yield copied
         finally:
             self._captures_own = False
+            for unit, (stats, earlier) in enumerate(zip(self.stats, before, strict=True)):
+                copied += [unit] * (stats.captured_copies - earlier)
 
     @contextmanager
-    def replaying(self) -> Iterator[None]:
-        """Within, one of the graphs of :meth:`capturing` is replayed, and no forward of another thread goes on."""
+    def replaying(self, copied: Sequence[int] = ()) -> Iterator[None]:
+        """Within, a graph of :meth:`capturing`, which gave ``copied``, is replayed, and no other thread's forward runs."""
         with self._lock:
             me = threading.get_ident()
             self._free.wait_for(lambda: not self._forwards.keys() - {me}, CONFLICT_TIMEOUT_S)
             self.wait_all()
             try:
                 yield
+                for unit in copied:
+                    self._count_copy(unit)
             finally:
                 self.finish_forward(whole=False)
 
@@ -405,8 +413,11 @@ class Prefetcher:
         else:
             if self._owns_graphs:
                 self._link.leave_copy_event(slot.index)
-            self.stats[unit].copies += 1
-            self.stats[unit].bytes_moved += self._plan.units[unit].payload_bytes
+            self._count_copy(unit)
+
+    def _count_copy(self, unit: int) -> None:
+        self.stats[unit].copies += 1
+        self.stats[unit].bytes_moved += self._plan.units[unit].payload_bytes
 
     def _wait_measured(self, unit: int, slot: Slot) -> None:
         """Let compute wait for ``unit``, which its module needs now."""

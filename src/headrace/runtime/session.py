@@ -237,13 +237,13 @@ class OffloadSession(NotCopyable):
         """Whether no other code has captured graphs over this offload."""
         return self._prefetcher is None or self._prefetcher.may_own_graphs()
 
-    def capturing(self) -> AbstractContextManager[None]:
+    def capturing(self) -> AbstractContextManager[list[int]]:
         """Within, this project captures a whole forward (:meth:`Prefetcher.capturing`)."""
-        return nullcontext() if self._prefetcher is None else self._prefetcher.capturing()
+        return nullcontext([]) if self._prefetcher is None else self._prefetcher.capturing()
 
-    def replaying(self) -> AbstractContextManager[None]:
-        """Within, a graph of :meth:`capturing` is replayed."""
-        return nullcontext() if self._prefetcher is None else self._prefetcher.replaying()
+    def replaying(self, copied: Sequence[int]) -> AbstractContextManager[None]:
+        """Within, a graph of :meth:`capturing` is replayed, which has given ``copied``."""
+        return nullcontext() if self._prefetcher is None else self._prefetcher.replaying(copied)
 
     @contextmanager
     def at_rest(self) -> Iterator[None]:
