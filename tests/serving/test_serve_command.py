@@ -273,3 +273,21 @@ def test_a_stop_ends_forwards_that_never_end(model: Path) -> None:
             _, err = process.communicate(timeout=60)
     assert process.returncode == 1
     assert "Timeout" in err
+
+
+def test_a_stop_beside_a_client_that_reads_nothing(model: Path) -> None:
+    """Its answer fills the buffers of the socket, and stays there."""
+    body = b'{"prompt": "W", "max_tokens": 2000, "ignore_eos": true, "stream": true}'
+    small = "s.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, 4096)"
+    small = f"import socket; bind = app.bind; app.bind = lambda *a: [s := bind(*a), {small}][0]"
+    with command(model, "-c", IMPATIENT.format(30, 10, small)) as (process, url), socket.socket() as connection:
+        connection.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 4096)
+        connection.connect(("127.0.0.1", int(url.rpartition(":")[2])))
+        connection.sendall(HEAD + b"Content-Length: %d\r\n\r\n" % len(body) + body)
+        while b"headrace_generated_tokens_total 2000.0" not in urllib.request.urlopen(f"{url}/metrics").read():
+            time.sleep(0.2)
+        begin = time.monotonic()
+        process.send_signal(signal.SIGTERM)
+        _, err = process.communicate(timeout=60)
+    assert process.returncode == 0, err
+    assert time.monotonic() - begin > 10, "the answer fit the buffers"
