@@ -11,7 +11,9 @@ nothing, or without it with those of ``resident``. The floor of a step is the by
 the step of ``resident``.
 
 With ``--together FILE`` the engines of all cases start at once and take turns to measure, and so do those of other runs
-that name this file; device memory is then left out. With ``--starts`` engines start and end, in the order given, and
+that name this file; device memory is then left out. Two compilations may round in two ways: with ``--bits eager``
+nothing is compiled, with ``--bits artifact`` all cases take the code that the first one has compiled, and both compare
+bits and time nothing. With ``--starts`` engines start and end, in the order given, and
 ``OUT/starts.jsonl`` has the seconds; a case that started before finds its compiled code.
 """
 
@@ -57,6 +59,7 @@ def main() -> None:
     parser.add_argument(
         "--together", type=Path, metavar="FILE", help="start all engines at once; measure one at a time"
     )
+    parser.add_argument("--bits", choices=["eager", "artifact"], help="compare bits and time nothing")
     parser.add_argument("--starts", action="store_true", help="measure nothing but the time to start")
     parser.add_argument("--publish", metavar="TABLE")
     parser.add_argument("--child", action="store_true", help=argparse.SUPPRESS)
@@ -99,7 +102,10 @@ def _run_child(case: str, given: argparse.Namespace) -> None:
     command += ["--fp8"] * given.fp8
     command += ["--together", str(given.together)] if given.together else []
     command += ["--starts"] * given.starts
+    command += ["--bits", given.bits] if given.bits else []
     environment = {**engine_environment(given.out), "VLLM_CACHE_ROOT": str(given.out / f"cache-{case}")}
+    if given.bits == "artifact":
+        environment |= {"VLLM_CACHE_ROOT": str(given.out / "cache"), "VLLM_USE_AOT_COMPILE": "0"}
     environment["VLLM_USE_DEEP_GEMM"] = "0"  # it compiles with nvcc when the engine runs
     with (given.out / f"{case}.log").open("w") as log:
         try:
@@ -164,6 +170,11 @@ def _measure(given: argparse.Namespace, config: dict[str, Any]) -> None:
         "cache": {**budget, "rules": ["experts=cache"], "expert_slots": round(share * count)},
         "in-place": {**budget, "rules": ["experts=uva"]},
     }.get(case, {})
+    compilation: dict[str, Any] = {"cudagraph_capture_sizes": [1, 16], **ONE_ROUNDING}
+    if given.bits == "eager":
+        compilation = {}
+    elif given.bits == "artifact":
+        compilation |= {"cache_dir": str(out / "artifact")}  # vLLM's own place depends on our options
     before, free = host_memory(), torch.cuda.mem_get_info()[0]
     begin = time.perf_counter()
     engine = LLM(
@@ -178,7 +189,8 @@ def _measure(given: argparse.Namespace, config: dict[str, Any]) -> None:
         gpu_memory_utilization=0.9 if turn is None else 0.3,
         enable_prefix_caching=False,
         disable_log_stats=True,
-        compilation_config={"cudagraph_capture_sizes": [1, 16], **ONE_ROUNDING},
+        enforce_eager=given.bits == "eager",
+        compilation_config=compilation,
         **({"worker_cls": WORKER, "additional_config": {"headrace": own}} if own else {}),
     )
     start_s = time.perf_counter() - begin
@@ -191,6 +203,7 @@ def _measure(given: argparse.Namespace, config: dict[str, Any]) -> None:
         "device_bytes": free - torch.cuda.mem_get_info()[0] if turn is None else None,
         "experts_bytes": layers * count * size,
         "started_with_others": turn is not None,
+        "compiled": {None: "each by itself", "eager": "not", "artifact": "once for all"}[given.bits],
     }
     if turn is not None:
         fcntl.flock(turn, fcntl.LOCK_EX)
@@ -198,12 +211,12 @@ def _measure(given: argparse.Namespace, config: dict[str, Any]) -> None:
     for name, sequences, choices in _loads(config):
         is_timed = case == "cache" or "trace" in name or (case, name) == ("in-place", "0% hits")
         if is_timed or case == "still":
-            is_timed &= case != "still" or name == "100% hits"  # what the cache itself takes
+            is_timed &= given.bits is None and (case != "still" or name == "100% hits")  # what the cache itself takes
             rows.append({"load": name, **_run(engine, case, replay, sequences, choices, is_timed)})
         facts["offloader"] = engine.collective_rpc("headrace_stats")[0] if own else {}
         facts |= _added(before)
         (out / f"{case}.json").write_text(json.dumps({"facts": facts, "rows": rows}))
-    for length in PROMPTS:
+    for length in PROMPTS if given.bits is None else ():
         replay.begin(choices)
         rows.append({"load": f"{length} in, 1 out", **_prefill(engine, case, length)})
         (out / f"{case}.json").write_text(json.dumps({"facts": facts, "rows": rows}))

@@ -227,7 +227,7 @@ class Prefetcher:
 
     @contextmanager
     def replaying(self, copied: Sequence[int] = ()) -> Iterator[None]:
-        """Within, a graph of :meth:`capturing`, which gave ``copied``, is replayed, and no other thread's forward runs."""
+        """Within, a graph of :meth:`capturing`, which gave ``copied``, is replayed beside no other forward."""
         with self._lock:
             me = threading.get_ident()
             self._free.wait_for(lambda: not self._forwards.keys() - {me}, CONFLICT_TIMEOUT_S)
