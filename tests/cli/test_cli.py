@@ -73,7 +73,7 @@ FLAGS = {
     ],
     "generate": [
         "--prompt", "--chat", "--no-chat", "--system", "--max-new-tokens", "--temperature", "--top-p", "--top-k",
-        "--seed", "--dtype", "--attn-implementation", "--quiet", "--trace", "--expert-trace", *OFFLOAD_FLAGS, "-v",
+        "--seed", "--dtype", "--attn-implementation", "--no-graphs", "--quiet", "--trace", "--expert-trace", *OFFLOAD_FLAGS, "-v",
         "--verbose",
     ],
 }  # fmt: skip

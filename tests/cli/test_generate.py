@@ -152,6 +152,11 @@ def test_top_p_and_top_k_sample_as_transformers_does(model: Path) -> None:
     assert len(texts) == 3, "the options have an effect"
 
 
+def test_graphs_cannot_be_turned_off_where_there_are_none(model: Path) -> None:
+    message = error_of("generate", model, "--prompt", "a", "--no-graphs", "--device", "cpu")
+    assert "--no-graphs has no effect on cpu, which has no CUDA graphs; leave it out" in message
+
+
 def test_sampling_options_without_sampling(model: Path) -> None:
     args = ("generate", model, "--prompt", "a")
     for flag, value in (("--top-p", 0.9), ("--top-k", 5), ("--seed", 1)):

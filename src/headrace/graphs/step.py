@@ -32,7 +32,7 @@ class StepGraph:
     """A captured ``call(**inputs)``.
 
     Attributes:
-        num_bytes: device memory that the capture has taken from the driver.
+        num_bytes: device memory of what the graph computes in.
     """
 
     def __init__(self, call: Callable[..., Any], inputs: Inputs) -> None:
@@ -43,14 +43,14 @@ class StepGraph:
         Raises:
             RuntimeError: an operation cannot be captured, such as one that waits for the device.
         """
-        before = torch.cuda.memory_reserved()
         self._inputs: Inputs = tree_map_only(torch.Tensor, torch.clone, dict(inputs))
         self._tensors = _tensors_of(self._inputs)
         self._graph = torch.cuda.CUDAGraph()
         # Other threads may allocate and launch meanwhile.
         with torch.cuda.graph(self._graph, capture_error_mode="thread_local"):
             self._output = call(**self._inputs)
-        self.num_bytes = max(0, torch.cuda.memory_reserved() - before)
+        segments, pool = torch.cuda.memory_snapshot(), self._graph.pool()
+        self.num_bytes = sum(each["total_size"] for each in segments if tuple(each["segment_pool_id"]) == tuple(pool))
 
     def replay(self, inputs: Inputs) -> Any:
         """The output of ``call(**inputs)`` in tensors of its own; ``inputs`` has the signature of the captured ones."""
