@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 import os
+import traceback
 from typing import TYPE_CHECKING
 
 import torch
@@ -217,7 +218,8 @@ def start(
         # The model keeps the handle, because dropping the handle must not end the offload.
         vars(prepared.model)[_MARK] = handle
         return handle
-    except BaseException:
+    except BaseException as error:
+        traceback.clear_frames(error.__traceback__)  # their locals may be views of the model's memory
         handle.remove()  # no effect unless an interrupt came after attach(), which undoes its own part
         raise
 

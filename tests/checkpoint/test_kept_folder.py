@@ -466,7 +466,7 @@ def test_the_files_are_still_opened(folder: Path, reads: list[Path], monkeypatch
     flags = ["plan", str(folder), "--device", "cpu", "--device-memory", "4MiB", "--disk-direct"]
     plan_model(PlanRequest(folder, None, device="cpu"))
 
-    def refuse(path: Path) -> int:
+    def refuse(path: Path, descriptors: set[int]) -> int:
         raise OSError(22, "Invalid argument")
 
     monkeypatch.setattr(sources, "_open_direct", refuse)

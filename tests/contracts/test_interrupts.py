@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import gc
+import os
 import subprocess
 import sys
 import textwrap
@@ -15,6 +17,7 @@ import torch
 import headrace
 from headrace.errors import OptionError
 from headrace.model.live_tensors import BoundStorage
+from headrace.stores import sources
 from headrace.testing import assert_moved, assert_same_bits
 from headrace.transfer import link as threads
 from models import Stack, all_layers, rows, save
@@ -24,6 +27,35 @@ from models import Stack, all_layers, rows, save
 def _no_grad() -> Iterator[None]:
     with torch.no_grad():
         yield
+
+
+@pytest.mark.parametrize("call", ["offload", "remove"])
+def test_while_files_are_opened_or_closed(call: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """No descriptor stays open: nobody would close it."""
+    model, policy = Stack(5).eval(), all_layers(2, "disk")
+    expected, folder = model(rows()), save(model, tmp_path)
+    before, close = len(os.listdir("/proc/self/fd")), os.close
+
+    def interrupted(*_: object) -> None:
+        raise KeyboardInterrupt
+
+    if call == "offload":
+        with monkeypatch.context() as patch:
+            patch.setattr(sources, "above_standard_streams", interrupted)
+            with pytest.raises(KeyboardInterrupt):
+                headrace.offload(model, policy, checkpoint=folder)
+    else:
+        handle = headrace.offload(model, policy, checkpoint=folder)
+        assert_same_bits(model(rows()), expected)
+        assert_moved(handle, 1)
+        with monkeypatch.context() as patch:
+            patch.setattr(sources.os, "close", lambda fd: interrupted(close(fd)))
+            with pytest.raises(KeyboardInterrupt):
+                handle.remove()
+        handle.remove()
+    gc.collect()
+    assert len(os.listdir("/proc/self/fd")) == before
+    assert_same_bits(model(rows()), expected)
 
 
 @pytest.mark.parametrize("at", [0, 3, 8])

@@ -21,7 +21,14 @@ from torch import nn
 
 import headrace
 from headrace.checkpoint.safetensors_header import Checkpoint
-from headrace.errors import HeadraceWarning, ModelChangedError, OptionError, OutsideAccessError, StateError
+from headrace.errors import (
+    CheckpointError,
+    HeadraceWarning,
+    ModelChangedError,
+    OptionError,
+    OutsideAccessError,
+    StateError,
+)
 from headrace.model.live_tensors import is_resting
 from headrace.testing import assert_same_bits
 from models import DIM, Stack, all_layers, rows, save
@@ -589,6 +596,20 @@ class TestOthers:
             assert handle.stats().bytes_moved > 0 or handle.plan.uva_bytes > 0
         assert_same_bits(found, model(x))
         assert torch.equal(found, before) == (mode == "disk")
+
+    def test_an_offload_that_failed_is_no_user(self, tmp_path: Path) -> None:
+        """Its traceback, which a debugger or a notebook keeps, holds what it had made."""
+        model, x = Stack(4).eval(), rows()
+        expected, policy = model(x), all_layers(2, "disk")
+        plan = headrace.make_plan(model, policy)
+        save(Stack(4), tmp_path)
+        with pytest.raises(CheckpointError, match="differ from the checkpoint's") as failed:
+            headrace.offload(model, policy, checkpoint=tmp_path)
+        save(model, tmp_path)
+        with headrace.offload(model, policy, checkpoint=tmp_path) as handle:
+            assert_same_bits(model(x), expected)
+            assert handle.stats().bytes_moved > 0
+        assert failed.traceback, plan
 
     @promoted
     def test_a_wrapper_that_is_taken_off(self) -> None:

@@ -16,6 +16,7 @@ be right once the interrupted call is made again. What comes of a run:
 from __future__ import annotations
 
 import argparse
+import gc
 import os
 import sys
 import tempfile
@@ -24,6 +25,7 @@ import time
 import warnings
 from collections import Counter
 from collections.abc import Callable, Iterator
+from contextlib import suppress
 from pathlib import Path
 from types import FrameType
 from typing import Any
@@ -167,7 +169,7 @@ class Bench:
     def work(self, job: dict[str, Any]) -> dict[str, Any]:
         """A run, or with ``at`` = -1 the number of lines that there are."""
         subject = self.subjects.pop(job["mode"], None) or self._warm(job["mode"])
-        threads = threading.active_count()
+        threads, files = threading.active_count(), _open_files()
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")
             run = _Run(subject, job["phase"], job["at"])
@@ -175,9 +177,10 @@ class Bench:
         if outcome in GOOD:
             self.subjects[job["mode"]] = subject
             deadline = time.monotonic() + 1
-            while threading.active_count() > threads and time.monotonic() < deadline:
+            while (threading.active_count() > threads or _open_files() > files) and time.monotonic() < deadline:
                 time.sleep(0.001)
-        leaked = max(threading.active_count() - threads, 0)
+                gc.collect()
+        leaked = max(threading.active_count() - threads, 0) + len(_open_files() - files)
         return {
             "outcome": outcome,
             "place": run.interrupter.place,
@@ -198,6 +201,15 @@ class Bench:
                 with subject.offload():
                     subject.check()
         return subject
+
+
+def _open_files() -> set[tuple[str, str]]:
+    """Descriptors of this process, and what they are of."""
+    found = set()
+    for name in os.listdir("/proc/self/fd"):
+        with suppress(OSError):  # that of the listing is closed
+            found.add((name, os.readlink(f"/proc/self/fd/{name}")))
+    return found
 
 
 class _Run:

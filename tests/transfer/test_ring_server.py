@@ -270,7 +270,7 @@ def test_the_readers_look_at_a_file_once_for_a_piece(tmp_path: Path) -> None:
         mine.require_unchanged()
     with pytest.raises(TransferError, match="it was written to while in use"):
         ByteRange(file, 0, PIECE_BYTES).read(memoryview(into))
-    file.close.detach()
+    file._leftover.detach()
     mine.close()
     for fd in kept:
         os.close(fd)

@@ -54,6 +54,9 @@ def bind(model: nn.Module, storages: Iterable[StorageInfo]) -> dict[str, BoundSt
     return {storage.name: BoundStorage(model, storage) for storage in storages}
 
 
+_bound: weakref.WeakSet[BoundTensor] = weakref.WeakSet()  # all of this process
+
+
 class BoundTensor:
     """One tensor object and every place that holds it."""
 
@@ -64,8 +67,9 @@ class BoundTensor:
         self._holder = _holder(module, place)
         tensor = _find(module, (place.attr, *place.inner))
         assert isinstance(tensor, torch.Tensor), place.name  # the inventory was taken a moment ago
-        self.tensor = self.original = tensor
-        self.original_data = self.tensor.data
+        self.tensor = self.original = self.original_data = tensor
+        _bound.add(self)  # before it has another tensor over that memory
+        self.original_data = tensor.data
         self._revive: Callable[[], torch.Tensor | None] | None = None  # memory of the original, if it was released
         self.lost = False  # the model holds another tensor, or none, in its place
         self.in_slot: torch.Tensor | None = None  # over slot memory; None: not brought by a unit (any more)
@@ -434,13 +438,13 @@ def used_elsewhere(storages: Collection[BoundStorage]) -> list[BoundStorage]:
     count = torch._C._storage_Use_Count
     probe = torch.empty(1, device="cpu")
     of_python = count(storage_id(probe)) - 1  # Python's object of a storage, which storage_id() makes, counts too
-    live = [storage for storage in storages if not storage.on_meta]
     own: dict[int, dict[int, torch.Tensor]] = {}  # by storage and identity
-    for bound in (tensor for storage in live for tensor in storage.tensors):
+    for bound in tuple(_bound):  # also those of plans, and of an offload that has failed, which its traceback keeps
         for data in (bound.tensor, bound.original_data, bound.tensor._base):  # a view keeps what it was made of
             if data is not None:
                 own.setdefault(storage_id(data), {})[id(data)] = data
     used = {address for address, tensors in own.items() if count(address) > len(tensors) + of_python}
+    live = (storage for storage in storages if not storage.on_meta)
     return [storage for storage in live if used & {storage_id(bound.original_data) for bound in storage.tensors}]
 
 

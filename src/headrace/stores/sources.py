@@ -14,6 +14,7 @@ caller whose buffer is larger than the range gets the whole pages read there.
 
 from __future__ import annotations
 
+import functools
 import logging
 import mmap
 import os
@@ -244,15 +245,17 @@ class File(Source):
         self.counter = counter or ReadCounter()
         self.stamp = stamp
         self.options = options
-        self.fd, self._direct_fd = opened or _open(path, options)
+        descriptors = {fd for fd in opened or () if fd is not None}
+        self.close = functools.partial(_close_all, descriptors)
+        # What an interrupt, or a store that nobody closes, leaves open.
+        self._leftover = weakref.finalize(self, self.close)
+        self.fd, self._direct_fd = opened or _open(path, options, descriptors)
         self.num_bytes = os.fstat(self.fd).st_size
         # To ask which of its pages are cached; reading with RWF_NOWAIT would show it too, but starts to read ahead.
         self._mapped: Bytes | None = None
         if options.direct is None and self._direct_fd is not None and self.num_bytes > 0:
             with suppress(OSError):  # a file system or a limit of address space that allows no mapping
                 self._mapped = map_file(self.fd, 0, self.num_bytes, read_only=True)
-        # Descriptors outlive close() only through garbage collection of a store that was not closed.
-        self.close = weakref.finalize(self, _close_all, {fd for fd in self.descriptors if fd is not None})
 
     @property
     def descriptors(self) -> tuple[int, int | None]:
@@ -406,11 +409,11 @@ class ConvertedFile(Source):
         self._file.require_unchanged()
 
 
-def _open(path: Path, options: DiskOptions) -> tuple[int, int | None]:
-    """The descriptors of :attr:`File.descriptors`."""
+def _open(path: Path, options: DiskOptions, descriptors: set[int]) -> tuple[int, int | None]:
+    """The descriptors of :attr:`File.descriptors`, which go into ``descriptors`` as they are opened."""
     try:
         require_file(path)
-        fd = _open_direct(path) if options.direct else above_standard_streams(os.open(path, _FLAGS))
+        fd = _open_direct(path, descriptors) if options.direct else _open_file(path, _FLAGS, descriptors)
     except OSError as error:
         usual = "This file system may not support --disk-direct." if options.direct else "Check its permissions."
         fix = too_many_open(error) or usual
@@ -422,21 +425,30 @@ def _open(path: Path, options: DiskOptions) -> tuple[int, int | None]:
     if options.direct is not None:
         return fd, fd if options.direct else None
     try:
-        return fd, _open_direct(path)
+        return fd, _open_direct(path, descriptors)
     except OSError as error:  # not on this file system
         _log.debug("%s: direct reads are refused (%s); it is read through the page cache", path, error.strerror)
         return fd, None
 
 
-def _open_direct(path: Path) -> int:
+def _open_direct(path: Path, descriptors: set[int]) -> int:
     """A descriptor for direct reads; tried out, since some systems refuse the first read and not the opening."""
-    fd = above_standard_streams(os.open(path, _FLAGS | os.O_DIRECT))
+    fd = _open_file(path, _FLAGS | os.O_DIRECT, descriptors)
     try:
         os.preadv(fd, [_bounce_buffer()[:ALIGN_BYTES]], 0)
     except BaseException:
+        descriptors.remove(fd)
         os.close(fd)
         raise
     return fd
+
+
+def _open_file(path: Path, flags: int, descriptors: set[int]) -> int:
+    descriptors.add(fd := os.open(path, flags))
+    descriptors.add(moved := above_standard_streams(fd))
+    if moved != fd:
+        descriptors.remove(fd)
+    return moved
 
 
 def _behind(views: Sequence[memoryview], num_bytes: int) -> list[memoryview]:
@@ -452,9 +464,9 @@ def _round_up(num_bytes: int) -> int:
     return -(-num_bytes // ALIGN_BYTES) * ALIGN_BYTES
 
 
-def _close_all(descriptors: Iterable[int]) -> None:
-    for descriptor in descriptors:
-        os.close(descriptor)
+def _close_all(descriptors: set[int]) -> None:
+    while descriptors:
+        os.close(descriptors.pop())
 
 
 _local = threading.local()
