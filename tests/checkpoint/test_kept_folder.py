@@ -242,7 +242,7 @@ class TestEqual:
         real = opened_model.measured
         monkeypatch.setattr(opened_model, "measured", lambda *given: measured.append(1) or real(*given))
         for context in (0, 64, 128, 0, 64):
-            planned = plan_model(folder, None, device="cpu", workload=Workload([1], context))
+            planned = plan_model(PlanRequest(folder, None, Workload([1], context), device="cpu"))
             assert (planned.planner.profile.kv_bytes_per_token > 0) == (context > 0)
         assert (len(reads), len(measured)) == (2, 1)
 
@@ -397,12 +397,12 @@ class TestEntry:
     def test_what_is_no_file_is_not_read(
         self, make: Callable[[Path], object], where: str, folder: Path, reads: list[Path], cache: Path
     ) -> None:
-        plan_model(folder, None, device="cpu")
+        plan_model(PlanRequest(folder, None, device="cpu"))
         (entry,) = cache.iterdir()
         place = entry if where == "the entry" else folder / "config-other.json"
         place.unlink(missing_ok=True)
         make(place)
-        assert plan_model(folder, None, device="cpu").plan.weight_bytes
+        assert plan_model(PlanRequest(folder, None, device="cpu")).plan.weight_bytes
         assert len(reads) == (2 if where == "the entry" else 1)
 
     def test_foreign_files_are_never_deleted(
@@ -415,7 +415,7 @@ class TestEntry:
         os.utime(elsewhere / "package.json", ns=(1, 1))
         cache.parent.mkdir(parents=True, exist_ok=True)
         cache.symlink_to(elsewhere)
-        plan_model(folder, None, device="cpu")
+        plan_model(PlanRequest(folder, None, device="cpu"))
         assert len(list(elsewhere.iterdir())) == 2
         assert (elsewhere / "package.json").exists()
 

@@ -73,8 +73,8 @@ FLAGS = {
     ],
     "generate": [
         "--prompt", "--chat", "--no-chat", "--system", "--max-new-tokens", "--temperature", "--top-p", "--top-k",
-        "--seed", "--dtype", "--attn-implementation", "--no-graphs", "--quiet", "--trace", "--expert-trace", *OFFLOAD_FLAGS, "-v",
-        "--verbose",
+        "--seed", "--dtype", "--attn-implementation", "--no-graphs", "--quiet", "--trace", "--expert-trace",
+        *OFFLOAD_FLAGS, "-v", "--verbose",
     ],
 }  # fmt: skip
 

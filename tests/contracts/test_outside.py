@@ -25,7 +25,6 @@ from headrace.errors import (
     CheckpointError,
     HeadraceWarning,
     ModelChangedError,
-    OptionError,
     OutsideAccessError,
     StateError,
 )
@@ -504,9 +503,11 @@ class TestOthers:
         expected = model.layers[0].linear.weight.clone()
         first = headrace.offload(model, all_layers(1))
         alias = model.layers[0].linear.weight.data
+        owners = [*first._session._bound.values()]  # without them an alias has no offload to ask, and says that
         first.remove()
         with headrace.offload(model, all_layers(1)) as handle:
             assert_same_bits(alias.clone(), expected)
+            assert owners
             model(x)
             assert handle.stats().bytes_moved > 0
 
@@ -579,23 +580,17 @@ class TestOthers:
         ids=["detach", "numpy", "list of views", "state_dict"],
     )
     def test_an_alias_from_before_the_offload(self, alias: Any, mode: str, mechanism: str, tmp_path: Path) -> None:
-        """Host memory takes what is written to it. Files do not, so the offload is refused until it is gone."""
+        """What it writes counts, also where files replace the other weights."""
         model, x = Stack(4).eval(), rows()
         folder = save_aligned(nn.ModuleDict({"layers": model.layers}), tmp_path) if mode == "disk" else None
         rules = headrace.Rules([("layers", mechanism)], mode=mode)
         before, kept = model(x), alias(model)
-        if mode == "disk":
-            with pytest.raises(OptionError, match=r"memory of layers\.3\.linear\.weight has another user .* drop it"):
-                headrace.offload(model, rules, checkpoint=folder)
-            assert_same_bits(model(x), before)
-            del kept
         with headrace.offload(model, rules, checkpoint=folder) as handle:
-            if mode == "cpu":
-                (kept[0] if isinstance(kept, list) else kept)[:9] = 0.5
+            (kept[0] if isinstance(kept, list) else kept)[:9] = 0.5
             found = model(x)
             assert handle.stats().bytes_moved > 0 or handle.plan.uva_bytes > 0
         assert_same_bits(found, model(x))
-        assert torch.equal(found, before) == (mode == "disk")
+        assert not torch.equal(found, before)
 
     def test_an_offload_that_failed_is_no_user(self, tmp_path: Path) -> None:
         """Its traceback, which a debugger or a notebook keeps, holds what it had made."""

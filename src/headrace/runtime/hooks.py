@@ -577,11 +577,15 @@ def _wrapped_forward(
     """
     own = own_forward(module)
 
+    # Dynamo takes a class that is allowed in graphs, as blocks of diffusers are, for a function without attributes.
+    rules: Any = sys.modules.get("torch._dynamo.trace_rules")
+    traced = own or (module.forward if rules is not None and rules.is_callable_allowed(type(module)) else None)
+
     @functools.wraps(module.forward)
     def forward(*args: Any, **kwargs: Any) -> Any:
-        original = own or functools.partial(type(module).forward, module)
         if not torch.compiler.is_compiling():
-            return around(original, *args, **kwargs)
+            return around(own or functools.partial(type(module).forward, module), *args, **kwargs)
+        original = traced or functools.partial(type(module).forward, module)
         if ends is not None:
             ends[0](module, args, kwargs)
         output = original(*args, **kwargs)

@@ -719,12 +719,20 @@ def _disk_store(prepared: Prepared, offloaded: dict[str, BoundStorage]) -> DiskS
     sources = {name: weights.source(bound.info) for name, bound in offloaded.items()}
     lookups = {name for name, bound in offloaded.items() if bound.info.is_lookup}
     stamps = weights.checkpoint.stamps
-    store = DiskStore(sources, prepared.disk, stamps=stamps, pin_in_place=on_gpu, lookups=lookups)
+    kept = _kept_by_others(prepared.bound, offloaded)
+    if kept and on_gpu:
+        raise OptionError(
+            f"the memory of {kept[0]} (of {len(kept)} weights) has another user (an alias such as .detach() or a "
+            f"state_dict(), an array of .numpy(), a list of views), and files are to replace it, so that a write there "
+            f"would be lost: drop it first (del), use mode 'cpu', or keep it resident ({resident_rule(kept[0])})"
+        )
+    # Their memory stays in any case; what is written there is read from it.
+    adopted = {name: offloaded[name].original_bytes() for name in kept}
+    store = DiskStore(sources, prepared.disk, stamps=stamps, pin_in_place=on_gpu, lookups=lookups, adopted=adopted)
     for name in () if on_gpu or plan.mode != "disk" else plan.uva:
         _refuse_other_bits(offloaded[name], store.in_place(name))
     for bound in offloaded.values():
         _compare_with_files(bound, store)
-    _refuse_other_users(prepared.bound, offloaded)
     return store
 
 
@@ -746,20 +754,14 @@ def _refuse_other_bits(bound: BoundStorage, buffer: torch.Tensor) -> None:
     )
 
 
-def _refuse_other_users(bound: Mapping[str, BoundStorage], in_files: Mapping[str, BoundStorage]) -> None:
-    """Require that nothing else views the memory of live weights, since the files replace it."""
+def _kept_by_others(bound: Mapping[str, BoundStorage], in_files: Mapping[str, BoundStorage]) -> list[str]:
+    """Storages of ``in_files`` whose live memory something else views, and may write to."""
     names: list[str] = []
     for _ in range(2):
         names = [storage.info.name for storage in used_elsewhere(bound.values()) if storage.info.name in in_files]
         if not names or not gc.collect():
             break
-    if names:
-        others = f" and of {len(names) - 1} more weights" if names[1:] else ""
-        raise OptionError(
-            f"the memory of {names[0]}{others} has another user (an alias such as .detach() or a state_dict(), an "
-            f"array of .numpy(), a list of views), and files are to replace it, so that a write there would be lost: "
-            f"drop it first (del), use mode 'cpu', or keep it resident ({resident_rule(names[0])})"
-        )
+    return names
 
 
 def _compare_with_files(bound: BoundStorage, store: DiskStore) -> None:

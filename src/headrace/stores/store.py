@@ -219,6 +219,7 @@ class DiskStore(Store):
         stamps: Iterable[FileFingerprint] = (),
         pin_in_place: bool = False,
         lookups: Collection[str] = (),
+        adopted: Mapping[str, torch.Tensor] | None = None,
         counter: ReadCounter | None = None,
     ) -> None:
         """Open the files; nothing is read.
@@ -230,6 +231,7 @@ class DiskStore(Store):
             pin_in_place: what is read in place is copied into pinned memory first, because a GPU cannot address a
                 mapped file.
             lookups: of what is read in place, tables of which single rows are looked up.
+            adopted: storages whose bytes are read from the memory that they came in (uint8, 1-D, CPU).
             counter: of what is read; default one of its own.
         """
         self._sources = dict(sources)
@@ -240,12 +242,18 @@ class DiskStore(Store):
         counter = counter or ReadCounter()
         self._files = {path: File(path, options, expected.get(path), counter) for path in sorted(paths)}
         self._lookups = frozenset(lookups)
+        self._adopted = dict(adopted or {})
         self._mapped: dict[str, torch.Tensor] = {}
         self._mapped_paths: set[Path] = set()
         self._pin_in_place = pin_in_place
         self._pinned: dict[str, torch.Tensor] = {}
 
+    def adopts(self, storage: str) -> bool:
+        return storage in self._adopted
+
     def copies(self, storage: str) -> list[Copy]:
+        if storage in self._adopted:
+            return [Copy(ByteRange.of(self._adopted[storage]), 0)]
         return [
             Copy(self._range(part.tensor, self._sources[storage].dtype), part.offset)
             for part in self._sources[storage].parts
@@ -260,6 +268,8 @@ class DiskStore(Store):
         return ByteRange(converted, 0, tensor.num_bytes // tensor.dtype.itemsize * dtype.itemsize)
 
     def in_place(self, storage: str) -> torch.Tensor:
+        if storage in self._adopted:
+            return self._adopted[storage]
         if self._pin_in_place:
             if storage not in self._pinned:
                 self._pinned[storage] = self._read_pinned(storage)
@@ -286,12 +296,16 @@ class DiskStore(Store):
     def account(self) -> dict[str, int]:
         joined = sum(self._sources[name].joined_bytes for name in self._mapped)
         in_files = sum(source.file_bytes for source in self._sources.values())
-        return {"file": in_files, **({"host": joined} if joined else {})}
+        adopted = sum(buffer.numel() for buffer in self._adopted.values())
+        return {"file": in_files - adopted} | {
+            name: size for name, size in (("host", joined), ("adopted", adopted)) if size
+        }
 
     def close(self) -> None:
         for file in self._files.values():
             file.close()
         self._mapped.clear()  # tensors may view a mapping, which ends with the last of them
+        self._adopted.clear()
         self._pinned.clear()
 
     def _read_pinned(self, storage: str) -> torch.Tensor:
