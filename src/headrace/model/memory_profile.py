@@ -79,8 +79,8 @@ def measured(profile: ModelProfile, model: nn.Module) -> ModelProfile:
     try:
         from transformers.initialization import meta_device_safe_creation_ops
 
-        all_rows = _config.patch(meta_nonzero_assume_all_nonzero=True)  # type: ignore[attr-defined]
-        with torch.device("meta"), all_rows, meta_device_safe_creation_ops(), _AllOnes():  # type: ignore[no-untyped-call]
+        by_mask = _config.patch(meta_nonzero_assume_all_nonzero=True)  # type: ignore[attr-defined]
+        with torch.device("meta"), by_mask, meta_device_safe_creation_ops(), _NoData():  # type: ignore[no-untyped-call]
             twin = type(source)._from_config(copy.deepcopy(source.config), dtype=dtype, **_ON_META).eval()
             pairs = list(zip(*(_kept(twin, tokens, dtype) for tokens in (long // 2, long)), strict=True))
     except Exception as error:  # the code of any model, on tensors without data
@@ -163,11 +163,11 @@ def _kept(model: Any, length: int, dtype: torch.dtype) -> list[_Kept]:
     given: dict[str, Any] = {"input_ids": torch.ones(1, length, dtype=torch.int64)}
     if model.config.is_encoder_decoder:
         text = model.config.get_text_config(decoder=True)
-        source = getattr(model.get_encoder(), "config", text)
+        source = getattr(model.get_encoder(), "config", text).get_text_config()
         # Tokens of an encoder whose output has one length (audio); else they follow the input.
         shape = getattr(text, "max_source_positions", None) or length, getattr(source, "hidden_size", None)
         encoded = BaseModelOutput(last_hidden_state=torch.ones(1, shape[0], shape[1] or source.d_model, dtype=dtype))
-        encoded.attention_mask = None  # what some speech encoders return beside
+        encoded.attention_mask = encoded.router_logits = None  # what some encoders return beside
         given = {"encoder_outputs": encoded, "decoder_input_ids": given["input_ids"]}
     elif hasattr(decoder := model.get_decoder(), "config"):
         model = decoder  # without towers, whose input is another
@@ -176,12 +176,14 @@ def _kept(model: Any, length: int, dtype: torch.dtype) -> list[_Kept]:
     return list(_tensors_in(cache, set()))
 
 
-class _AllOnes(TorchDispatchMode):
-    """Forwards on ``meta`` that ask for a value get 1, or True."""
+class _NoData(TorchDispatchMode):
+    """Forwards on ``meta`` that ask for a value get 1, or True; those that ask which rows go to an expert, none."""
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if func is torch.ops.aten._local_scalar_dense.default and args[0].is_meta:
             return torch.ones((), dtype=args[0].dtype, device="cpu").item()
+        if func is torch.ops.aten.nonzero.default and args[0].is_meta:
+            return args[0].new_empty((0, args[0].dim()), dtype=torch.int64)
         return func(*args, **(kwargs or {}))
 
 
