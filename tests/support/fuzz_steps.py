@@ -389,6 +389,76 @@ def jit_trace(env: Env, arg: int) -> Any:
     return torch.jit.trace(env.model, (x,), check_trace=False, strict=False)(env.input(arg + 1))
 
 
+def export(env: Env, arg: int) -> Any:
+    return torch.export.export(env.model, (env.input(arg),), strict=bool(arg % 2)).module()(env.input(arg + 1))
+
+
+def export_layer(env: Env, arg: int) -> Any:
+    """One of the layers, which somebody exports by itself."""
+    layer = env.model.layer_list()[arg % len(env.model.layer_list())]
+    if getattr(layer, "style", "call") != "call":
+        return None
+    x = torch.ones(3, env.model.spec.dim, dtype=env.dtype)
+    return torch.export.export(layer, (x,), strict=bool(arg // 7 % 2)).module()(x)
+
+
+class Doubled(nn.Linear):
+    """What a module of another class becomes."""
+
+    def forward(self, input: torch.Tensor) -> torch.Tensor:
+        return super().forward(input) * 2
+
+
+def exchange_class(env: Env, arg: int) -> Any:
+    modules = [module for module in env.model.modules() if type(module) is nn.Linear]
+    if modules:
+        modules[arg % len(modules)].__class__ = Doubled
+    return env.model(env.input(arg))
+
+
+def patch_class(env: Env, arg: int) -> Any:
+    """The class of all linear layers or of one layer has another ``forward`` for a while, as with faster kernels."""
+    layers = env.model.layer_list()
+    layer = layers[arg % len(layers)]
+    kind = nn.Linear if arg % 2 or getattr(layer, "style", "call") != "call" else type(layer)
+    plain = kind.forward
+    kind.forward = lambda self, *args, **kwargs: _halved(plain(self, *args, **kwargs))
+    try:
+        first = env.model(env.input(arg))
+    finally:
+        kind.forward = plain
+    return first, env.model(env.input(arg + 1))
+
+
+def _halved(output: Any) -> Any:
+    return output * 0.5 if isinstance(output, torch.Tensor) else output
+
+
+def alias(env: Env, arg: int) -> Any:
+    """A weight is written through an alias that is older than the offload."""
+    remove(env, arg)
+    module, attr = env.weight(arg)
+    old = getattr(module, attr).detach()
+    old = old.numpy() if arg % 2 and old.dtype == torch.float32 else old
+    if env.offload is not None:
+        env.handle = env.offload(env.model)
+    if arg % 3:
+        env.model(env.input(arg))
+    with torch.no_grad():
+        old[1:3] *= 2
+    return env.model(env.input(arg + 1))
+
+
+def numpy_alias(env: Env, arg: int) -> Any:
+    """Reads in ways that ask for the pointer."""
+    module, attr = env.weight(arg)
+    weight = getattr(module, attr).detach()
+    if weight.dtype != torch.float32:
+        return None
+    reads = [lambda w: torch.from_numpy(w.numpy().copy()), lambda w: torch.tensor(w.tolist()), copy.deepcopy]
+    return reads[arg % 3](weight)
+
+
 def other_forward(env: Env, arg: int) -> Any:
     if env.other is None:
         return None
@@ -500,6 +570,12 @@ STEPS: dict[str, Kind] = {
     "functional_call": Kind(functional_call, weight=0.6),
     "fx_trace": Kind(fx_trace, weight=0.3),
     "jit_trace": Kind(jit_trace, weight=0.3),
+    "export": Kind(export, weight=0.4),
+    "export_layer": Kind(export_layer, weight=0.4),
+    "exchange_class": Kind(exchange_class, changes=True),
+    "patch_class": Kind(patch_class),
+    "alias": Kind(alias, changes=True),
+    "numpy_alias": Kind(numpy_alias),
     "other_forward": Kind(other_forward),
     "other_offload": Kind(other_offload),
     "other_remove": Kind(other_remove, weight=0.5),
@@ -508,5 +584,6 @@ STEPS: dict[str, Kind] = {
     "remove_between": Kind(remove_between, weight=0.7),
 }
 OTHERS = {"other_forward", "other_offload", "other_remove"}
-# Not for layers that change in a forward: threads would race on the twin too, and tracers leave their own values there.
-NOT_STATEFUL = {"two_threads", "fx_trace", "jit_trace", "vmap", "functional_call"}
+# Not for layers that change in a forward: threads would race on the twin too, tracers leave their own values there, and
+# what they keep of a weight that is lent is a copy.
+NOT_STATEFUL = {"two_threads", "alias", "export", "export_layer", "fx_trace", "jit_trace", "vmap", "functional_call"}
