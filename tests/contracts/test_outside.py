@@ -572,10 +572,10 @@ class TestOthers:
     @pytest.mark.parametrize(
         "alias",
         [
-            lambda model: model.layers[3].linear.weight.detach(),
-            lambda model: model.layers[3].linear.weight.detach().numpy(),
-            lambda model: list(model.layers[3].linear.weight.data.chunk(2)),
-            lambda model: model.state_dict()["layers.3.linear.weight"],
+            lambda model: model.layers[0].linear.weight.detach(),
+            lambda model: model.layers[0].linear.weight.detach().numpy(),
+            lambda model: list(model.layers[0].linear.weight.data.chunk(2)),
+            lambda model: model.state_dict()["layers.0.linear.weight"],
         ],
         ids=["detach", "numpy", "list of views", "state_dict"],
     )

@@ -10,7 +10,7 @@ import gc
 import logging
 import time
 from collections import ChainMap
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import asdict, dataclass, replace
 from typing import TYPE_CHECKING, Any, Protocol, cast
@@ -149,6 +149,8 @@ class OffloadSession(NotCopyable):
         """
         assert self._prepared is not None, "attached once already"
         prepared, ranks = self._prepared, self._prepared.ranks
+        on_cpu = self._device.type == "cpu"
+        viewed = {bound.info.name for bound in used_elsewhere(self._bound.values())} if on_cpu else set()
         self._store, made = open_store(prepared)
         destinations: Mapping[str, torch.Tensor] = made
         if self.plan.cached:
@@ -163,6 +165,7 @@ class OffloadSession(NotCopyable):
             self._store.finish()
             self._account = self._store.account
             self._attach_hooks()
+            self._bring_again(viewed)
             self.reset()
             if ranks is not None:
                 ranks.exchange("attached")  # up to here each rank can undo its part
@@ -172,6 +175,20 @@ class OffloadSession(NotCopyable):
         self._forget_originals(prepared)
         self._prepared = None
         _log.info("%s is offloaded", type(self._model).__name__)
+
+    def _bring_again(self, viewed: Collection[str]) -> None:
+        """Have slots empty before each forward where an alias may have written the memory that is the store."""
+        units = [unit.index for unit in self.plan.units if any(entry.storage in viewed for entry in unit.entries)]
+        prefetcher = self._prefetcher
+        if prefetcher is None or not units:
+            return
+
+        def empty_slots(*_: object) -> None:
+            for unit in () if torch.compiler.is_compiling() else units:
+                with prefetcher.rewriting(unit):
+                    pass
+
+        self._hooks.append(self._model.register_forward_pre_hook(empty_slots, prepend=True))
 
     @property
     def in_force(self) -> bool:
@@ -719,7 +736,9 @@ def _disk_store(prepared: Prepared, offloaded: dict[str, BoundStorage]) -> DiskS
     sources = {name: weights.source(bound.info) for name, bound in offloaded.items()}
     lookups = {name for name, bound in offloaded.items() if bound.info.is_lookup}
     stamps = weights.checkpoint.stamps
-    kept = _kept_by_others(prepared.bound, offloaded)
+    # A model that is moved to another device leaves its aliases behind, offloaded or not.
+    stays = {name: bound for name, bound in offloaded.items() if bound.home == prepared.device}
+    kept = _kept_by_others(prepared.bound, stays)
     if kept and on_gpu:
         raise OptionError(
             f"the memory of {kept[0]} (of {len(kept)} weights) has another user (an alias such as .detach() or a "
