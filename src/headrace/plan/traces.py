@@ -10,7 +10,6 @@ import functools
 import os
 import random
 from collections import OrderedDict
-from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import accumulate
 
@@ -75,17 +74,16 @@ def reuse_distances(trace: Trace) -> list[int]:
     return found
 
 
-def lru_hits(trace: Trace, num_slots: int, known: Sequence[int] = (), warm_up: int = 0) -> float:
+def lru_hits(trace: Trace, num_slots: int, warm_up: int = 0) -> float:
     """Share of choices that a cache of ``num_slots`` experts holds, one token a step.
 
     No expert leaves in the step that uses it; what finds no slot is not kept, nor is the last one of a step without any
     hit (``admit_kernel`` says why).
 
     Args:
-        known: held at the start, the first one leaves first.
         warm_up: tokens at the beginning that do not count.
     """
-    held: OrderedDict[int, None] = OrderedDict.fromkeys(list(known)[:num_slots])
+    held: OrderedDict[int, None] = OrderedDict()
     counted = 0
     for token, row in enumerate(trace.tolist()):
         missing = sorted(expert for expert in row if expert not in held)
