@@ -380,7 +380,7 @@ VARIABLES = {
     "HEADRACE_DISABLE_UVA": ("0", "1: what a GPU would read in place is moved into a slot on demand instead"),
     "HEADRACE_DISABLE_CACHE": (
         "0",
-        "1: what was read of a model's folder, and which experts are popular, is neither kept nor used",
+        "1: what was read of a model's folder is neither kept nor used",
     ),
     "HEADRACE_PEER_TIMEOUT": ("600", "seconds that a rank waits for another one during an offload with `group=`"),
     "HEADRACE_API_KEY": ("none", "`headrace serve`: what requests have to carry as a bearer token, as `--api-key`"),
@@ -462,7 +462,7 @@ def replace_file(path: Path, text: str) -> None:
 
 
 def cache_disabled() -> bool:
-    """Whether ``HEADRACE_DISABLE_CACHE`` forbids keeping, and using, what was read of folders or counted of experts."""
+    """Whether ``HEADRACE_DISABLE_CACHE`` forbids keeping, and using, what was read of folders."""
     return _switch("HEADRACE_DISABLE_CACHE")
 
 

@@ -13,7 +13,7 @@ from fractions import Fraction
 
 from headrace.errors import OptionTypeError, SizeError
 
-__all__ = ["bytes_of", "counted", "format_rate", "format_size", "format_time", "in_unit", "parse_size", "size_unit"]
+__all__ = ["counted", "format_rate", "format_size", "format_time", "in_unit", "parse_size", "size_unit"]
 
 # Digits are bounded, because int() refuses thousands of them in words of its own.
 _SIZE = re.compile(r"\s*([0-9]{1,999}(?:\.[0-9]{1,999})?)\s*(?:([KMGT])(i?B?)|B?)\s*", re.IGNORECASE)
@@ -58,11 +58,6 @@ def counted(number: int, thing: str, things: str | None = None) -> str:
 def size_unit(num_bytes: float) -> str:
     """The largest unit, up to GiB, of which ``num_bytes`` are at least one."""
     return next((unit for unit, (size, _) in _UNITS.items() if abs(num_bytes) >= size), "B")
-
-
-def bytes_of(unit: str) -> int:
-    """Bytes of one ``unit``: ``B``, ``KiB``, ``MiB`` or ``GiB``."""
-    return _UNITS[unit][0]
 
 
 def in_unit(num_bytes: float, unit: str) -> str:

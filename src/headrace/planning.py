@@ -1,20 +1,20 @@
 """A model, a policy and a machine to a plan: :func:`make_plan`. Names and sizes only; nothing is allocated.
 
-The command line plans with :func:`plan_model`, which also returns what a picture needs. Nothing at the top of this file
+The command line plans with :func:`plan_model`, which also returns the planner. Nothing at the top of this file
 imports torch or transformers.
 """
 
 from __future__ import annotations
 
 import os
-from collections.abc import Collection, Sequence
+from collections.abc import Collection
 from dataclasses import dataclass, replace
 from functools import cached_property, partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from headrace.checkpoint.model_folder import is_quantised, model_folder, model_name
-from headrace.config import SHARDED_MODES, Budget, Policy, Workload
+from headrace.config import SHARDED_MODES, Policy, Workload
 from headrace.errors import LimitError, OptionError, OptionTypeError, warn_user
 from headrace.figures import format_size
 from headrace.memory.system import no_collections
@@ -29,7 +29,6 @@ if TYPE_CHECKING:
     from headrace.checkpoint.safetensors_header import Checkpoint
     from headrace.checkpoint.weight_map import WeightMap
     from headrace.model.records import Inventory
-    from headrace.plan.alternatives import Point
     from headrace.plan.build import Outlook, Planner
     from headrace.plan.traces import ExpertHits
     from headrace.stores.sources import DiskOptions
@@ -127,21 +126,9 @@ class Planned:
         return None
 
     @cached_property
-    def points(self) -> Sequence[Point]:
-        """Step time against device memory; empty unless the policy is a budget that offloads something."""
-        given = self.context.request.given
-        return self.planner.curve(given) if isinstance(given, Budget) and self.plan.offloaded_bytes else ()
-
-    @cached_property
-    def curves(self) -> Sequence[Sequence[Point]]:
-        """For a picture: for each batch size of the workload the points of a plan for it alone; empty as ``points``."""
-        given = self.context.request.given
-        return self.planner.curves(given) if isinstance(given, Budget) and self.points else ()
-
-    @cached_property
     def outlook(self) -> Outlook:
         """Predictions, and for budgets the alternatives."""
-        outlook = self.planner.outlook(self.context.request.given, self.plan, self.points, self.workload)
+        outlook = self.planner.outlook(self.context.request.given, self.plan, self.workload)
         return replace(outlook, misfit=self.misfit)
 
     def with_outlook(self) -> Plan:

@@ -35,6 +35,7 @@ from headrace.planning import Planned, plan_model
 from headrace.runtime.this_machine import PlanRequest
 from headrace.stores import sources
 from headrace.transfer import machine_probe
+from plans import memory_curve
 
 LARGE = {**SIZE, "hidden_size": 256, "intermediate_size": 512}  # weights of 64 KiB and more, which may be offloaded
 FAMILIES: dict[str, Callable[[], Any]] = {
@@ -114,7 +115,9 @@ def folder(tmp_path: Path) -> Path:
 def told(planned: Planned) -> str:
     """All that a plan says; not what of this machine's memory is free."""
     outlook = {**planned.outlook.to_json(), "misfit": None}
-    points = [(point.device_bytes, point.step_s) for point in planned.points]
+    given, points = planned.context.request.given, []
+    if isinstance(given, Budget) and planned.plan.offloaded_bytes:
+        points = [(point.device_bytes, point.step_s) for point in memory_curve(planned.planner, given)]
     return json.dumps([planned.plan.to_json(), planned.plan.model_name, outlook, points])
 
 

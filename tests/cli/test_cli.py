@@ -68,7 +68,7 @@ OFFLOAD_FLAGS = [
 FLAGS = {
     "demo": ["--folder", "--keep", "-v", "--verbose"],
     "plan": [
-        "--json", "--save", "--plot", "--machine", "--dtype", "--expert-trace", "--num-ranks", *OFFLOAD_FLAGS, "-v",
+        "--json", "--save", "--machine", "--dtype", "--expert-trace", "--num-ranks", *OFFLOAD_FLAGS, "-v",
         "--verbose",
     ],
     "generate": [
@@ -510,20 +510,6 @@ def test_more_memory_and_larger_batches_are_offered(model: Path) -> None:
     stdout = run("plan", model, "--device-memory", "2MiB").stdout
     assert re.search(r"1 GiB more device memory: \d+\.\dx faster \(all weights at hand", stdout)
     assert re.search(r"batch \d+ instead of 1: [\d.]+x the tokens for \d+% more step time", stdout)
-
-
-def test_a_plan_is_drawn(model: Path, tmp_path: Path) -> None:
-    picture = tmp_path / "plan.png"
-    result = run("plan", model, "--device-memory", "2MiB", "--plot", picture)
-    assert result.exit_code == 0, result.output
-    assert picture.read_bytes().startswith(b"\x89PNG")
-    assert "--plot" in error_of("plan", model, "--device-memory", "2MiB", "--plot", tmp_path / "no" / "plan.png")
-    assert "--plot has no effect without a plan" in error_of("plan", model, "--plot", picture)
-    for name in ("plan.foo", "plan"):  # found before anything is saved
-        saved = tmp_path / "plan.json"
-        message = error_of("plan", model, "--device-memory", "2MiB", "--save", saved, "--plot", tmp_path / name)
-        assert "ends in a format of pictures, .png" in message
-        assert not saved.exists()
 
 
 @pytest.mark.parametrize(("verb", "is_rare"), [("plan", True), ("generate", False)])

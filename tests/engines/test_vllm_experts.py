@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import sys
 from functools import partial
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -79,27 +78,6 @@ def test_hits_are_logged_and_counted_while_the_engine_runs(monkeypatch: pytest.M
     assert sum(counted.values()) == 3 * used
     assert counted["device"] > 0
     assert counted["fetched"] > 0
-
-
-@pytest.mark.parametrize("sleeps", [False, True])
-def test_the_next_engine_begins_with_popular_experts(
-    sleeps: bool, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
-) -> None:
-    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
-    monkeypatch.delenv("HEADRACE_DISABLE_CACHE")
-    monkeypatch.setattr(sys.modules["headrace.runtime.session"], "_POPULARITY_STEPS", 4)
-    plain = resident(mlp=Experts)
-    filled = []
-    for _ in range(2):
-        worker = loaded(own=cached(3), mlp=Experts)
-        filled.append([cache._expert_in[:3].min().item() >= 0 for _, cache in worker._offloader._session._caches])
-        require_same_outputs(worker, plain)
-        if sleeps:
-            worker.sleep(1)
-            monkeypatch.setattr(worker._offloader, "keep_popularity", None)  # what it reads has no memory now
-        worker.shutdown()
-        another_process()
-    assert filled == [[False] * vllm.NUM_LAYERS, [True] * vllm.NUM_LAYERS]
 
 
 def test_the_kernel_of_the_stand_in_rounds_by_its_configuration() -> None:

@@ -5,7 +5,6 @@ Kernels run in Triton's interpreter, on a CPU, where a range has one memory.
 
 from __future__ import annotations
 
-import json
 import threading
 from collections.abc import Callable, Iterator
 from dataclasses import replace
@@ -18,14 +17,11 @@ from torch import nn
 import headrace
 from headrace import Rules
 from headrace.adapters.transformers import load
-from headrace.config import cache_folder
 from headrace.errors import HeadraceWarning, OptionError, RuleError, StateError
 from headrace.model.inventory import take_inventory
 from headrace.plan.build import build_plan
 from headrace.plan.cached_experts import PIECE_BYTES, CachedLayer, cache_bytes, with_slots
 from headrace.plan.plan import Plan
-from headrace.runtime import session
-from headrace.stats import ExpertStats
 from headrace.testing import assert_same_bits, boundaries
 from moe_models import IDS, cached, gpt_oss, outputs, qwen
 
@@ -224,55 +220,6 @@ class TestBits:
             assert any("copied for every use" in note for note in handle.stats().notes)
             with pytest.raises(headrace.HeadraceError, match="writes it in place"):
                 model.up.data.zero_()
-
-
-class TestPopularity:
-    """What a run of enough steps chose is in slots when the next one begins."""
-
-    @pytest.fixture(autouse=True)
-    def _kept_here(self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-        monkeypatch.delenv("HEADRACE_DISABLE_CACHE")
-        monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
-        monkeypatch.setattr(session, "_POPULARITY_STEPS", 4)
-
-    def run(self, model: nn.Module) -> tuple[list[list[int]], list[ExpertStats]]:
-        """Experts in slots at the start, by layer, and what happened."""
-        expected = outputs(model)
-        with headrace.offload(model, cached(3)) as handle:
-            held = [cache._expert_in[:3].tolist() for _, cache in handle._session._caches]
-            assert_same_bits(outputs(model), expected)
-            return held, list(handle.stats().experts)
-
-    def test_the_next_start_has_it_in_slots(self) -> None:
-        model = qwen()
-        held, first = self.run(model)
-        assert held == [[-1] * 3] * len(first)
-        held, second = self.run(model)
-        (uses,) = (json.loads(path.read_text()) for path in cache_folder().glob("experts-*.json"))  # type: ignore[union-attr]
-        for slots, layer in zip(held, first, strict=True):
-            counts = uses[layer.module_fqn]
-            assert [counts[expert] for expert in slots] == sorted(counts)[-3:]
-        assert sum(layer.hits for layer in second) > sum(layer.hits for layer in first)
-
-    def test_few_steps_say_nothing(self, monkeypatch: pytest.MonkeyPatch) -> None:
-        monkeypatch.setattr(session, "_POPULARITY_STEPS", 5)
-        model = qwen()
-        held = [self.run(model)[0] for _ in range(2)]
-        assert held[0] == held[1]
-
-    @pytest.mark.parametrize("text", ["", "[1]", "{}", '{"layer": [1]}', '{"model.layers.0.mlp.experts": [1, 2]}'])
-    def test_a_damaged_record(self, text: str) -> None:
-        model = qwen()
-        self.run(model)
-        (path,) = cache_folder().glob("experts-*.json")  # type: ignore[union-attr]
-        path.write_text(text)
-        held, stats = self.run(model)
-        assert held == [[-1] * 3] * len(stats)
-
-    def test_nothing_is_kept_if_forbidden(self, monkeypatch: pytest.MonkeyPatch) -> None:
-        monkeypatch.setenv("HEADRACE_DISABLE_CACHE", "1")
-        self.run(qwen())
-        assert not [*cache_folder().rglob("*")]  # type: ignore[union-attr]
 
 
 class Shared(nn.Module):

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import gc
 from dataclasses import replace
-from pathlib import Path
 
 import pytest
 import torch
@@ -114,25 +113,23 @@ def test_bits_in_replays_and_between(num_slots: int) -> None:
 
 
 @torch.no_grad()
-def test_the_next_offload_begins_with_popular_experts(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    """Its first forward, on a stream of its own, may come before the copies into slots have ended."""
-    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
-    monkeypatch.delenv("HEADRACE_DISABLE_CACHE")
-    monkeypatch.setattr("headrace.runtime.session._POPULARITY_STEPS", 4)
+def test_the_first_forward_may_run_on_another_stream() -> None:
+    """It may come before what made the cache has ended."""
     model = Experts().to(CUDA).eval()
     ids, x = torch.tensor([[1, 5, 9], [2, 5, 9]], device=CUDA), torch.randn(2, 384, device=CUDA, dtype=torch.bfloat16)
     expected = model(x, ids)
     policy, side = Rules([("up", "cache"), ("scale", "cache")], expert_slots=5), torch.cuda.Stream(CUDA)
     torch.cuda.synchronize()
-    for number in range(2):
+    for _ in range(2):
         with headrace.offload(model, policy) as handle:
             with torch.cuda.stream(side):
                 found = [model(x, ids)]
-                hits = handle.stats().experts[0].hits
+                first = handle.stats().experts[0]
                 found += [model(x, ids) for _ in range(3)]
             side.synchronize()
             assert_same_bits(found, [expected] * 4)
-            assert hits == 4 * number
+            assert first.hits == 0
+            assert first.fetched > 0
 
 
 class Layers(nn.Module):

@@ -13,6 +13,7 @@ from headrace.plan.build import Planner
 from headrace.plan.cost_model import NOMINAL_CPU, NOMINAL_GPU
 from headrace.plan.plan import Machine
 from headrace.runtime.this_machine import make_planner, settle
+from plans import memory_curve
 
 CPU, GPU = torch.device("cpu"), torch.device("cuda")
 
@@ -56,7 +57,7 @@ def test_the_time_of_a_budget_counts_them_too(opened: dict[str, OpenedModel]) ->
         mine = planner(one)
         budget = Budget(int(0.7 * one.inventory.num_bytes), params=[ALL_MODEL_PARAMS])
         made = mine.plan(budget)
-        points = {point.device_bytes: point for point in mine.curve(budget)}
+        points = {point.device_bytes: point for point in memory_curve(mine, budget)}
         best = min(p.step_s[0] for size, p in points.items() if size <= budget.num_bytes)
         assert mine.forecast(made, 1).step_s == pytest.approx(best)
         assert made.moved_bytes > 0

@@ -12,7 +12,7 @@ import warnings
 from collections.abc import Callable, Iterator
 from dataclasses import replace
 from functools import partial
-from itertools import chain, pairwise
+from itertools import chain
 from pathlib import Path
 from typing import Any, get_args
 from unittest.mock import patch
@@ -24,7 +24,6 @@ import torch.distributed as dist
 import transformers
 from hypothesis import assume, settings
 from hypothesis import strategies as st
-from matplotlib.figure import Figure
 from safetensors.torch import save_file
 
 import headrace
@@ -57,7 +56,6 @@ from headrace.errors import (
     StateError,
 )
 from headrace.plan.plan import Machine
-from headrace.plan.report import _draw_curve
 from headrace.planning import plan_model
 from headrace.runtime.this_machine import PlanRequest
 from headrace.stores.sources import DiskOptions
@@ -349,23 +347,16 @@ class TestHonesty:
             assert "too small" in error_of(*args, "--batch", batch, "--context", context)
 
     def test_more_memory_is_never_slower(self) -> None:
-        """Neither the plan, on average over its batch sizes, nor a line of the picture, for each of them alone."""
+        """On average over the batch sizes of the workload."""
         with torch.device("meta"):
             model = make("Qwen3MoeForCausalLM", torch.bfloat16, **MIXTURE)
         workload, weights = Workload([1, 16, 256]), sum(p.nbytes for p in model.parameters())
-        axes = Figure().subplots()
         averages = []
         for share in (1, 2, 3, 4):
             planned = plan_model(PlanRequest(model, Budget(weights * share // 12), workload=workload, machine="h200"))
             averages.append(sum(math.log(forecast.step_s) for forecast in planned.outlook.forecasts))
-            _draw_curve(axes, planned.plan, planned.outlook, planned.curves)
         assert averages == sorted(averages, reverse=True)
         assert len(set(averages)) > 2
-        joint = [point.step_s[0] for point in planned.points]
-        assert joint != sorted(joint, reverse=True), "or the lines would be no test"
-        lines = [line.get_ydata() for line in axes.lines if len(line.get_ydata()) > 2]
-        assert len(lines) == 12
-        assert all(later <= earlier for line in lines for earlier, later in pairwise(line))
 
 
 # -- machines ----------------------------------------------------------------------------------------------------------

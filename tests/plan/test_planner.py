@@ -21,7 +21,7 @@ from headrace.plan.alternatives import curve
 from headrace.plan.build import Planner, build_plan
 from headrace.plan.cost_model import NOMINAL_GPU, Forecaster, Rates
 from headrace.plan.plan import Plan, UnitDraft, assemble
-from plans import KIB, SMALL, assignments, check_plan, layered, models
+from plans import KIB, SMALL, assignments, check_plan, layered, memory_curve, models
 
 
 def plan(
@@ -129,7 +129,7 @@ def test_the_curve_keeps_to_a_limit_of_host_memory() -> None:
     inventory = layered(6, 300 * KIB, 100 * KIB, head=200 * KIB)
     budget = Budget(int(inventory.num_bytes * 0.9), mode="cpu", host_memory=int(inventory.num_bytes * 0.3))
     planner = Planner(inventory, SMALL, ModelProfile(), zero_copy=True)
-    points = planner.curve(budget)
+    points = memory_curve(planner, budget)
     assert len(points) > 3
     for point in points[:-1]:  # the last one is the whole model
         made = planner.plan(replace(budget, device_memory=point.device_bytes))

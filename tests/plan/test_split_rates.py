@@ -28,6 +28,7 @@ from headrace.transfer import measuring
 from headrace.transfer.machine_probe import Probe, read_probe
 from models import Stack, all_layers
 from plan_predictions import build
+from plans import memory_curve
 from ranks import outcomes
 
 KIB, MIB = 1 << 10, 1 << 20
@@ -154,7 +155,7 @@ class TestPlanning:
         assert alone / found.link_s > 3.8
         # What is shown and offered; a plan from a file says itself how many ranks it is for.
         assert planner.outlook(budget, plan).forecasts == planner.outlook(plan, plan).forecasts == (found,)
-        within = [point.step_s[0] for point in planner.curve(budget) if point.device_bytes <= budget.num_bytes]
+        within = [point.step_s[0] for point in memory_curve(planner, budget) if point.device_bytes <= budget.num_bytes]
         assert within[-1] == pytest.approx(found.step_s)
 
     def test_choices_know_them(self) -> None:

@@ -12,11 +12,12 @@ import torch
 from hypothesis import strategies as st
 from torch import nn
 
-from headrace.config import Mode, Policy
+from headrace.config import Budget, Mode, Policy
 from headrace.errors import HeadraceWarning
 from headrace.model.inventory import take_inventory
 from headrace.model.records import Inventory, StorageInfo, is_within
-from headrace.plan.build import build_plan
+from headrace.plan.alternatives import Point, curve
+from headrace.plan.build import Planner, build_plan
 from headrace.plan.cost_model import Curve, Rates
 from headrace.plan.plan import SLAB_ALIGNMENT_BYTES, Plan, SlabEntry, Unit, slab_bytes
 from headrace.plan.units import worth_moving
@@ -133,6 +134,12 @@ SMALL = Rates(
     kernel_s=2e-6,
     device_bytes_per_s=1e12,
 )
+
+
+def memory_curve(planner: Planner, budget: Budget) -> list[Point]:
+    """Step times against device memory, from which the alternatives to the plan for ``budget`` are chosen."""
+    table = planner.candidates(budget)
+    return curve(table, table.host_limit(budget))
 
 
 def layered(num_layers: int, *sizes: int, head: int = 0) -> Inventory:

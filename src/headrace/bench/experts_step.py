@@ -12,7 +12,6 @@ import time
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -23,12 +22,9 @@ from torch import nn
 import headrace
 from headrace.bench.reference_step import LinkProbe, capture, fill, interleave, time_cuda, time_host
 from headrace.config import Rules
-from headrace.plan.report import require_picture
-from headrace.plan.traces import Recorded, Trace, lru_hits_by_token, seeded_trace
+from headrace.plan.traces import Recorded, Trace, seeded_trace
 
-__all__ = ["SHAPES", "ExpertsShape", "draw_hits", "driven", "run", "seeded"]
-
-_WINDOW = 32  # tokens over which a picture takes the mean
+__all__ = ["SHAPES", "ExpertsShape", "driven", "run", "seeded"]
 
 
 @dataclass(frozen=True)
@@ -151,29 +147,6 @@ class _Case:
             self.step()
             outputs.append(self.output.clone())
         return outputs
-
-
-def draw_hits(path: Path, traces: Mapping[str, Recorded], num_slots: Sequence[int]) -> None:
-    """Draw the share of hits of all layers along each trace, by number of slots; ``path``'s suffix names the format.
-
-    Raises:
-        OptionError: as :func:`headrace.plan.report.require_picture`.
-    """
-    require_picture(path)
-    from matplotlib.figure import Figure
-
-    figure = Figure(figsize=(9, 3.6), layout="constrained")
-    axes = figure.subplots()
-    for name, trace in traces.items():
-        choices = sum(layer.shape[1] for layer in trace.layers)
-        for count in num_slots:
-            hits = np.sum([lru_hits_by_token(layer, count) for layer in trace.layers], axis=0) / choices
-            mean = np.convolve(hits, np.full(_WINDOW, 1 / _WINDOW), "valid")
-            axes.plot(np.arange(len(mean)) + _WINDOW, 100 * mean, label=f"{name}, {count} of {trace.num_experts}")
-    axes.set(xlabel="token", ylabel=f"% of choices hit, mean of {_WINDOW} tokens", ylim=(0, 102))
-    axes.legend(loc="lower right", frameon=False, fontsize=8)
-    axes.grid(alpha=0.3)
-    figure.savefig(path, dpi=120)
 
 
 def run(

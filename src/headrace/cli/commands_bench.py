@@ -103,7 +103,6 @@ def experts(
     resident: Annotated[bool, typer.Option(help="also with all experts on the device")] = True,
     rounds: Annotated[int, typer.Option(metavar="N", help="rounds in which all cases take turns", min=1)] = 5,
     repeats: Annotated[int, typer.Option(metavar="N", help="steps per case and round", min=1)] = 40,
-    plot: Annotated[Path | None, typer.Option(metavar="FILE", help="draw the hits along the trace")] = None,
     out: Annotated[
         Path | None, typer.Option(metavar="FILE", help="append results here, one JSON object per line")
     ] = None,
@@ -111,8 +110,6 @@ def experts(
     """Layers of experts that replay a trace: cached, in place and resident, against the floor; bits are checked."""
     if out is not None:
         require_writable("--out", out)
-    if plot is not None:
-        require_writable("--plot", plot)
     if trace is not None and hits is not None:
         raise OptionError("--trace and --hits contradict each other: each is a trace; leave one out")
     shares = [] if hits is None else _shares(hits)
@@ -120,7 +117,7 @@ def experts(
     if target.type == "cpu":
         given = {"--rows": rows if rows > 1 else None, "--out": out, "--no-resident": None if resident else True}
         refuse_idle(given, "with --device cpu, which times nothing; add --device cuda, or leave it out")
-    from headrace.bench.experts_step import SHAPES, draw_hits, driven, run, seeded
+    from headrace.bench.experts_step import SHAPES, driven, run, seeded
     from headrace.plan.traces import load_trace, lru_hits
 
     if shape not in SHAPES:
@@ -137,8 +134,6 @@ def experts(
         traces = {f"{share:.0%} hits": driven(sizes, num_tokens, share) for share in shares}
         traces = traces or {"seeded": seeded(sizes, num_tokens)}
     numbers = counts("--slots", slots) if slots is not None else [sizes.num_experts // 2]
-    if plot is not None:
-        draw_hits(plot, traces, numbers)
     if target.type == "cpu":
         for name, each in traces.items():
             for number in numbers:

@@ -49,10 +49,6 @@ def plan(
     save: Annotated[
         Path | None, typer.Option("--save", metavar="FILE", help="Write the plan to FILE, for --plan FILE.")
     ] = None,
-    plot: Annotated[
-        Path | None,
-        typer.Option("--plot", metavar="FILE", help="Draw the plan, and the step time against device memory."),
-    ] = None,
     machine: Annotated[
         str | None,
         typer.Option(
@@ -84,20 +80,16 @@ def plan(
         raise OptionError(
             f"--offload-mode {mode} splits every unit over the processes of torchrun: say how many with --num-ranks N"
         )
-    places = {"--save": save, "--plot": plot}
     if policy is None:
         reads = {"--disk-direct": flags.disk_direct, "--disk-drop-cache": flags.disk_drop_cache}
-        idle = {**places, **reads, "--expert-trace": expert_trace}
+        idle = {"--save": save, **reads, "--expert-trace": expert_trace}
         refuse_idle(idle, "without a plan: nothing would be offloaded; add --device-memory, say")
-    for flag, file in places.items():
-        if file is not None:
-            require_writable(flag, file)
-    from headrace.plan.report import draw_plan, plan_table, require_picture
+    if save is not None:
+        require_writable("--save", save)
+    from headrace.plan.report import plan_table
     from headrace.planning import plan_model
     from headrace.runtime.this_machine import PlanRequest
 
-    if plot is not None:
-        require_picture(plot)
     name = device.type if device.index is None else f"{device.type}:{device.index}"
     here = name if machine is None else None
     request = PlanRequest(folder, policy, machine=machine, dtype=dtype, device=here, disk=disk_options(flags))
@@ -106,9 +98,6 @@ def plan(
     if save is not None:
         made.save(save)
         stderr.print(f"plan saved in {save} (--plan {save} carries it out)", highlight=False, soft_wrap=True)
-    if plot is not None:
-        draw_plan(plot, made.model_name or model, made, planned.planner, planned.outlook, planned.curves)
-        stderr.print(f"picture: {plot}", highlight=False, soft_wrap=True)
     if as_json:  # not by rich, which wraps long lines
         json.dump({**made.to_json(), "outlook": planned.outlook.to_json()}, sys.stdout, indent=2)
         sys.stdout.write("\n")

@@ -82,7 +82,6 @@ class ExpertCache:
         self._expert_in = torch.full((max(num_slots, overflow_rows.stop),), -1, dtype=torch.int32, device=device)
         self._last_used = torch.zeros(num_slots, dtype=torch.int64, device=device)
         self._fetched = torch.zeros(1 + num_slots + len(overflow_rows), dtype=torch.int32, device=device)
-        self._uses = torch.zeros(home.numel(), dtype=torch.int64, device=device)
         self._counters = torch.zeros(5, dtype=torch.int64, device=device)
         self._chosen = torch.zeros(home.numel(), dtype=torch.int64, device=device)
         self._missing = torch.zeros(home.numel(), dtype=torch.int32, device=device)
@@ -96,22 +95,6 @@ class ExpertCache:
             for word, table in tables.items()
             if table
         ]
-
-    def fill(self, experts: Sequence[int]) -> None:
-        """Put as many of ``experts`` of this rank into slots as there are; before the first step.
-
-        Args:
-            experts: without repetition; the first ones stay longest unless they are used.
-        """
-        home = self._home.tolist()
-        kept = [expert for expert in experts if home[expert] >= 0][: self.num_slots]
-        kept.reverse()  # of slots that were never used the first leaves first
-        for tensor in self._rows:
-            for slot, expert in enumerate(kept):
-                tensor[slot].copy_(tensor[home[expert]])
-        ids = torch.tensor(kept, dtype=torch.int64, device=self._home.device)
-        self.location[ids] = torch.arange(len(kept), dtype=self.location.dtype, device=ids.device)
-        self._expert_in[: len(kept)] = ids.to(self._expert_in.dtype)
 
     def admit(self, ids: torch.Tensor) -> torch.Tensor:
         """Bring the experts ``ids`` into slots, as far as there are any, and change :attr:`location` accordingly.
@@ -138,7 +121,6 @@ class ExpertCache:
             self._last_used,
             self._fetched,
             self._counters,
-            self._uses,
             self._chosen,
             self._missing,
             NUM_EXPERTS=self._num_experts,
@@ -166,11 +148,6 @@ class ExpertCache:
     def counts(self) -> CacheCounts:
         """What has happened so far; waits for the device."""
         return CacheCounts(*self._counters.tolist())
-
-    def uses(self) -> list[int]:
-        """How many steps chose each expert; waits for the device."""
-        found: list[int] = self._uses.tolist()
-        return found
 
 
 class CountsReader:

@@ -26,7 +26,6 @@ def admit_kernel(
     last_used,  # int64 [S]: the step in which each slot was last used
     fetched,  # int32 [1 + S + P]: how many experts this step fetches, then their rows
     counters,  # int64 [5]: steps, hits, experts fetched into slots, experts without a slot, experts that lost theirs
-    uses,  # int64 [E]: steps that chose each expert
     chosen,  # int64 [E]: the step that chose each expert last
     missing,  # int32 [E]: scratch
     NUM_EXPERTS: tl.constexpr,
@@ -50,7 +49,6 @@ def admit_kernel(
     is_expert = expert < NUM_EXPERTS
     home_row = tl.load(home + expert, mask=is_expert, other=-1)
     row = tl.load(location + expert, mask=is_expert, other=-1)
-    num_uses = tl.load(uses + expert, mask=is_expert, other=0)
     for start in range(0, num_ids, BLOCK_IDS):
         at = start + tl.arange(0, BLOCK_IDS)
         one = tl.load(ids + at, mask=at < num_ids, other=-1)
@@ -63,7 +61,6 @@ def admit_kernel(
     is_missing = is_chosen & (row >= NUM_SLOTS)
     num_hits = tl.sum(is_hit.to(tl.int32), axis=0)
     num_missing = tl.sum(is_missing.to(tl.int32), axis=0)
-    tl.store(uses + expert, num_uses + 1, mask=is_chosen)
     tl.store(last_used + row, tl.zeros([BLOCK_EXPERTS], tl.int64) + step, mask=is_hit)
     num_fetched = num_missing * 0
     num_evicted = num_missing * 0

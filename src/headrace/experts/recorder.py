@@ -1,31 +1,21 @@
-"""Which experts tokens choose: recorded one by one on request, and counted for the next offload of such a model.
+"""Which experts tokens choose, recorded one by one on request.
 
-Choices are recorded on the device, by a few small kernels per layer, in captured graphs too. Counts are kept beside the
-probe, and the next offload begins with the most popular experts in slots.
+Choices are recorded on the device, by a few small kernels per layer, in captured graphs too.
 """
 
 from __future__ import annotations
 
-import json
-import logging
-from collections.abc import Mapping, Sequence
-from pathlib import Path
 from typing import Any
 
 import torch
-import torch.distributed as dist
 from torch import nn
 from torch.utils.hooks import RemovableHandle
 
-from headrace.config import cache_disabled, cache_folder, read_kept, replace_file
 from headrace.errors import OptionError
 from headrace.model.memory_profile import chosen_implementation
 from headrace.plan.traces import Recorded
-from headrace.ranks.group import json_digest
 
-__all__ = ["RoutingRecorder", "keep_uses", "popular_experts"]
-
-_log = logging.getLogger(__name__)
+__all__ = ["RoutingRecorder"]
 
 
 class RoutingRecorder:
@@ -83,49 +73,3 @@ class RoutingRecorder:
             in_order = ids.roll(-(count % len(ids)), 0) if count > len(ids) else ids[:count]
             layers.append(in_order[-kept:].to(torch.int32).cpu().numpy())
         return Recorded(tuple(layers), int(self._layers[0].num_experts))  # type: ignore[arg-type]
-
-
-def keep_uses(uses: Mapping[str, Sequence[int]]) -> None:
-    """Keep how many steps chose each expert, by the name of the layer; replaces what an earlier run kept."""
-    path = _path({layer: len(counts) for layer, counts in uses.items()})
-    if path is None:
-        return
-    try:
-        replace_file(path, json.dumps({layer: list(counts) for layer, counts in uses.items()}))
-    except OSError as error:
-        _log.info("the popularity of experts is not kept: %s: %s", path, error.strerror)
-
-
-def popular_experts(num_experts: Mapping[str, int]) -> dict[str, list[int]]:
-    """The experts that were chosen, by layer, most often first; empty for a model that is not known.
-
-    Args:
-        num_experts: of each layer, by its name.
-    """
-    path = _path(num_experts)
-    if path is None:
-        return {}
-    try:
-        kept = json.loads(read_kept(path))
-        return {layer: _by_uses(kept[layer], count) for layer, count in num_experts.items()}
-    except FileNotFoundError:
-        return {}
-    except (OSError, ValueError, TypeError, KeyError, RecursionError) as error:
-        _log.info("slots of experts begin empty: %s is no record of their uses (%s)", path, error)
-        return {}
-
-
-def _by_uses(uses: Sequence[int], num_experts: int) -> list[int]:
-    if len(uses) != num_experts:
-        raise ValueError(f"expected uses of {num_experts} experts, found {len(uses)}")
-    return sorted((expert for expert in range(num_experts) if uses[expert] > 0), key=lambda expert: -uses[expert])
-
-
-def _path(num_experts: Mapping[str, int]) -> Path | None:
-    """One file for all models with these layers: a wrong guess costs time and no bits."""
-    folder = None if cache_disabled() else cache_folder()
-    if folder is None:
-        return None
-    # Ranks of expert parallelism number their own experts from 0.
-    rank = dist.get_rank() if dist.is_available() and dist.is_initialized() else 0
-    return folder / f"experts-{json_digest([rank, sorted(num_experts.items())])[:16]}.json"

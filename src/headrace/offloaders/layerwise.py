@@ -336,11 +336,6 @@ class EngineOffloader(LayerwiseOffloader):
                 f"device_memory: headrace.params, or headrace.rules such as '{idle[0]}=resident')"
             )
 
-    def keep_popularity(self) -> None:
-        """As :meth:`~headrace.runtime.session.OffloadSession.keep_popularity`, for an engine that ends."""
-        if self._session is not None:
-            self._session.keep_popularity()
-
     def counts_reader(self) -> CountsReader | None:
         """Of all cached experts, for an engine to show while it runs; ``None``: there are none, or nothing moves."""
         return None if self._session is None else self._session.counts_reader()

@@ -103,12 +103,9 @@ class Alternatives:
         self._forecasters = [self._table.forecaster(rows) for rows in self._table.batch_sizes]
         self._now = self._times(plan)
 
-    def find(self, points: Sequence[Point] | None) -> Iterator[Alternative]:
-        """More memory on either side, or a larger batch: the nearest first; none where nothing is better.
-
-        ``points``: the memory curve of the table, if it is known.
-        """
-        yield from self._more_memory(points or curve(self._table, self._table.host_limit(self._budget)))
+    def find(self) -> Iterator[Alternative]:
+        """More memory on either side, or a larger batch: the nearest first; none where nothing is better."""
+        yield from self._more_memory(curve(self._table, self._table.host_limit(self._budget)))
         if self._plan.spilled_bytes and self._table.spill is not None:
             yield from self._more_host_memory(self._table.spill.ring_bytes)
         yield from self._larger_batch()

@@ -30,7 +30,7 @@ from headrace.errors import BudgetError, OptionError, RuleError, SelectionError,
 from headrace.figures import format_size
 from headrace.model.patterns import matching
 from headrace.model.records import Inventory, ModelProfile, StorageInfo
-from headrace.plan.alternatives import Alternative, Alternatives, Point, curve
+from headrace.plan.alternatives import Alternative, Alternatives
 from headrace.plan.cached_experts import cache_bytes, cached_layers, with_slots
 from headrace.plan.candidates import CandidateTable, Family, MappedFiles, Spill, mean_log
 from headrace.plan.cost_model import (
@@ -231,31 +231,11 @@ class Planner:
         stored_bytes = self.stored_bytes if plan.mode == "disk" else {}
         return Forecaster(self.inventory, rates, self.profile, rows, context, stored_bytes, self.hits)(plan)
 
-    def alternatives(self, budget: Budget, plan: Plan, points: Sequence[Point] | None = None) -> list[Alternative]:
-        """What more memory or rows would bring; ``plan`` is the one for ``budget``, ``points`` its curve if known."""
-        return list(Alternatives(self.candidates(budget), budget, plan).find(points))
+    def alternatives(self, budget: Budget, plan: Plan) -> list[Alternative]:
+        """What more memory or rows would bring; ``plan`` is the one for ``budget``."""
+        return list(Alternatives(self.candidates(budget), budget, plan).find())
 
-    def curve(self, budget: Budget) -> list[Point]:
-        """Step times against device memory for weights, for the workload and rules of ``budget``."""
-        table = self.candidates(budget)
-        return curve(table, table.host_limit(budget))
-
-    def curves(self, budget: Budget) -> list[list[Point]]:
-        """The curve for each batch size of ``budget`` alone.
-
-        A plan for several is as fast as possible on average, so with more memory one of them may take longer.
-        """
-        work = budget.workload
-        alone = (Workload((rows,), work.context) for rows in work.batch_sizes)
-        return [self.curve(replace(budget, workload=each)) for each in alone]
-
-    def outlook(
-        self,
-        policy: Policy | Plan | None,
-        plan: Plan,
-        points: Sequence[Point] | None = None,
-        workload: Workload | None = None,
-    ) -> Outlook:
+    def outlook(self, policy: Policy | Plan | None, plan: Plan, workload: Workload | None = None) -> Outlook:
         """What ``plan`` will cost for ``workload`` (default that of ``policy``); alternatives too for a budget.
 
         Without a policy, the smallest budget there is.
@@ -274,7 +254,7 @@ class Planner:
             tuple(self.forecast(plan, rows, context) for rows in workload.batch_sizes),
             tuple(memory),
             plan.device_bytes,
-            tuple(self.alternatives(budget, plan, points)) if budget is not None and plan.offloaded_bytes else (),
+            tuple(self.alternatives(budget, plan)) if budget is not None and plan.offloaded_bytes else (),
             self.least_budget_bytes(workload) if policy is None else None,
             notes=tuple(self._notes(plan, context)),
             caches=tuple(self._caches(plan, workload.batch_sizes[0], context)),

@@ -1,18 +1,14 @@
-"""A plan and what it will cost, for people: as tables (rich), and as a picture (matplotlib, an extra)."""
+"""A plan and what it will cost, for people: as tables of rich."""
 
 from __future__ import annotations
 
-import os
 import re
 import shutil
 from collections import Counter, defaultdict
 from collections.abc import Iterable, Iterator, Sequence
 from io import StringIO
 from itertools import groupby
-from pathlib import Path
-from typing import Any
 
-import numpy as np
 from rich import box
 from rich.console import Console, ConsoleOptions, Group, RenderableType
 from rich.measure import Measurement
@@ -20,35 +16,24 @@ from rich.table import Table
 from rich.text import Text
 
 from headrace.config import RANK_MODES, Place
-from headrace.errors import OptionError
-from headrace.figures import bytes_of, counted, format_rate, format_size, format_time, in_unit, size_unit
-from headrace.plan.alternatives import Point
-from headrace.plan.build import CachePoint, Outlook, Planner
-from headrace.plan.cost_model import find_stages
+from headrace.figures import counted, format_rate, format_size, format_time, in_unit, size_unit
+from headrace.plan.build import CachePoint, Outlook
 from headrace.plan.plan import Plan, Unit
 
 __all__ = [
     "compress_indices",
-    "draw_plan",
     "html_of",
     "plan_table",
     "render",
     "render_outlook",
     "render_weights",
-    "require_picture",
     "role_of",
     "text_of",
     "titled_table",
 ]
 
-# How compute reaches a tensor, of a plan with two stores also from which of them it is prefetched; with its colour.
-_COLOURS = {
-    "resident": "#3aa655",
-    "prefetched": "#4c8ed9",
-    "from files": "#8a63c9",
-    "in place": "#e8a33d",
-    "cached": "#d0576b",
-}
+# How compute reaches a tensor, of a plan with two stores also from which of them it is prefetched.
+_REACHED = ("resident", "prefetched", "from files", "in place", "cached")
 
 # Norms and biases have dozens of roles of a few KiB each; they share a row.
 _MAX_ROLE_ROWS = 12
@@ -249,7 +234,7 @@ def _roles(plan: Plan) -> Table:
         counts[rest] = sum(counts[role] for role in small)
         for role in small:
             sizes[rest] += sizes[role]
-    shown = [column for column in _COLOURS if column == "resident" or any(size[column] for size in sizes.values())]
+    shown = [column for column in _REACHED if column == "resident" or any(size[column] for size in sizes.values())]
     unit = size_unit(plan.weight_bytes)
     table = titled_table(f"Tensors by role, {unit}", "role", "count", "total", *shown)
     for role in rows:
@@ -259,7 +244,7 @@ def _roles(plan: Plan) -> Table:
 
 
 def _reached(plan: Plan, name: str) -> str:
-    """The key of ``_COLOURS`` for a storage."""
+    """Of ``_REACHED`` that of a storage."""
     placement = plan.placements[name]
     if placement.mechanism == "prefetch":
         return "from files" if placement.store == "disk" != plan.mode else "prefetched"
@@ -307,111 +292,3 @@ def _caches(caches: Sequence[CachePoint]) -> Table:
         size, expected = in_unit(cache.device_bytes, unit), format_rate(cache.rows_per_s)
         table.add_row(str(cache.num_slots), size, f"{cache.hits:.0%}", expected, *rates)
     return table
-
-
-# -- a picture ---------------------------------------------------------------------------------------------------------
-
-
-def require_picture(path: str | os.PathLike[str]) -> None:
-    """Raise ``OptionError`` unless matplotlib is installed and draws the format that the suffix of ``path`` names."""
-    try:
-        from matplotlib.backend_bases import FigureCanvasBase
-    except ImportError as error:
-        raise OptionError(
-            "--plot draws with matplotlib, which is not installed; pip install 'headrace[plot]'"
-        ) from error
-    if Path(path).suffix.lower().removeprefix(".") not in FigureCanvasBase.get_supported_filetypes():
-        raise OptionError(
-            f"--plot {str(path)!r}: expected a name that ends in a format of pictures, .png, .svg or .pdf say, found "
-            f"{Path(path).suffix or 'no suffix'!r}"
-        )
-
-
-def draw_plan(
-    path: str | os.PathLike[str],
-    name: str,
-    plan: Plan,
-    planner: Planner,
-    outlook: Outlook,
-    curves: Sequence[Sequence[Point]],
-) -> None:
-    """Write the picture to ``path``; its suffix names the format.
-
-    Args:
-        name: of the model.
-        curves: step times against memory by batch size (:meth:`Planner.curves`); empty leaves the second panel out.
-
-    Raises:
-        OptionError: see :func:`require_picture`.
-    """
-    require_picture(path)
-    from matplotlib.figure import Figure  # not pyplot, which looks for a display and keeps figures
-
-    panels = 2 if curves else 1  # only a budget has a curve
-    figure = Figure(figsize=(10, 4.2 * panels), layout="constrained")
-    axes = figure.subplots(panels, 1, squeeze=False)[:, 0]
-    figure.suptitle(f"{name}: {format_size(plan.weight_bytes)} of weights in {format_size(plan.device_bytes)}")
-    _draw_layers(axes[0], plan, planner)
-    if curves:
-        _draw_curve(axes[1], plan, outlook, curves)
-    figure.savefig(path, dpi=120)
-
-
-def _draw_layers(axes: Any, plan: Plan, planner: Planner) -> None:
-    # Smaller stages would be bars without height.
-    stages = [
-        stage
-        for stage in find_stages(planner.inventory)
-        if sum(s.num_bytes for s, _ in stage.storages) > plan.weight_bytes / 1e5
-    ]
-    largest = max((sum(s.num_bytes for s, _ in stage.storages) for stage in stages), default=0)
-    unit_name = size_unit(largest)
-    unit = bytes_of(unit_name)
-    bottom = [0.0] * len(stages)
-    reached = {name: _reached(plan, name) for name in plan.placements}
-    for label, colour in _COLOURS.items():
-        heights = [sum(s.num_bytes for s, _ in stage.storages if reached[s.name] == label) / unit for stage in stages]
-        if any(heights):
-            axes.bar(range(len(stages)), heights, 0.85, bottom, color=colour, label=label)
-        bottom = [low + height for low, height in zip(bottom, heights, strict=True)]
-    names = [stage.module_fqn.rpartition(".")[2] or "(model)" for stage in stages]
-    step = max(1, len(names) // 24)
-    shown = [index for index in range(len(names)) if index % step == 0 or not names[index].isdigit()]
-    # Words get a slant; where there are many layers only some numbers fit.
-    axes.set_xticks(shown, [names[index] for index in shown], fontsize=7)
-    for label in axes.get_xticklabels():
-        if not label.get_text().isdigit():
-            label.set(rotation=30, ha="right")
-    axes.set_ylim(0, 1.05 * largest / unit or 1)
-    axes.set_ylabel(unit_name)
-    axes.set_title("Weights by layer", loc="left", fontsize=10)
-    axes.margins(x=0.01)
-    axes.legend(loc="upper left", bbox_to_anchor=(1.0, 1.0), frameon=False, fontsize=8)
-
-
-def _draw_curve(axes: Any, plan: Plan, outlook: Outlook, curves: Sequence[Sequence[Point]]) -> None:
-    from matplotlib.ticker import LogFormatter
-
-    unit = size_unit(plan.weight_bytes)
-    slowest_s = max(points[0].step_s[0] for points in curves)
-    scale, time_unit = (1e6, "us") if slowest_s < 5e-3 else (1e3, "ms") if slowest_s < 10 else (1.0, "s")
-    for forecast, points in zip(outlook.forecasts, curves, strict=True):
-        # The plan may lie below: the curve is that of some candidates, and the planner looks at all.
-        known = [(plan.device_bytes, forecast.step_s), *((point.device_bytes, point.step_s[0]) for point in points)]
-        num_bytes, step_s = np.array(sorted(known)).T
-        memory, steps = num_bytes / bytes_of(unit), np.minimum.accumulate(step_s) * scale
-        # Flat up to the next point: memory in between buys nothing.
-        (line,) = axes.step(memory, steps, where="post", label=f"batch {forecast.rows}")
-        axes.axhline(forecast.resident_s * scale, color=line.get_color(), linestyle=":", linewidth=1)
-        axes.plot(plan.device_bytes / bytes_of(unit), forecast.step_s * scale, "o", color=line.get_color())
-    axes.axvline(plan.device_bytes / bytes_of(unit), color="#888888", linewidth=0.8, label="this plan")
-    # From a resident step to one that moves all weights it is a factor of fifty on an H200.
-    axes.set_yscale("log")
-    axes.yaxis.set_major_formatter("{x:g}")
-    axes.yaxis.set_minor_formatter(LogFormatter(labelOnlyBase=False, minor_thresholds=(2, 0.5)))
-    axes.set_xlabel(f"device memory for weights, {unit}")
-    axes.set_ylabel(f"step, {time_unit}")
-    which = "" if len(curves) == 1 else " of a plan for each batch size alone"
-    axes.set_title(f"Predicted step{which}; dots: this plan, dotted: all weights resident", loc="left", fontsize=10)
-    axes.grid(alpha=0.3)
-    axes.legend(loc="upper left", bbox_to_anchor=(1.0, 1.0), frameon=False, fontsize=8)

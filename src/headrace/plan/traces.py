@@ -10,7 +10,6 @@ import functools
 import os
 import random
 from collections import OrderedDict
-from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import accumulate
 
@@ -19,7 +18,7 @@ import numpy as np
 from headrace.errors import OptionError
 
 __all__ = [
-    "ExpertHits", "FixedHits", "Recorded", "Trace", "load_trace", "lru_hits", "lru_hits_by_token", "reuse_distances",
+    "ExpertHits", "FixedHits", "Recorded", "Trace", "load_trace", "lru_hits", "reuse_distances",
     "save_trace", "seeded_trace",
 ]  # fmt: skip
 
@@ -75,42 +74,31 @@ def reuse_distances(trace: Trace) -> list[int]:
     return found
 
 
-def lru_hits(trace: Trace, num_slots: int, known: Sequence[int] = (), warm_up: int = 0) -> float:
-    """Share of choices that a cache of ``num_slots`` experts holds, one token a step; see :func:`lru_hits_by_token`.
-
-    Args:
-        warm_up: tokens at the beginning that do not count.
-    """
-    return float(lru_hits_by_token(trace, num_slots, known)[warm_up:].sum()) / trace[warm_up:].size
-
-
-def lru_hits_by_token(
-    trace: Trace, num_slots: int, known: Sequence[int] = ()
-) -> np.ndarray[tuple[int], np.dtype[np.int64]]:
-    """How many choices of each token a cache of ``num_slots`` experts holds, int64 [tokens].
+def lru_hits(trace: Trace, num_slots: int, warm_up: int = 0) -> float:
+    """Share of choices that a cache of ``num_slots`` experts holds, one token a step.
 
     No expert leaves in the step that uses it; what finds no slot is not kept, nor is the last one of a step without any
     hit (``admit_kernel`` says why).
 
     Args:
-        known: held at the start, the first one leaves first.
+        warm_up: tokens at the beginning that do not count.
     """
-    held: OrderedDict[int, None] = OrderedDict.fromkeys(list(known)[:num_slots])
-    hits = np.zeros(len(trace), np.int64)
+    held: OrderedDict[int, None] = OrderedDict()
+    counted = 0
     for token, row in enumerate(trace.tolist()):
         missing = sorted(expert for expert in row if expert not in held)
-        hits[token] = len(row) - len(missing)
-        free = num_slots - hits[token]
+        hits = len(row) - len(missing)
+        counted += hits if token >= warm_up else 0
         if len(missing) == len(row) > 1:
             missing.pop()
         for expert in row:
             if expert in held:
                 held.move_to_end(expert)
-        for expert in missing[:free]:
+        for expert in missing[: num_slots - hits]:
             if len(held) == num_slots:
                 held.popitem(last=False)
             held[expert] = None
-    return hits
+    return counted / trace[warm_up:].size
 
 
 @dataclass(frozen=True, eq=False)

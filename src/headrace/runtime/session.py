@@ -21,7 +21,6 @@ from torch.utils.hooks import RemovableHandle
 
 from headrace.config import RANK_MODES, debug_enabled
 from headrace.errors import BudgetError, CheckpointError, OptionError, StateError, TransferError
-from headrace.experts.recorder import keep_uses, popular_experts
 from headrace.experts.rows import CachedExperts, ExpertHook, ReadsRows, Turn
 from headrace.figures import format_size, format_time
 from headrace.loading.loader import WeightLoader, require_weights
@@ -62,9 +61,6 @@ if TYPE_CHECKING:  # it needs Triton, which machines without a GPU may lack
 
 __all__ = ["OffloadSession", "Progress", "SessionOptions", "open_pinned", "open_store"]
 
-
-# At least so many steps say which experts are popular.
-_POPULARITY_STEPS = 256
 
 # A note of stats(), by the implementation of experts in transformers that reads them in place.
 _EXPERTS = {
@@ -223,11 +219,6 @@ class OffloadSession(NotCopyable):
 
         return CountsReader([cache for _, cache in self._caches]) if self._caches else None
 
-    def keep_popularity(self) -> None:
-        """Keep for later offloads how often each cached expert was chosen; waits for the device."""
-        if self._caches and self._caches[0][1].counts().steps >= _POPULARITY_STEPS:
-            keep_uses({layer.module_fqn: cache.uses() for layer, cache in self._caches})
-
     @property
     def has_run(self) -> bool:
         """Whether a forward of the model has begun."""
@@ -297,7 +288,6 @@ class OffloadSession(NotCopyable):
         try:
             if self.own_graphs is not None:
                 self.own_graphs.remove()
-            self.keep_popularity()
             self._remove(graphs_released)
         except BaseException:
             release_left(self._promoter.tensor_lock)
@@ -427,10 +417,9 @@ class OffloadSession(NotCopyable):
                 )
         if plan.cached:
             turn = Turn(self._device)
-            popular = popular_experts({layer.module_fqn: layer.num_experts for layer in plan.cached})
             for layer in plan.cached:
-                self._attach_cached(layer, turn, popular.get(layer.module_fqn, ()))
-            turn.follow(self._device)  # the first forward may run on another stream than the copies into slots
+                self._attach_cached(layer, turn)
+            turn.follow(self._device)  # the first forward may run on another stream than what made the caches
         if plan.uva and plan.mode == "disk" and self._device.type == "cpu":
             # A page that a shorter file has no longer ends the program (SIGBUS, mmap(2)), so files are compared before.
             self._hooks.append(self._model.register_forward_pre_hook(self._compare_mapped_files, prepend=True))
@@ -492,8 +481,8 @@ class OffloadSession(NotCopyable):
                 ForwardHook(self._model, entry, self._units, prefetcher, token, promoter, traced_in_forward=in_forward)
             )
 
-    def _attach_cached(self, layer: CachedLayer, turn: Turn, popular: Sequence[int]) -> None:
-        """Have the module of ``layer`` read its experts by rows, with ``popular`` in slots; its own tensors rest."""
+    def _attach_cached(self, layer: CachedLayer, turn: Turn) -> None:
+        """Have the module of ``layer`` read its experts by rows; its own tensors rest."""
         from headrace.experts.cache import ExpertCache
 
         assert self._ranges is not None  # there are cached layers
@@ -505,7 +494,6 @@ class OffloadSession(NotCopyable):
         num_rows = len(next(iter(rows.values()))) if self._options.reads_rows is CachedExperts else layer.num_experts
         shift = num_rows - layer.num_experts
         cache = ExpertCache(list(rows.values()), home, layer.num_slots, overflow_rows, turn, shift)
-        cache.fill(popular)
         module, tensors = self._model.get_submodule(layer.module_fqn), {}
         for name, memory in rows.items():
             (tensor,) = self._bound[name].tensors

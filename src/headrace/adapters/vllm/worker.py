@@ -73,7 +73,6 @@ class OffloadingWorker(_Base):  # type: ignore[misc,unused-ignore]
         self._announces = False
         self._link_bytes_per_s: float | None = None  # of this rank beside others that copy, where it was asked for
         self._hits: _HitLog | None = None
-        self._popularity_is_kept = False
         self._all_ran = False  # whether every offloaded module has run at least once
         if self._options.policy is not None:
             _refuse_second_engine()  # before its runner replaces the offloader that the graphs of the first one ask
@@ -203,20 +202,11 @@ class OffloadingWorker(_Base):  # type: ignore[misc,unused-ignore]
                 set_offloader(self._former)
         self._offloader = None
 
-    def _keep_popularity(self) -> None:
-        """Once, before the engine sleeps or ends: of an engine that sleeps the counters cannot be read."""
-        if self._offloader is not None and not self._popularity_is_kept:
-            self._popularity_is_kept = True
-            self._offloader.keep_popularity()
-
     def shutdown(self) -> None:
         """Like vLLM's; after it another engine of this process may set its own offloader."""
-        try:
-            self._keep_popularity()
-        finally:  # the device may have failed
-            self._give_up_offloader()
-            if shut_down := getattr(super(), "shutdown", None):
-                shut_down()
+        self._give_up_offloader()
+        if shut_down := getattr(super(), "shutdown", None):
+            shut_down()
 
     def determine_available_memory(self, *args: Any, **kwargs: Any) -> Any:
         """Like vLLM's, in which a worker on a GPU runs its model for the first time.
@@ -304,7 +294,6 @@ class OffloadingWorker(_Base):  # type: ignore[misc,unused-ignore]
             self._refuse_discard(f"sleep level {level}")
         if self._offloader is not None and torch.cuda.is_available():
             torch.cuda.synchronize()  # first copies of the next forward may still write to slots, which vLLM saves now
-        self._keep_popularity()
         super().sleep(level)
 
     def discard(self, tags: tuple[str, ...]) -> None:
