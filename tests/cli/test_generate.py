@@ -17,6 +17,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer, TextStreamer
 
 from commands import TINY, error_of, run
 from headrace.demo.synthetic_model import ensure_model
+from headrace.figures import format_rate, format_time
 from headrace.plan.plan import Plan
 from models import aligned
 
@@ -179,6 +180,19 @@ def test_quiet_prints_the_text_and_errors(with_template: Callable[..., Path], tm
     assert (result.stdout, result.stderr) == (loud.stdout, "")
     assert trace.exists()
     assert "--top-k has no effect" in error_of("generate", folder, "--prompt", "a", "--quiet", "--top-k", 3)
+
+
+def test_the_expectation_is_that_of_the_plan(model: Path) -> None:
+    """Of one sequence, with a context and without."""
+    for flags in (("--device-memory", "2MiB"), ("--device-memory", "16MiB", "--context", 64)):
+        planned = json.loads(run("plan", model, "--device", "cpu", "--json", *flags).stdout)["outlook"]["steps"][0]
+        told = [line for line in generate(model, *flags).stderr.splitlines() if line.startswith("expected: ")]
+        expected = (
+            f"{format_time(planned['step_s'])} a token ({format_rate(planned['rows_per_s'])} tokens/s), bound by "
+        )
+        assert len(told) == 1
+        assert told[0].startswith(f"expected: {expected}{planned['bound']}, by the rates of ")
+    assert "expected: " not in generate(model, "--quiet").stderr
 
 
 # -- dtype and attention -----------------------------------------------------------------------------------------------

@@ -17,8 +17,10 @@ import engines
 from engines import EngineModel, Layer, Linear, Wrapped, build, ids, is_lookup
 from headrace import UVA, Budget, Prefetch
 from headrace.errors import BudgetError, OptionError, SelectionError, StateError
+from headrace.model.records import Inventory, ModelProfile
 from headrace.offloaders.layerwise import EngineOffloader, EnginePolicy
 from headrace.plan.units import TINY_BYTES
+from headrace.runtime.this_machine import make_planner
 from headrace.testing import NoCopyOffloader
 
 SUPPORT = Path(__file__).resolve().parents[1] / "support"
@@ -145,6 +147,20 @@ def test_a_budget_keeps_what_is_not_called_resident_and_looks_rows_up_in_place()
     assert "lm_head.weight" in plan.resident
     assert "visual.0.weight" in plan.resident
     assert plan.device_bytes <= SOME
+
+
+def test_a_budget_counts_no_kernels_of_an_eager_forward(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Engines fuse kernels, also of a model whose code is that of transformers."""
+    seen: list[ModelProfile] = []
+
+    def planner(inventory: Inventory, profile: ModelProfile, *args: Any, **options: Any) -> Any:
+        seen.append(profile)
+        return make_planner(inventory, profile, *args, **options)
+
+    monkeypatch.setattr("headrace.offloaders.layerwise.profile_of", lambda *_: ModelProfile(kernels_per_step=9))
+    monkeypatch.setattr("headrace.offloaders.layerwise.make_planner", planner)
+    build(Budget(SOME))
+    assert [profile.kernels_per_step for profile in seen] == [None]
 
 
 def test_a_budget_for_everything_is_refused() -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gc
 import weakref
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -214,6 +215,73 @@ class TestActivations:
             for _ in range(3):
                 kept = model(kept)
         assert meter.peak == 2 * kept.nbytes
+
+
+class Launches(TorchDispatchMode):
+    """Counts calls of operations that make or change tensors, products of matrices apart."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.names: list[str] = []
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        result, name = func(*args, **(kwargs or {})), func._schema.name.removeprefix("aten::")
+        made = [each for each in tree_leaves(result) if isinstance(each, torch.Tensor)]
+        if made and not func.is_view and "empty" not in name and name not in ("mm", "bmm", "addmm", "_unsafe_view"):
+            self.names.append(name)
+        return result
+
+
+@torch.no_grad()
+def launches_of_step(model: Any, prompt: int) -> int:
+    """Kernels of a step of one token behind ``prompt`` others, without logits; on the CPU, by weights with values."""
+    model.set_attn_implementation("eager")
+    key = "cache_params" if "Mamba" in type(model).__name__ else "past_key_values"
+    decoder, tokens = model.get_decoder(), torch.ones(1, prompt, dtype=torch.int64)
+    cache = getattr(decoder(input_ids=tokens, use_cache=True), key)
+    with Launches() as meter:
+        decoder(input_ids=tokens[:, :1], use_cache=True, **{key: cache})
+    return len(meter.names)
+
+
+class TestKernels:
+    # Falcon's attention is not chosen by name.
+    @pytest.mark.parametrize("name", [name for name in MODELS if name != "falcon"])
+    def test_as_many_as_a_step_has(self, name: str) -> None:
+        """But for masks, which depend on values."""
+        model = make(name, torch.bfloat16)
+        model.set_experts_implementation("batched_mm")
+        counted = profile_of(model, 64).kernels_per_step
+        assert counted is not None
+        assert counted == pytest.approx(launches_of_step(model, 32), abs=4)
+
+    @pytest.mark.parametrize(
+        ("name", "per_layer"),
+        [
+            # Two norms of 8, two rotations of 5, the cache 2, repeated heads 2, scores 5 (scaled, masked, softmax,
+            # two casts), two sums, an activation and a product.
+            ("llama", 39),
+            ("qwen3", 39 + 2 * 8),  # norms of queries and keys
+        ],
+    )
+    def test_of_a_layer_by_hand(self, name: str, per_layer: int) -> None:
+        few, more = (profile_of(make(name, torch.bfloat16, num_hidden_layers=n), 64).kernels_per_step for n in (2, 5))
+        assert few is not None
+        assert more == few + 3 * per_layer
+
+    def test_not_without_a_context_nor_a_decoder(self) -> None:
+        assert profile_of(make("llama")).kernels_per_step is None
+        assert profile_of(transformers.BertModel(transformers.BertConfig(**SIZE)), 64).kernels_per_step is None
+
+    def test_memory_is_known_where_no_step_could_be_counted(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        known, forward = profile_of(make("llama"), 64), transformers.LlamaModel.forward
+
+        def only_prompts(self: Any, input_ids: torch.Tensor, *args: Any, **options: Any) -> Any:
+            assert input_ids.shape[1] > 1
+            return forward(self, input_ids, *args, **options)
+
+        monkeypatch.setattr(transformers.LlamaModel, "forward", only_prompts)
+        assert profile_of(make("llama"), 64) == replace(known, kernels_per_step=None)
 
 
 class TestReading:

@@ -10,17 +10,20 @@ import torch
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from torch import nn
+from transformers import Qwen3MoeConfig, Qwen3MoeForCausalLM
 
 from decoder_models import DEEPSEEK_V2_LITE, MoeStack
 from headrace.bench.reference_step import QWEN3_8B, Stack
 from headrace.config import Budget, Workload
 from headrace.errors import BudgetError, HeadraceWarning
 from headrace.model.inventory import Inventory, take_inventory
-from headrace.model.memory_profile import ModelProfile
+from headrace.model.memory_profile import ModelProfile, profile_of
 from headrace.plan.alternatives import curve
 from headrace.plan.build import Planner, build_plan
-from headrace.plan.cost_model import NOMINAL_GPU, Forecaster, Rates
+from headrace.plan.cost_model import EAGER_KERNEL, KERNELS_PER_TENSOR, NOMINAL_GPU, Forecaster, Rates
 from headrace.plan.plan import Plan, UnitDraft, assemble
+from headrace.runtime.this_machine import make_planner
+from headrace.transfer.machine_probe import DeviceName
 from plans import KIB, SMALL, assignments, check_plan, layered, memory_curve, models
 
 
@@ -195,3 +198,41 @@ def test_a_limit_of_host_memory_keeps_more_on_the_device() -> None:
         build_plan(inventory, Budget(half, host_memory="1GiB"))
     made = build_plan(inventory, Budget(int(inventory.num_bytes * 0.95), host_memory="1GiB"))
     assert 0 < made.offloaded_bytes <= 2**30
+
+
+# -- kernels of the eager forward --------------------------------------------------------------------------------------
+
+
+def resident_step(inventory: Inventory, profile: ModelProfile, rows: int) -> float:
+    return Forecaster(inventory, SMALL, profile, rows)(assemble(inventory, [], 0, "cpu")).step_s
+
+
+def test_counted_kernels_take_the_place_of_those_by_tensor() -> None:
+    inventory = layered(4, 64 * KIB, 128 * KIB, head=64 * KIB)
+    steps = [resident_step(inventory, ModelProfile(kernels_per_step=count), 1) for count in (None, 0, 1000)]
+    num_tensors = sum(not storage.is_lookup for storage in inventory.storages)
+    assert steps[0] - steps[1] == pytest.approx(KERNELS_PER_TENSOR * num_tensors * SMALL.kernel_s)
+    assert steps[2] - steps[1] == pytest.approx(1000 * EAGER_KERNEL * SMALL.kernel_s)
+
+
+@pytest.mark.parametrize(("rows", "copied"), [(1, 2 / 8), (3, 6 / 8), (64, 1)])
+def test_experts_of_rows_are_copied_first(rows: int, copied: float) -> None:
+    """By `batched_mm`, which transformers decodes with; where an engine runs them, they are not."""
+    with torch.device("meta"):
+        sizes = {"hidden_size": 256, "moe_intermediate_size": 256, "num_hidden_layers": 3, "num_experts": 8}
+        model = Qwen3MoeForCausalLM(Qwen3MoeConfig(**sizes, num_experts_per_tok=2, vocab_size=512))
+    inventory, profile = take_inventory(model), replace(profile_of(model), kernels_per_step=0)
+    names, loops = profile.row_readers, replace(profile, row_readers=())
+    expert_bytes = sum(s.num_bytes for s in inventory.storages if not s.modules.isdisjoint(names))
+    assert expert_bytes == 3 * 8 * 3 * 256 * 256 * 4
+    more_s = resident_step(inventory, profile, rows) - resident_step(inventory, loops, rows)
+    assert more_s == pytest.approx(2 * copied * expert_bytes / SMALL.device_bytes_per_s)
+    fused = replace(profile, kernels_per_step=None)
+    assert resident_step(inventory, fused, rows) == resident_step(inventory, replace(fused, row_readers=()), rows)
+
+
+@pytest.mark.parametrize(("device", "kernels"), [("cuda", True), ("cpu", False)])
+def test_kernels_count_where_graphs_replay_them(device: str, kernels: bool) -> None:
+    inventory = layered(4, 64 * KIB, 128 * KIB, head=64 * KIB)
+    planner = make_planner(inventory, ModelProfile(kernels_per_step=9), DeviceName(device), rates=SMALL)
+    assert planner.profile.kernels_per_step == (9 if kernels else None)

@@ -12,10 +12,18 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
+from transformers import AutoModelForCausalLM
 
+from decoder_models import CONFIGS
+from headrace.config import Prefetch
 from headrace.model.inventory import take_inventory
+from headrace.model.memory_profile import profile_of
+from headrace.plan.build import Planner as Solver
+from headrace.plan.build import build_plan
 from headrace.plan.cost_model import Forecaster
-from headrace.transfer.machine_probe import read_probe
+from headrace.plan.plan import assemble
+from headrace.transfer.machine_probe import named_machine, read_probe
 from plan_predictions import Contest, Planner, build
 
 REPORT = Path(__file__).resolve().parents[2] / "docs" / "benchmarks" / "2026-11-21-plan-h200.jsonl"
@@ -50,3 +58,22 @@ def test_no_plan_is_slower_than_the_one_that_was_measured(stack: str) -> None:
     found = list(slowdowns(stack))
     assert len(found) >= 30
     assert max(found) <= 1.01
+
+
+@pytest.mark.parametrize(
+    ("name", "is_offloaded", "measured_ms"),
+    [
+        ("qwen3-8b", False, 9.26),
+        ("qwen3-8b", True, 62.89),  # every fourth layer
+        ("qwen3-30b-a3b", False, 12.35),
+    ],
+)
+def test_steps_of_transformers_in_graphs(name: str, is_offloaded: bool, measured_ms: float) -> None:
+    """On an H200, `benchmarks/decode_step.py --rows 1 --variants resident+graph`: the eager forward, captured."""
+    with torch.device("meta"):
+        model = AutoModelForCausalLM.from_config(CONFIGS[name](), dtype=torch.bfloat16)
+    _, rates = named_machine("h200")
+    inventory, profile = take_inventory(model), profile_of(model, 256)
+    plan = build_plan(inventory, Prefetch(4, 1, 1)) if is_offloaded else assemble(inventory, [], 0, "cpu")
+    planner = Solver(inventory, rates, profile, zero_copy=True)
+    assert planner.forecast(plan, 1, 256).step_s * 1e3 == pytest.approx(measured_ms, rel=0.1)

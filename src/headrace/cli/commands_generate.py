@@ -40,6 +40,7 @@ if TYPE_CHECKING:
     from headrace.adapters.transformers.opened_model import OpenedModel
     from headrace.api import Handle
     from headrace.plan.plan import Plan
+    from headrace.planning import Planned
 
 __all__ = ["generate", "open_tokenizer"]
 
@@ -156,11 +157,13 @@ def generate(
     _check_length(inputs["input_ids"].shape[1], max_new_tokens, planned.planner.profile.max_context, planned.plan)
     plan = planned.plan
     notes.print(render(plan, opened.name))
+    # A recorder of routing runs Python in every step.
+    graphs = not no_graphs and expert_trace is None
+    if device.type != "cuda" or (graphs and group is None):  # otherwise Python sets the pace, which nothing predicts
+        notes.print(_expectation(planned), highlight=False, soft_wrap=True)
     meter = PeakMeter()
     with byte_bar("loading", notes) as progress, open_ranks(group) as ranks:
         request = replace(request, model=module, policy=plan, ranks=ranks)
-        # A recorder of routing runs Python in every step.
-        graphs = not no_graphs and expert_trace is None
         handle = load_matched(folder, request, opened.match, progress, graphs)
     # The handle is not removed at the end: that would bring all weights back, which may not fit.
     inputs = {name: tensor.to(device) for name, tensor in inputs.items()}
@@ -177,6 +180,17 @@ def generate(
     if trace is not None:
         handle.trace(trace)
         notes.print(f"trace: {trace} (open it at https://ui.perfetto.dev)", highlight=False)
+
+
+def _expectation(planned: Planned) -> str:
+    """What `headrace plan` with the same flags predicts for one sequence."""
+    planner = planned.planner
+    step = planner.forecast(planned.plan, 1, planned.workload.context)
+    hint = "" if planner.rates.is_measured else "; run `headrace probe` for predictions that hold"
+    return (
+        f"expected: {format_time(step.step_s)} a token ({format_rate(step.rows_per_s)} tokens/s), bound by "
+        f"{step.bound}, by the rates of {planner.rates.machine}{hint}"
+    )
 
 
 def _silence() -> Console:

@@ -1,13 +1,15 @@
 """What the planner needs of a model beyond names and sizes.
 
-Caches are measured: two forwards on ``meta``, of two lengths, return them as transformers makes them.
+Caches are measured: two forwards on ``meta``, of two lengths, return them as transformers makes them. A third one, of
+one more token, counts the kernels of a decoding step.
 """
 
 from __future__ import annotations
 
 import copy
 import math
-from collections.abc import Collection, Iterable, Iterator, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import replace
 from typing import Any
 
@@ -35,6 +37,8 @@ _ON_META = {"attn_implementation": "eager", "experts_implementation": "batched_m
 _TOP_K = ("num_experts_per_tok", "moe_topk", "moe_top_k", "moe_k", "moe_num_active_experts", "top_k_experts", "top_k")
 _EXPERTS = ("num_experts", "num_local_experts", "n_routed_experts", "moe_num_experts")
 _MAX_CONTEXT = ("max_position_embeddings", "n_positions", "max_seq_len", "seq_length", "max_target_positions")
+# Products of matrices, whose time is that of their weights, and operations that launch no kernel although no views.
+_NOT_COUNTED = ("mm", "bmm", "addmm", "baddbmm", "_unsafe_view", "empty", "empty_like", "empty_strided", "new_empty")
 _FLOAT32_BYTES = 4
 _INDEX_BYTES = 3 * 8
 
@@ -58,7 +62,8 @@ def profile_of(model: nn.Module, context: int = 0) -> ModelProfile:
 
 @torch.no_grad()
 def measured(profile: ModelProfile, model: nn.Module) -> ModelProfile:
-    """``profile`` with the memory that ``model`` takes beside its weights; a second or so of forwards on ``meta``.
+    """``profile`` with the memory that ``model`` takes beside its weights and the kernels of a step; a second or so of
+    forwards on ``meta``.
 
     It is that of transformers' default caches (``DynamicCache``) and of one step of ``generate``, in the model's dtype.
     For an encoder-decoder the source counts as long as the context, unless the configuration fixes its length
@@ -75,14 +80,21 @@ def measured(profile: ModelProfile, model: nn.Module) -> ModelProfile:
     if not (dtype.is_floating_point and dtype.itemsize > 1):
         dtype = torch.get_default_dtype()
     long = max(2, min(_LENGTH, profile.max_context or _LENGTH))
-    pairs, why, twin = [], "its forward returns none", source
+    pairs, why, twin, kernels = [], "its forward returns none", source, None
     try:
         from transformers.initialization import meta_device_safe_creation_ops
 
         by_mask = _config.patch(meta_nonzero_assume_all_nonzero=True)  # type: ignore[attr-defined]
-        with torch.device("meta"), by_mask, meta_device_safe_creation_ops(), _NoData():  # type: ignore[no-untyped-call]
+        safe = meta_device_safe_creation_ops()
+        with torch.device("meta"), by_mask, safe, _OnMeta() as meter:
             twin = type(source)._from_config(copy.deepcopy(source.config), dtype=dtype, **_ON_META).eval()
-            pairs = list(zip(*(_kept(twin, tokens, dtype) for tokens in (long // 2, long)), strict=True))
+            kept = [_forward(twin, tokens, dtype) for tokens in (long // 2, long)]
+            pairs = list(zip(*(list(_tensors_in(each, set())) for each in kept), strict=True))
+            before = meter.kernels
+            with suppress(Exception):  # memory is known without
+                if pairs:
+                    _forward(twin, 1, dtype, kept[1])
+                    kernels = meter.kernels - before
     except Exception as error:  # the code of any model, on tensors without data
         why = f"{type(error).__name__}: {error}"
     decodes = getattr(config, "is_decoder", True) or source.config.is_encoder_decoder
@@ -97,6 +109,7 @@ def measured(profile: ModelProfile, model: nn.Module) -> ModelProfile:
         **caches,
         activation_bytes_per_row=_activation_bytes(twin, config, dtype.itemsize),
         attention_bytes_per_token=_attention_bytes(twin, config, growth, dtype.itemsize),
+        kernels_per_step=kernels,
     )
 
 
@@ -155,8 +168,8 @@ def _sizes(pairs: Iterable[tuple[_Kept, _Kept]], short: int, long: int) -> tuple
     }, max(growths)
 
 
-def _kept(model: Any, length: int, dtype: torch.dtype) -> list[_Kept]:
-    """What ``model`` keeps after a forward of ``length`` tokens."""
+def _forward(model: Any, length: int, dtype: torch.dtype, cache: Mapping[str, Any] = {}) -> dict[str, Any]:
+    """What ``model`` keeps after a forward of ``length`` tokens behind ``cache``, by the name of the argument."""
     from transformers.generation.utils import ALL_CACHE_NAMES
     from transformers.modeling_outputs import BaseModelOutput
 
@@ -171,19 +184,29 @@ def _kept(model: Any, length: int, dtype: torch.dtype) -> list[_Kept]:
         given = {"encoder_outputs": encoded, "decoder_input_ids": given["input_ids"]}
     elif hasattr(decoder := model.get_decoder(), "config"):
         model = decoder  # without towers, whose input is another
-    output = model(**given, use_cache=True, return_dict=True)
-    cache = next((output[name] for name in ALL_CACHE_NAMES if output.get(name) is not None), None)
-    return list(_tensors_in(cache, set()))
+    output = model(**given, **cache, use_cache=True, return_dict=True)
+    name = next((name for name in ALL_CACHE_NAMES if output.get(name) is not None), None)
+    return {} if name is None else {name: output[name]}
 
 
-class _NoData(TorchDispatchMode):
-    """Forwards on ``meta`` that ask for a value get 1, or True; those that ask which rows go to an expert, none."""
+class _OnMeta(TorchDispatchMode):
+    """Forwards on ``meta`` that ask for a value get 1, or True; those that ask which rows go to an expert, none.
+
+    Attributes:
+        kernels: operations so far that launch kernels on a GPU, without products of matrices.
+    """
+
+    def __init__(self) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self.kernels = 0
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if func is torch.ops.aten._local_scalar_dense.default and args[0].is_meta:
             return torch.ones((), dtype=args[0].dtype, device="cpu").item()
         if func is torch.ops.aten.nonzero.default and args[0].is_meta:
             return args[0].new_empty((0, args[0].dim()), dtype=torch.int64)
+        is_counted = not func.is_view and func.overloadpacket.__name__ not in _NOT_COUNTED
+        self.kernels += is_counted and any(isinstance(each.type, torch.TensorType) for each in func._schema.returns)
         return func(*args, **(kwargs or {}))
 
 

@@ -308,6 +308,8 @@ class ModelProfile:
             of every sequence (a cache that grows by copying, latents that are expanded).
         max_context: the longest context the model was made for, in tokens; ``None`` if it states none.
         row_readers: modules whose experts may lie in any order of rows, by dotted name.
+        kernels_per_step: kernels of a decoding step of transformers' eager forward, matrix products apart; ``None`` for
+            a model whose kernels are fused (of an engine, of a compiler), or that was not measured.
     """
 
     experts_per_token: int | None = None
@@ -319,6 +321,7 @@ class ModelProfile:
     attention_bytes_per_token: int = 0
     max_context: int | None = None
     row_readers: tuple[str, ...] = ()
+    kernels_per_step: int | None = None
 
     def check_context(self, context: int) -> None:
         """Raise OptionError if ``context`` is longer than what the model was made for."""

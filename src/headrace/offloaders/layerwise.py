@@ -438,7 +438,8 @@ class EngineOffloader(LayerwiseOffloader):
         outside_names = {s.name for s in inventory.storages if not s.is_lookup and _is_outside(s, layers)}
         rules += _rules_for(outside_names, inventory, params, rules)
         readers = tuple(name for name, why in self._expert_modules(self._model()).items() if why is None)
-        profile = replace(profile_of(self._model(), policy.workload.context), row_readers=readers)
+        profile = profile_of(self._model(), policy.workload.context)
+        profile = replace(profile, row_readers=readers, kernels_per_step=None)  # an engine fuses kernels
         planner = make_planner(inventory, profile, self._device(), rates=self._rates)
         try:
             return planner.plan(replace(policy, params=params, rules=tuple(rules)))

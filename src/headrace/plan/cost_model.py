@@ -21,8 +21,9 @@ bytes / copy rate(bytes), in the order of the schedule, and units in files bytes
 ahead of the link. Units that are split over ranks have a copy rate of their own: :func:`split_rates`.
 
 Where the form comes from: decode is bound by reading weights, prefill by arithmetic (roofline, Williams et al. 2009),
-and one curve measured over rows covers both ends and the range between. The three numbers of kernels and passes below
-are not measured by the probe: they were fitted once, to the resident steps of two stacks on an H200.
+and one curve measured over rows covers both ends and the range between. The numbers of kernels and passes below are not
+measured by the probe: they were fitted once, to resident steps of two stacks on an H200. Where the profile has a count
+of kernels (transformers' eager forward, replayed in CUDA graphs), that counts instead, spread evenly over the layers.
 
 How copies and reads overlap with the stages is simulated (:func:`step_s`) by the rules of :mod:`headrace.plan.schedule`
 and of the prefetcher that carries them out, for steps that follow one another without a pause:
@@ -93,6 +94,10 @@ KERNELS_PER_TENSOR = 3
 KERNELS_PER_EXPERT_LAYER = 45
 # Admission, fetching, and the rows of what was chosen: 3.5 us a layer (H200).
 KERNELS_PER_CACHED_LAYER = 2
+# A counted kernel in units of ``kernel_s``. It depends on the one before, and a static cache and masks have some more.
+# Fitted to resident steps in graphs of Qwen3-8B and Qwen3-30B-A3B: with math attention on an H200 9.26 and 12.35 ms
+# (predicted 9.2 and 11.8); on an H100 Qwen3-8B takes 9.63 ms of graph and 11.3 ms a token in ``generate`` (10.8).
+EAGER_KERNEL = 2.2
 # How often an activation is written or read by the kernels around the product it belongs to.
 ACTIVATION_PASSES = 3.5
 
@@ -386,6 +391,11 @@ def storage_cost(storage: StorageInfo, experts: int, rows: int, rates: Rates, pr
         resident, in_place = rates.grouped_s_per_byte, rates.in_place_grouped_s_per_byte
     # Vectors (norms, biases) belong to kernels that are counted one by one.
     resident_s = touched * resident(rows_each) if len(storage.tensors[0].shape) > 1 else 0.0
+    if experts > 1 and profile.kernels_per_step is not None and not storage.modules.isdisjoint(profile.row_readers):
+        # Decoding in `batched_mm` copies the experts of each row first. No more than all of them are counted, since many
+        # rows may be those of a prompt, which runs without.
+        copied = storage.num_bytes * min(1.0, rows * (profile.experts_per_token or experts) / experts)
+        resident_s += 2 * copied / rates.device_bytes_per_s
     # Without a rate of its own it is chosen only where a rule says so, and then comes as a copy would, but on demand.
     alone_s = resident_s + rates.copy_s(touched) if in_place is None else touched * in_place(rows_each)
     return StorageCost(resident_s, max(resident_s, alone_s))
@@ -425,13 +435,16 @@ def stages_compute_s(
     ``context``: tokens per sequence in the KV cache, which attention reads whole; the layers share it equally.
     """
     num_layers = sum(stage.is_layer for stage in stages)
+    counted = None if profile.kernels_per_step is None or not num_layers else profile.kernels_per_step / num_layers
     attention_s = profile.cache_bytes(rows, context) / rates.device_bytes_per_s / max(1, num_layers)
     found = []
     for stage in stages:
         tensors = [(storage.tensors[0], experts) for storage, experts in stage.storages if not storage.is_lookup]
-        kernels = KERNELS_PER_TENSOR * len(tensors)
+        kernels: float = KERNELS_PER_TENSOR * len(tensors)
         if any(experts > 1 for _, experts in stage.storages):
             kernels += KERNELS_PER_EXPERT_LAYER
+        if counted is not None:
+            kernels = EAGER_KERNEL * counted * stage.is_layer
         activation_bytes = 0.0
         for tensor, experts in tensors:
             if len(tensor.shape) > 1:  # inputs and outputs of the product with it

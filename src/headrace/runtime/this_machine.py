@@ -380,6 +380,8 @@ def make_planner(
     to one plan, so nothing counts that they may see differently: no free host memory.
     """
     on_gpu = device.type == "cuda"
+    if not on_gpu:  # which has no graphs
+        profile = replace(profile, kernels_per_step=None)
     stored_bytes = {} if weights is None else _converted(inventory, weights)
     spill = None
     if weights is not None and on_gpu and num_ranks == 1 and not pin_memory_disabled():
