@@ -81,7 +81,7 @@ class DecodeGraphs:
         """``session``: of the offload of ``model``, if it is offloaded. The rest as for :func:`decode_in_graphs`."""
         self._model: Any = model
         self._session, self._context, self._with_hooks = session, context, with_hooks
-        self._original = self._model.generate
+        self._original: Any = self._model.generate
         self._turn = threading.Lock()  # one call at a time has the cache; others run eagerly
         self._cache: StaticCache | None = None
         self._kind: tuple[int, int, bool] | None = None  # of the cache: sequences, tokens, inference mode

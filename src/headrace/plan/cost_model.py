@@ -392,8 +392,8 @@ def storage_cost(storage: StorageInfo, experts: int, rows: int, rates: Rates, pr
     # Vectors (norms, biases) belong to kernels that are counted one by one.
     resident_s = touched * resident(rows_each) if len(storage.tensors[0].shape) > 1 else 0.0
     if experts > 1 and profile.kernels_per_step is not None and not storage.modules.isdisjoint(profile.row_readers):
-        # Decoding in `batched_mm` copies the experts of each row first. No more than all of them are counted, since many
-        # rows may be those of a prompt, which runs without.
+        # Decoding in `batched_mm` copies the experts of each row first. No more than all of them are counted: many rows
+        # may be those of a prompt, which runs without.
         copied = storage.num_bytes * min(1.0, rows * (profile.experts_per_token or experts) / experts)
         resident_s += 2 * copied / rates.device_bytes_per_s
     # Without a rate of its own it is chosen only where a rule says so, and then comes as a copy would, but on demand.
