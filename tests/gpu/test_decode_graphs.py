@@ -28,14 +28,15 @@ WINDOWS = {"sliding_window": 24, "layer_types": ["sliding_attention", "full_atte
 EXPERTS = {"num_experts": 16, "num_experts_per_tok": 4, "moe_intermediate_size": 256}
 
 
-def build(kind: str) -> Any:
+def build(kind: str, attention: str = "eager") -> Any:
+    """``attention``: fused kernels do not repeat their own bits behind long prompts."""
     torch.manual_seed(0)
     config, factory = {
         "qwen3": lambda: (transformers.Qwen3Config(**SIZES), transformers.Qwen3ForCausalLM),
         "gemma3": lambda: (transformers.Gemma3TextConfig(**SIZES, **WINDOWS), transformers.Gemma3ForCausalLM),
         "experts": lambda: (transformers.Qwen3MoeConfig(**SIZES, **EXPERTS), transformers.Qwen3MoeForCausalLM),
     }[kind]()
-    config._attn_implementation = "eager"  # fused attention does not repeat its own bits behind long prompts
+    config._attn_implementation = attention
     return factory(config).to("cuda", torch.bfloat16).eval().requires_grad_(False)
 
 
@@ -199,7 +200,7 @@ def test_weights_that_are_read_and_written_while_graphs_exist(budget: str | None
 
 
 def test_other_captures_are_refused_until_graphs_are_removed() -> None:
-    model, ids = build("qwen3"), prompt(12)
+    model, ids = build("qwen3", "sdpa"), prompt(12)  # whose masks can be made in a capture
     expected = copy.deepcopy(model)(ids).logits
     with offloaded(model, Prefetch(4, 1, 2, params=ALL)):
         graphs = headrace.decode_in_graphs(model)

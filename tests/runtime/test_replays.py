@@ -227,12 +227,18 @@ class ForeignEngine(Engine):
         return bool({"replay": self.graphs, "replay_parts": self.parts}.get(step, True))
 
 
-class OwnEngine(Engine):
+class OwnEngine(ForeignEngine):
     """Graphs that this project captures itself, between eager forwards."""
 
     def __init__(self, num_units: int, num_slots: int, seed: int) -> None:
-        super().__init__(num_units, num_slots, seed, announced=False)
+        super().__init__(num_units, num_slots, seed)
         self.copied: list[list[int]] = []
+
+    def disown(self) -> None:
+        """The graphs are freed."""
+        self.device.finish()
+        self.graphs, self.copied = [], []
+        self.pipeline.disown_graphs()
 
     def capture(self, forward: Callable[[], None] | None = None) -> None:
         self.device.finish()  # torch.cuda.graph synchronizes
@@ -392,7 +398,9 @@ def test_every_read_finds_its_unit_in_captures_of_others(
 
 @given(
     steps=st.lists(
-        st.sampled_from(["forward", "capture", "replay", "replay", "skip_last", "run_first"]), min_size=1, max_size=14
+        st.sampled_from(["forward", "capture", "replay", "replay", "skip_last", "run_first", "disown"]),
+        min_size=1,
+        max_size=14,
     ),
     num_units=st.integers(1, 7),
     num_slots=st.integers(1, 4),
@@ -411,6 +419,12 @@ def test_every_read_finds_its_unit_beside_graphs_of_our_own(
             engine.run_unit(0) if step == "run_first" else engine.run(step, seed + number)
     engine.device.finish()
     assert engine.reads == expected
+    engine.disown()
+    reads = engine.reads
+    ForeignEngine.capture(engine)  # type: ignore[arg-type]
+    engine.forward()
+    engine.device.finish()
+    assert engine.reads == reads + 2 * num_units
 
 
 def test_copies_of_our_own_replays_are_counted() -> None:

@@ -107,9 +107,10 @@ class DecodeGraphs:
             return
         for name in ("generate", _MARK):
             del vars(self._model)[name]
+        self.release()
         if self._session is not None:
             self._session.own_graphs = None
-        self.release()
+            self._session.disown_graphs()
 
     def release(self) -> None:
         """Free cache and graphs; the next call makes new ones."""

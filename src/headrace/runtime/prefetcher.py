@@ -225,6 +225,14 @@ class Prefetcher:
             for unit, (stats, earlier) in enumerate(zip(self.stats, before, strict=True)):
                 copied += [unit] * (stats.captured_copies - earlier)
 
+    def disown_graphs(self) -> None:
+        """Graphs of :meth:`capturing` are freed, and none of them runs any more: other code may capture."""
+        with self._lock:
+            if self._owns_graphs and not self._closed:
+                self._slots()  # an announced replay that never came
+                self._owns_graphs = False
+                self._graphs = GraphRecord(self._schedule, announced=False)
+
     @contextmanager
     def replaying(self, copied: Sequence[int] = ()) -> Iterator[None]:
         """Within, a graph of :meth:`capturing`, which gave ``copied``, is replayed beside no other forward."""

@@ -245,6 +245,11 @@ class OffloadSession(NotCopyable):
         """Whether no other code has captured graphs over this offload."""
         return self._prefetcher is None or self._prefetcher.may_own_graphs()
 
+    def disown_graphs(self) -> None:
+        """The graphs of :meth:`capturing` are freed."""
+        if self._prefetcher is not None:
+            self._prefetcher.disown_graphs()
+
     def capturing(self) -> AbstractContextManager[list[int]]:
         """Within, this project captures a whole forward (:meth:`Prefetcher.capturing`)."""
         return nullcontext([]) if self._prefetcher is None else self._prefetcher.capturing()
