@@ -7,6 +7,7 @@ one more token, counts the kernels of a decoding step.
 from __future__ import annotations
 
 import copy
+import functools
 import math
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
@@ -205,9 +206,14 @@ class _OnMeta(TorchDispatchMode):
             return torch.ones((), dtype=args[0].dtype, device="cpu").item()
         if func is torch.ops.aten.nonzero.default and args[0].is_meta:
             return args[0].new_empty((0, args[0].dim()), dtype=torch.int64)
-        is_counted = not func.is_view and func.overloadpacket.__name__ not in _NOT_COUNTED
-        self.kernels += is_counted and any(isinstance(each.type, torch.TensorType) for each in func._schema.returns)
+        self.kernels += _launches(func)
         return func(*args, **(kwargs or {}))
+
+
+@functools.cache  # asked for every operation of three forwards
+def _launches(func: Any) -> bool:
+    makes_tensors = any(isinstance(each.type, torch.TensorType) for each in func._schema.returns)
+    return makes_tensors and not func.is_view and func.overloadpacket.__name__ not in _NOT_COUNTED
 
 
 def _tensors_in(value: Any, seen: set[int], window: int = 0) -> Iterator[_Kept]:
