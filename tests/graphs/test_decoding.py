@@ -184,7 +184,7 @@ def test_a_returned_cache_is_the_callers() -> None:
     [
         ({"num_beams": 2}, "beam search is not captured"),
         ({"prompt_lookup_num_tokens": 2}, "assisted generation is not captured"),
-        ({"cache_implementation": "static"}, "the call brings a cache of its own"),
+        ({"cache_implementation": "static"}, "cache_implementation ask for a cache of their own"),
         ({"use_cache": False}, "use_cache=False"),
         ({"output_hidden_states": True}, "output_hidden_states"),
     ],
@@ -332,3 +332,105 @@ def test_hooks_of_an_offload_are_captured() -> None:
         graphs = headrace.decode_in_graphs(model, with_hooks=False)
         assert_equal(run(model, prompt(5)), expected)
         assert graphs.replays > 0
+
+
+def replace_weight(model: Any) -> None:
+    layer = model.model.layers[1].mlp.up_proj
+    layer.weight = torch.nn.Parameter(layer.weight * 2, requires_grad=False)
+
+
+def set_data(model: Any) -> None:
+    weight = model.model.layers[1].mlp.up_proj.weight
+    weight.data = weight.data * 2
+
+
+def patch_class(model: Any) -> None:
+    mlp = model.model.layers[1].mlp
+    mlp.__class__ = type("Doubled", (type(mlp),), {"forward": lambda self, x: 2 * super(type(self), self).forward(x)})
+
+
+def add_hook(model: Any) -> None:
+    model.model.layers[1].mlp.register_forward_hook(lambda module, args, output: 2 * output)
+
+
+def write(model: Any) -> None:
+    """Which a replay sees."""
+    model.model.layers[1].mlp.up_proj.weight.mul_(2)
+
+
+@pytest.mark.parametrize("change", [replace_weight, set_data, patch_class, add_hook, write])
+def test_a_model_that_is_changed_between_two_calls(change: Any) -> None:
+    model = qwen3()
+    graphs = headrace.decode_in_graphs(model)
+    before = run_kept(model)
+    change(model)
+    replays = graphs.replays
+    found = run_kept(model)
+    assert graphs.replays > replays
+    assert_equal(found, static_of(model, prompt(5))[1:])
+    assert not torch.equal(found[0], before[0])
+
+
+def run_kept(model: Any) -> tuple[torch.Tensor, ...]:
+    """Logits of a call after which the graphs stay, since it returns no cache."""
+    found: list[torch.Tensor] = []
+
+    def note(ids: torch.Tensor, scores: torch.Tensor) -> torch.Tensor:
+        found.append(scores.clone())
+        return scores
+
+    model.generate(
+        prompt(5), max_new_tokens=16, do_sample=False, logits_processor=LogitsProcessorList([note]),
+        attention_mask=torch.ones_like(prompt(5)),
+    )  # fmt: skip
+    return tuple(found)
+
+
+class Shifted(transformers.Qwen3ForCausalLM):  # type: ignore[misc]
+    """Makes a tensor for all steps of a text when it reads the prompt, as models of pictures and text do."""
+
+    def forward(self, input_ids: torch.Tensor, **options: Any) -> Any:
+        if input_ids.shape[1] > 1:
+            self.shift = input_ids.float().mean(1, keepdim=True)[..., None]
+        output = super().forward(input_ids, **options)
+        output.logits = output.logits + self.shift
+        return output
+
+
+def test_what_a_prompt_leaves_in_the_model_counts_for_its_own_text() -> None:
+    model = qwen3()
+    model.__class__ = Shifted
+    graphs = headrace.decode_in_graphs(model)
+    for length in (5, 9, 5):
+        assert_equal(run(model, prompt(length)), static_of(model, prompt(length)))
+    for _ in range(2):
+        run_kept(model)
+    assert graphs.replays > 40
+
+
+class Counting(transformers.Qwen3ForCausalLM):  # type: ignore[misc]
+    calls = 0
+
+    def forward(self, *args: Any, **options: Any) -> Any:
+        self.calls += 1
+        output = super().forward(*args, **options)
+        output.logits = output.logits * self.calls
+        return output
+
+
+def test_a_model_that_counts_its_steps_in_python_runs_eagerly() -> None:
+    model = qwen3()
+    model.__class__ = Counting
+    expected = static(model, prompt(5))
+    model.calls = 0
+    graphs = headrace.decode_in_graphs(model)
+    with pytest.warns(HeadraceWarning, match="its modules change in Python from step to step"):
+        assert_equal(run(model, prompt(5)), expected)
+    assert graphs.replays == 0
+
+
+def test_arguments_that_say_nothing() -> None:
+    model = qwen3()
+    graphs = headrace.decode_in_graphs(model)
+    model.generate(prompt(5), max_new_tokens=9, past_key_values=None, disable_compile=False)
+    assert graphs.replays == 7

@@ -7,7 +7,8 @@ them: 31 ms for 36 layers of Qwen3-8B's shape, of which the GPU needs 8. A repla
 calls ``model.__call__`` for each further token, an attribute that is looked up at the instance; there a step is found
 that replays. The first step of a kind runs eagerly, as its warm-up, and is a step like any other; the second is
 captured. Steps are of one kind if their inputs have equal shapes and if Python sees the same in the cache: a sliding
-window that is full takes another path than one that is not.
+window that is full takes another path than one that is not. What else Python sees of the model (modules, attributes,
+hooks, which tensors) is compared once in a call: a replay leaves Python out, so a change drops the graphs.
 
 What cannot be captured runs as without this, with one line that says why.
 """
@@ -16,6 +17,7 @@ from __future__ import annotations
 
 import copy
 import functools
+import operator
 import threading
 from collections.abc import Callable, Hashable
 from typing import TYPE_CHECKING, Any, NamedTuple
@@ -30,6 +32,7 @@ from headrace.config import RANK_MODES
 from headrace.errors import OptionError, StateError, warn_user
 from headrace.figures import format_size
 from headrace.graphs.step import Inputs, StepGraph, signature
+from headrace.model.live_tensors import storage_id
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
@@ -88,6 +91,8 @@ class DecodeGraphs:
         self._steps: dict[Hashable, _Captured | None] = {}  # None: ran eagerly so far
         self._plan = None if session is None else session.plan
         self._eager_because: str | None = None
+        self._seen: _Seen | None = None  # of the model by the steps that were captured
+        self._is_first_step = True  # of a call
         self.replays = 0
 
     def attach(self) -> None:
@@ -139,8 +144,9 @@ class DecodeGraphs:
                 self._say(size)
                 return self._original(inputs, generation_config, **kwargs)
             self._model.__dict__["__call__"] = self._step
-            cache = self._cache_of(*size)
-            return self._original(inputs, generation_config, **kwargs, past_key_values=cache, disable_compile=True)
+            self._is_first_step = True
+            kwargs = {**kwargs, "past_key_values": self._cache_of(*size), "disable_compile": True}
+            return self._original(inputs, generation_config, **kwargs)
         finally:
             self._model.__dict__.pop("__call__", None)
             if kwargs.get("return_dict_in_generate"):
@@ -165,7 +171,7 @@ class DecodeGraphs:
         if kwargs.get("custom_generate") is not None or kwargs.get("synced_gpus"):
             return "custom_generate and synced_gpus are not captured"
         if kwargs.get("past_key_values") is not None or config.cache_implementation not in (None, "dynamic"):
-            return "the call brings a cache of its own"
+            return "past_key_values or cache_implementation ask for a cache of their own"
         if config.use_cache is False or config.output_attentions or config.output_hidden_states:
             return "use_cache=False, output_attentions and output_hidden_states are not captured"
         if prompt is None:
@@ -224,6 +230,9 @@ class DecodeGraphs:
         is_ours = cache is not None and any(value is cache for value in inputs.values())
         if args or cache is None or not is_ours or self._eager_because is not None:
             return call(*args, **inputs)
+        if self._is_first_step:
+            self._is_first_step = False
+            self._compare_model()
         try:
             full = _full_windows(cache)
         except TypeError as error:
@@ -232,7 +241,11 @@ class DecodeGraphs:
         key = (full, signature(inputs))
         if key not in self._steps:
             self._steps[key] = None  # the warm-up
-            return call(**inputs)
+            output = call(**inputs)
+            if _Seen(self._model) != self._seen:
+                self._eager_because = "its modules change in Python from step to step"
+                self._say(self._eager_because)
+            return output
         captured = self._steps[key]
         if captured is None:
             captured = self._capture(call, inputs, cache)
@@ -246,6 +259,15 @@ class DecodeGraphs:
             return captured.step.replay(inputs)
         with self._session.replaying(captured.copied):
             return captured.step.replay(inputs)
+
+    def _compare_model(self) -> None:
+        """Drop graphs of a model that Python sees otherwise now."""
+        seen = _Seen(self._model)
+        if seen == self._seen:
+            return
+        if self._steps and self._model.device.type == "cuda":
+            torch.cuda.synchronize(self._model.device)
+        self._steps, self._seen = {}, seen
 
     def _capture(self, call: Callable[..., Any], inputs: Inputs, cache: StaticCache) -> _Captured | None:
         lengths = _window_lengths(cache)
@@ -273,6 +295,35 @@ def _hooked_module(model: PreTrainedModel) -> str | None:
             if not str(getattr(hook, "__module__", "")).startswith(("headrace.runtime.", "transformers.")):
                 return name or type(module).__name__
     return None
+
+
+class _Seen:
+    """What Python code of a forward can find in a model, but for values in tensors; two compare by it."""
+
+    def __init__(self, model: PreTrainedModel) -> None:
+        config: Any = model.config
+        self._plain: list[object] = [config._attn_implementation, getattr(config, "_experts_implementation", None)]
+        self._things: list[object] = []  # that count by identity, and are kept so that none takes the place of another
+        for module in model.modules():
+            self._things += [type(module), type(module).forward, *module._forward_hooks.values()]
+            self._things += module._forward_pre_hooks.values()
+            for name, value in vars(module).items():
+                if value is None or isinstance(value, bool | int | float | str):
+                    self._plain.append(value)
+                elif isinstance(value, list | tuple | set):
+                    self._plain.append(repr(value))  # of adapters that are active
+                elif isinstance(value, torch.Tensor) or (callable(value) and name != "__call__"):
+                    self._things.append(value)
+            for tensor in (*module._parameters.values(), *module._buffers.values()):
+                self._things.append(tensor)
+                self._plain.append(None if tensor is None else storage_id(tensor))
+
+    def __eq__(self, other: object) -> bool:
+        if not isinstance(other, _Seen) or len(self._things) != len(other._things):
+            return False
+        return self._plain == other._plain and all(map(operator.is_, self._things, other._things))
+
+    __hash__ = None  # type: ignore[assignment]
 
 
 class _Captured(NamedTuple):
