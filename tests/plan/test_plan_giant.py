@@ -31,7 +31,7 @@ from headrace.plan.schedule import RING_BYTES
 from headrace.planning import plan_model
 from headrace.runtime.this_machine import PlanRequest, make_planner, needs_of
 
-_ENOUGH_S = 5.0  # of CPU time; 1.0 to 2.1 s on two quiet cores, 3.2 on them while others work
+_ENOUGH_S = 7.0  # two of them for caches that are measured for a context (at most 2 s when fresh)
 _ENOUGH_AGAIN_S = 1.5  # of a process; 0.8 s on two quiet cores, and 4 s where torch and transformers are imported
 _TRIES = 4  # the best of them counts: on one such machine the same verb took from 1.4 to 3.9 s within a minute
 
