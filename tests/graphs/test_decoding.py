@@ -169,11 +169,14 @@ def test_a_second_call_replays_what_the_first_has_captured() -> None:
     assert graphs.replays == 7 + 8
 
 
-def test_a_returned_cache_is_the_callers() -> None:
+@pytest.mark.parametrize("how", [{}, {"generation_config": None}], ids=["argument", "configuration"])
+def test_a_returned_cache_is_the_callers(how: dict[str, Any]) -> None:
     """A later call must not write into it."""
     model = qwen3()
     headrace.decode_in_graphs(model)
-    first = model.generate(prompt(5), max_new_tokens=9, return_dict_in_generate=True)
+    said = {"return_dict_in_generate": True}
+    said = {"generation_config": GenerationConfig(**said, pad_token_id=0)} if how else said
+    first = model.generate(prompt(5), max_new_tokens=9, **said)
     kept = first.past_key_values.layers[0].keys.clone()
     model.generate(prompt(6), max_new_tokens=9)
     assert torch.equal(first.past_key_values.layers[0].keys, kept)

@@ -146,11 +146,12 @@ class DecodeGraphs:
             self._model.__dict__["__call__"] = self._step
             self._is_first_step = True
             kwargs = {**kwargs, "past_key_values": self._cache_of(*size), "disable_compile": True}
-            return self._original(inputs, generation_config, **kwargs)
+            output = self._original(inputs, generation_config, **kwargs)
+            if not isinstance(output, torch.Tensor):
+                self.release()  # the caller has the cache now
+            return output
         finally:
             self._model.__dict__.pop("__call__", None)
-            if kwargs.get("return_dict_in_generate"):
-                self.release()  # the caller has the cache now
             self._turn.release()
 
     def _size_of_call(
