@@ -72,8 +72,9 @@ def main() -> None:
         # vLLM quantises activations in whole blocks of 128, and the first layer of DeepSeek-V2-Lite is 10,944 wide.
         config["intermediate_size"] = -(-config["intermediate_size"] // 128) * 128
     if given.publish:
-        for row in (row for row in _published(given.out, config) if row["ms"] is not None):
-            print(json.dumps({"table": given.publish, "shape": SHAPE_NAMES[given.shape], **row}))
+        for row in _published(given.out, config):
+            if row["ms"] is not None or given.bits:
+                print(json.dumps({"table": given.publish, "shape": SHAPE_NAMES[given.shape], **row}))
     elif given.child:
         _measure(given, config)
     else:
