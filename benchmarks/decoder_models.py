@@ -199,6 +199,11 @@ CONFIGS: dict[str, Callable[..., PreTrainedConfig]] = {
         quantization_config={"quant_method": "fp8", "weight_block_size": [128, 128]},
     ),
     "qwen3-30b-a3b": partial(Qwen3MoeConfig, **published_configs.QWEN3_30B_A3B),
+    "qwen3-30b-a3b-fp8": partial(
+        Qwen3MoeConfig,
+        **published_configs.QWEN3_30B_A3B,
+        quantization_config={"quant_method": "fp8", "weight_block_size": [128, 128]},
+    ),
     "llama-3.3-70b-nf4": partial(
         LlamaConfig,
         **published_configs.LLAMA_3_3_70B,

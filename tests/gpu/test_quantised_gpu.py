@@ -18,7 +18,7 @@ import plain_fp8
 import quantised_checkpoints
 from headrace.adapters.transformers import load
 from headrace.errors import HeadraceError
-from quantised_checkpoints import FORMATS, OSS, by_load, by_offload, logits, resident
+from quantised_checkpoints import FORMATS, IDS, MOVES, OSS, by_load, by_offload, logits, resident
 
 pytestmark = pytest.mark.filterwarnings("ignore::headrace.HeadraceWarning")
 
@@ -101,6 +101,37 @@ def test_packed_weights_that_nothing_names(name: str, backend: str, tmp_path: Pa
     with headrace.offload(live, headrace.UVA()) as handle:
         assert torch.equal(logits(live), expected)
         assert handle.plan.mechanism_of("model.layers.3.mlp.up_proj.qweight") == "uva"
+
+
+# Formats whose resident decoding step cannot be captured either, and why.
+EAGER: dict[str, str] = {}
+
+
+@pytest.mark.skipif(IS_OLD, reason="load() needs transformers 5.23 or newer")
+@pytest.mark.parametrize("name", [name for name in FORMATS if name != "bitsandbytes int8"])
+def test_decodes_in_graphs(name: str, tmp_path: Path) -> None:
+    """As the resident model does in graphs, where its kernels can be captured."""
+    if not FORMATS[name].is_here:
+        pytest.skip(f"{FORMATS[name].package} is not installed")
+    plain_fp8.install()
+    folder = FORMATS[name].write(tmp_path)
+    expected, replays = _decoded(resident(folder, "cuda"))
+    model, handle = load(folder, MOVES, device="cuda")
+    with handle:
+        found, own_replays = _decoded(model)
+        assert torch.equal(found, expected)
+        assert sum(handle.stats().moved_by_store.values()) > 0
+    assert (replays > 0, own_replays > 0) == (name not in EAGER,) * 2
+
+
+def _decoded(model: transformers.PreTrainedModel) -> tuple[torch.Tensor, int]:
+    """Logits of two greedy calls, and how many of their steps were replayed."""
+    graphs = headrace.decode_in_graphs(model)
+    options = {"max_new_tokens": 12, "do_sample": False, "output_logits": True, "return_dict_in_generate": True}
+    ids = IDS[:1].cuda()
+    outputs = [model.generate(ids, eos_token_id=None, pad_token_id=0, **options) for _ in range(2)]
+    graphs.remove()
+    return torch.cat([logit for output in outputs for logit in output.logits]), graphs.replays
 
 
 @pytest.mark.skipif(local_mxfp4_kernels.missing() is not None, reason=str(local_mxfp4_kernels.missing()))
