@@ -34,9 +34,9 @@ import headrace
 from commands import TINY, error_of, run
 from headrace.cli import app, terminal
 from headrace.cli.arguments import VERB_FLAGS, requested, target_device
+from headrace.cli.demo_run import ensure_model
 from headrace.cli.terminal import expand_lists
 from headrace.config import RANK_MODES, SHARDED_MODES, UVA, VARIABLES, Budget, Mode, Prefetch, Rules, Workload
-from headrace.demo.synthetic_model import ensure_model
 from headrace.errors import HeadraceError, HeadraceWarning, OptionError
 from headrace.figures import format_size
 from headrace.flags import OffloadFlags, flag_of
