@@ -133,7 +133,7 @@ def _loads(config: dict[str, Any]) -> Iterator[tuple[str, int, Any]]:
     """Name, sequences, and choices [steps, rows, top_k]."""
     import torch
 
-    from headrace.bench.experts_step import ExpertsShape, driven
+    from expert_steps import ExpertsShape, driven
     from headrace.plan.traces import seeded_trace
 
     _, count, top_k, _ = _experts(config)
