@@ -33,7 +33,7 @@ from typing import Any
 
 from published_configs import DEEPSEEK_V2_LITE, QWEN3_30B_A3B
 from seeded_models import write_config
-from vllm_cases import ONE_ROUNDING, WORKER
+from vllm_cases import NO_COPY, ONE_ROUNDING, WORKER
 from vllm_offload import compared, engine_environment, host_memory, prompts, sampling, scored
 
 SHAPES: dict[str, dict[str, Any]] = {"deepseek": DEEPSEEK_V2_LITE, "qwen": QWEN3_30B_A3B}
@@ -165,11 +165,13 @@ def _measure(given: argparse.Namespace, config: dict[str, Any]) -> None:
     replay.begin(torch.arange(16 * top_k).view(1, 16, top_k) % count)
     # What is not experts takes less than the last part.
     budget = {"device_memory": layers * round(share * count) * (size + (2 << 20)) + int(3.5 * 2**30)}
+    cached = {**budget, "rules": ["experts=cache"], "expert_slots": round(share * count)}
     own: dict[str, Any] = {
-        "still": {**budget, "rules": ["experts=cache"], "expert_slots": round(share * count), "boundaries_only": True},
-        "cache": {**budget, "rules": ["experts=cache"], "expert_slots": round(share * count)},
+        "still": cached,
+        "cache": cached,
         "in-place": {**budget, "rules": ["experts=uva"]},
     }.get(case, {})
+    worker = NO_COPY if case == "still" else WORKER
     compilation: dict[str, Any] = {"cudagraph_capture_sizes": [1, 16], **ONE_ROUNDING}
     if given.bits == "eager":
         compilation = {}
@@ -191,7 +193,7 @@ def _measure(given: argparse.Namespace, config: dict[str, Any]) -> None:
         disable_log_stats=True,
         enforce_eager=given.bits == "eager",
         compilation_config=compilation,
-        **({"worker_cls": WORKER, "additional_config": {"headrace": own}} if own else {}),
+        **({"worker_cls": worker, "additional_config": {"headrace": own}} if own else {}),
     )
     start_s = time.perf_counter() - begin
     if given.starts:
