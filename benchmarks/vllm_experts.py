@@ -1,7 +1,7 @@
 """Cached experts inside vLLM: resident, read in place, and with a part of them on the GPU; one engine each.
 
     python benchmarks/vllm_experts.py OUT [--shape deepseek|qwen] [--layers N] [--fp8] [--share 0.5] [--cases NAME...]
-    python benchmarks/vllm_experts.py OUT --publish TABLE        raw results for docs/benchmarks, on stdout
+    python benchmarks/vllm_experts.py OUT --publish TABLE        raw results for benchmarks/results, on stdout
 
 Shapes are those of DeepSeek-V2-Lite and Qwen3-30B-A3B with seeded weights. All cases take the same choices of experts
 from tables (driven_routing.py), which replace the router's: with a stated share of hits for a cache of this size, and

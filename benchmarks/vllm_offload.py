@@ -1,7 +1,7 @@
 """vLLM with headrace as its offloader, against others and against vLLM resident; same flags, one engine each.
 
     python benchmarks/vllm_offload.py OUT_FOLDER CASE... [--files] [--again] [--limit-s S] [--profile]
-    python benchmarks/vllm_offload.py OUT_FOLDER --publish TABLE        raw results for docs/benchmarks, on stdout
+    python benchmarks/vllm_offload.py OUT_FOLDER --publish TABLE        raw results for benchmarks/results, on stdout
 
 Cases: see vllm_cases.py; one whose results lie in OUT_FOLDER is not run again. Weights are seeded and differ from
 layer to layer (seeded_weights.py), and every case has the same ones; but other offloaders fill those that they keep

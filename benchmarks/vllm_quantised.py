@@ -1,7 +1,7 @@
 """Quantised models in vLLM, offloaded in every way: same bits as the same engine that moves nothing?
 
     python benchmarks/vllm_quantised.py OUT_FOLDER [MODEL...] [--at-once 4] [--seconds 480]
-    python benchmarks/vllm_quantised.py OUT_FOLDER --publish        raw results for docs/benchmarks, on stdout
+    python benchmarks/vllm_quantised.py OUT_FOLDER --publish        raw results for benchmarks/results, on stdout
 
 Models: see quantised_models.py; all of them by default. Each is run resident, then for each policy once with a worker
 that moves nothing (``still ...``, see no_copy.py) and once offloaded. Weights are seeded and differ by layer. Results

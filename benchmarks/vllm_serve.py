@@ -4,7 +4,7 @@
 the same device memory by a budget, and resident.
 
     python benchmarks/vllm_serve.py OUT_FOLDER [--layers 12] [--cases NAME...] [FLAG OF VLLM...]
-    python benchmarks/vllm_serve.py OUT_FOLDER --publish TABLE        raw results for docs/benchmarks, on stdout
+    python benchmarks/vllm_serve.py OUT_FOLDER --publish TABLE        raw results for benchmarks/results, on stdout
 
 Qwen3-8B's shape with seeded weights and a tokenizer of one word per token, both written into OUT_FOLDER, so no network
 is needed. ``--layers 0`` takes a tiny shape, for a CPU. A case whose results lie in OUT_FOLDER is not run again. Every

@@ -560,7 +560,7 @@ def test_planning_for_another_machine(model: Path, tmp_path: Path) -> None:
 
 def test_planning_for_the_machine_of_a_published_probe(model: Path) -> None:
     """It is from before probes said how much memory the GPU has."""
-    report = Path(__file__).resolve().parents[2] / "docs" / "benchmarks" / "2026-11-21-plan-h200-probe.json"
+    report = Path(__file__).resolve().parents[2] / "benchmarks" / "results" / "2026-11-21-plan-h200-probe.json"
     data = json.loads(run("plan", model, "--device-memory", "2MiB", "--machine", report, "--json").stdout)
     assert data["machine"] == {"device": "NVIDIA H200", "device_bytes": None}
 

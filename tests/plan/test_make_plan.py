@@ -63,7 +63,7 @@ from headrace.transfer.machine_probe import MACHINES, Probe, named_machine
 from models import MoE, OddStack, Stack, aligned, rows, save, state_of
 from moe_models import qwen
 
-REPORT = Path(__file__).resolve().parents[2] / "docs" / "benchmarks" / "2026-11-21-plan-h200-probe.json"
+REPORT = Path(__file__).resolve().parents[2] / "benchmarks" / "results" / "2026-11-21-plan-h200-probe.json"
 
 MIXTURE = {
     **SIZE,
