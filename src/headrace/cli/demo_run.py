@@ -249,7 +249,7 @@ def run(folder: str | Path, budget_bytes: int | None, trace: str | Path, new_tok
     meter, handle = PeakMeter(), None
     model: Any
     if budget_bytes is None:  # the reference for the bits, without any code of headrace
-        model = AutoModelForCausalLM.from_pretrained(folder, dtype="auto").eval()
+        model = AutoModelForCausalLM.from_pretrained(folder, dtype="auto")
     else:
         model, handle = load(folder, budget_bytes, device="cpu")
     begin = time.perf_counter()
