@@ -298,7 +298,7 @@ def run_cuda(
             for warm in (*eager.values(), *eager.values()):
                 warm()  # what is captured has run before
             captured = {name: capture(step) for name, step in eager.items() if "+eager" not in name}
-            steps: dict[str, Step] = {**eager, **{name: replay for name, (replay, _) in captured.items()}}
+            steps: dict[str, Callable[[], Any]] = {**eager, **{name: replay for name, (replay, _) in captured.items()}}
             timings = interleave({**steps, "link": probe.copy}, rounds, repeats, time_cuda)
             for name, step in steps.items():
                 out = step()  # after the timing, so that bytes in a slot that the interleaving damaged are noticed
