@@ -4,7 +4,7 @@
 
 Every variant holds its own copy of the weights and its own cache; a step is the same token at the same position again
 and again. All of them use the plain (math) attention: with the fused kernels the *resident* model does not repeat its
-own bits from 8 sequences on, so that there would be nothing to be equal to (``benchmarks/repeatability.py``).
+own bits from 8 sequences on, so that there would be nothing to be equal to.
 """
 
 from __future__ import annotations
@@ -20,13 +20,12 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 import headrace
 from decoder_models import CONFIGS, DecodeStep, build_model, own_routing, routers, routing, spread_routing
 from harness import LinkProbe, Timing, append, capture, counts, finish, interleave, parser_of, print_step, time_cuda
-from headrace.bench.reference_step import parse_policy
-from headrace.config import UVA, Budget, Policy, Prefetch
+from headrace.cli.bench_step import parse_policy
+from headrace.config import UVA, Budget, Policy
 from headrace.memory.pinned import device_view, pinned_region
 from headrace.model.inventory import Inventory, take_inventory
 from headrace.plan.plan import Plan, assemble
 from headrace.testing import boundaries
-from step_ablation import FreshOnload
 
 _GATHER_ROWS = 64
 
@@ -53,7 +52,7 @@ class _Variant:
             self._still = boundaries(self.model, _policy(self.model, kind.replace("still:", "even:")))
             self._still.__enter__()
             kind = "resident"
-        self.handle = _offload(self.model, kind, "fresh" in options, device)
+        self.handle = _offload(self.model, kind, device)
         self.peak_bytes = torch.cuda.max_memory_allocated(device) - before
         self.planned_bytes = 0 if self.handle is None else self.handle.plan.device_bytes
         self.link_bytes = 0 if self.handle is None else self.handle.plan.moved_bytes
@@ -74,7 +73,7 @@ class _Variant:
         return capture(step)
 
 
-def _offload(model: Any, kind: str, fresh: bool, device: torch.device) -> Any:
+def _offload(model: Any, kind: str, device: torch.device) -> Any:
     inventory = take_inventory(model)
     if kind == "resident":
         return None
@@ -86,10 +85,7 @@ def _offload(model: Any, kind: str, fresh: bool, device: torch.device) -> Any:
         return headrace.offload(model, UVA(params=["experts"]), device=device)
     if kind == "unselected":
         return headrace.offload(model, _unselected(inventory), device=device)
-    policy = _policy(model, kind)
-    if fresh and isinstance(policy, Prefetch):
-        return FreshOnload(model, policy, device)
-    return headrace.offload(model, policy, device=device)
+    return headrace.offload(model, _policy(model, kind), device=device)
 
 
 def _policy(model: Any, text: str) -> Policy:
@@ -239,7 +235,7 @@ def main() -> None:
     parser.add_argument(
         "--variants",
         default="even:0.25,group:4/1/2,group:1/1/2",
-        help="even:F, memory:F, group:A/B/C, each with +graph, +compile or +fresh; still:F, accelerate, diffusers, "
+        help="even:F, memory:F, group:A/B/C, each with +graph or +compile; still:F, accelerate, diffusers, "
         "experts, unselected, resident",
     )
     given = parser.parse_args()

@@ -1,6 +1,6 @@
 """Decoder models of published shapes with seeded random weights: a mixture-of-experts stack, and transformers models.
 
-The dense stack is :class:`headrace.bench.reference_step.Stack`. Random weights would send almost every token to the
+The dense stack is :class:`headrace.cli.bench_step.Stack`. Random weights would send almost every token to the
 same experts, which is a best case for reads in place; so the experts of every row are drawn uniformly, seeded by the
 layer.
 """
@@ -31,7 +31,7 @@ from transformers.masking_utils import create_masks_for_generate
 
 import plain_fp8
 import published_configs
-from headrace.bench.reference_step import fill
+from headrace.cli.bench_step import fill
 from headrace.plan.traces import Trace
 
 __all__ = [

@@ -29,8 +29,8 @@ from safetensors.torch import save_file
 import headrace
 from harness import LinkProbe, Timing, append, capture, writable_file, writable_folder
 from headrace.api import start as start_offload
-from headrace.bench.reference_step import QWEN3_8B, DecoderShape, Stack, build_stack
 from headrace.checkpoint.weight_map import WeightMap
+from headrace.cli.bench_step import QWEN3_8B, DecoderShape, Stack, build_stack
 from headrace.config import ALL_MODEL_PARAMS
 from headrace.runtime.prepare import prepare as prepare_offload
 from headrace.runtime.this_machine import PlanRequest

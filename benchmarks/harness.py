@@ -1,4 +1,4 @@
-"""What every script here shares: :mod:`headrace.bench.reference_step`'s protocol, types of arguments, rows, the end.
+"""What every script here shares: :mod:`headrace.cli.bench_step`'s protocol, types of arguments, rows, the end.
 
 A script prints the floor, the median, the spread and the share of the floor, checks the values it times, appends one
 JSON object per result to ``--out``, and ends with one line of JSON and exit code 1 if bits differ.
@@ -16,7 +16,7 @@ from typing import Any
 
 import torch
 
-from headrace.bench.reference_step import LinkProbe, Timing, capture, describe, interleave, time_cuda, time_host
+from headrace.cli.bench_step import LinkProbe, Timing, capture, interleave, time_cuda, time_host
 
 __all__ = [
     "LinkProbe",
@@ -117,7 +117,14 @@ def append(row: Mapping[str, Any], out: Path | None) -> None:
 
 def print_step(row: Mapping[str, Any]) -> None:
     """One line about a step."""
-    print(describe(row), flush=True)
+    over_mib = (row["peak_device_bytes"] - row["planned_device_bytes"]) / 2**20
+    print(
+        f"{row['case']:<28} {row['rows']:>5} rows  floor {row['floor_ms']:9.2f}  median {row['ms']:9.2f} ms "
+        f"(spread {row['spread_ms']:.2f}, {row['ms'] / row['floor_ms']:.3f} x floor)  "
+        f"resident {row['resident_ms']:9.2f}  {row['bytes_moved'] / 1e9:.2f} GB at {row['link_gb_per_s']:.1f} GB/s  "
+        f"peak - plan {over_mib:+.0f} MiB  {'same bits' if row['bit_equal'] else 'OTHER BITS'}",
+        flush=True,
+    )
 
 
 def finish(name: str, rows: Sequence[Mapping[str, Any]], **more: Any) -> None:

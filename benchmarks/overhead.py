@@ -28,7 +28,11 @@ def measure() -> list[dict[str, Any]]:
     import torch
 
     import headrace
-    from headrace.bench.reference_step import QWEN3_8B, DecoderShape, build_stack, time_cuda
+
+    try:
+        from headrace.cli.bench_step import QWEN3_8B, DecoderShape, build_stack, time_cuda
+    except ImportError:  # a tree from before 2026-11-25
+        from headrace.bench.reference_step import QWEN3_8B, DecoderShape, build_stack, time_cuda
 
     found: list[dict[str, Any]] = []
     device = torch.device("cuda")

@@ -26,7 +26,7 @@ from torch import nn
 
 import headrace
 from harness import append, capture, writable_file
-from headrace.bench.reference_step import QWEN3_8B, build_stack
+from headrace.cli.bench_step import QWEN3_8B, build_stack
 from headrace.runtime import rank_stores
 
 WAYS = {"alone": "cpu", "each": "cpu", "pooled": "sharded_cpu", "sharded": "sharded_gpu"}  # and their modes

@@ -20,7 +20,7 @@ from torch import nn
 import headrace
 from decoder_models import DEEPSEEK_V2_LITE, MoeStack
 from harness import append, capture, counts, finish, interleave, numbers, parser_of, time_cuda
-from headrace.bench.reference_step import QWEN3_8B, Stack, fill
+from headrace.cli.bench_step import QWEN3_8B, Stack, fill
 from headrace.config import UVA, Budget, Prefetch, Workload
 from headrace.model.inventory import Inventory, take_inventory
 from headrace.model.memory_profile import ModelProfile

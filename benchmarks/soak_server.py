@@ -30,7 +30,7 @@ from typing import Any
 
 import psutil
 
-from headrace.demo.synthetic_model import ModelSize, ensure_model
+from headrace.cli.demo_run import ModelSize, ensure_model
 
 TEMPLATE = "{% for m in messages %}[{{ m.role }}]{{ m.content }}{% endfor %}"
 PROMPTS = ["Water", "The sea is", "1, 2, 3, 4,", "x", "Höhe", "a" * 90]

@@ -19,7 +19,7 @@ from pathlib import Path
 from typing import Any
 
 ROOT = Path(__file__).resolve().parent.parent
-RESULTS = ROOT / "docs" / "benchmarks"
+RESULTS = ROOT / "benchmarks" / "results"
 TABLE = re.compile(r"(<!-- table: (\S+) (\S+)(?: (cases|contest)=(\S+))? -->\n).*?(<!-- end table -->)", re.DOTALL)
 
 STEP_HEADINGS = (
@@ -199,14 +199,6 @@ def sample_cells(row: dict[str, Any]) -> list[str]:
     return [row["case"], row["task"], *counts, f"{row['score']:.2f}", f"{row['bytes_moved'] / 1e9:.2f}"]
 
 
-COPIES_HEADINGS = ("large copy", "GB/s of it", "8 small copies beside it, ms", "at most, ms")
-
-
-def copies_cells(row: dict[str, Any]) -> list[str]:
-    rate = "" if row["gb_per_s"] is None else f"{row['gb_per_s']:.1f}"
-    return [row["case"], rate, f"{row['ms']:.3f}", f"{row['at_most_ms']:.3f}"]
-
-
 PROFILE_HEADINGS = ("case", "no kernel runs, ms", "kernels ms", "of them products ms", "copies to the device ms")
 
 
@@ -258,22 +250,6 @@ def quantised_cells(row: dict[str, Any]) -> list[str]:
     ]
 
 
-POLICIES = ("lru", "lfu", "pooled", "static", "optimum")
-POLICY_HEADINGS = ("experts", "top k", "slots", "within 2", "within 8", *POLICIES)
-
-
-def policy_cells(row: dict[str, Any]) -> list[str]:
-    shares = (f"{row[key]:.1%}" for key in ("within_2", "within_8", *POLICIES))
-    return [*(str(row[key]) for key in ("experts", "top_k", "slots")), *shares]
-
-
-HOST_MEMORY_HEADINGS = ("memory", "threads", "GB", "GB/s")
-
-
-def host_memory_cells(row: dict[str, Any]) -> list[str]:
-    return [row["case"], str(row["threads"]), f"{row['num_bytes'] / 1e9:.1f}", f"{row['gb_per_s']:.1f}"]
-
-
 RANKS_HEADINGS = (
     "case",
     "MB a step, by rank",
@@ -308,20 +284,6 @@ def ranks_step_cells(row: dict[str, Any]) -> list[str]:
     cells = ranks_cells(row)
     times = [" / ".join(f"{ms:.2f}" for ms in (row[key] or {}).values()) for key in ("ms", "floor_ms", "still_ms")]
     return [*cells[:3], *times, *cells[3:]]
-
-
-ADMISSION_HEADINGS = ("trace", "admission and copies", "ms", "same bits")
-ADMISSIONS = {
-    "resident": "all experts on the GPU",
-    "two": "two kernels",
-    "one": "one kernel",
-    "none": "left out, rows fixed",
-}
-
-
-def admission_cells(row: dict[str, Any]) -> list[str]:
-    same = {True: "yes", False: "NO", None: ""}[row["same"]]
-    return [row["trace"], ADMISSIONS[row["variant"]], f"{row['ms']:.3f}", same]
 
 
 EXPERTS_HEADINGS = (
@@ -414,22 +376,6 @@ def offloader_cells(row: dict[str, Any]) -> list[str]:
     ]
 
 
-MOVES_HEADINGS = ("pipeline", "weights GiB", "budget GiB", "a run of the transformer moves, GiB", "of its")
-
-
-def moves_cells(row: dict[str, Any]) -> list[str]:
-    names = ("weight_bytes", "budget_bytes", "step_moved_bytes", "step_weight_bytes")
-    return [row["case"], *(f"{row[name] / 2**30:.1f}" for name in names)]
-
-
-SMALLEST_HEADINGS = ("model", "weights MiB", "smallest budget MiB", "share")
-
-
-def smallest_cells(row: dict[str, Any]) -> list[str]:
-    weights, budget = row["weight_bytes"], row["budget_bytes"]
-    return [row["case"], f"{weights / 2**20:.0f}", f"{budget / 2**20:.0f}", f"{budget / weights:.1%}"]
-
-
 FORMAT_HEADINGS = ("format", "package", "load, CPU", "offload, CPU", "load, H200", "offload, H200")
 
 
@@ -481,10 +427,6 @@ def card_cells(row: dict[str, Any]) -> list[str]:
 def layout_of(row: dict[str, Any]) -> tuple[tuple[str, ...], Callable[[dict[str, Any]], list[str]]]:
     if "card_bytes" in row:
         return CARD_HEADINGS, card_cells
-    if "step_moved_bytes" in row:
-        return MOVES_HEADINGS, moves_cells
-    if "budget_bytes" in row:
-        return SMALLEST_HEADINGS, smallest_cells
     if "asked_device_bytes" in row:
         return STARTS_HEADINGS, starts_cells
     if "prepared_s" in row:
@@ -495,20 +437,12 @@ def layout_of(row: dict[str, Any]) -> tuple[tuple[str, ...], Callable[[dict[str,
         return QUANTISED_HEADINGS, quantised_cells
     if "moved_a_step_by_rank" in row:
         return (RANKS_STEP_HEADINGS, ranks_step_cells) if "still_ms" in row else (RANKS_HEADINGS, ranks_cells)
-    if "hits" in row and "variant" in row:
-        return ADMISSION_HEADINGS, admission_cells
     if "missed_bytes" in row:
         return EXPERTS_HEADINGS, experts_cells
-    if "optimum" in row:
-        return POLICY_HEADINGS, policy_cells
-    if "set_access_s" in row:
-        return HOST_MEMORY_HEADINGS, host_memory_cells
     if "before_ms" in row:
         return OVERHEAD_HEADINGS, overhead_cells
     if "way" in row and "equal" in row:
         return FAMILY_HEADINGS, family_cells
-    if "at_most_ms" in row:
-        return COPIES_HEADINGS, copies_cells
     if "idle_ms" in row:
         return PROFILE_HEADINGS, profile_cells
     if "samples" in row:

@@ -21,6 +21,7 @@ SHAPES = {
     "qwen-short-pp": _SHORT,
 }
 WORKER = "headrace.adapters.vllm.Worker"
+NO_COPY = "no_copy.Worker"  # the reference: compiled as WORKER is, and nothing moves
 FLEXTENSOR = "flextensor.contrib.vllm.worker.FlexTensorOffloadWorker"
 GROUP: dict[str, Any] = {"offload_group_size": 4, "offload_num_in_group": 1, "offload_prefetch_step": 1}
 # The model's name is a shape above.
@@ -66,13 +67,12 @@ LOADS = {
 
 def _contest(shape: str, behind: str) -> dict[str, tuple[str, int, dict[str, Any]]]:
     """What the newest vLLM runs, each in the same device memory."""
-    still = {"additional_config": {"headrace": {"boundaries_only": True}}}
     return {
         f"resident-v2{behind}": (shape, 2, {}),
         f"headrace-v2{behind}": (shape, 2, {**GROUP, "worker_cls": WORKER}),
         f"budget-v2{behind}": (shape, 2, _budget(shape)),
         f"vllm-v2{behind}": (shape, 2, GROUP),
-        f"still-v2{behind}": (shape, 2, {**GROUP, **still, "worker_cls": WORKER}),
+        f"still-v2{behind}": (shape, 2, {**GROUP, "worker_cls": NO_COPY}),
         f"flextensor{behind}": (shape, 2, {"worker_cls": FLEXTENSOR}),
     }
 
@@ -85,11 +85,7 @@ CASES: dict[str, tuple[str, int, dict[str, Any]]] = {
     "budget": ("qwen", 1, _budget("qwen")),
     **_contest("qwen", ""),
     **_contest("qwen-12", "-12"),
-    "still": (
-        "qwen",
-        1,
-        {**GROUP, "worker_cls": WORKER, "additional_config": {"headrace": {"boundaries_only": True}}},
-    ),
+    "still": ("qwen", 1, {**GROUP, "worker_cls": NO_COPY}),
     "headrace-stalls": (
         "qwen-prefill",
         1,
@@ -112,11 +108,7 @@ CASES: dict[str, tuple[str, int, dict[str, Any]]] = {
     "headrace-breakable": ("qwen-short", 2, {**GROUP, **SEGMENTS, "worker_cls": WORKER}),
     "breakable-full": ("qwen-short", 2, {}),
     "headrace-breakable-full": ("qwen-short", 2, {**GROUP, "worker_cls": WORKER}),
-    "still-short": (
-        "qwen-short",
-        2,
-        {**GROUP, "worker_cls": WORKER, "additional_config": {"headrace": {"boundaries_only": True}}},
-    ),
+    "still-short": ("qwen-short", 2, {**GROUP, "worker_cls": NO_COPY}),
     "sleep-short": ("qwen-short", 2, {**GROUP, "worker_cls": WORKER, "enable_sleep_mode": True}),
     # The memory of graphs is saved, too.
     "sleep-graphs-short": (
@@ -146,16 +138,7 @@ CASES: dict[str, tuple[str, int, dict[str, Any]]] = {
     "experts-resident": ("experts", 2, DRIVEN),
     "experts-headrace": ("experts", 2, {**EXPERTS, **DRIVEN, "worker_cls": WORKER}),
     "experts-vllm": ("experts", 2, {**EXPERTS, **DRIVEN}),
-    "still-experts": (
-        "experts",
-        2,
-        {
-            **EXPERTS,
-            **DRIVEN,
-            "worker_cls": WORKER,
-            "additional_config": {"headrace": {"boundaries_only": True}},
-        },
-    ),
+    "still-experts": ("experts", 2, {**EXPERTS, **DRIVEN, "worker_cls": NO_COPY}),
     "moe-resident": ("deepseek", 1, {}),
     "moe-vllm": ("deepseek", 1, EXPERTS),
     "moe-headrace": ("deepseek", 1, {**EXPERTS, "worker_cls": WORKER}),

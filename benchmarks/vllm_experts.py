@@ -1,7 +1,7 @@
 """Cached experts inside vLLM: resident, read in place, and with a part of them on the GPU; one engine each.
 
     python benchmarks/vllm_experts.py OUT [--shape deepseek|qwen] [--layers N] [--fp8] [--share 0.5] [--cases NAME...]
-    python benchmarks/vllm_experts.py OUT --publish TABLE        raw results for docs/benchmarks, on stdout
+    python benchmarks/vllm_experts.py OUT --publish TABLE        raw results for benchmarks/results, on stdout
 
 Shapes are those of DeepSeek-V2-Lite and Qwen3-30B-A3B with seeded weights. All cases take the same choices of experts
 from tables (driven_routing.py), which replace the router's: with a stated share of hits for a cache of this size, and
@@ -33,7 +33,7 @@ from typing import Any
 
 from published_configs import DEEPSEEK_V2_LITE, QWEN3_30B_A3B
 from seeded_models import write_config
-from vllm_cases import ONE_ROUNDING, WORKER
+from vllm_cases import NO_COPY, ONE_ROUNDING, WORKER
 from vllm_offload import compared, engine_environment, host_memory, prompts, sampling, scored
 
 SHAPES: dict[str, dict[str, Any]] = {"deepseek": DEEPSEEK_V2_LITE, "qwen": QWEN3_30B_A3B}
@@ -134,7 +134,7 @@ def _loads(config: dict[str, Any]) -> Iterator[tuple[str, int, Any]]:
     """Name, sequences, and choices [steps, rows, top_k]."""
     import torch
 
-    from headrace.bench.experts_step import ExpertsShape, driven
+    from expert_steps import ExpertsShape, driven
     from headrace.plan.traces import seeded_trace
 
     _, count, top_k, _ = _experts(config)
@@ -166,11 +166,13 @@ def _measure(given: argparse.Namespace, config: dict[str, Any]) -> None:
     replay.begin(torch.arange(16 * top_k).view(1, 16, top_k) % count)
     # What is not experts takes less than the last part.
     budget = {"device_memory": layers * round(share * count) * (size + (2 << 20)) + int(3.5 * 2**30)}
+    cached = {**budget, "rules": ["experts=cache"], "expert_slots": round(share * count)}
     own: dict[str, Any] = {
-        "still": {**budget, "rules": ["experts=cache"], "expert_slots": round(share * count), "boundaries_only": True},
-        "cache": {**budget, "rules": ["experts=cache"], "expert_slots": round(share * count)},
+        "still": cached,
+        "cache": cached,
         "in-place": {**budget, "rules": ["experts=uva"]},
     }.get(case, {})
+    worker = NO_COPY if case == "still" else WORKER
     compilation: dict[str, Any] = {"cudagraph_capture_sizes": [1, 16], **ONE_ROUNDING}
     if given.bits == "eager":
         compilation = {}
@@ -192,7 +194,7 @@ def _measure(given: argparse.Namespace, config: dict[str, Any]) -> None:
         disable_log_stats=True,
         enforce_eager=given.bits == "eager",
         compilation_config=compilation,
-        **({"worker_cls": WORKER, "additional_config": {"headrace": own}} if own else {}),
+        **({"worker_cls": worker, "additional_config": {"headrace": own}} if own else {}),
     )
     start_s = time.perf_counter() - begin
     if given.starts:

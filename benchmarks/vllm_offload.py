@@ -1,7 +1,7 @@
 """vLLM with headrace as its offloader, against others and against vLLM resident; same flags, one engine each.
 
     python benchmarks/vllm_offload.py OUT_FOLDER CASE... [--files] [--again] [--limit-s S] [--profile]
-    python benchmarks/vllm_offload.py OUT_FOLDER --publish TABLE        raw results for docs/benchmarks, on stdout
+    python benchmarks/vllm_offload.py OUT_FOLDER --publish TABLE        raw results for benchmarks/results, on stdout
 
 Cases: see vllm_cases.py; one whose results lie in OUT_FOLDER is not run again. Weights are seeded and differ from
 layer to layer (seeded_weights.py), and every case has the same ones; but other offloaders fill those that they keep
@@ -33,7 +33,18 @@ from driven_routing import drive_routing
 from published_configs import QWEN3_8B
 from seeded_models import write_config, write_weights
 from seeded_weights import use_seeded_weights
-from vllm_cases import CASES, DRIVEN_SHAPES, FLEXTENSOR, LOADS, ONE_ROUNDING, SHAPES, WORKER, python_path, same_memory
+from vllm_cases import (
+    CASES,
+    DRIVEN_SHAPES,
+    FLEXTENSOR,
+    LOADS,
+    NO_COPY,
+    ONE_ROUNDING,
+    SHAPES,
+    WORKER,
+    python_path,
+    same_memory,
+)
 
 LINK_BYTES_PER_S = 55.5e9  # H2D of the reference machine
 
@@ -282,7 +293,7 @@ def scored(engine: Any, asked: list[dict[str, list[int]]], tokens_out: int) -> d
 
 
 def _offloader_facts(engine: Any, case: str) -> dict[str, Any]:
-    if CASES[case][2].get("worker_cls") == WORKER:
+    if CASES[case][2].get("worker_cls") in (WORKER, NO_COPY):
         ranks = engine.collective_rpc("headrace_stats")
         found: dict[str, Any] = ranks[0]
         return found if len(ranks) == 1 else {**found, "moved_by_rank": [rank["bytes_moved"] for rank in ranks]}

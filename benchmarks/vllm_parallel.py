@@ -296,13 +296,15 @@ def _serve(given: argparse.Namespace) -> None:
 
 
 def __getattr__(name: str) -> Any:
-    """``vllm_parallel.Worker``: headrace's, in a process whose weights differ from layer to layer."""
-    if name not in ("Worker", "TinyWorker"):
+    """``vllm_parallel.Worker`` and ``NoCopyWorker``: in a process whose weights differ from layer to layer."""
+    if name not in ("Worker", "TinyWorker", "NoCopyWorker", "TinyNoCopyWorker"):
         raise AttributeError(name)
     use_seeded_weights()
     _share_gpu()
-    module = importlib.import_module("headrace.adapters.vllm" if name == "Worker" else "vllm_cpu_engine")
-    return module.Worker
+    from no_copy import moves_nothing
+
+    module = importlib.import_module("vllm_cpu_engine" if "Tiny" in name else "headrace.adapters.vllm")
+    return moves_nothing(module.Worker) if "NoCopy" in name else module.Worker
 
 
 def _share_gpu() -> None:
@@ -324,12 +326,12 @@ def _arguments(kind: str, case: str, given: argparse.Namespace) -> dict[str, Any
     folder.mkdir(parents=True, exist_ok=True)
     config = {**SHAPES[shape], **(TINY if given.tiny else {})}
     (folder / "config.json").write_text(json.dumps(config))
-    own: dict[str, Any] = {"boundaries_only": True} if "still" in case else {}
+    own: dict[str, Any] = {}
     # Every second layer of a stage, so that each stage has more than its slots hold.
     flags = {**GROUP, "offload_group_size": 2 if kind == "pp" else 4}
     if "budget" in case:
         size = 9 * 2**10 if given.tiny else int(BUDGETS_GIB[kind] * 2**20)
-        flags, own = {}, {**own, "device_memory": f"{size}KiB", "batch": [rows for rows, _ in LOADS]}
+        flags, own = {}, {"device_memory": f"{size}KiB", "batch": [rows for rows, _ in LOADS]}
     if "cache" in case:
         held = SHAPES[shape]["num_experts"] // (2 if kind == "ep" else 1)  # by a rank
         flags = {"moe_backend": "triton"}
@@ -348,7 +350,7 @@ def _arguments(kind: str, case: str, given: argparse.Namespace) -> dict[str, Any
         "disable_log_stats": True,
         "compilation_config": {"cudagraph_capture_sizes": [1, 16], **(NOT_COMPILED if kind == "dp" else ONE_ROUNDING)},
         "disable_custom_all_reduce": _ONE_GPU in os.environ,  # it asks NVML how two GPUs are connected
-        "worker_cls": f"vllm_parallel.{'Tiny' * given.tiny}Worker",
+        "worker_cls": f"vllm_parallel.{'Tiny' * given.tiny}{'NoCopy' * ('still' in case)}Worker",
         "additional_config": {"headrace": own} if own else {},
         **flags,
         **KINDS[kind],

@@ -1,11 +1,11 @@
 """Quantised models in vLLM, offloaded in every way: same bits as the same engine that moves nothing?
 
     python benchmarks/vllm_quantised.py OUT_FOLDER [MODEL...] [--at-once 4] [--seconds 480]
-    python benchmarks/vllm_quantised.py OUT_FOLDER --publish        raw results for docs/benchmarks, on stdout
+    python benchmarks/vllm_quantised.py OUT_FOLDER --publish        raw results for benchmarks/results, on stdout
 
-Models: see quantised_models.py; all of them by default. Each is run resident, then for each policy once with
-``boundaries_only`` (``still-...``) and once offloaded. Weights are seeded and differ from layer to layer. Results are
-kept engine by engine: run it again to go on. What a machine lacks of vLLM's optional kernels is named in
+Models: see quantised_models.py; all of them by default. Each is run resident, then for each policy once with a worker
+that moves nothing (``still ...``, see no_copy.py) and once offloaded. Weights are seeded and differ by layer. Results
+are kept engine by engine: run it again to go on. What a machine lacks of vLLM's optional kernels is named in
 ``HEADRACE_BENCH_WITHOUT`` (modules, comma-separated).
 """
 
@@ -192,10 +192,8 @@ def engine_arguments(out: Path, name: str, engine: str) -> dict[str, Any]:
     if policy == "budget":
         own["device_memory"] = f"{int(BUDGET * results(out, name)['resident']['weight_bytes'] / 1024)}KiB"
         own["batch"] = [1, 16]
-    if engine != policy:
-        own["boundaries_only"] = True
-    worker = {"worker_cls": "vllm_quantised.Offloading"}
-    return {**POLICIES[policy], **worker, **({"additional_config": {"headrace": own}} if own else {})}
+    worker = "vllm_quantised.Offloading" if engine == policy else "vllm_quantised.NoCopy"
+    return {**POLICIES[policy], "worker_cls": worker, **({"additional_config": {"headrace": own}} if own else {})}
 
 
 def scored(llm: Any, count: int) -> list[list[list[float]]]:
@@ -210,14 +208,18 @@ def scored(llm: Any, count: int) -> list[list[list[float]]]:
 
 
 def __getattr__(name: str) -> Any:
-    """``Resident`` and ``Offloading``, workers that measure what loading takes; vLLM asks for them by name."""
-    if name not in ("Resident", "Offloading"):
+    """Workers that measure what loading takes; vLLM asks for them by name."""
+    if name not in ("Resident", "Offloading", "NoCopy"):
         raise AttributeError(name)
     import torch
     from vllm.v1.worker.gpu_worker import Worker as Plain
 
     # Importing the package needs vLLM, which is looked up only here.
     base: Any = Plain if name == "Resident" else importlib.import_module("headrace.adapters.vllm").Worker
+    if name == "NoCopy":
+        from no_copy import moves_nothing
+
+        base = moves_nothing(base)
 
     class Measured(base):  # type: ignore[misc]
         def load_model(self, **kwargs: Any) -> None:

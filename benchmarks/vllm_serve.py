@@ -4,7 +4,7 @@
 the same device memory by a budget, and resident.
 
     python benchmarks/vllm_serve.py OUT_FOLDER [--layers 12] [--cases NAME...] [FLAG OF VLLM...]
-    python benchmarks/vllm_serve.py OUT_FOLDER --publish TABLE        raw results for docs/benchmarks, on stdout
+    python benchmarks/vllm_serve.py OUT_FOLDER --publish TABLE        raw results for benchmarks/results, on stdout
 
 Qwen3-8B's shape with seeded weights and a tokenizer of one word per token, both written into OUT_FOLDER, so no network
 is needed. ``--layers 0`` takes a tiny shape, for a CPU. A case whose results lie in OUT_FOLDER is not run again. Every
@@ -34,7 +34,7 @@ import httpx
 
 from published_configs import QWEN3_8B
 from seeded_models import QWEN3_TINY, write_config, write_weights, write_words
-from vllm_cases import GROUP, ONE_ROUNDING, WORKER, python_path, same_memory
+from vllm_cases import GROUP, NO_COPY, ONE_ROUNDING, WORKER, python_path, same_memory
 from vllm_server import VLLM, headrace_stats, started, wait_until_healthy
 
 GROUP_FLAGS = [word for name, value in GROUP.items() for word in ("--" + name.replace("_", "-"), str(value))]
@@ -94,14 +94,12 @@ def _command(case: str, folder: Path, more: Sequence[str]) -> list[str]:
     own: dict[str, Any] = {}
     if case == "budget":
         own = {"device_memory": budget, "batch": [1, 4, 16]}
-    if case == "still":
-        own = {"boundaries_only": True}
     # vLLM refuses a prompt of more characters than so many tokens can have, and the words of the tokenizer are long.
     flags = ["--max-model-len", "4096", "--no-enable-prefix-caching", "--compilation-config"]
     flags += [json.dumps({"cudagraph_capture_sizes": [1, 2, 4, 8, 16], **ONE_ROUNDING})]
     flags += [] if case in ("resident", "budget") else GROUP_FLAGS
     if case in ("headrace", "budget", "still"):
-        flags += ["--worker-cls", WORKER]
+        flags += ["--worker-cls", NO_COPY if case == "still" else WORKER]
     if own:
         flags += ["--additional-config", json.dumps({"headrace": own})]
     return [*VLLM, "serve", str(folder), *flags, *more]
@@ -111,7 +109,9 @@ def _measure(cases: Sequence[str], folder: Path, out: Path, more: Sequence[str])
     """Start the servers of ``cases``, and ask one after the other; one that fails is left out, with a line."""
     shared = {
         **os.environ,
-        "PYTHONPATH": python_path(out),
+        "PYTHONPATH": os.pathsep.join(
+            filter(None, [python_path(out), str(Path(__file__).resolve().parent)])
+        ),  # of NO_COPY
         "VLLM_SERVER_DEV_MODE": "1",  # for collective_rpc
         "VLLM_NO_USAGE_STATS": "1",
         "HF_HUB_OFFLINE": "1",

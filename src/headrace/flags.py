@@ -140,9 +140,6 @@ class OffloadFlags:
     disk_direct: bool = _flag("", "Read files past the page cache (O_DIRECT).", off=False)
     disk_drop_cache: bool = _flag("", "Give pages of the files back to the system after reading.", off=False)
     measure_stalls: bool = _flag("", "Time every wait for a unit.", needs=_ASKING, off=False)
-    boundaries_only: bool = _flag(
-        "", "Compile as if weights were offloaded, and move nothing.", needs=_ASKING, off=False
-    )
 
     def given(self, name: str) -> bool:
         """Whether the flag of the field ``name`` was given; ``--context 0`` was, and ``--offload-backend auto`` not."""

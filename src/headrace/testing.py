@@ -4,8 +4,7 @@ The promise worth testing is contract 1: the same bits as the resident model. Th
 each has a helper here:
 
 * nothing moved: :func:`assert_moved` proves from the counters that every unit came once per forward;
-* a compiler fused differently without the offload: :func:`boundaries` gives the resident model the same ones, and
-  :class:`NoCopyOffloader` does so inside an engine;
+* a compiler fused differently without the offload: :func:`boundaries` gives the resident model the same ones;
 * the race never happened: :class:`SlowLink` stretches every copy by random delays.
 """
 
@@ -14,7 +13,8 @@ from __future__ import annotations
 import os
 import random
 import time
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -24,16 +24,17 @@ from torch.utils._pytree import tree_flatten
 
 from headrace.api import Handle, start
 from headrace.config import Policy
-from headrace.offloaders.reference import NoCopyOffloader, boundaries
+from headrace.experts.rows import CachedExperts, ExpertHook, NoCache, ReadsRows, Turn
 from headrace.plan.plan import Plan
-from headrace.runtime.prepare import prepare
+from headrace.runtime.hooks import CalledForwardHook, ForwardHook, UnitHook, new_token, unhooked_modules
+from headrace.runtime.prepare import Prepared, prepare
 from headrace.runtime.this_machine import PlanRequest
 from headrace.stats import Recorder
 from headrace.stores.sources import DiskOptions, Source
 from headrace.stores.store import Load
 from headrace.transfer.link import ComputeEvent, Link, ThreadLink, ThreadTransfer
 
-__all__ = ["NoCopyOffloader", "SlowLink", "assert_moved", "assert_same_bits", "boundaries", "offload_over"]
+__all__ = ["SlowLink", "assert_moved", "assert_same_bits", "boundaries", "offload_over"]
 
 
 def offload_over(
@@ -46,6 +47,68 @@ def offload_over(
 ) -> Handle:
     """:func:`headrace.offload`, with copies made by ``link``; the handle closes it."""
     return start(prepare(PlanRequest(model, policy, checkpoint=checkpoint, disk=disk)), link=link)
+
+
+@contextmanager
+def boundaries(model: nn.Module, policy: Policy | Plan | str | int) -> Iterator[Plan]:
+    """Give a resident model the boundaries of an offload: the same ops are traced, nothing moves.
+
+    Under ``torch.compile`` this is the reference of contract 1. A compiler may fuse across what would be a boundary and
+    then round differently; such a difference is the compiler's, and comparing with this context leaves it out.
+
+    Args:
+        model: resident, on any device.
+        policy: as for :func:`headrace.offload`.
+
+    Yields:
+        the plan whose units set the boundaries.
+    """
+    # Without limits: the model is resident already, and nothing is added.
+    prepared = prepare(PlanRequest(model, policy), allocates=False)
+    with boundaries_of(prepared, model, traced_in_forward=True):
+        yield prepared.plan
+
+
+@contextmanager
+def boundaries_of(
+    prepared: Prepared, entry: nn.Module, reads_rows: ReadsRows = CachedExperts, traced_in_forward: bool = False
+) -> Iterator[None]:
+    """The boundaries of a plan that was prepared without allocating anything.
+
+    Args:
+        entry: the module whose forward begins a forward of the model.
+        reads_rows: see ``SessionOptions``.
+        traced_in_forward: where an offload of the whole model traces its ops, see :mod:`headrace.runtime.hooks`.
+    """
+    model, token = prepared.model, new_token(prepared.device)
+    hooks: list[UnitHook | ForwardHook | ExpertHook] = []
+    try:
+        units, unhooked = [], unhooked_modules(model)
+        for unit in prepared.plan.units:
+            storages = [prepared.bound[entry.storage] for entry in unit.entries]
+            module = model.get_submodule(unit.module_fqn)
+            is_root = traced_in_forward and module is model
+            units.append(
+                UnitHook(
+                    module, unit.index, storages, None, token, unhooked=module in unhooked, traced_in_forward=is_root
+                )
+            )
+            hooks.append(units[-1])
+        kind = CalledForwardHook if model in unhooked else ForwardHook
+        is_unhooked = model in unhooked
+        hooks.append(kind(model, entry, units, None, token, unhooked=is_unhooked, traced_in_forward=traced_in_forward))
+        turn = Turn(prepared.device)
+        for layer in prepared.plan.cached:
+            module = model.get_submodule(layer.module_fqn)
+            bound = [tensor for name in layer.storages for tensor in prepared.bound[name].tensors]
+            tensors = {tensor.places[0][1].attr: tensor.tensor.detach() for tensor in bound}
+            hooks.append(reads_rows(module, tensors, NoCache(layer.num_experts, turn)))
+        for hook in hooks:
+            hook.attach()
+        yield
+    finally:
+        for hook in hooks:
+            hook.remove()
 
 
 def assert_same_bits(found: Any, expected: Any, what: str = "output") -> None:

@@ -34,9 +34,9 @@ import headrace
 from commands import TINY, error_of, run
 from headrace.cli import app, terminal
 from headrace.cli.arguments import VERB_FLAGS, requested, target_device
+from headrace.cli.demo_run import ensure_model
 from headrace.cli.terminal import expand_lists
 from headrace.config import RANK_MODES, SHARDED_MODES, UVA, VARIABLES, Budget, Mode, Prefetch, Rules, Workload
-from headrace.demo.synthetic_model import ensure_model
 from headrace.errors import HeadraceError, HeadraceWarning, OptionError
 from headrace.figures import format_size
 from headrace.flags import OffloadFlags, flag_of
@@ -560,7 +560,7 @@ def test_planning_for_another_machine(model: Path, tmp_path: Path) -> None:
 
 def test_planning_for_the_machine_of_a_published_probe(model: Path) -> None:
     """It is from before probes said how much memory the GPU has."""
-    report = Path(__file__).resolve().parents[2] / "docs" / "benchmarks" / "2026-11-21-plan-h200-probe.json"
+    report = Path(__file__).resolve().parents[2] / "benchmarks" / "results" / "2026-11-21-plan-h200-probe.json"
     data = json.loads(run("plan", model, "--device-memory", "2MiB", "--machine", report, "--json").stdout)
     assert data["machine"] == {"device": "NVIDIA H200", "device_bytes": None}
 

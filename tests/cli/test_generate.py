@@ -16,7 +16,7 @@ import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer, TextStreamer
 
 from commands import TINY, error_of, run
-from headrace.demo.synthetic_model import ensure_model
+from headrace.cli.demo_run import ensure_model
 from headrace.figures import format_rate, format_time
 from headrace.plan.plan import Plan
 from models import aligned

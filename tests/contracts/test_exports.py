@@ -46,7 +46,7 @@ ROOMS = [
     ("graphs",),
     ("adapters", "testing"),
     ("planning",),
-    ("bench", "demo", "serving"),
+    ("serving",),
     ("cli",),
     ("__main__",),
 ]

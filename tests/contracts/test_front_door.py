@@ -19,7 +19,7 @@ from transformers import Qwen3Config, Qwen3ForCausalLM
 import headrace
 from commands import TINY, run
 from headrace.adapters.transformers import load
-from headrace.demo.synthetic_model import ensure_model
+from headrace.cli.demo_run import ensure_model
 from headrace.model.inventory import take_inventory
 from headrace.model.live_tensors import bind
 from headrace.plan.build import Planner

@@ -21,7 +21,7 @@ from headrace.model.records import Inventory, ModelProfile
 from headrace.offloaders.layerwise import EngineOffloader, EnginePolicy
 from headrace.plan.units import TINY_BYTES
 from headrace.runtime.this_machine import make_planner
-from headrace.testing import NoCopyOffloader
+from no_copy import NoCopyOffloader
 
 SUPPORT = Path(__file__).resolve().parents[1] / "support"
 

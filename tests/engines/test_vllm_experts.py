@@ -91,7 +91,7 @@ def test_the_kernel_of_the_stand_in_rounds_by_its_configuration() -> None:
 
 def test_the_reference_moves_nothing() -> None:
     plain = resident(mlp=Experts)
-    worker = loaded(own=cached(3, boundaries_only=True), mlp=Experts)
+    worker = loaded(own=cached(3), moves=False, mlp=Experts)
     require_same_outputs(worker, plain)
     stats = worker.headrace_stats()
     assert (stats["offloader"], stats["experts"]) == ("NoCopyOffloader", [])

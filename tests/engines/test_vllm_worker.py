@@ -302,9 +302,9 @@ def test_weights_that_are_read_outside_of_their_layer_end_the_start(second: bool
 
 
 def test_a_worker_that_moves_nothing_has_no_units_to_run() -> None:
-    for flags, own in (({}, None), (GROUP, {"boundaries_only": True})):
+    for flags, moves in (({}, True), (GROUP, False)):
         another_process()
-        assert serve(loaded(flags, own, change_model=go_around_hooks)) == 0.5
+        assert serve(loaded(flags, moves=moves, change_model=go_around_hooks)) == 0.5
 
 
 # -- what vLLM is told -------------------------------------------------------------------------------------------------
@@ -340,10 +340,10 @@ def test_the_plan_is_part_of_the_compile_cache_key(second: bool) -> None:
 def test_an_offload_runs_the_code_that_its_reference_compiled() -> None:
     """A compiler that compiles again may choose a kernel that rounds differently."""
     keys = set()
-    for own in (None, {"boundaries_only": True}, {"measure_stalls": True}):
+    for own, moves in ((None, True), (None, False), ({"measure_stalls": True}, True)):
         vllm.set_offloader(vllm.NoopOffloader())
         given = {"headrace": own, "theirs": 1} if own else {"theirs": 1}
-        worker = make(GROUP, additional_config=given)
+        worker = make(GROUP, moves=moves, additional_config=given)
         worker.load_model()
         keys.add(worker.vllm_config.compute_hash())
         worker.shutdown()
@@ -478,9 +478,7 @@ def test_new_weights_from_a_worker_extension_are_refused(second: bool) -> None:
         worker.model_runner.get_model().load_weights(new)
     require_same_outputs(worker, plain)
     another_process()
-    for idle in (loaded(second=second), loaded(GROUP, {"boundaries_only": True}, second=second)):
-        assert idle.model_runner.get_model().load_weights(new) == {name for name, _ in new}
-        another_process()
+    assert loaded(second=second).model_runner.get_model().load_weights(new) == {name for name, _ in new}
 
 
 @RUNNERS

@@ -1,18 +1,18 @@
-"""The promise: `headrace bench experts` replays the trace that it says, and compares bits."""
+"""The promise: benchmarks of experts replay the trace that they say, and compare bits."""
 
 from __future__ import annotations
 
 import importlib.util
+import sys
 from pathlib import Path
 
 import pytest
 import torch
 
 import card_24gb
+import expert_steps
 import tables
-from commands import error_of
-from commands import run as run_command
-from headrace.bench.experts_step import ExpertsShape, driven, run, seeded
+from expert_steps import ExpertsShape, driven, run, seeded
 from headrace.plan.traces import lru_hits, save_trace
 
 TINY = ExpertsShape(num_layers=2, num_experts=8, top_k=2, hidden=64, intermediate=64)
@@ -40,17 +40,25 @@ def test_cases_have_equal_bits_and_the_hits_of_the_trace(rows: int) -> None:
         assert found["in place"]["missed_bytes"] == pytest.approx(4 * TINY.expert_bytes)
 
 
-def test_the_command_on_a_cpu(tmp_path: Path) -> None:
+def test_hits_of_a_trace_on_a_cpu(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def script(*args: object) -> str:
+        monkeypatch.setattr(sys, "argv", ["expert_steps.py", *map(str, args)])
+        expert_steps.main()
+        return capsys.readouterr().out
+
     save_trace(seeded(TINY, 80), tmp_path / "trace")
-    result = run_command("bench", "experts", "--trace", tmp_path / "trace", "--slots", "2,8")
-    assert result.exit_code == 0, result.output
-    assert "trace: 8 of 8 experts on the device" in result.stdout
-    half = run_command("bench", "experts", "--hits", 0.5)
-    assert "50% hits: 32 of 64 experts on the device, 50" in half.stdout
-    assert "contradict" in error_of("bench", "experts", "--hits", 0.5, "--trace", tmp_path / "trace")
-    assert "--rows has no effect with --device cpu" in error_of("bench", "experts", "--rows", 4)
-    assert "expected shares from 0 to 1" in error_of("bench", "experts", "--hits", 2)
-    assert "expected one of deepseek-v2-lite" in error_of("bench", "experts", "--shape", "x")
+    assert "trace: 8 of 8 experts on the device" in script("--trace", tmp_path / "trace", "--slots", "2,8")
+    assert "50% hits: 32 of 64 experts on the device, 50" in script("--hits", 0.5)
+    for args, message in (
+        (("--hits", 0.5, "--trace", tmp_path / "trace"), "not allowed with argument --hits"),
+        (("--hits", 2), "expected shares from 0 to 1"),
+        (("--shape", "x"), "invalid choice: 'x'"),
+    ):
+        with pytest.raises(SystemExit):
+            script(*args)
+        assert message in capsys.readouterr().err
 
 
 @pytest.mark.parametrize("model", card_24gb.MODELS)

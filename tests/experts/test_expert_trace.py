@@ -15,8 +15,8 @@ from transformers import AutoConfig
 
 import headrace
 from commands import TINY, error_of, run
+from headrace.cli.demo_run import ensure_model
 from headrace.config import Budget
-from headrace.demo.synthetic_model import ensure_model
 from headrace.errors import OptionError
 from headrace.experts.recorder import RoutingRecorder
 from headrace.plan.traces import ExpertHits, Recorded, load_trace, lru_hits, save_trace, seeded_trace

@@ -20,7 +20,7 @@ from gpu_models import build
 import headrace
 from commands import TINY, run
 from headrace import Prefetch
-from headrace.demo.synthetic_model import ensure_model
+from headrace.cli.demo_run import ensure_model
 from headrace.errors import OptionError, TransferError
 from headrace.runtime import rank_stores
 from headrace.stores.sharded import ShardedStore

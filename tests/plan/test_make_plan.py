@@ -32,6 +32,7 @@ from checkpoints import run as forward
 from commands import TINY, error_of, run
 from headrace.adapters.transformers import load
 from headrace.checkpoint.safetensors_header import Checkpoint
+from headrace.cli.demo_run import ensure_model
 from headrace.config import (
     ALL_MODEL_PARAMS,
     RANK_MODES,
@@ -44,7 +45,6 @@ from headrace.config import (
     Rules,
     Workload,
 )
-from headrace.demo.synthetic_model import ensure_model
 from headrace.errors import (
     CheckpointError,
     HeadraceError,
@@ -63,7 +63,7 @@ from headrace.transfer.machine_probe import MACHINES, Probe, named_machine
 from models import MoE, OddStack, Stack, aligned, rows, save, state_of
 from moe_models import qwen
 
-REPORT = Path(__file__).resolve().parents[2] / "docs" / "benchmarks" / "2026-11-21-plan-h200-probe.json"
+REPORT = Path(__file__).resolve().parents[2] / "benchmarks" / "results" / "2026-11-21-plan-h200-probe.json"
 
 MIXTURE = {
     **SIZE,

@@ -13,7 +13,7 @@ from torch import nn
 from transformers import Qwen3MoeConfig, Qwen3MoeForCausalLM
 
 from decoder_models import DEEPSEEK_V2_LITE, MoeStack
-from headrace.bench.reference_step import QWEN3_8B, Stack
+from headrace.cli.bench_step import QWEN3_8B, Stack
 from headrace.config import Budget, Workload
 from headrace.errors import BudgetError, HeadraceWarning
 from headrace.model.inventory import Inventory, take_inventory

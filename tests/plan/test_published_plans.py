@@ -26,7 +26,7 @@ from headrace.plan.plan import assemble
 from headrace.transfer.machine_probe import named_machine, read_probe
 from plan_predictions import Contest, Planner, build
 
-REPORT = Path(__file__).resolve().parents[2] / "docs" / "benchmarks" / "2026-11-21-plan-h200.jsonl"
+REPORT = Path(__file__).resolve().parents[2] / "benchmarks" / "results" / "2026-11-21-plan-h200.jsonl"
 PROBE = REPORT.with_name("2026-11-21-plan-h200-probe.json")
 
 

@@ -32,7 +32,7 @@ from plans import memory_curve
 from ranks import outcomes
 
 KIB, MIB = 1 << 10, 1 << 20
-REPORTS = Path(__file__).resolve().parents[2] / "docs" / "benchmarks"
+REPORTS = Path(__file__).resolve().parents[2] / "benchmarks" / "results"
 PROBE = REPORTS / "2026-11-21-plan-h200-probe.json"
 SLOW = Rates(
     machine="a test",

@@ -24,7 +24,7 @@ from torch import nn
 import headrace
 from commands import TINY, run
 from headrace import Prefetch
-from headrace.demo.synthetic_model import ensure_model
+from headrace.cli.demo_run import ensure_model
 from headrace.errors import HeadraceWarning, OptionError, PeerError, TransferError
 from headrace.memory.symmetric import SymmetricMemory
 from headrace.plan.plan import Striping

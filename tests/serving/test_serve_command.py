@@ -22,7 +22,7 @@ from typing import Any
 import pytest
 
 from commands import TINY, error_of, run
-from headrace.demo.synthetic_model import ensure_model
+from headrace.cli.demo_run import ensure_model
 from headrace.serving.app import bind
 
 

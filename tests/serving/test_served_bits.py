@@ -17,8 +17,8 @@ import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from commands import TINY
+from headrace.cli.demo_run import ensure_model
 from headrace.config import Prefetch
-from headrace.demo.synthetic_model import ensure_model
 from models import aligned
 from servers import NAME, Served, serving
 

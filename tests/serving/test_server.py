@@ -18,7 +18,7 @@ import pytest
 import torch
 
 from commands import TINY
-from headrace.demo.synthetic_model import ensure_model
+from headrace.cli.demo_run import ensure_model
 from headrace.errors import OptionError
 from headrace.serving.app import bind
 from servers import NAME, Served, serving

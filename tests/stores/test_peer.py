@@ -26,7 +26,7 @@ import headrace
 from commands import TINY, error_of, run
 from cuda_driver import Driver
 from headrace import Budget, Workload
-from headrace.demo.synthetic_model import ensure_model
+from headrace.cli.demo_run import ensure_model
 from headrace.errors import BudgetError, HeadraceWarning, LimitError, OptionError, RaceError
 from headrace.memory import split_range
 from headrace.model.inventory import take_inventory

@@ -7,7 +7,7 @@ from typing import Any
 from typer.testing import CliRunner
 
 from headrace.cli import app
-from headrace.demo.synthetic_model import ModelSize
+from headrace.cli.demo_run import ModelSize
 
 TINY = ModelSize(hidden=128, intermediate=384, layers=4, heads=4, key_value_heads=2)
 

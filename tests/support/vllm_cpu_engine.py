@@ -121,9 +121,13 @@ def worker_class() -> type:
 
 
 def __getattr__(name: str) -> Any:
-    """``vllm_cpu_engine.Worker``, as vLLM asks for it by its name."""
+    """``vllm_cpu_engine.Worker`` and ``NoCopyWorker``, as vLLM asks for them by name."""
     if name == "Worker":
         return worker_class()
+    if name == "NoCopyWorker":
+        from no_copy import moves_nothing
+
+        return moves_nothing(worker_class())
     raise AttributeError(name)
 
 
@@ -191,9 +195,6 @@ def arguments(folder: Path, case: str, mode: str) -> dict[str, Any]:
     options = {**CASES, **WITH_RANKS}[name]
     if name in WITH_RANKS:
         options = {**options, "model": _write_model(folder / "files"), "load_format": "auto"}
-    if still:
-        own = options.get("additional_config", {}).get("headrace", {})
-        options = {**options, "additional_config": {"headrace": {**own, "boundaries_only": True}}}
     if speculative := options.get("speculative_config"):
         drafter = _write_config(folder / "draft", {**CONFIG, "num_hidden_layers": 2})
         options = {**options, "speculative_config": {**speculative, "model": drafter}}
@@ -207,7 +208,7 @@ def arguments(folder: Path, case: str, mode: str) -> dict[str, Any]:
         "enforce_eager": mode == "eager",
         "enable_prefix_caching": False,
         **options,
-        **({} if case in RESIDENT else {"worker_cls": "vllm_cpu_engine.Worker"}),
+        **({} if case in RESIDENT else {"worker_cls": f"vllm_cpu_engine.{'NoCopy' if still else ''}Worker"}),
     }
 
 

@@ -35,19 +35,20 @@ def make(
     *,
     second: bool = True,
     rank: int = 0,
+    moves: bool = True,
     **config: Any,
 ) -> Any:
-    """headrace's worker as vLLM makes it, before the model is loaded."""
+    """headrace's worker as vLLM makes it, before the model is loaded; ``moves=False``: the reference's."""
     flags = flags or {}
     uva = {name: value for name, value in flags.items() if name.startswith("cpu_")}
     prefetch = {name: value for name, value in flags.items() if name.startswith("offload_")}
     offload = vllm.OffloadConfig("auto", vllm.UVAOffloadConfig(**uva), vllm.PrefetchOffloadConfig(**prefetch))
     config.setdefault("additional_config", {"headrace": own} if own else {})
-    return start(vllm.VllmConfig(offload, use_v2_model_runner=second, **config), rank)
+    return start(vllm.VllmConfig(offload, use_v2_model_runner=second, **config), rank, moves)
 
 
-def start(config: vllm.VllmConfig, rank: int = 0) -> Any:
-    worker_class = importlib.import_module("headrace.adapters.vllm").Worker
+def start(config: vllm.VllmConfig, rank: int = 0, moves: bool = True) -> Any:
+    worker_class = importlib.import_module("headrace.adapters.vllm" if moves else "no_copy").Worker
     worker = worker_class(
         vllm_config=config, local_rank=0, rank=rank, distributed_init_method="", is_driver_worker=rank == 0
     )

@@ -99,7 +99,7 @@ class EngineKeys:
     def _checked(self, key: str, value: Any) -> Any:
         """The value of ``key`` as the flag of the same meaning has it."""
         name, surface = f"{self.prefix}.{key}", self.surface
-        if key in ("measure_stalls", "boundaries_only"):
+        if key == "measure_stalls":
             if not isinstance(value, bool):
                 raise OptionTypeError(f"{name}: expected true or false, found {value!r}; {self.form}")
             return value

@@ -44,8 +44,8 @@ DtypeOption = Annotated[
     typer.Option("--dtype", metavar="NAME", help="bfloat16, float16 or float32 (default the checkpoint's own)."),
 ]
 
-# All flags except those of engines alone.
-VERB_FLAGS = tuple(row.name for row in fields(OffloadFlags) if row.name not in ("measure_stalls", "boundaries_only"))
+# All flags except the one of engines alone.
+VERB_FLAGS = tuple(row.name for row in fields(OffloadFlags) if row.name != "measure_stalls")
 
 
 def with_offload_flags(

@@ -1,11 +1,10 @@
-"""``headrace demo``: the main job, no downloads."""
+"""``headrace demo``: a model resident and streamed from its files, without downloads."""
 
 from __future__ import annotations
 
 import shutil
 from pathlib import Path
-from tempfile import TemporaryDirectory
-from typing import TYPE_CHECKING, Annotated
+from typing import Annotated
 
 import typer
 
@@ -13,12 +12,10 @@ from headrace.cli.arguments import require_folder
 from headrace.cli.terminal import stdout
 from headrace.errors import OptionError
 
-if TYPE_CHECKING:
-    from headrace.demo.comparison import Comparison, Job
-
 __all__ = ["demo"]
 
-_GENERATOR = "Qwen3 architecture, random weights"
+_NAME = "Qwen3 architecture, random weights"
+_BUDGET_SHARE = 0.30  # of the weights
 
 
 def demo(
@@ -27,9 +24,9 @@ def demo(
     ),
     keep: Annotated[bool, typer.Option("--keep", help="Keep the model (1.2 GB) for the next time.")] = False,
 ) -> None:
-    """Run two models resident and streamed from disk; compare bits, memory and speed. Downloads nothing.
+    """Run a language model resident and streamed from disk; compare bits, memory and speed. Downloads nothing.
 
-    Takes two to three minutes, 1.3 GB of disk and as much memory. Exit code 1 if one bit differs or a memory limit is
+    Takes about two minutes, 1.3 GB of disk and as much memory. Exit code 1 if one bit differs or a memory limit is
     broken.
     """
     from importlib.util import find_spec
@@ -42,8 +39,18 @@ def demo(
     except OSError as error:
         raise OptionError(f"--folder {str(folder)!r}: expected a folder that can be written to: {error}") from error
     require_folder("--folder", folder)  # an existing folder may still not be writable
-    with TemporaryDirectory(dir=folder, prefix="runs-") as runs:
-        broken = [*_embed_sentences(Path(runs)), *_generate_text(folder, Path(runs), keep)]
+    from headrace.cli.demo_run import ModelSize, ensure_model
+
+    model = folder / "model"
+    with stdout.status("writing the model"):
+        written = ensure_model(model, ModelSize())
+    stdout.print(f"{'wrote' if written else 'found'} {model}")
+    try:
+        broken = _compare(model, folder / "trace.json")
+    finally:
+        # Only a model that this run wrote: one that it found was kept by an earlier run.
+        if written and not keep:
+            shutil.rmtree(model, ignore_errors=True)
     for promise in broken:
         stdout.print(f"[red]broken: {promise}[/]")
     if broken:
@@ -51,51 +58,20 @@ def demo(
     stdout.print("[green]Every bit is equal, and memory stayed within the plan.[/]")
 
 
-def _embed_sentences(runs: Path) -> list[str]:
-    from headrace.demo.comparison import ENCODER_SHARE, SENTENCES, embed_job, find_encoder, most_similar
-
-    job = embed_job(find_encoder())
-    stdout.rule("Part A: real weights, all-MiniLM-L6-v2 embeds English sentences")
-    found = _compare(job, "all-MiniLM-L6-v2", "sentences", ENCODER_SHARE, runs / "a")
-    stdout.print("The most similar sentences, by the streamed run:")
-    for cosine, first, second in most_similar(found.streamed, 2):
-        stdout.print(f"  {cosine:.3f}  {SENTENCES[first]}\n         {SENTENCES[second]}", highlight=False)
-    return found.broken
-
-
-def _generate_text(folder: Path, runs: Path, keep: bool) -> list[str]:
-    from headrace.demo.comparison import GENERATOR_SHARE, TRACE_FILE, generate_job
-    from headrace.demo.synthetic_model import ModelSize, ensure_model
-
-    stdout.rule(f"Part B: a language model of 1 GB ({_GENERATOR}) generates text")
-    model, trace = folder / "model", folder / TRACE_FILE
-    with stdout.status("writing the model"):
-        written = ensure_model(model, ModelSize())
-    stdout.print(f"{'wrote' if written else 'found'} {model}")
-    try:
-        found = _compare(generate_job(model), _GENERATOR, "tokens", GENERATOR_SHARE, runs / "b")
-    finally:
-        # Only a model that this run wrote: one that it found was kept by an earlier run.
-        if written and not keep:
-            shutil.rmtree(model, ignore_errors=True)
-    # The folder of the runs is removed at the end.
-    shutil.copyfile(runs / "b" / "streamed" / TRACE_FILE, trace)
-    stdout.print(f"trace: {trace} (open it at https://ui.perfetto.dev)", highlight=False)
-    return found.broken
-
-
-def _compare(job: Job, name: str, item: str, share: float, runs: Path) -> Comparison:
-    """Print the plan, run the job resident and streamed, print the comparison."""
+def _compare(model: Path, trace: Path) -> list[str]:
+    """Print the plan, run resident and streamed, print the comparison; returns the promises that did not hold."""
     from headrace.adapters.transformers.opened_model import open_model
-    from headrace.demo.comparison import compare, comparison_table
+    from headrace.cli import demo_run
     from headrace.plan.report import render
     from headrace.planning import plan_model
     from headrace.runtime.this_machine import PlanRequest
 
-    opened = open_model(Path(job.model))
-    budget = int(opened.weights.checkpoint.num_bytes * share)
-    stdout.print(render(plan_model(PlanRequest(opened, budget, device="cpu")).plan, name))
+    opened = open_model(model)
+    weight_bytes = opened.weights.checkpoint.num_bytes
+    budget = int(weight_bytes * _BUDGET_SHARE)
+    stdout.print(render(plan_model(PlanRequest(opened, budget, device="cpu")).plan, _NAME))
     with stdout.status("running, resident and streamed"):
-        found = compare(name, item, job, share, runs)
-    stdout.print(comparison_table(found))
-    return found
+        runs = demo_run.run_alone(model, None, trace), demo_run.run_alone(model, budget, trace)
+    stdout.print(demo_run.comparison_table(weight_bytes, *runs))
+    stdout.print(f"trace: {trace} (open it at https://ui.perfetto.dev)", highlight=False)
+    return demo_run.broken_promises(*runs)

@@ -11,7 +11,6 @@ key under "headrace"  meaning
 ``mode``              the store: ``cpu``, or ``shm_cpu`` for one copy per host among data-parallel ranks
 ``replicas``          with ``shm_cpu`` and a dense model: engines that ``--data-parallel-size`` starts on this host
 ``measure_stalls``    time every wait for a unit; costs two events each
-``boundaries_only``   compile the model as if it were offloaded and move nothing: the reference for equal bits
 ====================  ================================================================================================
 """
 
@@ -50,7 +49,6 @@ FLAG_OF_KEY = {
     "expert_slots": "expert_slots",
     "mode": "offload_mode",
     "measure_stalls": "measure_stalls",
-    "boundaries_only": "boundaries_only",
 }
 _HALVES = "runs parts of a batch through the layers at once, and they would share one slot"
 
@@ -117,7 +115,7 @@ _VLLM = Surface(
         "expert_slots": ("offload_rule",),
         "offload_prefetch_step": ("offload_group_size",),
         "cpu_offload_params": ("cpu_offload_gb",),
-        **dict.fromkeys(("offload_mode", "measure_stalls", "boundaries_only"), _ASKING),
+        **dict.fromkeys(("offload_mode", "measure_stalls"), _ASKING),
     },
 )
 FORM = """write it like --additional-config '{"headrace": {"device_memory": "20GiB"}}'"""
@@ -134,14 +132,12 @@ class EngineOptions:
         mode: the store.
         replicas: number of engines of this host that share one store, where vLLM has no group of them.
         measure_stalls: time every wait.
-        boundaries_only: trace the policy's boundaries, and offload nothing.
     """
 
     policy: EnginePolicy | None
     mode: Mode = "cpu"
     replicas: int | None = None
     measure_stalls: bool = False
-    boundaries_only: bool = False
 
 
 def read_options(offload_config: Any, additional_config: Any) -> EngineOptions:
@@ -214,7 +210,7 @@ def engine_options(
     policy = _KEYS.policy(keys, merged, spelling or {})
     if isinstance(policy, Budget):
         policy = replace(policy, mode=mode)
-    return EngineOptions(policy, mode, replicas, merged.measure_stalls, merged.boundaries_only)
+    return EngineOptions(policy, mode, replicas, merged.measure_stalls)
 
 
 def _replicas(given: Mapping[str, Any], mode: Mode) -> int | None:

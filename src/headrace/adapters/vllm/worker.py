@@ -37,7 +37,6 @@ from headrace.errors import OptionError, OutsideAccessError, PeerError, StateErr
 from headrace.experts.rows import ExpertKernels
 from headrace.figures import format_size
 from headrace.offloaders.layerwise import EngineOffloader
-from headrace.offloaders.reference import NoCopyOffloader
 from headrace.plan.cost_model import Rates
 from headrace.ranks.group import GRACE_S, RankGroup, call_within, json_digest
 from headrace.runtime.prepare import open_ranks
@@ -61,6 +60,8 @@ _Base: Any = gpu_worker.Worker if TYPE_CHECKING else object
 
 class OffloadingWorker(_Base):  # type: ignore[misc,unused-ignore]
     """Mixed in before a worker class of vLLM, it makes ``get_offloader()`` return headrace's offloader."""
+
+    offloader_class = EngineOffloader
 
     def __init__(self, vllm_config: Any, *args: Any, **kwargs: Any) -> None:
         """Like vLLM's.
@@ -98,16 +99,12 @@ class OffloadingWorker(_Base):  # type: ignore[misc,unused-ignore]
             super().load_model(**kwargs)
             return
         _refuse_other_offloader(get_offloader())
-        kind = EngineOffloader
-        if self._options.boundaries_only:
-            logger.warning("headrace.boundaries_only is set: the model is traced as if offloaded, and nothing moves")
-            kind = NoCopyOffloader
         replicas = None
         if self._options.mode == "shm_cpu":
             replicas = _replica_group(self._options.replicas, self.vllm_config.parallel_config, self.rank)
         with open_ranks(replicas) as ranks:
             rates = self._rates_of_ranks(ranks) if isinstance(self._options.policy, Budget) else None
-            self._offloader = kind(
+            self._offloader = self.offloader_class(
                 self._options.policy,
                 self.model_runner.get_model,
                 is_lookup=_is_lookup,
@@ -169,13 +166,12 @@ class OffloadingWorker(_Base):  # type: ignore[misc,unused-ignore]
             # pool that vLLM loads in.
             offloader.post_init()
             runner.model_memory_usage += offloader.added_device_bytes
-            if not self._options.boundaries_only:
-                _refuse_loading(runner.get_model())
+            _refuse_loading(runner.get_model())
             # Compiled code waits for the units of the plan it was traced with. vLLM drops all guards, so with another
             # plan it would read slots that no copy has filled. The additional configuration is part of the key of
             # vLLM's compile cache, and so are the units with it. Nothing else of headrace's is: a compiler chooses
-            # kernels by the time they take, so an engine that compiled for itself what its reference
-            # (boundaries_only) has compiled could round differently.
+            # kernels by the time they take, so an engine that compiled for itself what its reference (one that copies
+            # nothing) has compiled could round differently.
             units = [(unit.module_fqn, [entry.storage for entry in unit.entries]) for unit in offloader.plan.units]
             _require_same_units([unit.module_fqn for unit in offloader.plan.units])
             self.vllm_config.additional_config.pop("headrace", None)
@@ -230,7 +226,7 @@ class OffloadingWorker(_Base):  # type: ignore[misc,unused-ignore]
             StateError: the model does not run a module that is offloaded.
         """
         result = super().compile_or_warm_up_model(*args, **kwargs)
-        if self._offloader is not None and not self._options.boundaries_only and self._offloader.has_run:
+        if self._offloader is not None and self._offloader.has_run:
             self._require_all_ran(self._offloader)
         return result
 
@@ -260,7 +256,7 @@ class OffloadingWorker(_Base):  # type: ignore[misc,unused-ignore]
             if self._offloader is not None:
                 self._offloader.prepare_next()
         has_tokens = getattr(scheduler_output, "total_num_scheduled_tokens", 1) > 0
-        if self._offloader is not None and has_tokens and not (self._all_ran or self._options.boundaries_only):
+        if self._offloader is not None and has_tokens and not self._all_ran:
             self._require_all_ran(self._offloader)
         if self._hits is not None:
             self._hits.poll()
@@ -336,7 +332,7 @@ class OffloadingWorker(_Base):  # type: ignore[misc,unused-ignore]
 
     def compute_weight_checksums(self) -> dict[str, str]:
         """Like vLLM's, where it has one, of the bytes in the store: a slot may hold those of another layer."""
-        if self._offloader is None or self._options.boundaries_only:
+        if self._offloader is None:
             return super().compute_weight_checksums()  # type: ignore[no-any-return]
         runner = self.model_runner
         model = runner.get_model()

@@ -1,17 +1,23 @@
-"""``headrace bench experts``: steps of layers of experts that replay a trace, cached, in place and resident.
+"""Steps of layers of experts that replay a trace: cached, in place and resident.
+
+    python benchmarks/expert_steps.py --device cuda --hits 0.5,0.9 --slots 32 --out FILE
+    python benchmarks/expert_steps.py --trace choices.npz --slots 32,48,64       on a CPU: hits alone, nothing is timed
 
     floor = bytes of the experts that a step fetches or reads in place / host-to-device rate + resident step
 
-All terms are measured in the run. Attention and dense layers are left out: they do not depend on where experts are.
+All terms are measured in the run. Attention and dense layers are left out: they do not depend on where experts are. A
+trace is what ``headrace generate --expert-trace`` recorded, or made from a seed, or one that hits stated shares.
 """
 
 from __future__ import annotations
 
+import argparse
 import statistics
 import time
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import nullcontext
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -20,11 +26,10 @@ import torch.nn.functional as F
 from torch import nn
 
 import headrace
-from headrace.bench.reference_step import LinkProbe, capture, fill, interleave, time_cuda, time_host
+from harness import LinkProbe, append, capture, counts, finish, interleave, parser_of, time_cuda, time_host
+from headrace.cli.bench_step import fill
 from headrace.config import Rules
-from headrace.plan.traces import Recorded, Trace, seeded_trace
-
-__all__ = ["SHAPES", "ExpertsShape", "driven", "run", "seeded"]
+from headrace.plan.traces import Recorded, Trace, load_trace, lru_hits, seeded_trace
 
 
 @dataclass(frozen=True)
@@ -231,3 +236,61 @@ def _moved(case: _Case) -> tuple[int, int, int]:
     layers = () if case.handle is None else case.handle.stats().experts
     missed = sum(layer.fetched + layer.in_place for layer in layers)
     return sum(layer.hits for layer in layers), missed, layers[0].steps if layers else 0
+
+
+def shares(text: str) -> list[float]:
+    """Numbers from 0 to 1, separated by commas."""
+    found = [float(part) for part in text.split(",")]
+    if not all(0 <= share <= 1 for share in found):
+        raise argparse.ArgumentTypeError(f"expected shares from 0 to 1, such as 0.5,0.9, found {text!r}")
+    return found
+
+
+def main() -> None:
+    parser = parser_of(__doc__, rounds=5, repeats=40)
+    parser.add_argument("--device", choices=("cpu", "cuda"), default="cpu")
+    parser.add_argument("--shape", choices=SHAPES, default="deepseek-v2-lite")
+    which = parser.add_mutually_exclusive_group()
+    which.add_argument("--trace", type=Path, help="a file of --expert-trace (default: a seeded trace)")
+    which.add_argument("--hits", type=shares, default=[], help="traces that hit these shares")
+    parser.add_argument("--slots", type=counts, help="experts of each layer on the device (default: half of them)")
+    parser.add_argument("--rows", type=int, default=1, help="sequences of a step")
+    parser.add_argument("--layers", type=int, help="default the shape's, or the trace's")
+    parser.add_argument("--no-resident", action="store_true", help="not with all experts on the device")
+    given = parser.parse_args()
+    shape = SHAPES[given.shape]
+    if given.trace is not None:
+        recorded = load_trace(given.trace)
+        layers = recorded.layers[: given.layers]
+        num_experts, top_k = recorded.num_experts, layers[0].shape[1]
+        shape = replace(shape, num_layers=len(layers), num_experts=num_experts, top_k=top_k)
+        traces = {str(given.trace): replace(recorded, layers=layers)}
+    else:
+        shape = replace(shape, num_layers=given.layers or shape.num_layers)
+        num_tokens = given.rows * (given.rounds * given.repeats + 64)
+        traces = {f"{share:.0%} hits": driven(shape, num_tokens, share) for share in given.hits}
+        traces = traces or {"seeded": seeded(shape, num_tokens)}
+    slots = given.slots or [shape.num_experts // 2]
+    if given.device == "cpu":
+        for name, each in traces.items():
+            for number in slots:
+                found = sum(lru_hits(one, number, warm_up=len(one) // 5) for one in each.layers) / len(each.layers)
+                print(f"{name}: {number} of {shape.num_experts} experts on the device, {found:.1%} of choices hit")
+        return
+    results = []
+    device = torch.device(given.device)
+    for row in run(shape, traces, slots, given.rows, given.rounds, given.repeats, device, not given.no_resident):
+        results.append(row)
+        share = "" if row["hits"] is None else f"  {row['hits']:6.1%} hit"
+        print(
+            f"{row['trace']:<10} {row['case']:<10} {row['rows']:>4} rows  {row['ms']:8.2f} ms  "
+            f"{row['tokens_per_s']:7.1f} tokens/s  {row['over_floor']:6.3f} x floor{share}  "
+            f"{'same bits' if row['bit_equal'] else 'OTHER BITS'}",
+            flush=True,
+        )
+        append({"shape": given.shape, **row}, given.out)
+    finish("expert steps", results)
+
+
+if __name__ == "__main__":
+    main()
