@@ -1,26 +1,49 @@
 """The offloading flags of the command line and of engines: one table, its checks, and the policy that flags mean.
 
-Each field of :class:`OffloadFlags` is one flag with its help, the flags that it needs, and those that it excludes. The
-command line makes its options from the table; an engine's adapter fills the same class from the engine's configuration.
-So a contradiction is refused by one check in one wording, wherever the flags come from. Flags that vLLM has keep their
-names and meanings.
+Each field of :class:`OffloadFlags` is one flag with its help, the check of its value, the flags that it needs, and
+those that it excludes. The command line makes its options from the table; an engine's adapter fills the same class from
+the engine's configuration and from keys of headrace's own (:class:`EngineKeys`). So a value or a contradiction is
+refused by one check in one wording, wherever it comes from. Flags that vLLM has keep their names and meanings.
 """
 
 from __future__ import annotations
 
+import difflib
 import math
 from collections.abc import Mapping, Sequence
-from dataclasses import Field, dataclass, field, fields
+from dataclasses import Field, dataclass, field, fields, replace
+from functools import partial
 from pathlib import Path
 from typing import Any, cast, get_args
 
-from headrace.config import UVA, Backend, Budget, Mechanism, Mode, Policy, Prefetch, Rule, Rules, Workload
-from headrace.errors import OptionError
+from headrace.config import (
+    UVA,
+    Backend,
+    Budget,
+    Check,
+    Mechanism,
+    Mode,
+    Policy,
+    Prefetch,
+    Rule,
+    Rules,
+    Workload,
+    check_pattern,
+    count,
+    names,
+    one_of,
+    row_counts,
+    rules,
+    size,
+)
+from headrace.errors import OptionError, OptionTypeError
 
-__all__ = ["COMMAND_LINE", "OffloadFlags", "Surface", "counts", "flag_of", "parse_rules"]
+__all__ = ["COMMAND_LINE", "EngineKeys", "OffloadFlags", "Surface", "counts", "flag_of", "parse_rules"]
 
 _PREFETCH = ("offload_group_size", "offload_num_in_group", "offload_prefetch_step")
 _UVA = ("cpu_offload_gb", "cpu_offload_params")
+# Numbers that vLLM turns off by 0.
+_OFF_BY_ZERO = ("cpu_offload_gb", "offload_group_size")
 # Flags that select what is offloaded; the others shape what one of these selects.
 _ASKING = ("device_memory", "offload_group_size", *_UVA, "offload_rule")
 _SHAPING = (
@@ -29,11 +52,88 @@ _SHAPING = (
 )  # fmt: skip
 
 
+# -- the checks that flags have beside those of policies ---------------------------------------------------------------
+
+
+def flag_of(name: str) -> str:
+    """The flag of a field: ``--offload-rule`` of ``offload_rule``."""
+    return "--" + name.replace("_", "-")
+
+
+def counts(flag: str, text: str) -> list[int]:
+    """Numbers of rows, each at least 1, comma-separated.
+
+    Raises:
+        OptionError: anything else.
+    """
+    parts = [part.strip() for part in text.split(",")]
+    # isdigit() alone holds for digits of other scripts.
+    if not all(part.isascii() and part.isdigit() and int(part) > 0 for part in parts):
+        raise OptionError(f"{flag} {text!r}: expected numbers of rows, each at least 1, such as {flag} 1,16,256")
+    return [int(part) for part in parts]
+
+
+def parse_rules(name: str, texts: Any) -> tuple[Rule, ...]:
+    """The rules ``PATTERN=MECHANISM``; the pattern may contain ``=``.
+
+    Raises:
+        OptionError: not of that form, or no such mechanism.
+    """
+    pairs = []
+    for text in names(name, texts):
+        pattern, _, mechanism = text.rpartition("=")  # the last one: regular expressions contain it too
+        if not pattern or mechanism not in get_args(Mechanism):
+            found = f"a mechanism, found {mechanism!r}" if pattern else "a mechanism"
+            raise OptionError(
+                f"{name} {text!r}: expected a name pattern, '=' and {found}; write PATTERN=MECHANISM with one of "
+                f"{', '.join(get_args(Mechanism))}, e.g. experts=uva or 're:.*\\.down_proj\\..*=prefetch'"
+            )
+        check_pattern(pattern)
+        pairs.append((pattern, mechanism))
+    return rules(name, pairs)
+
+
+def _patterns(name: str, value: Any) -> tuple[str, ...]:
+    for pattern in (patterns := names(name, value)):
+        check_pattern(pattern)
+    return patterns
+
+
+def _batch(name: str, value: Any) -> Sequence[int]:
+    if isinstance(value, str):
+        return counts(name, value)
+    return row_counts(name, [value] if isinstance(value, int) else value)
+
+
+def _gib(name: str, value: float) -> int:
+    if not 1 <= value * 2**30 < math.inf:  # NaN is neither
+        raise OptionError(
+            f"{name} {value:g}: expected a number of GiB, at least one byte, such as 4 or 0.5; 0 turns it off"
+        )
+    return int(value * 2**30)
+
+
+def _switch(name: str, value: Any) -> bool:
+    if not isinstance(value, bool):
+        raise OptionTypeError(f"{name}: expected true or false, found {value!r}")
+    return value
+
+
+# -- the table ---------------------------------------------------------------------------------------------------------
+
+
 def _flag(
-    metavar: str, text: str, *, needs: Sequence[str] = (), excludes: Sequence[str] = (), why: str = "", off: Any = None
+    metavar: str,
+    text: str,
+    check: Check | None = None,
+    *,
+    needs: Sequence[str] = (),
+    excludes: Sequence[str] = (),
+    why: str = "",
+    off: Any = None,
 ) -> Any:
     """A field with its row of the table; ``why`` is the reason why the flags of ``excludes`` contradict it."""
-    row = {"metavar": metavar, "help": text, "needs": needs, "excludes": excludes, "why": why}
+    row = {"metavar": metavar, "help": text, "check": check, "needs": needs, "excludes": excludes, "why": why}
     return field(default=off, metadata=row)
 
 
@@ -59,6 +159,14 @@ class Surface:
         """How a user of this surface writes ``flag``."""
         return self.spelling.get(flag, flag_of(flag))
 
+    def check_of(self, flag: str) -> Check | None:
+        """The check of a value of ``flag``."""
+        if flag == "offload_mode":
+            return one_of(self.modes, self.inside)
+        if flag == "offload_backend":
+            return one_of(self.backends, self.inside)
+        return cast("Check | None", _ROWS[flag].metadata["check"])
+
 
 COMMAND_LINE = Surface()
 
@@ -70,63 +178,74 @@ class OffloadFlags:
     device_memory: str | None = _flag(
         "SIZE",
         "Device memory for weights, i.e. residents and slots, e.g. 20GiB; headrace makes the plan.",
+        size,
         excludes=(*_PREFETCH, *_UVA, "offload_backend"),
         why="with a budget headrace makes the plan",
     )
     batch: str | None = _flag(
-        "N,N,...", "Rows of a step to plan for, e.g. 1,16,256 (default 1).", needs=("device_memory",)
+        "N,N,...", "Rows of a step to plan for, e.g. 1,16,256 (default 1).", _batch, needs=("device_memory",)
     )
     context: int | None = _flag(
-        "N", "Tokens per sequence: cache and activations count in --device-memory, too.", needs=("device_memory",)
+        "N",
+        "Tokens per sequence: cache and activations count in --device-memory, too.",
+        partial(count, at_least=0),
+        needs=("device_memory",),
     )
     host_memory: str | None = _flag(
         "SIZE",
         "Offloaded weights in host memory stay within this, e.g. 64GiB (default what is free); the rest stays in the "
         "files.",
+        size,
         needs=("device_memory",),
     )
     peer_memory: str | None = _flag(
         "SIZE",
         "Memory of another, idle GPU that holds offloaded weights before host memory does, e.g. 60GiB.",
+        size,
         needs=("device_memory",),
     )
     offload_backend: str | None = _flag("NAME", "auto (default): as the other flags imply; prefetch, uva or none.")
-    cpu_offload_gb: float | None = _flag("N", "Read up to N GiB in place instead of copying; 0: off.")
-    cpu_offload_params: list[str] | None = _flag("NAME...", "Names that may be read in place.")
+    cpu_offload_gb: float | None = _flag("N", "Read up to N GiB in place instead of copying; 0: off.", _gib)
+    cpu_offload_params: list[str] | None = _flag("NAME...", "Names that may be read in place.", _patterns)
     offload_group_size: int | None = _flag(
         "N",
         "Group every N layers; the last of each are offloaded; 0: off.",
+        count,
         excludes=_UVA,
         why="each says what is offloaded",
     )
     offload_num_in_group: int | None = _flag(
-        "N", "Layers of each group that are offloaded (default 1).", needs=("offload_group_size",)
+        "N", "Layers of each group that are offloaded (default 1).", count, needs=("offload_group_size",)
     )
     offload_prefetch_step: int | None = _flag(
         "N",
         "Units copied ahead = number of slots (default 1; with rules 2).",
+        count,
         needs=("offload_group_size", "offload_rule"),
     )
     offload_params: list[str] | None = _flag(
         "NAME...",
         "Names that may be offloaded: segments, groups, globs or re:REGEX.",
+        _patterns,
         needs=("device_memory", "offload_group_size"),
     )
     offload_rule: list[str] | None = _flag(
         "RULE...",
-        "PATTERN=MECHANISM: how what a pattern matches is reached: resident, prefetch, uva or cache; the first match "
-        "counts.",
+        "PATTERN=MECHANISM: access mechanism for the tensors that PATTERN matches: resident, prefetch, uva or cache; "
+        "the first match counts.",
+        parse_rules,
         excludes=(*_PREFETCH[:2], *_UVA, "offload_backend"),
         why="rules say how each tensor is reached",
     )
     expert_slots: int | None = _flag(
         "N",
         "Experts of each layer that the device holds of what is cached (default: as many as --device-memory allows).",
+        count,
         needs=("device_memory", "offload_rule"),
     )
     offload_mode: str | None = _flag(
         "NAME",
-        "Where all offloaded weights rest: cpu, disk (default on a CPU), meta (nowhere; plan only); under torchrun "
+        "Where offloaded weights are stored: cpu, disk (default on a CPU), meta (nowhere; plan only); under torchrun "
         "shm_cpu, sharded_cpu or sharded_gpu. Default on a GPU: cpu, and disk for what does not fit there.",
         needs=_ASKING,
     )
@@ -139,9 +258,9 @@ class OffloadFlags:
     )
     disk_direct: bool = _flag("", "Read files past the page cache (O_DIRECT).", off=False)
     disk_drop_cache: bool = _flag("", "Give pages of the files back to the system after reading.", off=False)
-    measure_stalls: bool = _flag("", "Time every wait for a unit.", needs=_ASKING, off=False)
+    measure_stalls: bool = _flag("", "Time every wait for a unit.", _switch, needs=_ASKING, off=False)
     boundaries_only: bool = _flag(
-        "", "Compile as if weights were offloaded, and move nothing.", needs=_ASKING, off=False
+        "", "Compile as if weights were offloaded, and move nothing.", _switch, needs=_ASKING, off=False
     )
 
     def given(self, name: str) -> bool:
@@ -159,50 +278,46 @@ class OffloadFlags:
         Raises:
             OptionError: flags that contradict one another or have no effect, or a value that a flag cannot have.
         """
-        self._check(surface)
-        mode = cast(Mode, self.offload_mode or default_mode)
-        if self.device_memory is not None:
-            rows = (1,) if self.batch is None else counts(surface.name_of("batch"), self.batch)
+        given = self._checked(surface)
+        self._check_combination(surface)
+        mode: Mode = given.get("offload_mode", default_mode)
+        params = given.get("offload_params", ())
+        if "device_memory" in given:
             return Budget(
-                self.device_memory,
-                self.offload_params or (),
-                cast("Mode | None", self.offload_mode),
-                parse_rules(self.offload_rule or ()),
-                Workload(rows, self.context or 0),
-                self.host_memory,
-                self.expert_slots,
-                self.peer_memory,
+                given["device_memory"],
+                params,
+                given.get("offload_mode"),
+                given.get("offload_rule", ()),
+                Workload(given.get("batch", (1,)), given.get("context", 0)),
+                given.get("host_memory"),
+                given.get("expert_slots"),
+                given.get("peer_memory"),
             )
-        if self.offload_rule:
-            rules = parse_rules(self.offload_rule)
-            step = self.offload_prefetch_step
-            if step is not None and all(mechanism != "prefetch" for _, mechanism in rules):
+        if rules := given.get("offload_rule"):
+            if "offload_prefetch_step" in given and all(mechanism != "prefetch" for _, mechanism in rules):
                 name = surface.name_of("offload_prefetch_step")
                 raise OptionError(
                     f"{name} has no effect without a rule that says prefetch: add one, or leave {name} out"
                 )
-            return Rules(rules, 2 if step is None else step, mode, self.expert_slots)
-        if self.given("offload_group_size"):
-            numbers = (self.offload_num_in_group, self.offload_prefetch_step)
-            num_in_group, step = (1 if number is None else number for number in numbers)
-            return Prefetch(cast(int, self.offload_group_size), num_in_group, step, self.offload_params or (), mode)
+            return Rules(rules, given.get("offload_prefetch_step", 2), mode, given.get("expert_slots"))
+        if "offload_group_size" in given:
+            num_in_group, step = given.get("offload_num_in_group", 1), given.get("offload_prefetch_step", 1)
+            return Prefetch(given["offload_group_size"], num_in_group, step, params, mode)
         if self.given("cpu_offload_gb") or self.given("cpu_offload_params"):
-            gib = self.cpu_offload_gb
-            if gib and not 1 <= gib * 2**30 < math.inf:  # NaN is neither
-                raise OptionError(
-                    f"--cpu-offload-gb {gib:g}: expected a number of GiB, at least one byte, such as 4 or 0.5; 0 turns "
-                    f"it off"
-                )
-            return UVA(int(gib * 2**30) if gib else None, self.cpu_offload_params or (), mode)
+            return UVA(given.get("cpu_offload_gb"), given.get("cpu_offload_params", ()), mode)
         return None
 
-    def _check(self, surface: Surface) -> None:
+    def _checked(self, surface: Surface) -> dict[str, Any]:
+        """The values of the flags, as their checks return them; without those that are off."""
+        values = {}
+        for name in _ROWS:
+            value, check = getattr(self, name), surface.check_of(name)
+            if check is not None and value is not None and (value != 0 or name not in _OFF_BY_ZERO):
+                values[name] = check(surface.name_of(name), value)
+        return values
+
+    def _check_combination(self, surface: Surface) -> None:
         """Raise ``OptionError`` for the first contradiction, and for the first flag that has no effect."""
-        if self.offload_mode is not None and self.offload_mode not in surface.modes:
-            raise OptionError(
-                f"{surface.name_of('offload_mode')} {self.offload_mode!r}: expected one of {', '.join(surface.modes)}"
-                f"{surface.inside}"
-            )
         for row in self._given_rows():
             for other in row.metadata["excludes"]:
                 if self.given(other):
@@ -225,8 +340,6 @@ class OffloadFlags:
     def _check_backend(self, surface: Surface) -> None:
         """``--offload-backend`` repeats what the other flags imply: they have to agree."""
         backend, name = self.offload_backend or "auto", surface.name_of("offload_backend")
-        if backend not in surface.backends:
-            raise OptionError(f"{name} {backend!r}: expected one of {', '.join(surface.backends)}{surface.inside}")
         if backend == "auto":
             return
         own = {"prefetch": ("offload_group_size",), "uva": _UVA}.get(backend, ())
@@ -242,38 +355,83 @@ class OffloadFlags:
         return [row for row in fields(self) if self.given(row.name)]
 
 
-def flag_of(name: str) -> str:
-    """The flag of a field: ``--offload-rule`` of ``offload_rule``."""
-    return "--" + name.replace("_", "-")
+_ROWS = {row.name: row for row in fields(OffloadFlags)}
 
 
-def counts(flag: str, text: str) -> list[int]:
-    """Numbers of rows, each at least 1, comma-separated.
+# -- keys of engines ---------------------------------------------------------------------------------------------------
 
-    Raises:
-        OptionError: anything else.
+
+@dataclass(frozen=True)
+class EngineKeys:
+    """headrace's own keys in the configuration of an engine, which has no flags for them.
+
+    Attributes:
+        prefix: of a key in errors, ``"headrace"`` of ``headrace.batch``.
+        place: where keys are written, for errors.
+        form: how to write them, for errors.
+        shared: keys that have the meaning of a flag of headrace's command line.
+        surface: what the engine allows.
+        others: keys that the adapter reads itself.
     """
-    parts = [part.strip() for part in text.split(",")]
-    # isdigit() alone holds for digits of other scripts.
-    if not all(part.isascii() and part.isdigit() and int(part) > 0 for part in parts):
-        raise OptionError(f"{flag} {text!r}: expected numbers of rows, each at least 1, such as {flag} 1,16,256")
-    return [int(part) for part in parts]
 
+    prefix: str
+    place: str
+    form: str
+    shared: tuple[str, ...]
+    surface: Surface
+    others: tuple[str, ...] = ()
 
-def parse_rules(texts: Sequence[str]) -> list[Rule]:
-    """The rules ``PATTERN=MECHANISM``; the pattern may contain ``=``.
+    @property
+    def flag_of_key(self) -> dict[str, str]:
+        """The field of :class:`OffloadFlags` of each shared key."""
+        renamed = {"params": "offload_params", "rules": "offload_rule", "mode": "offload_mode"}
+        return {key: renamed.get(key, key) for key in self.shared}
 
-    Raises:
-        OptionError: not of that form, or no such mechanism.
-    """
-    rules: list[Rule] = []
-    for text in texts:
-        pattern, _, mechanism = text.rpartition("=")  # the last one: regular expressions contain it too
-        if not pattern or mechanism not in get_args(Mechanism):
-            found = f"a mechanism, found {mechanism!r}" if pattern else "a mechanism"
-            raise OptionError(
-                f"--offload-rule {text!r}: expected a name pattern, '=' and {found}; write PATTERN=MECHANISM with "
-                f"one of {', '.join(get_args(Mechanism))}, e.g. experts=uva or 're:.*\\.down_proj\\..*=prefetch'"
+    @property
+    def names(self) -> tuple[str, ...]:
+        """All keys."""
+        return (*self.shared, *self.others)
+
+    def known(self, given: Any) -> Mapping[str, Any]:
+        """``given``, an object that has none but these keys.
+
+        Raises:
+            OptionError, OptionTypeError: it is none, or has another key.
+        """
+        if not isinstance(given, Mapping):
+            raise OptionTypeError(
+                f"{self.prefix}: expected an object, found {type(given).__name__} {given!r}; {self.form}"
             )
-        rules.append((pattern, cast(Mechanism, mechanism)))
-    return rules
+        for key in given:
+            if key not in self.names:
+                nearest = difflib.get_close_matches(str(key), self.names, n=1, cutoff=0.4)
+                hint = f"; did you mean {nearest[0]!r}?" if nearest else ""
+                raise OptionError(f"{self.prefix}.{key} is unknown: expected one of {', '.join(self.names)}{hint}")
+        return given
+
+    def policy(
+        self, keys: Mapping[str, Any], flags: OffloadFlags, spelling: Mapping[str, str]
+    ) -> tuple[Prefetch | UVA | Budget | None, OffloadFlags]:
+        """The policy of ``keys`` and ``flags`` together, and those as flags; errors name flags by ``spelling``.
+
+        Raises:
+            OptionError, OptionTypeError: an invalid value, or one that is given twice; options that contradict one
+                another or have no effect.
+        """
+        names, values = {**spelling}, {}
+        for key, flag in self.flag_of_key.items():
+            if key not in keys:
+                continue
+            names[flag], values[flag] = f"{self.prefix}.{key}", keys[key]
+            check = self.surface.check_of(flag)
+            assert check is not None  # every flag that has a key has one
+            value = check(names[flag], keys[key])
+            if flags.given(flag) and check(flag_of(flag), getattr(flags, flag)) != value:
+                raise OptionError(
+                    f"{names[flag]} is given twice: {keys[key]!r} in {self.place} and {getattr(flags, flag)!r} as a "
+                    f"flag; leave one of them out"
+                )
+        merged = replace(flags, **values)
+        policy = merged.policy(replace(self.surface, spelling=names))
+        assert not isinstance(policy, Rules)  # rules need a budget in an engine
+        return policy, merged

@@ -35,8 +35,9 @@ from commands import TINY, error_of, run
 from headrace.cli import app, terminal
 from headrace.cli.arguments import VERB_FLAGS, requested, target_device
 from headrace.cli.terminal import expand_lists
-from headrace.config import RANK_MODES, SHARDED_MODES, UVA, VARIABLES, Budget, Mode, Prefetch, Rules, Workload
+from headrace.config import RANK_MODES, SHARDED_MODES, UVA, Budget, Mode, Prefetch, Rules, Workload
 from headrace.demo.synthetic_model import ensure_model
+from headrace.environment import VARIABLES
 from headrace.errors import HeadraceError, HeadraceWarning, OptionError
 from headrace.figures import format_size
 from headrace.flags import OffloadFlags, flag_of
@@ -231,10 +232,8 @@ def test_flags_become_a_policy(flags: dict[str, Any], policy: object) -> None:
         ({"device_memory": "1GiB", "offload_num_in_group": 4}, "--offload-num-in-group contradict"),
         ({"device_memory": "1GiB", "cpu_offload_gb": 4.0}, "--device-memory and --cpu-offload-gb contradict"),
         ({"device_memory": "1GiB", "offload_backend": "uva"}, "--device-memory and --offload-backend contradict"),
-        ({"device_memory": "lots"}, "device_memory: size 'lots' is not a size; write it like"),
-        ({"device_memory": "lots"}, "(--device-memory)"),
-        ({"device_memory": "3MiB", "host_memory": "lots"}, "host_memory: size 'lots' is not a size; write it like"),
-        ({"device_memory": "3MiB", "host_memory": "lots"}, "(--host-memory)"),
+        ({"device_memory": "lots"}, "--device-memory: size 'lots' is not a size; write it like"),
+        ({"device_memory": "3MiB", "host_memory": "lots"}, "--host-memory: size 'lots' is not a size; write it like"),
         *(
             ({"cpu_offload_gb": wrong}, f"--cpu-offload-gb {wrong:g}: expected a number of GiB, at least one byte")
             for wrong in (-1.0, 1e-10, math.nan, math.inf, 1e308)
@@ -246,7 +245,7 @@ def test_flags_become_a_policy(flags: dict[str, Any], policy: object) -> None:
             )
             for wrong in ("", "0", "x", "-1", "1,", "1;2", "1.5", "²")
         ),
-        ({"device_memory": "1GiB", "context": -1}, "context = -1: expected at least 0 (--context 4096)"),
+        ({"device_memory": "1GiB", "context": -1}, "--context = -1: expected at least 0"),
         ({"batch": "1"}, "--batch has no effect without --device-memory"),
         ({"context": 0}, "--context has no effect without --device-memory"),
         ({"host_memory": "1GiB", "offload_group_size": 2}, "--host-memory has no effect without --device-memory"),
@@ -814,7 +813,7 @@ def test_a_probe_that_cannot_be_kept_is_printed(tmp_path: Path, monkeypatch: pyt
 
 
 def test_misspelt_variables_are_named(model: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("headrace.config._reported", set())
+    monkeypatch.setattr("headrace.environment._reported", set())
     monkeypatch.setenv("HEADRACE_READER", "4")
     monkeypatch.setenv("headrace_debug", "1")
     monkeypatch.setenv("HEADRACE_READERS", "2")
@@ -824,7 +823,7 @@ def test_misspelt_variables_are_named(model: Path, monkeypatch: pytest.MonkeyPat
     assert ["HEADRACE_READER has no effect" in warned[0], "headrace_debug has no effect" in warned[1]] == [True] * 2
     assert ["the nearest is HEADRACE_READERS" in warned[0], "the nearest is HEADRACE_DEBUG" in warned[1]] == [True] * 2
     assert len(warned) == 2
-    monkeypatch.setattr("headrace.config._reported", set())
+    monkeypatch.setattr("headrace.environment._reported", set())
     with pytest.warns(HeadraceWarning, match="HEADRACE_READER has no effect") as caught:
         headrace.offload(TINY.build(), headrace.Prefetch()).remove()
     assert len(caught) == 2

@@ -18,10 +18,9 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any, cast
 
-from headrace.adapters.engine_keys import EngineKeys
 from headrace.config import UVA, Budget, Mode
 from headrace.errors import OptionError
-from headrace.flags import OffloadFlags, Surface, flag_of
+from headrace.flags import EngineKeys, OffloadFlags, Surface, flag_of
 
 if TYPE_CHECKING:
     from headrace.offloaders.layerwise import EnginePolicy
@@ -35,13 +34,7 @@ _KEYS = EngineKeys(
     prefix=VARIABLE,
     place=VARIABLE,
     form=FORM,
-    flag_of_key={
-        "device_memory": "device_memory",
-        "batch": "batch",
-        "params": "offload_params",
-        "rules": "offload_rule",
-        "measure_stalls": "measure_stalls",
-    },
+    shared=("device_memory", "batch", "params", "rules", "measure_stalls"),
     surface=Surface(
         modes=("cpu", "shm_cpu"),
         inside=" inside SGLang",
@@ -153,8 +146,7 @@ def read_options(keys: Mapping[str, Any], field: Callable[[str], Any]) -> Engine
         offload_prefetch_step=_unless(field("offload_prefetch_step"), 1),
         offload_mode=_unless(mode, "cpu"),
     )
-    merged = _KEYS.merged(keys, flags)
-    policy = _KEYS.policy(keys, merged, {})
+    policy, merged = _KEYS.policy(keys, flags, {})
     if policy is None:
         return EngineOptions(None)
     if isinstance(policy, Budget | UVA):

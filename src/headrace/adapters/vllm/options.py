@@ -21,10 +21,9 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any, cast
 
-from headrace.adapters.engine_keys import EngineKeys
-from headrace.config import UVA, Budget, Mode
-from headrace.errors import OptionError, OptionTypeError
-from headrace.flags import OffloadFlags, Surface
+from headrace.config import UVA, Budget, Mode, count
+from headrace.errors import OptionError
+from headrace.flags import EngineKeys, OffloadFlags, Surface, flag_of
 
 if TYPE_CHECKING:
     from headrace.offloaders.layerwise import EnginePolicy
@@ -41,17 +40,6 @@ __all__ = [
     "refuse_unsupported",
 ]
 
-# Keys that have the meaning of a flag of headrace's command line.
-FLAG_OF_KEY = {
-    "device_memory": "device_memory",
-    "batch": "batch",
-    "params": "offload_params",
-    "rules": "offload_rule",
-    "expert_slots": "expert_slots",
-    "mode": "offload_mode",
-    "measure_stalls": "measure_stalls",
-    "boundaries_only": "boundaries_only",
-}
 _HALVES = "runs parts of a batch through the layers at once, and they would share one slot"
 
 
@@ -60,16 +48,19 @@ class Refusal:
     """A flag of vLLM that is refused, before the model loads, while weights are offloaded.
 
     Attributes:
-        flag: as on the command line.
-        field: of vLLM's configuration, dotted.
+        field: of vLLM's configuration, dotted; its last word is that of the flag.
         reason: what it would do, to be read after the flag.
         values: whether a value is refused; by default every one that sets the flag.
     """
 
-    flag: str
     field: str
     reason: str
     values: Callable[[Any], bool] | None = None
+
+    @property
+    def flag(self) -> str:
+        """As on the command line."""
+        return flag_of(self.field.rpartition(".")[2])
 
     def found_in(self, config: Any) -> str | None:
         """The flag as it was written, if it is refused. Older versions have no such field."""
@@ -82,24 +73,19 @@ class Refusal:
 
 # Features of vLLM that move or replace weights themselves, run a layer twice at once, or have no layers.
 REFUSED = (
+    Refusal("parallel_config.enable_eplb", "rearranges experts in place, which headrace keeps elsewhere"),
+    Refusal("parallel_config.enable_dbo", _HALVES),
+    Refusal("parallel_config.ubatch_size", _HALVES, lambda size: bool(size > 1)),
     Refusal(
-        "--enable-eplb", "parallel_config.enable_eplb", "rearranges experts in place, which headrace keeps elsewhere"
-    ),
-    Refusal("--enable-dbo", "parallel_config.enable_dbo", _HALVES),
-    Refusal("--ubatch-size", "parallel_config.ubatch_size", _HALVES, lambda size: bool(size > 1)),
-    Refusal(
-        "--weight-transfer-config",
         "weight_transfer_config",
         "writes new weights into slots, which the next copy overwrites, and not into the store",
     ),
     Refusal(
-        "--load-format",
         "load_config.load_format",
         "maps weights that another process keeps on this GPU, so that offloading them would free nothing",
         lambda name: bool(name == "ipc_cache"),
     ),
     Refusal(
-        "--mm-encoder-only",
         "model_config.multimodal_config.mm_encoder_only",
         "builds no layers of a language model, which are what headrace offloads",
     ),
@@ -121,8 +107,10 @@ _VLLM = Surface(
     },
 )
 FORM = """write it like --additional-config '{"headrace": {"device_memory": "20GiB"}}'"""
-_KEYS = EngineKeys("headrace", "--additional-config", FORM, FLAG_OF_KEY, _VLLM, ("replicas",))
+_SHARED = ("device_memory", "batch", "params", "rules", "expert_slots", "mode", "measure_stalls", "boundaries_only")
+_KEYS = EngineKeys("headrace", "--additional-config", FORM, _SHARED, _VLLM, ("replicas",))
 KEYS = _KEYS.names
+FLAG_OF_KEY = _KEYS.flag_of_key
 
 
 @dataclass(frozen=True)
@@ -208,25 +196,13 @@ def engine_options(
     """
     given = additional_config.get("headrace", {}) if isinstance(additional_config, Mapping) else {}
     keys = _KEYS.known(given)
-    merged = _KEYS.merged(keys, flags)
+    replicas = count("headrace.replicas", keys["replicas"], at_least=2) if "replicas" in keys else None
+    policy, merged = _KEYS.policy(keys, flags, spelling or {})
     mode = cast(Mode, merged.offload_mode or "cpu")
-    replicas = _replicas(keys, mode)
-    policy = _KEYS.policy(keys, merged, spelling or {})
+    if replicas is not None and mode != "shm_cpu":
+        raise OptionError(
+            f'headrace.replicas = {replicas} has no effect with mode {mode!r}: add "mode": "shm_cpu", or leave it out'
+        )
     if isinstance(policy, Budget):
         policy = replace(policy, mode=mode)
     return EngineOptions(policy, mode, replicas, merged.measure_stalls, merged.boundaries_only)
-
-
-def _replicas(given: Mapping[str, Any], mode: Mode) -> int | None:
-    if "replicas" not in given:
-        return None
-    value = given["replicas"]
-    if not isinstance(value, int) or isinstance(value, bool):
-        raise OptionTypeError(f"headrace.replicas: expected a number of engines, found {value!r}; {FORM}")
-    if value < 2:
-        raise OptionError(f"headrace.replicas = {value}: expected at least 2 engines that share one copy")
-    if mode != "shm_cpu":
-        raise OptionError(
-            f'headrace.replicas = {value} has no effect with mode {mode!r}: add "mode": "shm_cpu", or leave it out'
-        )
-    return value
