@@ -10,8 +10,8 @@ import re
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from fractions import Fraction
-from functools import partial
-from typing import Any, Literal, cast, get_args
+from functools import partial, wraps
+from typing import Any, Literal, ParamSpec, TypeVar, cast, get_args
 
 from headrace.errors import OptionError, OptionTypeError, RuleError, SelectionError, SizeError
 
@@ -35,6 +35,7 @@ __all__ = [
     "as_policy",
     "check_pattern",
     "count",
+    "instead_of",
     "names",
     "one_of",
     "parse_size",
@@ -196,6 +197,37 @@ def _check(policy: object, **checks: Check) -> None:
         value = getattr(policy, name)
         if value is not None or vars(type(policy)).get(name, ...) is not None:  # a dataclass keeps its defaults there
             object.__setattr__(policy, name, check(name, value))
+
+
+# -- words of other libraries ------------------------------------------------------------------------------------------
+
+_P = ParamSpec("_P")
+_R = TypeVar("_R")
+_POLICY = 'the policy as the second argument, e.g. "20GiB"'
+_INSTEAD = {
+    "budget": _POLICY,
+    "device_memory": _POLICY,
+    "max_memory": _POLICY,
+    "device_map": 'device="cuda" for where compute runs, and a policy such as "20GiB" for how much stays there',
+    "offload_folder": "nothing: weights that do not fit are read from the files of the checkpoint",
+    "mode": 'it into a policy, e.g. headrace.Budget("20GiB", mode="cpu")',
+}
+
+
+def instead_of(**words: str) -> Callable[[Callable[_P, _R]], Callable[_P, _R]]:
+    """A decorator: for an argument that only other libraries have, the error says what to write here."""
+
+    def decorate(function: Callable[_P, _R]) -> Callable[_P, _R]:
+        @wraps(function)
+        def call(*args: _P.args, **kwargs: _P.kwargs) -> _R:
+            for word, instead in (_INSTEAD | words).items():
+                if word in kwargs:
+                    raise OptionTypeError(f"{function.__name__}() has no argument {word!r}: write {instead}")
+            return function(*args, **kwargs)
+
+        return call
+
+    return decorate
 
 
 # -- policies ----------------------------------------------------------------------------------------------------------

@@ -176,6 +176,24 @@ class TestOptions:
             make()
         assert "--" not in str(caught.value)
 
+    @pytest.mark.parametrize(
+        ("word", "message"),
+        [
+            ("budget", r"has no argument 'budget': write the policy as the second argument, e\.g\. \"20GiB\"$"),
+            ("max_memory", "write the policy as the second argument"),
+            ("device_map", r"'device_map': write device=\"cuda\" for where compute runs, and a policy such as"),
+            ("torch_dtype", "'torch_dtype': write "),
+        ],
+    )
+    def test_words_of_other_libraries_name_what_to_write(self, word: str, message: str) -> None:
+        from headrace.adapters.transformers import load as load_model
+
+        policy = () if word == "budget" else ("1GiB",)
+        for function, thing in ((headrace.offload, Stack(2)), (load_model, "nowhere")):
+            with pytest.raises(OptionTypeError, match=message) as caught:
+                function(thing, *policy, **{word: "x"})
+            assert str(caught.value).startswith(f"{function.__name__}() has no argument")
+
     def test_what_to_plan_for(self) -> None:
         with pytest.raises(OptionTypeError, match=r"workload: expected a headrace\.config\.Workload, found NoneType"):
             Budget("1GiB", workload=None)  # type: ignore[arg-type]
