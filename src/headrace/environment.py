@@ -35,21 +35,12 @@ VARIABLES = {
         "threads that read files, 1 to 1024; default: one per core, 7/8 of them (at most 14) when streaming to a GPU, "
         "8 to 16 when loading",
     ),
-    "HEADRACE_DISABLE_PIN_MEMORY": (
-        "0",
-        "1: host memory of a GPU's stores is ordinary memory (slow, cannot be captured)",
-    ),
-    "HEADRACE_DISABLE_UVA": ("0", "1: what a GPU would read in place is moved into a slot on demand instead"),
-    "HEADRACE_DISABLE_CACHE": (
-        "0",
-        "1: no on-disk cache of the metadata of models' folders",
-    ),
+    "HEADRACE_DISABLE_PIN_MEMORY": ("0", "1: stores of a GPU use ordinary host memory (slow, cannot be captured)"),
+    "HEADRACE_DISABLE_UVA": ("0", "1: what a GPU would read in place is copied into a slot on demand instead"),
+    "HEADRACE_DISABLE_CACHE": ("0", "1: no on-disk cache of the metadata of models' folders"),
     "HEADRACE_PEER_TIMEOUT": ("600", "seconds that a rank waits for another one during an offload with `group=`"),
-    "HEADRACE_API_KEY": ("none", "`headrace serve`: what requests have to carry as a bearer token, as `--api-key`"),
-    "HEADRACE_SGLANG": (
-        "0",
-        "1, or a JSON object of options: headrace is the weight offloader of SGLang in this environment",
-    ),
+    "HEADRACE_API_KEY": ("none", "`headrace serve`: the bearer token that requests have to carry, as `--api-key`"),
+    "HEADRACE_SGLANG": ("0", "1, or a JSON object of options: headrace is the weight offloader of SGLang"),
 }
 _reported: set[str] = set()
 

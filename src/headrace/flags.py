@@ -11,7 +11,7 @@ from __future__ import annotations
 import difflib
 import math
 from collections.abc import Mapping, Sequence
-from dataclasses import Field, dataclass, field, fields, replace
+from dataclasses import dataclass, field, fields, replace
 from functools import partial
 from pathlib import Path
 from typing import Any, cast, get_args
@@ -38,9 +38,21 @@ from headrace.config import (
 )
 from headrace.errors import OptionError, OptionTypeError
 
-__all__ = ["COMMAND_LINE", "EngineKeys", "OffloadFlags", "Surface", "counts", "flag_of", "parse_rules"]
+__all__ = [
+    "COMMAND_LINE",
+    "EXCLUDES",
+    "EngineKeys",
+    "EngineOptions",
+    "OffloadFlags",
+    "Surface",
+    "counts",
+    "engine_surface",
+    "flag_of",
+    "parse_rules",
+]
 
-_PREFETCH = ("offload_group_size", "offload_num_in_group", "offload_prefetch_step")
+_GROUP = ("offload_group_size", "offload_num_in_group")
+_PREFETCH = (*_GROUP, "offload_prefetch_step")
 _UVA = ("cpu_offload_gb", "cpu_offload_params")
 # Numbers that vLLM turns off by 0.
 _OFF_BY_ZERO = ("cpu_offload_gb", "offload_group_size")
@@ -50,6 +62,31 @@ _SHAPING = (
     "batch", "context", "host_memory", "peer_memory", "offload_backend", *_PREFETCH[1:], "offload_params",
     "expert_slots", "offload_mode",
 )  # fmt: skip
+# Flags that have no effect without one of others.
+_NEEDS: Mapping[str, Sequence[str]] = {
+    **dict.fromkeys(("batch", "context", "host_memory", "peer_memory"), ("device_memory",)),
+    "offload_num_in_group": ("offload_group_size",),
+    "offload_prefetch_step": ("offload_group_size", "offload_rule"),
+    "offload_params": ("device_memory", "offload_group_size"),
+    "expert_slots": ("device_memory", "offload_rule"),
+    **dict.fromkeys(("offload_mode", "measure_stalls", "boundaries_only"), _ASKING),
+}
+# On the command line rules, and names for reads in place, need no other flag; in engines they do.
+_ENGINE_NEEDS = {
+    **_NEEDS,
+    "offload_rule": ("device_memory",),
+    "expert_slots": ("offload_rule",),
+    "offload_prefetch_step": ("offload_group_size",),
+    "cpu_offload_params": ("cpu_offload_gb",),
+    **dict.fromkeys(("offload_mode", "measure_stalls", "boundaries_only"), (*_ASKING[:2], "cpu_offload_gb")),
+}
+# Flags that contradict others, and why.
+EXCLUDES: Mapping[str, tuple[Sequence[str], str]] = {
+    "device_memory": ((*_PREFETCH, *_UVA, "offload_backend"), "with a budget headrace makes the plan"),
+    "offload_group_size": (_UVA, "each says what is offloaded"),
+    "offload_rule": ((*_GROUP, *_UVA, "offload_backend"), "rules say how each tensor is reached"),
+    "plan": ((*_ASKING, *_SHAPING), "the plan says already what is offloaded and how"),
+}
 
 
 # -- the checks that flags have beside those of policies ---------------------------------------------------------------
@@ -122,19 +159,13 @@ def _switch(name: str, value: Any) -> bool:
 # -- the table ---------------------------------------------------------------------------------------------------------
 
 
-def _flag(
-    metavar: str,
-    text: str,
-    check: Check | None = None,
-    *,
-    needs: Sequence[str] = (),
-    excludes: Sequence[str] = (),
-    why: str = "",
-    off: Any = None,
-) -> Any:
-    """A field with its row of the table; ``why`` is the reason why the flags of ``excludes`` contradict it."""
-    row = {"metavar": metavar, "help": text, "check": check, "needs": needs, "excludes": excludes, "why": why}
-    return field(default=off, metadata=row)
+def _as_it_is(name: str, value: Any) -> Any:
+    return value
+
+
+def row(metavar: str, text: str, check: Check = _as_it_is, off: Any = None) -> Any:
+    """A field of a table of flags: its metavar and help, the check of its value, and the value of a flag not given."""
+    return field(default=off, metadata={"metavar": metavar, "help": text, "check": check})
 
 
 @dataclass(frozen=True)
@@ -145,130 +176,93 @@ class Surface:
         modes: the stores that can be opened there.
         inside: for errors, e.g. ``" inside vLLM"``.
         backends: values of ``--offload-backend``.
-        needs: rows of the table that differ there.
+        needs: flags that have no effect without one of others.
         spelling: names of flags that are not written as flags.
     """
 
     modes: tuple[Mode, ...] = get_args(Mode)
     inside: str = ""
     backends: tuple[str, ...] = get_args(Backend)
-    needs: Mapping[str, Sequence[str]] = field(default_factory=dict)
+    needs: Mapping[str, Sequence[str]] = field(default_factory=lambda: _NEEDS)
     spelling: Mapping[str, str] = field(default_factory=dict)
 
     def name_of(self, flag: str) -> str:
         """How a user of this surface writes ``flag``."""
         return self.spelling.get(flag, flag_of(flag))
 
-    def check_of(self, flag: str) -> Check | None:
+    def check_of(self, flag: str) -> Check:
         """The check of a value of ``flag``."""
         if flag == "offload_mode":
             return one_of(self.modes, self.inside)
         if flag == "offload_backend":
             return one_of(self.backends, self.inside)
-        return cast("Check | None", _ROWS[flag].metadata["check"])
+        return cast(Check, _ROWS[flag].metadata["check"])
 
 
 COMMAND_LINE = Surface()
+
+
+def engine_surface(engine: str) -> Surface:
+    """What flags and keys may say inside an engine."""
+    return Surface(("cpu", "shm_cpu"), f" inside {engine}", ("auto", "prefetch", "uva"), _ENGINE_NEEDS)
 
 
 @dataclass(frozen=True)
 class OffloadFlags:
     """The flags as given. ``None``, ``False``, an empty list, and 0 for numbers that vLLM turns off by 0: not given."""
 
-    device_memory: str | None = _flag(
-        "SIZE",
-        "Device memory for weights, i.e. residents and slots, e.g. 20GiB; headrace makes the plan.",
-        size,
-        excludes=(*_PREFETCH, *_UVA, "offload_backend"),
-        why="with a budget headrace makes the plan",
+    device_memory: str | None = row("SIZE", "Device memory for weights, e.g. 20GiB; headrace makes the plan.", size)
+    batch: str | None = row("N,N,...", "Rows of a step to plan for, e.g. 1,16,256 (default 1).", _batch)
+    context: int | None = row(
+        "N", "Tokens per sequence: cache and activations count in --device-memory, too.", partial(count, at_least=0)
     )
-    batch: str | None = _flag(
-        "N,N,...", "Rows of a step to plan for, e.g. 1,16,256 (default 1).", _batch, needs=("device_memory",)
+    host_memory: str | None = row(
+        "SIZE", "Host memory for offloaded weights, e.g. 64GiB (default what is free); the rest stays in files.", size
     )
-    context: int | None = _flag(
-        "N",
-        "Tokens per sequence: cache and activations count in --device-memory, too.",
-        partial(count, at_least=0),
-        needs=("device_memory",),
+    peer_memory: str | None = row(
+        "SIZE", "Memory of another, idle GPU for offloaded weights, filled before host memory, e.g. 60GiB.", size
     )
-    host_memory: str | None = _flag(
-        "SIZE",
-        "Offloaded weights in host memory stay within this, e.g. 64GiB (default what is free); the rest stays in the "
-        "files.",
-        size,
-        needs=("device_memory",),
+    offload_backend: str | None = row("NAME", "auto (default): as the other flags imply; prefetch, uva or none.")
+    cpu_offload_gb: float | None = row("N", "Read up to N GiB in place instead of copying; 0: off.", _gib)
+    cpu_offload_params: list[str] | None = row("NAME...", "Names that may be read in place.", _patterns)
+    offload_group_size: int | None = row("N", "Group every N layers; the last of each are offloaded; 0: off.", count)
+    offload_num_in_group: int | None = row("N", "Layers of each group that are offloaded (default 1).", count)
+    offload_prefetch_step: int | None = row(
+        "N", "Units copied ahead = number of slots (default 1; with rules 2).", count
     )
-    peer_memory: str | None = _flag(
-        "SIZE",
-        "Memory of another, idle GPU that holds offloaded weights before host memory does, e.g. 60GiB.",
-        size,
-        needs=("device_memory",),
+    offload_params: list[str] | None = row(
+        "NAME...", "Names that may be offloaded: segments, groups, globs or re:REGEX.", _patterns
     )
-    offload_backend: str | None = _flag("NAME", "auto (default): as the other flags imply; prefetch, uva or none.")
-    cpu_offload_gb: float | None = _flag("N", "Read up to N GiB in place instead of copying; 0: off.", _gib)
-    cpu_offload_params: list[str] | None = _flag("NAME...", "Names that may be read in place.", _patterns)
-    offload_group_size: int | None = _flag(
-        "N",
-        "Group every N layers; the last of each are offloaded; 0: off.",
-        count,
-        excludes=_UVA,
-        why="each says what is offloaded",
-    )
-    offload_num_in_group: int | None = _flag(
-        "N", "Layers of each group that are offloaded (default 1).", count, needs=("offload_group_size",)
-    )
-    offload_prefetch_step: int | None = _flag(
-        "N",
-        "Units copied ahead = number of slots (default 1; with rules 2).",
-        count,
-        needs=("offload_group_size", "offload_rule"),
-    )
-    offload_params: list[str] | None = _flag(
-        "NAME...",
-        "Names that may be offloaded: segments, groups, globs or re:REGEX.",
-        _patterns,
-        needs=("device_memory", "offload_group_size"),
-    )
-    offload_rule: list[str] | None = _flag(
+    offload_rule: list[str] | None = row(
         "RULE...",
         "PATTERN=MECHANISM: access mechanism for the tensors that PATTERN matches: resident, prefetch, uva or cache; "
         "the first match counts.",
         parse_rules,
-        excludes=(*_PREFETCH[:2], *_UVA, "offload_backend"),
-        why="rules say how each tensor is reached",
     )
-    expert_slots: int | None = _flag(
-        "N",
-        "Experts of each layer that the device holds of what is cached (default: as many as --device-memory allows).",
-        count,
-        needs=("device_memory", "offload_rule"),
+    expert_slots: int | None = row(
+        "N", "Cached experts of each layer on the device (default: as many as --device-memory allows).", count
     )
-    offload_mode: str | None = _flag(
+    offload_mode: str | None = row(
         "NAME",
         "Where offloaded weights are stored: cpu, disk (default on a CPU), meta (nowhere; plan only); under torchrun "
         "shm_cpu, sharded_cpu or sharded_gpu. Default on a GPU: cpu, and disk for what does not fit there.",
-        needs=_ASKING,
     )
-    device: str | None = _flag("NAME", "Where compute runs: cpu or cuda (default cuda where there is one).")
-    plan: Path | None = _flag(
-        "FILE",
-        "Carry out the plan that `headrace plan MODEL ... --save FILE` wrote.",
-        excludes=(*_ASKING, *_SHAPING),
-        why="the plan says already what is offloaded and how",
-    )
-    disk_direct: bool = _flag("", "Read files past the page cache (O_DIRECT).", off=False)
-    disk_drop_cache: bool = _flag("", "Give pages of the files back to the system after reading.", off=False)
-    measure_stalls: bool = _flag("", "Time every wait for a unit.", _switch, needs=_ASKING, off=False)
-    boundaries_only: bool = _flag(
-        "", "Compile as if weights were offloaded, and move nothing.", _switch, needs=_ASKING, off=False
-    )
+    device: str | None = row("NAME", "Where compute runs: cpu or cuda (default cuda where there is one).")
+    plan: Path | None = row("FILE", "Carry out the plan that `headrace plan MODEL ... --save FILE` wrote.")
+    disk_direct: bool = row("", "Read files past the page cache (O_DIRECT).", off=False)
+    disk_drop_cache: bool = row("", "Give pages of the files back to the system after reading.", off=False)
+    measure_stalls: bool = row("", "Time every wait for a unit.", _switch, off=False)
+    boundaries_only: bool = row("", "Compile as if weights were offloaded, and move nothing.", _switch, off=False)
 
     def given(self, name: str) -> bool:
         """Whether the flag of the field ``name`` was given; ``--context 0`` was, and ``--offload-backend auto`` not."""
         value = getattr(self, name)
-        if name == "offload_backend":
-            return value not in (None, "auto")
-        return value is not None if name == "context" else value not in (None, 0, [], ())
+        if name in _OFF_BY_ZERO:
+            return bool(value)
+        return value is not None and value is not False and value not in ("auto", [], ())
+
+    def _given(self) -> list[str]:
+        return [name for name in _ROWS if self.given(name)]
 
     def policy(self, surface: Surface = COMMAND_LINE, default_mode: Mode = "cpu") -> Policy | None:
         """The policy that the flags ask for, ``--plan`` aside; ``None`` where nothing is to be offloaded.
@@ -278,7 +272,7 @@ class OffloadFlags:
         Raises:
             OptionError: flags that contradict one another or have no effect, or a value that a flag cannot have.
         """
-        given = self._checked(surface)
+        given = {name: surface.check_of(name)(surface.name_of(name), getattr(self, name)) for name in self._given()}
         self._check_combination(surface)
         mode: Mode = given.get("offload_mode", default_mode)
         params = given.get("offload_params", ())
@@ -303,34 +297,25 @@ class OffloadFlags:
         if "offload_group_size" in given:
             num_in_group, step = given.get("offload_num_in_group", 1), given.get("offload_prefetch_step", 1)
             return Prefetch(given["offload_group_size"], num_in_group, step, params, mode)
-        if self.given("cpu_offload_gb") or self.given("cpu_offload_params"):
+        if given.keys() & {*_UVA}:
             return UVA(given.get("cpu_offload_gb"), given.get("cpu_offload_params", ()), mode)
         return None
 
-    def _checked(self, surface: Surface) -> dict[str, Any]:
-        """The values of the flags, as their checks return them; without those that are off."""
-        values = {}
-        for name in _ROWS:
-            value, check = getattr(self, name), surface.check_of(name)
-            if check is not None and value is not None and (value != 0 or name not in _OFF_BY_ZERO):
-                values[name] = check(surface.name_of(name), value)
-        return values
-
     def _check_combination(self, surface: Surface) -> None:
         """Raise ``OptionError`` for the first contradiction, and for the first flag that has no effect."""
-        for row in self._given_rows():
-            for other in row.metadata["excludes"]:
-                if self.given(other):
-                    raise OptionError(
-                        f"{surface.name_of(row.name)} and {surface.name_of(other)} contradict each other: "
-                        f"{row.metadata['why']}; leave one of the two out"
-                    )
+        for name in self._given():
+            others, why = EXCLUDES.get(name, ((), ""))
+            for other in filter(self.given, others):
+                raise OptionError(
+                    f"{surface.name_of(name)} and {surface.name_of(other)} contradict each other: {why}; leave one of "
+                    f"the two out"
+                )
         # Contradictions first: of two flags that exclude each other one may also lack what it needs.
         self._check_backend(surface)
-        for row in self._given_rows():
-            needs = surface.needs.get(row.name, row.metadata["needs"])
-            if needs and not any(self.given(name) for name in needs):
-                name, missing = surface.name_of(row.name), [surface.name_of(need) for need in needs]
+        for flag in self._given():
+            needs = surface.needs.get(flag, ())
+            if needs and not any(map(self.given, needs)):
+                name, missing = surface.name_of(flag), [surface.name_of(need) for need in needs]
                 alternatives = " or ".join(filter(None, [", ".join(missing[:-1]), missing[-1]]))
                 raise OptionError(
                     f"{name} has no effect without {alternatives}{surface.inside}: add "
@@ -351,14 +336,30 @@ class OffloadFlags:
                     f"{surface.name_of(flag)} has no effect with {name} {backend}; leave one of the two out"
                 )
 
-    def _given_rows(self) -> list[Field[Any]]:
-        return [row for row in fields(self) if self.given(row.name)]
-
 
 _ROWS = {row.name: row for row in fields(OffloadFlags)}
 
 
 # -- keys of engines ---------------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class EngineOptions:
+    """What an offloader inside an engine does.
+
+    Attributes:
+        policy: ``None``: nothing is offloaded.
+        mode: the store.
+        replicas: number of engines of this host that share one store, where vLLM has no group of them.
+        measure_stalls: time every wait.
+        boundaries_only: trace the policy's boundaries, and offload nothing.
+    """
+
+    policy: Prefetch | UVA | Budget | None
+    mode: Mode = "cpu"
+    replicas: int | None = None
+    measure_stalls: bool = False
+    boundaries_only: bool = False
 
 
 @dataclass(frozen=True)
@@ -409,10 +410,8 @@ class EngineKeys:
                 raise OptionError(f"{self.prefix}.{key} is unknown: expected one of {', '.join(self.names)}{hint}")
         return given
 
-    def policy(
-        self, keys: Mapping[str, Any], flags: OffloadFlags, spelling: Mapping[str, str]
-    ) -> tuple[Prefetch | UVA | Budget | None, OffloadFlags]:
-        """The policy of ``keys`` and ``flags`` together, and those as flags; errors name flags by ``spelling``.
+    def options(self, keys: Mapping[str, Any], flags: OffloadFlags, spelling: Mapping[str, str]) -> EngineOptions:
+        """What ``keys`` and ``flags`` together ask for; errors name flags by ``spelling``.
 
         Raises:
             OptionError, OptionTypeError: an invalid value, or one that is given twice; options that contradict one
@@ -424,7 +423,6 @@ class EngineKeys:
                 continue
             names[flag], values[flag] = f"{self.prefix}.{key}", keys[key]
             check = self.surface.check_of(flag)
-            assert check is not None  # every flag that has a key has one
             value = check(names[flag], keys[key])
             if flags.given(flag) and check(flag_of(flag), getattr(flags, flag)) != value:
                 raise OptionError(
@@ -434,4 +432,7 @@ class EngineKeys:
         merged = replace(flags, **values)
         policy = merged.policy(replace(self.surface, spelling=names))
         assert not isinstance(policy, Rules)  # rules need a budget in an engine
-        return policy, merged
+        mode = cast(Mode, merged.offload_mode or "cpu")
+        if isinstance(policy, Budget):
+            policy = replace(policy, mode=mode)
+        return EngineOptions(policy, mode, None, merged.measure_stalls, merged.boundaries_only)

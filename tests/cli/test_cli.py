@@ -40,7 +40,7 @@ from headrace.demo.synthetic_model import ensure_model
 from headrace.environment import VARIABLES
 from headrace.errors import HeadraceError, HeadraceWarning, OptionError
 from headrace.figures import format_size
-from headrace.flags import OffloadFlags, flag_of
+from headrace.flags import COMMAND_LINE, EXCLUDES, OffloadFlags, engine_surface, flag_of
 from headrace.stores.sources import DiskOptions, File
 from headrace.transfer.machine_probe import Probe
 from models import aligned
@@ -105,9 +105,10 @@ def test_the_flags_of_a_verb_are_frozen(verb: str) -> None:
 
 def test_the_table_names_its_own_flags() -> None:
     """And says why flags contradict one another; every flag of a verb comes from it."""
-    rows = {row.name: row.metadata for row in fields(OffloadFlags)}
-    assert all({*row["needs"], *row["excludes"]} <= rows.keys() for row in rows.values())
-    assert all(bool(row["why"]) == bool(row["excludes"]) for row in rows.values())
+    rows = {row.name for row in fields(OffloadFlags)}
+    assert all({flag, *others} <= rows and why for flag, (others, why) in EXCLUDES.items())
+    for surface in (COMMAND_LINE, engine_surface("vLLM")):
+        assert all({flag, *needs} <= rows for flag, needs in surface.needs.items())
     assert [flag_of(name) for name in VERB_FLAGS] == OFFLOAD_FLAGS
 
 

@@ -19,11 +19,11 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING, Any, cast
+from typing import TYPE_CHECKING, Any
 
-from headrace.config import UVA, Budget, Mode, count
+from headrace.config import UVA, count
 from headrace.errors import OptionError
-from headrace.flags import EngineKeys, OffloadFlags, Surface, flag_of
+from headrace.flags import EngineKeys, EngineOptions, OffloadFlags, engine_surface, flag_of
 
 if TYPE_CHECKING:
     from headrace.offloaders.layerwise import EnginePolicy
@@ -92,44 +92,11 @@ REFUSED = (
 )
 # Models that run parts of a layer without calling it: nothing would wait for a copy of the layer.
 _NEVER_CALLED = ("AliceAIForCausalLM",)
-# On headrace's command line rules, and names for reads in place, need no other flag; in vLLM they do.
-_ASKING = ("device_memory", "offload_group_size", "cpu_offload_gb")
-_VLLM = Surface(
-    modes=("cpu", "shm_cpu"),
-    inside=" inside vLLM",
-    backends=("auto", "prefetch", "uva"),
-    needs={
-        "offload_rule": ("device_memory",),
-        "expert_slots": ("offload_rule",),
-        "offload_prefetch_step": ("offload_group_size",),
-        "cpu_offload_params": ("cpu_offload_gb",),
-        **dict.fromkeys(("offload_mode", "measure_stalls", "boundaries_only"), _ASKING),
-    },
-)
 FORM = """write it like --additional-config '{"headrace": {"device_memory": "20GiB"}}'"""
 _SHARED = ("device_memory", "batch", "params", "rules", "expert_slots", "mode", "measure_stalls", "boundaries_only")
-_KEYS = EngineKeys("headrace", "--additional-config", FORM, _SHARED, _VLLM, ("replicas",))
+_KEYS = EngineKeys("headrace", "--additional-config", FORM, _SHARED, engine_surface("vLLM"), ("replicas",))
 KEYS = _KEYS.names
 FLAG_OF_KEY = _KEYS.flag_of_key
-
-
-@dataclass(frozen=True)
-class EngineOptions:
-    """What a worker does.
-
-    Attributes:
-        policy: ``None``: nothing is offloaded.
-        mode: the store.
-        replicas: number of engines of this host that share one store, where vLLM has no group of them.
-        measure_stalls: time every wait.
-        boundaries_only: trace the policy's boundaries, and offload nothing.
-    """
-
-    policy: EnginePolicy | None
-    mode: Mode = "cpu"
-    replicas: int | None = None
-    measure_stalls: bool = False
-    boundaries_only: bool = False
 
 
 def read_options(offload_config: Any, additional_config: Any) -> EngineOptions:
@@ -197,12 +164,10 @@ def engine_options(
     given = additional_config.get("headrace", {}) if isinstance(additional_config, Mapping) else {}
     keys = _KEYS.known(given)
     replicas = count("headrace.replicas", keys["replicas"], at_least=2) if "replicas" in keys else None
-    policy, merged = _KEYS.policy(keys, flags, spelling or {})
-    mode = cast(Mode, merged.offload_mode or "cpu")
-    if replicas is not None and mode != "shm_cpu":
+    options = _KEYS.options(keys, flags, spelling or {})
+    if replicas is not None and options.mode != "shm_cpu":
         raise OptionError(
-            f'headrace.replicas = {replicas} has no effect with mode {mode!r}: add "mode": "shm_cpu", or leave it out'
+            f"headrace.replicas = {replicas} has no effect with mode {options.mode!r}: add "
+            f'"mode": "shm_cpu", or leave it out'
         )
-    if isinstance(policy, Budget):
-        policy = replace(policy, mode=mode)
-    return EngineOptions(policy, mode, replicas, merged.measure_stalls, merged.boundaries_only)
+    return replace(options, replicas=replicas)
