@@ -42,8 +42,7 @@ from torch.profiler import ProfilerActivity, profile
 import headrace
 from harness import Timing, append, finish, link_bytes_per_s, parser_of, print_step, time_cuda, time_host, words_of
 from headrace.cli.bench_step import QWEN3_8B, DecoderShape, build_stack, fill
-from headrace.config import Budget, Workload
-from headrace.figures import parse_size
+from headrace.config import Budget, Workload, parse_size
 from headrace.model.inventory import take_inventory
 
 CASES = ("flextensor", "headrace", "leaf", "block")

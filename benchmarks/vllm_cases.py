@@ -151,9 +151,9 @@ CASES: dict[str, tuple[str, int, dict[str, Any]]] = {
 
 
 def python_path(out: Path) -> str:
-    """PYTHONPATH with which Python begins without the modules that ``HEADRACE_BENCH_WITHOUT`` names."""
+    """PYTHONPATH with which Python begins without the modules that ``BENCH_WITHOUT`` names."""
     given = os.environ.get("PYTHONPATH", "")
-    without = [*filter(None, os.environ.get("HEADRACE_BENCH_WITHOUT", "").split(","))]
+    without = [*filter(None, os.environ.get("BENCH_WITHOUT", "").split(","))]
     if not without:
         return given
     folder = out / "without"

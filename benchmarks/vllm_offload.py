@@ -12,7 +12,7 @@ time of all tokens over the number of steps, prefill included. Each case has a c
 start vLLM compiles the model that it kept at the first, which can round differently. ``--again`` starts every case
 twice more at the end and measures start and host memory of the third, when all caches are equally warm. ``--profile``
 adds what each kernel of one prefill takes. What a machine lacks of vLLM's optional kernels is named in
-``HEADRACE_BENCH_WITHOUT`` (modules, comma-separated). Shapes in ``DRIVEN_SHAPES`` route tokens by a stated
+``BENCH_WITHOUT`` (modules, comma-separated). Shapes in ``DRIVEN_SHAPES`` route tokens by a stated
 distribution (driven_routing.py).
 """
 
@@ -121,7 +121,7 @@ def _environment(case: str, out: Path) -> dict[str, str]:
 
 
 def engine_environment(out: Path) -> dict[str, str]:
-    """Of a process with an engine in it, which lacks what HEADRACE_BENCH_WITHOUT names."""
+    """Of a process with an engine in it, which lacks what BENCH_WITHOUT names."""
     return {
         **os.environ,
         "PYTHONPATH": python_path(out),

@@ -6,7 +6,7 @@
 Models: see quantised_models.py; all of them by default. Each is run resident, then for each policy once with a worker
 that moves nothing (``still ...``, see no_copy.py) and once offloaded. Weights are seeded and differ by layer. Results
 are kept engine by engine: run it again to go on. What a machine lacks of vLLM's optional kernels is named in
-``HEADRACE_BENCH_WITHOUT`` (modules, comma-separated).
+``BENCH_WITHOUT`` (modules, comma-separated).
 """
 
 from __future__ import annotations

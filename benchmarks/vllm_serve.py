@@ -11,7 +11,7 @@ is needed. ``--layers 0`` takes a tiny shape, for a CPU. A case whose results li
 request has to succeed, and headrace to have moved bytes (a budget may read all in place instead); texts of one request
 at a time are compared with those of ``still`` (headrace with nothing moved), or without it with those of ``resident``,
 which another compiler's rounding may change. Flags of vLLM behind go to every server of vLLM; what a machine lacks of
-vLLM's optional kernels is named in ``HEADRACE_BENCH_WITHOUT`` (modules, comma-separated). ``--together`` starts the
+vLLM's optional kernels is named in ``BENCH_WITHOUT`` (modules, comma-separated). ``--together`` starts the
 servers of all cases before the first is asked: less time, one is asked at a time, but starts are not comparable and are
 left out. Each vLLM then needs its share of the device: ``--kv-cache-memory-bytes 8G --gpu-memory-utilization 0.1``.
 """

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING
 import torch
 from torch import nn
 
-from headrace.config import RANK_MODES, Policy
+from headrace.config import RANK_MODES, Policy, instead_of
 from headrace.errors import OptionTypeError, StateError, warn_user
 from headrace.figures import format_size
 from headrace.plan.plan import Plan
@@ -110,6 +110,7 @@ class Handle:
 _MARK = "_headrace_handle"
 
 
+@instead_of(torch_dtype="model.to(dtype) before: an offload keeps the dtype that the model has")
 def offload(
     model: nn.Module,
     policy: Policy | Plan | str | int,

@@ -1,4 +1,4 @@
-"""What a user may set: policies, and environment variables (:data:`VARIABLES`).
+"""What a user may set: policies, and the checks of their values, which flags and the keys of engines share.
 
 Policies are frozen dataclasses that check themselves when made, so that a wrong value is refused where it was written
 and not where it is used.
@@ -6,17 +6,14 @@ and not where it is used.
 
 from __future__ import annotations
 
-import os
-import stat
-from collections.abc import Iterable, Sequence
-from contextlib import suppress
+import re
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from pathlib import Path
-from typing import Literal, cast, get_args
-from uuid import uuid4
+from fractions import Fraction
+from functools import partial, wraps
+from typing import Any, Literal, ParamSpec, TypeVar, cast, get_args
 
-from headrace.errors import OptionError, OptionTypeError, RuleError, SizeError, warn_user
-from headrace.figures import parse_size
+from headrace.errors import OptionError, OptionTypeError, RuleError, SelectionError, SizeError
 
 __all__ = [
     "ALL_MODEL_PARAMS",
@@ -24,8 +21,8 @@ __all__ = [
     "RANK_MODES",
     "SHARDED_MODES",
     "UVA",
-    "VARIABLES",
     "Budget",
+    "Check",
     "Mechanism",
     "Mode",
     "OffloadConfig",
@@ -36,22 +33,21 @@ __all__ = [
     "Rules",
     "Workload",
     "as_policy",
-    "cache_disabled",
-    "cache_folder",
-    "debug_enabled",
-    "peer_timeout_s",
-    "pin_memory_disabled",
-    "read_kept",
-    "reader_threads",
-    "replace_file",
-    "uva_disabled",
-    "warn_about_variables",
+    "check_pattern",
+    "count",
+    "instead_of",
+    "names",
+    "one_of",
+    "parse_size",
+    "row_counts",
+    "rules",
+    "size",
 ]
 
 ALL_MODEL_PARAMS = "ALL_MODEL_PARAMS"
 
 Mode = Literal["cpu", "shm_cpu", "sharded_cpu", "disk", "sharded_gpu", "meta"]
-# Where a unit rests: in a store, or beside host memory on a peer, which is another GPU of this process.
+# Where a unit is stored: in a store, or beside host memory on a peer, which is another GPU of this process.
 Place = Literal[Mode, "peer"]
 # Stores of which each rank of a group keeps a part, and all stores that need a group.
 SHARDED_MODES: tuple[Mode, ...] = ("sharded_cpu", "sharded_gpu")
@@ -60,63 +56,181 @@ HOST_MODES: tuple[Mode, ...] = ("cpu", "shm_cpu", "sharded_cpu")
 RANK_MODES: tuple[Mode, ...] = ("shm_cpu", *SHARDED_MODES)
 Mechanism = Literal["resident", "prefetch", "uva", "cache"]
 Backend = Literal["auto", "prefetch", "uva", "none"]
+# (name pattern, mechanism): what matches the pattern and no earlier one is reached this way.
+Rule = tuple[str, Mechanism]
 
-_MOST_READERS = 1024
+# -- the check of each kind of value -----------------------------------------------------------------------------------
+
+# Takes the name of an option, as its user writes it, and a value; returns the value to keep.
+Check = Callable[[str, Any], Any]
+
+# Digits are bounded, because int() refuses thousands of them in words of its own.
+_SIZE = re.compile(r"\s*([0-9]{1,999}(?:\.[0-9]{1,999})?)\s*(?:([KMGT])(i?B?)|B?)\s*", re.IGNORECASE)
+_SIZE_FORM = 'write it like "20GiB", "24G" (the same as GiB), "20GB" (decimal) or "600 MiB"'
 
 
-def _size_of(name: str, size: str | int, flag: str) -> int:
-    """:func:`parse_size`, with errors that name what the size is of."""
-    try:
-        return parse_size(size)
-    except (SizeError, OptionTypeError) as error:
-        raise type(error)(f"{name}: {str(error).removeprefix('size: ')} ({flag})") from None
+def parse_size(size: str | int, option: str = "") -> int:
+    """Bytes of a size such as ``"20GiB"``, ``"24G"``, ``"1.5 GB"`` or ``4096``.
+
+    ``GiB`` is binary (2 ** 30 bytes) and ``GB`` decimal (10 ** 9), and so are their siblings with K, M and T, in any
+    case. A bare letter is binary, as it is to GNU coreutils, Docker, systemd and Slurm: ``24G`` is ``24GiB``.
+
+    Args:
+        size: a number and a unit, or an int of bytes.
+        option: for errors, what the size is of.
+
+    Raises:
+        SizeError: not of that form, or less than one byte.
+        OptionTypeError: neither ``str`` nor ``int``.
+    """
+    if isinstance(size, bool) or not isinstance(size, str | int):  # a bool is an int to isinstance
+        raise OptionTypeError(
+            f"{option or 'size'}: expected str or int, found {type(size).__name__} {size!r}; {_SIZE_FORM}"
+        )
+    subject = f"{option}: size {size!r}" if option else f"size {size!r}"
+    if isinstance(size, int):
+        num_bytes = size
+    else:
+        match = _SIZE.fullmatch(size)
+        if match is None:
+            wrong = "is not more than 0 bytes" if size.lstrip().startswith("-") else "is not a size"
+            raise SizeError(f"{subject} {wrong}; {_SIZE_FORM}")
+        number, prefix, ending = match.groups(default="")
+        if size.strip()[-1].isdigit() and float(number):
+            raise SizeError(f'{subject} has no unit: write "{number}GiB", say, or "{number}B"')
+        base = 1000 if ending.upper() == "B" else 1024
+        # A float would round sizes beyond 2 ** 53 and some decimals below.
+        num_bytes = int(Fraction(number) * base ** " KMGT".index(prefix.upper() or " "))
+    if num_bytes <= 0:
+        raise SizeError(f"{subject}: expected more than 0 bytes; {_SIZE_FORM}")
+    return num_bytes
 
 
-def _check_int(name: str, value: object, flag: str, at_least: int = 1) -> None:
+def size(name: str, value: Any) -> int:
+    """:func:`parse_size` as a check."""
+    return parse_size(value, name)
+
+
+def count(name: str, value: Any, at_least: int = 1) -> int:
+    """An int of at least ``at_least``."""
     if isinstance(value, bool) or not isinstance(value, int):
-        raise OptionTypeError(f"{name}: expected an int, found {type(value).__name__} {value!r} ({flag})")
+        raise OptionTypeError(f"{name}: expected an int, found {type(value).__name__} {value!r}")
     if value < at_least:
-        raise OptionError(f"{name} = {value}: expected at least {at_least} ({flag})")
+        raise OptionError(f"{name} = {value}: expected at least {at_least}")
+    return value
 
 
-def _check_mode(mode: str) -> None:
-    if mode not in get_args(Mode):
-        raise OptionError(f"mode {mode!r}: expected one of {', '.join(get_args(Mode))} (--offload-mode)")
+def one_of(choices: Sequence[str], where: str = "") -> Check:
+    """The check for one of ``choices``; ``where``: for errors, what has no others, e.g. ``" inside vLLM"``."""
+
+    def check(name: str, value: Any) -> Any:
+        if value not in choices:
+            raise OptionError(f"{name} {value!r}: expected one of {', '.join(choices)}{where}")
+        return value
+
+    return check
 
 
-def _as_names(params: Sequence[str] | None) -> tuple[str, ...]:
-    if isinstance(params, str):
-        raise OptionTypeError(f"params: expected a list of names, found the string {params!r}; write [{params!r}]")
-    if params is not None and not isinstance(params, Iterable):
-        raise OptionTypeError(f"params: expected a list of names, found {type(params).__name__} {params!r}")
-    names = tuple(params or ())
-    for name in names:
-        if not isinstance(name, str):
-            raise OptionTypeError(f"params: expected names, found {type(name).__name__} {name!r}")
-    return names
+def names(name: str, value: Any) -> tuple[str, ...]:
+    """Name patterns (:mod:`headrace.model.patterns`); ``None`` are none."""
+    is_list = isinstance(value, Iterable) and not isinstance(value, str | bytes | Mapping)
+    found = tuple(value) if is_list else () if value is None else (None,)
+    if not all(isinstance(pattern, str) for pattern in found):
+        fix = f"; write [{value!r}]" if isinstance(value, str) else ""
+        raise OptionTypeError(f'{name}: expected a list of strings such as ["mlp"], found {value!r}{fix}')
+    return found
 
 
-def _as_rules(rules: Sequence[Rule]) -> tuple[Rule, ...]:
+def check_pattern(pattern: str) -> None:
+    """Raise ``SelectionError`` for a name pattern that is empty, or no valid regular expression."""
+    if not pattern:
+        raise SelectionError(
+            "an empty name pattern; write a segment such as 'mlp', a group such as '@attention', a glob, 're:...' or "
+            "ALL_MODEL_PARAMS"
+        )
+    try:
+        re.compile(pattern[3:] if pattern.startswith("re:") else "")
+    except re.error as error:
+        raise SelectionError(f"pattern {pattern!r} is not a regular expression: {error}") from None
+
+
+def rules(name: str, value: Any) -> tuple[Rule, ...]:
+    """Pairs of a name pattern and a mechanism, of which one pattern has one."""
     form = 'write rules like [("experts", "uva"), ("re:.*norm.*", "resident")]'
-    if isinstance(rules, str) or not isinstance(rules, Iterable):
-        raise OptionTypeError(f"rules: expected a list of pairs, found {type(rules).__name__} {rules!r}; {form}")
+    if isinstance(value, str) or not isinstance(value, Iterable):
+        raise OptionTypeError(f"{name}: expected a list of pairs, found {type(value).__name__} {value!r}; {form}")
     checked: list[Rule] = []
-    for rule in rules:
+    for rule in value:
         if not isinstance(rule, tuple | list) or len(rule) != 2 or not all(isinstance(part, str) for part in rule):
-            raise OptionTypeError(f"rules: expected pairs of a name pattern and a mechanism, found {rule!r}; {form}")
+            raise OptionTypeError(f"{name}: expected pairs of a name pattern and a mechanism, found {rule!r}; {form}")
         pattern, mechanism = rule
-        if mechanism not in get_args(Mechanism):
-            raise OptionError(
-                f"rule {pattern}={mechanism}: expected one of {', '.join(get_args(Mechanism))} as the mechanism; {form}"
-            )
+        one_of(get_args(Mechanism), f" as the mechanism of {pattern!r}; {form}")(name, mechanism)
         other = dict(checked).get(pattern, mechanism)
         if other != mechanism:
             raise RuleError(
-                f"rules '{pattern}={other}' and '{pattern}={mechanism}' contradict each other: one pattern has one "
-                f"mechanism; leave one of them out (--offload-rule)"
+                f"{name} '{pattern}={other}' and '{pattern}={mechanism}' contradict each other: one pattern has one "
+                f"mechanism; leave one of them out"
             )
         checked.append((pattern, mechanism))
     return tuple(checked)
+
+
+def row_counts(name: str, value: Any) -> tuple[int, ...]:
+    """Numbers of rows, each at least 1 and once."""
+    if not isinstance(value, list | tuple) or not value:
+        raise OptionTypeError(f"{name}: expected numbers of rows such as [1, 16, 256], found {value!r}")
+    return tuple(dict.fromkeys(count(name, rows) for rows in value))
+
+
+def _workload(name: str, value: Any) -> Workload:
+    if not isinstance(value, Workload):
+        raise OptionTypeError(f"{name}: expected a headrace.config.Workload, found {type(value).__name__}")
+    return value
+
+
+_mode = one_of(get_args(Mode))
+
+
+def _check(policy: object, **checks: Check) -> None:
+    """Replace the fields of these names by what their checks return; ``None`` stays where it is the default."""
+    for name, check in checks.items():
+        value = getattr(policy, name)
+        if value is not None or vars(type(policy)).get(name, ...) is not None:  # a dataclass keeps its defaults there
+            object.__setattr__(policy, name, check(name, value))
+
+
+# -- words of other libraries ------------------------------------------------------------------------------------------
+
+_P = ParamSpec("_P")
+_R = TypeVar("_R")
+_POLICY = 'the policy as the second argument, e.g. "20GiB"'
+_INSTEAD = {
+    "budget": _POLICY,
+    "device_memory": _POLICY,
+    "max_memory": _POLICY,
+    "device_map": 'device="cuda" for where compute runs, and a policy such as "20GiB" for how much stays there',
+    "offload_folder": "nothing: weights that do not fit are read from the files of the checkpoint",
+    "mode": 'it into a policy, e.g. headrace.Budget("20GiB", mode="cpu")',
+}
+
+
+def instead_of(**words: str) -> Callable[[Callable[_P, _R]], Callable[_P, _R]]:
+    """A decorator: for an argument that only other libraries have, the error says what to write here."""
+
+    def decorate(function: Callable[_P, _R]) -> Callable[_P, _R]:
+        @wraps(function)
+        def call(*args: _P.args, **kwargs: _P.kwargs) -> _R:
+            for word, instead in (_INSTEAD | words).items():
+                if word in kwargs:
+                    raise OptionTypeError(f"{function.__name__}() has no argument {word!r}: write {instead}")
+            return function(*args, **kwargs)
+
+        return call
+
+    return decorate
+
+
+# -- policies ----------------------------------------------------------------------------------------------------------
 
 
 @dataclass(frozen=True)
@@ -139,21 +253,17 @@ class Prefetch:
     mode: Mode = "cpu"
 
     def __post_init__(self) -> None:
-        _check_int("group_size", self.group_size, "--offload-group-size")
-        _check_int("num_in_group", self.num_in_group, "--offload-num-in-group")
-        _check_int("prefetch_step", self.prefetch_step, "--offload-prefetch-step")
+        _check(self, group_size=count, num_in_group=count, prefetch_step=count, params=names, mode=_mode)
         if self.num_in_group > self.group_size:
             raise OptionError(
                 f"num_in_group = {self.num_in_group} is larger than group_size = {self.group_size}: of a group of "
-                f"{self.group_size} layers at most {self.group_size} can be offloaded; lower --offload-num-in-group"
+                f"{self.group_size} layers at most {self.group_size} can be offloaded; lower num_in_group"
             )
-        _check_mode(self.mode)
-        object.__setattr__(self, "params", _as_names(self.params))
 
 
 @dataclass(frozen=True)
 class UVA:
-    """Read tensors in place from where they rest, without a slot.
+    """Read tensors in place from where they are stored, without a slot.
 
     Attributes:
         max_bytes: at most this much is offloaded, in the order of the model; ``None`` means no limit
@@ -167,10 +277,7 @@ class UVA:
     mode: Mode = "cpu"
 
     def __post_init__(self) -> None:
-        if self.max_bytes is not None:
-            object.__setattr__(self, "max_bytes", _size_of("max_bytes", self.max_bytes, "--cpu-offload-gb"))
-        _check_mode(self.mode)
-        object.__setattr__(self, "params", _as_names(self.params))
+        _check(self, max_bytes=size, params=names, mode=_mode)
 
     @property
     def limit_bytes(self) -> int | None:
@@ -196,19 +303,7 @@ class Workload:
     repeated: Sequence[str] = ()
 
     def __post_init__(self) -> None:
-        if isinstance(self.batch_sizes, int | str) or not self.batch_sizes:
-            raise OptionTypeError(
-                f"batch_sizes: expected a list such as [1, 16], found {self.batch_sizes!r} (--batch 1,16)"
-            )
-        for size in self.batch_sizes:
-            _check_int("batch size", size, "--batch 1,16,256")
-        object.__setattr__(self, "batch_sizes", tuple(dict.fromkeys(self.batch_sizes)))
-        _check_int("context", self.context, "--context 4096", at_least=0)
-        object.__setattr__(self, "repeated", _as_names(self.repeated))
-
-
-# (name pattern, mechanism): what matches the pattern and no earlier one is reached this way.
-Rule = tuple[str, Mechanism]
+        _check(self, batch_sizes=row_counts, context=partial(count, at_least=0), repeated=names)
 
 
 @dataclass(frozen=True)
@@ -242,19 +337,8 @@ class Budget:
     peer_memory: str | int | None = None
 
     def __post_init__(self) -> None:
-        object.__setattr__(self, "device_memory", _size_of("device_memory", self.device_memory, "--device-memory"))
-        for name in ("host_memory", "peer_memory"):
-            if (size := getattr(self, name)) is not None:
-                object.__setattr__(self, name, _size_of(name, size, f"--{name.replace('_', '-')}"))
-        if self.mode is not None:
-            _check_mode(self.mode)
-        object.__setattr__(self, "params", _as_names(self.params))
-        object.__setattr__(self, "rules", _as_rules(self.rules))
-        if not isinstance(self.workload, Workload):
-            found = type(self.workload).__name__
-            raise OptionTypeError(f"workload: expected a headrace.config.Workload, found {found}")
-        if self.expert_slots is not None:
-            _check_int("expert_slots", self.expert_slots, "--expert-slots")
+        _check(self, device_memory=size, host_memory=size, peer_memory=size, params=names, mode=_mode)
+        _check(self, rules=rules, workload=_workload, expert_slots=count)
 
     @property
     def num_bytes(self) -> int:
@@ -291,18 +375,14 @@ class Rules:
     expert_slots: int | None = None
 
     def __post_init__(self) -> None:
-        object.__setattr__(self, "rules", _as_rules(self.rules))
+        _check(self, rules=rules, prefetch_step=count, mode=_mode, expert_slots=count)
         if not self.rules:
-            raise OptionError('rules: expected at least one, e.g. [("experts", "uva")] (--offload-rule experts=uva)')
-        _check_int("prefetch_step", self.prefetch_step, "--offload-prefetch-step")
-        _check_mode(self.mode)
-        if self.expert_slots is not None:
-            _check_int("expert_slots", self.expert_slots, "--expert-slots")
+            raise OptionError('rules: expected at least one, e.g. [("experts", "uva")]')
         if (self.expert_slots is not None) != any(mechanism == "cache" for _, mechanism in self.rules):
             raise OptionError(
                 f"expert_slots = {self.expert_slots}: without a budget, a rule that says cache needs a number of "
-                f"slots, and no other rule takes one; give both, e.g. --offload-rule experts=cache --expert-slots 16, "
-                f"or a budget (--device-memory SIZE)"
+                f"slots, and no other rule takes one; give both, e.g. the rule experts=cache and 16 expert slots, or a "
+                f"budget"
             )
 
 
@@ -337,17 +417,13 @@ class OffloadConfig:
     uva: UVA | None = None
 
     def __post_init__(self) -> None:
-        if self.backend not in get_args(Backend):
-            raise OptionError(
-                f"backend {self.backend!r}: expected one of {', '.join(get_args(Backend))} (--offload-backend)"
-            )
-        for name, needs in (("prefetch", "--offload-group-size"), ("uva", "--cpu-offload-gb")):
-            if self.backend == name and getattr(self, name) is None:
-                raise OptionError(f"backend {name!r} needs {needs}, which is not set")
+        _check(self, backend=one_of(get_args(Backend)))
+        if self.backend in ("prefetch", "uva") and getattr(self, self.backend) is None:
+            raise OptionError(f"backend {self.backend!r} needs {self.backend}=, which is not set")
         if self.backend == "auto" and self.prefetch is not None and self.uva is not None:
             raise OptionError(
-                "both --offload-group-size and --cpu-offload-gb are set, and each says what is offloaded: leave one of "
-                "them out (of OffloadConfig, or say which with backend='prefetch' or backend='uva')"
+                "prefetch and uva are both set, and each says what is offloaded: leave one of them out, or say which "
+                "with backend='prefetch' or backend='uva'"
             )
 
     @property
@@ -356,145 +432,3 @@ class OffloadConfig:
         if self.backend != "auto":
             return self.backend
         return "prefetch" if self.prefetch is not None else "uva" if self.uva is not None else "none"
-
-
-# -- environment variables ---------------------------------------------------------------------------------------------
-
-
-# All that there are, with default and meaning; docs/reference.md has the same table (a test compares them).
-VARIABLES = {
-    "HEADRACE_DEBUG": (
-        "0",
-        "1: poison released slots, verify a checksum whenever a unit arrives or leaves; the command line shows "
-        "tracebacks",
-    ),
-    "HEADRACE_READERS": (
-        "cores",
-        "readers of files, 1 to 1024. The default leaves one core in eight free for a GPU's ring, with 14 readers at "
-        "most; loading uses 8 to 16",
-    ),
-    "HEADRACE_DISABLE_PIN_MEMORY": (
-        "0",
-        "1: host memory of a GPU's stores is ordinary memory (slow, cannot be captured)",
-    ),
-    "HEADRACE_DISABLE_UVA": ("0", "1: what a GPU would read in place is moved into a slot on demand instead"),
-    "HEADRACE_DISABLE_CACHE": (
-        "0",
-        "1: what was read of a model's folder is neither kept nor used",
-    ),
-    "HEADRACE_PEER_TIMEOUT": ("600", "seconds that a rank waits for another one during an offload with `group=`"),
-    "HEADRACE_API_KEY": ("none", "`headrace serve`: what requests have to carry as a bearer token, as `--api-key`"),
-    "HEADRACE_SGLANG": (
-        "0",
-        "1, or a JSON object of options: headrace is the weight offloader of SGLang in this environment",
-    ),
-    "HEADRACE_BENCH_WITHOUT": (
-        "none",
-        "benchmarks inside vLLM: optional modules that this machine lacks, by commas",
-    ),
-}
-_reported: set[str] = set()
-
-
-def warn_about_variables() -> None:
-    """Warn, once each, of variables ``HEADRACE_*`` in the environment that nothing reads."""
-    unknown = [name for name in os.environ if name.upper().startswith("HEADRACE_") and name not in VARIABLES]
-    for name in sorted({*unknown} - _reported):
-        from difflib import get_close_matches
-
-        _reported.add(name)
-        (near,) = get_close_matches(name.upper(), VARIABLES, n=1, cutoff=0)
-        warn_user(
-            f"the environment variable {name} has no effect: headrace reads none of that name; the nearest is {near} "
-            f"(all: {', '.join(VARIABLES)})"
-        )
-
-
-def debug_enabled() -> bool:
-    """Whether ``HEADRACE_DEBUG`` asks for poisoned slots and checksums."""
-    return _switch("HEADRACE_DEBUG")
-
-
-def pin_memory_disabled() -> bool:
-    """Whether ``HEADRACE_DISABLE_PIN_MEMORY`` forbids page-locked host memory."""
-    return _switch("HEADRACE_DISABLE_PIN_MEMORY")
-
-
-def uva_disabled() -> bool:
-    """Whether ``HEADRACE_DISABLE_UVA`` forbids reading host memory in place from a GPU."""
-    return _switch("HEADRACE_DISABLE_UVA")
-
-
-def cache_folder() -> Path | None:
-    """Where what was measured or read is kept: ``XDG_CACHE_HOME``, else ``~/.cache``; ``None`` without a home."""
-    base = os.environ.get("XDG_CACHE_HOME")
-    try:
-        return (Path(base) if base else Path.home() / ".cache") / "headrace"
-    except RuntimeError:  # neither HOME nor an entry in passwd, as a container with a bare user id has it
-        return None
-
-
-def read_kept(path: Path, most_bytes: int = 1 << 20) -> bytes:
-    """The content of a regular file in the cache; opening anything else may block forever, and reading never end.
-
-    Raises:
-        OSError, ValueError: there is none, or a larger one.
-    """
-    with open(path, "rb", opener=lambda name, flags: os.open(name, flags | os.O_NONBLOCK)) as file:
-        if not stat.S_ISREG(os.fstat(file.fileno()).st_mode):
-            raise ValueError("no regular file")
-        content = file.read(most_bytes + 1)
-    if len(content) > most_bytes:
-        raise ValueError(f"more than {most_bytes} bytes")
-    return content
-
-
-def replace_file(path: Path, text: str) -> None:
-    """Write ``path`` and its folder; a reader finds the former file or the whole new one, and no draft stays behind."""
-    draft = path.with_name(f".{path.name}.{uuid4().hex}.tmp")
-    try:
-        path.parent.mkdir(parents=True, exist_ok=True)
-        draft.write_text(text)
-        draft.replace(path)
-    finally:
-        with suppress(OSError):
-            draft.unlink()
-
-
-def cache_disabled() -> bool:
-    """Whether ``HEADRACE_DISABLE_CACHE`` forbids keeping, and using, what was read of folders."""
-    return _switch("HEADRACE_DISABLE_CACHE")
-
-
-def _switch(name: str) -> bool:
-    value = os.environ.get(name, "0")
-    if value not in ("", "0", "1"):
-        raise OptionError(f"{name}={value!r}: expected 0 or 1")
-    return value == "1"
-
-
-def peer_timeout_s() -> float:
-    """Seconds that a rank waits for another one during an offload that they share: ``HEADRACE_PEER_TIMEOUT``."""
-    return float(_count("HEADRACE_PEER_TIMEOUT", os.environ.get("HEADRACE_PEER_TIMEOUT", "600"), "seconds", 10**7))
-
-
-def reader_threads(at_least: int = 1, at_most: int | None = None, spare_one_in: int | None = None) -> int:
-    """Threads that read files: of the CPU link, of the readers' process of a GPU, and of loading.
-
-    ``HEADRACE_READERS``, or one per core this process may use, but for ``spare_one_in`` so many, within ``at_least``
-    and ``at_most``.
-    """
-    value = os.environ.get("HEADRACE_READERS")
-    if value is None:
-        cores = len(os.sched_getaffinity(0))  # not os.cpu_count(): a container may have a few cores of many
-        if spare_one_in is not None:
-            cores -= cores // spare_one_in
-        return max(at_least, cores if at_most is None else min(cores, at_most))
-    return _count("HEADRACE_READERS", value, "threads", _MOST_READERS)
-
-
-def _count(name: str, value: str, what: str, most: int) -> int:
-    # By its length first: int() refuses thousands of digits in words of its own.
-    if not value.isdecimal() or len(value) > len(str(most)) or not 1 <= int(value) <= most:
-        raise OptionError(f"{name}={value[:40]!r}: expected a whole number of {what}, at least 1 and at most {most}")
-    return int(value)

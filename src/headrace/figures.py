@@ -1,53 +1,11 @@
-"""Sizes, times and rates, as people write and read them.
-
-Sizes are written with a number and a unit: ``20GiB``, ``1.5 GiB``, ``20GB``, ``24G``, in any case. ``GiB`` is binary
-(2 ** 30 bytes) and ``GB`` decimal (10 ** 9), and so are their siblings with K, M and T. A bare letter is binary,
-as it is to GNU coreutils, Docker, systemd and Slurm: ``24G`` is ``24GiB``. These meanings hold in Python, on
-the command line and in an engine's configuration alike. A flag that takes a plain number says its unit itself.
-"""
+"""Sizes, times and rates as text; :func:`headrace.config.parse_size` reads sizes."""
 
 from __future__ import annotations
 
-import re
-from fractions import Fraction
-
-from headrace.errors import OptionTypeError, SizeError
-
-__all__ = ["counted", "format_rate", "format_size", "format_time", "in_unit", "parse_size", "size_unit"]
-
-# Digits are bounded, because int() refuses thousands of them in words of its own.
-_SIZE = re.compile(r"\s*([0-9]{1,999}(?:\.[0-9]{1,999})?)\s*(?:([KMGT])(i?B?)|B?)\s*", re.IGNORECASE)
-_FORM = 'write it like "20GiB", "24G" (the same as GiB), "20GB" (decimal) or "600 MiB"'
+__all__ = ["counted", "format_rate", "format_size", "format_time", "in_unit", "size_unit"]
 
 # For figures in tables and messages: bytes of the unit, and digits after the point.
 _UNITS = {"GiB": (2**30, 3), "MiB": (2**20, 2), "KiB": (2**10, 1), "B": (1, 0)}
-
-
-def parse_size(size: str | int) -> int:
-    """Bytes of a size such as ``"20GiB"``, ``"24G"``, ``"1.5 GB"`` or ``4096``; see the top of this module.
-
-    Raises:
-        SizeError: not of that form, or less than one byte.
-        OptionTypeError: neither ``str`` nor ``int``.
-    """
-    if isinstance(size, bool) or not isinstance(size, str | int):  # a bool is an int to isinstance
-        raise OptionTypeError(f"size: expected str or int, found {type(size).__name__} {size!r}; {_FORM}")
-    if isinstance(size, int):
-        num_bytes = size
-    else:
-        match = _SIZE.fullmatch(size)
-        if match is None:
-            wrong = "is not more than 0 bytes" if size.lstrip().startswith("-") else "is not a size"
-            raise SizeError(f"size {size!r} {wrong}; {_FORM}")
-        number, prefix, ending = match.groups(default="")
-        if size.strip()[-1].isdigit() and float(number):
-            raise SizeError(f'size {size!r} has no unit: write "{number}GiB", say, or "{number}B"')
-        base = 1000 if ending.upper() == "B" else 1024
-        # A float would round sizes beyond 2 ** 53 and some decimals below.
-        num_bytes = int(Fraction(number) * base ** " KMGT".index(prefix.upper() or " "))
-    if num_bytes <= 0:
-        raise SizeError(f"size {size!r}: expected more than 0 bytes; {_FORM}")
-    return num_bytes
 
 
 def counted(number: int, thing: str, things: str | None = None) -> str:

@@ -36,10 +36,11 @@ from headrace.cli import app, terminal
 from headrace.cli.arguments import VERB_FLAGS, requested, target_device
 from headrace.cli.demo_run import ensure_model
 from headrace.cli.terminal import expand_lists
-from headrace.config import RANK_MODES, SHARDED_MODES, UVA, VARIABLES, Budget, Mode, Prefetch, Rules, Workload
+from headrace.config import RANK_MODES, SHARDED_MODES, UVA, Budget, Mode, Prefetch, Rules, Workload
+from headrace.environment import VARIABLES
 from headrace.errors import HeadraceError, HeadraceWarning, OptionError
 from headrace.figures import format_size
-from headrace.flags import OffloadFlags, flag_of
+from headrace.flags import COMMAND_LINE, EXCLUDES, OffloadFlags, engine_surface, flag_of
 from headrace.stores.sources import DiskOptions, File
 from headrace.transfer.machine_probe import Probe
 from models import aligned
@@ -104,9 +105,10 @@ def test_the_flags_of_a_verb_are_frozen(verb: str) -> None:
 
 def test_the_table_names_its_own_flags() -> None:
     """And says why flags contradict one another; every flag of a verb comes from it."""
-    rows = {row.name: row.metadata for row in fields(OffloadFlags)}
-    assert all({*row["needs"], *row["excludes"]} <= rows.keys() for row in rows.values())
-    assert all(bool(row["why"]) == bool(row["excludes"]) for row in rows.values())
+    rows = {row.name for row in fields(OffloadFlags)}
+    assert all({flag, *others} <= rows and why for flag, (others, why) in EXCLUDES.items())
+    for surface in (COMMAND_LINE, engine_surface("vLLM")):
+        assert all({flag, *needs} <= rows for flag, needs in surface.needs.items())
     assert [flag_of(name) for name in VERB_FLAGS] == OFFLOAD_FLAGS
 
 
@@ -231,10 +233,8 @@ def test_flags_become_a_policy(flags: dict[str, Any], policy: object) -> None:
         ({"device_memory": "1GiB", "offload_num_in_group": 4}, "--offload-num-in-group contradict"),
         ({"device_memory": "1GiB", "cpu_offload_gb": 4.0}, "--device-memory and --cpu-offload-gb contradict"),
         ({"device_memory": "1GiB", "offload_backend": "uva"}, "--device-memory and --offload-backend contradict"),
-        ({"device_memory": "lots"}, "device_memory: size 'lots' is not a size; write it like"),
-        ({"device_memory": "lots"}, "(--device-memory)"),
-        ({"device_memory": "3MiB", "host_memory": "lots"}, "host_memory: size 'lots' is not a size; write it like"),
-        ({"device_memory": "3MiB", "host_memory": "lots"}, "(--host-memory)"),
+        ({"device_memory": "lots"}, "--device-memory: size 'lots' is not a size; write it like"),
+        ({"device_memory": "3MiB", "host_memory": "lots"}, "--host-memory: size 'lots' is not a size; write it like"),
         *(
             ({"cpu_offload_gb": wrong}, f"--cpu-offload-gb {wrong:g}: expected a number of GiB, at least one byte")
             for wrong in (-1.0, 1e-10, math.nan, math.inf, 1e308)
@@ -246,7 +246,7 @@ def test_flags_become_a_policy(flags: dict[str, Any], policy: object) -> None:
             )
             for wrong in ("", "0", "x", "-1", "1,", "1;2", "1.5", "²")
         ),
-        ({"device_memory": "1GiB", "context": -1}, "context = -1: expected at least 0 (--context 4096)"),
+        ({"device_memory": "1GiB", "context": -1}, "--context = -1: expected at least 0"),
         ({"batch": "1"}, "--batch has no effect without --device-memory"),
         ({"context": 0}, "--context has no effect without --device-memory"),
         ({"host_memory": "1GiB", "offload_group_size": 2}, "--host-memory has no effect without --device-memory"),
@@ -814,7 +814,7 @@ def test_a_probe_that_cannot_be_kept_is_printed(tmp_path: Path, monkeypatch: pyt
 
 
 def test_misspelt_variables_are_named(model: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("headrace.config._reported", set())
+    monkeypatch.setattr("headrace.environment._reported", set())
     monkeypatch.setenv("HEADRACE_READER", "4")
     monkeypatch.setenv("headrace_debug", "1")
     monkeypatch.setenv("HEADRACE_READERS", "2")
@@ -824,7 +824,7 @@ def test_misspelt_variables_are_named(model: Path, monkeypatch: pytest.MonkeyPat
     assert ["HEADRACE_READER has no effect" in warned[0], "headrace_debug has no effect" in warned[1]] == [True] * 2
     assert ["the nearest is HEADRACE_READERS" in warned[0], "the nearest is HEADRACE_DEBUG" in warned[1]] == [True] * 2
     assert len(warned) == 2
-    monkeypatch.setattr("headrace.config._reported", set())
+    monkeypatch.setattr("headrace.environment._reported", set())
     with pytest.warns(HeadraceWarning, match="HEADRACE_READER has no effect") as caught:
         headrace.offload(TINY.build(), headrace.Prefetch()).remove()
     assert len(caught) == 2

@@ -163,7 +163,7 @@ def test_sampling_options_without_sampling(model: Path) -> None:
     for flag, value in (("--top-p", 0.9), ("--top-k", 5), ("--seed", 1)):
         for cold in ((), ("--temperature", 0)):
             message = error_of(*args, flag, value, *cold)
-            assert f"{flag} has no effect on greedy decoding; add --temperature 0.7, say" in message
+            assert f"{flag} has no effect on greedy decoding; add --temperature 0.7, for example" in message
     for wrong in (0, 1.5, "nan"):
         message = error_of(*args, "--temperature", 1, "--top-p", wrong)
         assert f"--top-p {wrong}: expected a probability above 0, at most 1" in message

@@ -16,7 +16,7 @@ from typing import Any
 import pytest
 
 import sglang_cpu_engine
-from headrace.adapters.sglang.keys import FIELDS
+from headrace.adapters.sglang.keys import REFUSED
 from headrace.adapters.sglang.names import differences
 
 sglang = pytest.importorskip("sglang", reason="SGLang is not installed: scripts/test-sglang-cpu runs this")
@@ -54,6 +54,21 @@ def engine(folder: Path) -> Engine:
 
 def test_the_interface_is_as_expected() -> None:
     assert differences() == []
+
+
+# All fields of SGLang's configuration that are read.
+FIELDS = (
+    "cpu_offload_gb",
+    "offload_group_size",
+    "offload_num_in_group",
+    "offload_prefetch_step",
+    "offload_mode",
+    "cuda_graph_config",
+    "tp_size",
+    "dp_size",
+    "nnodes",
+    *REFUSED,
+)
 
 
 def test_every_field_that_is_read_is_one_of_sglangs() -> None:

@@ -305,7 +305,7 @@ def test_what_headrace_cannot_run_with_is_refused(
     [
         (BUDGET, GROUP, r"HEADRACE_SGLANG.device_memory and --offload-group-size contradict each other"),
         ('{"batch": [1]}', {}, r"HEADRACE_SGLANG.batch has no effect without HEADRACE_SGLANG.device_memory|batch has"),
-        ('{"batch": [0], "device_memory": "2MB"}', {}, "each at least 1"),
+        ('{"batch": [0], "device_memory": "2MB"}', {}, "expected at least 1"),
         ('{"rules": ["mlp=uva"]}', GROUP, "contradict|has no effect"),
         ("1", {"offload_num_in_group": 2}, "--offload-num-in-group has no effect without --offload-group-size"),
     ],

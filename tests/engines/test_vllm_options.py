@@ -61,6 +61,7 @@ def test_flags_of_vllm_become_a_policy(flags: dict[str, Any], policy: object) ->
     [
         ({"device_memory": "20GiB"}, Budget("20GiB", mode="cpu")),
         ({"device_memory": 4096, "batch": 16}, Budget(4096, mode="cpu", workload=Workload([16]))),
+        ({"device_memory": 4096, "batch": "1,16"}, Budget(4096, mode="cpu", workload=Workload([1, 16]))),
         (
             {"device_memory": "1GiB", "batch": [1, 16], "params": ["mlp"], "rules": ["a=b=uva", "c=resident"]},
             Budget("1GiB", ["mlp"], "cpu", [("a=b", "uva"), ("c", "resident")], Workload([1, 16])),
@@ -107,8 +108,8 @@ def test_what_is_not_for_headrace_is_left_alone(additional: Any) -> None:
         ({"backend": "uva", **GROUP, "cpu_offload_gb": 1.0}, "--offload-group-size and --cpu-offload-gb contradict"),
         ({"backend": "prefetch"}, "--offload-backend prefetch needs --offload-group-size, which is not set"),
         ({"backend": "uva", **GROUP}, "--offload-backend uva needs --cpu-offload-gb, which is not set"),
-        ({"offload_group_size": 2, "offload_num_in_group": 3}, "lower --offload-num-in-group"),
-        ({**GROUP, "offload_prefetch_step": 0}, "prefetch_step = 0: expected at least 1 (--offload-prefetch-step)"),
+        ({"offload_group_size": 2, "offload_num_in_group": 3}, "num_in_group = 3 is larger than group_size = 2"),
+        ({**GROUP, "offload_prefetch_step": 0}, "--offload-prefetch-step = 0: expected at least 1"),
         (
             {"offload_params": {"mlp"}},
             "--offload-params has no effect without headrace.device_memory or --offload-group-size inside vLLM: add "
@@ -157,32 +158,39 @@ FORM = """write it like --additional-config '{"headrace": {"device_memory": "20G
         ({"device_memory": "20 Gbit"}, SizeError, "headrace.device_memory: size '20 Gbit' is not a size; write it"),
         ({"device_memory": -1}, SizeError, "headrace.device_memory: size -1: expected more than 0 bytes; write it"),
         ({"device_memory": "lots"}, SizeError, "headrace.device_memory: size 'lots' is not a size; write it like"),
-        ({"device_memory": 1.5}, OptionTypeError, "headrace.device_memory: size: expected str or int, found float 1.5"),
-        ({"device_memory": None}, OptionTypeError, "headrace.device_memory: size: expected str or int, found NoneType"),
+        ({"device_memory": 1.5}, OptionTypeError, "headrace.device_memory: expected str or int, found float 1.5"),
+        ({"device_memory": None}, OptionTypeError, "headrace.device_memory: expected str or int, found NoneType"),
         *(
-            (
-                {"device_memory": "1GiB", "batch": wrong},
-                OptionError,
-                f"headrace.batch: expected numbers of sequences, each at least 1, such as [1, 16, 256], found {wrong}",
-            )
-            for wrong in (0, -1, 1.5, True, [], [0], [1, "16"], {"1": 2}, None)
+            ({"device_memory": "1GiB", "batch": wrong}, OptionError, f"headrace.batch = {number}: expected at least 1")
+            for wrong, number in ((0, 0), (-1, -1), ([0], 0))
         ),
-        ({"device_memory": "1GiB", "batch": "1,16"}, OptionError, "such as [1, 16, 256], found '1,16'"),
+        *(
+            ({"device_memory": "1GiB", "batch": wrong}, OptionTypeError, f"headrace.batch: expected {what}")
+            for wrong, what in (
+                (1.5, "numbers of rows such as [1, 16, 256], found 1.5"),
+                (True, "an int, found bool True"),
+                ([], "numbers of rows such as [1, 16, 256], found []"),
+                ([1, "16"], "an int, found str '16'"),
+                ({"1": 2}, "numbers of rows such as [1, 16, 256], found {'1': 2}"),
+                (None, "numbers of rows such as [1, 16, 256], found None"),
+            )
+        ),
+        ({"device_memory": "1GiB", "batch": "1;16"}, OptionError, "headrace.batch '1;16': expected numbers of rows"),
         ({"device_memory": "1GiB", "params": "mlp"}, OptionTypeError, "headrace.params: expected a list of strings"),
         ({"device_memory": "1GiB", "params": [1]}, OptionTypeError, 'such as ["mlp"], found [1]'),
         ({"device_memory": "1GiB", "rules": "a=uva"}, OptionTypeError, "headrace.rules: expected a list of strings"),
-        ({"device_memory": "1GiB", "rules": ["mlp"]}, OptionError, "headrace.rules: 'mlp': expected a name pattern"),
+        ({"device_memory": "1GiB", "rules": ["mlp"]}, OptionError, "headrace.rules 'mlp': expected a name pattern"),
         ({"device_memory": "1GiB", "rules": ["a=cpu"]}, OptionError, "'=' and a mechanism, found 'cpu'; write"),
         (
             {"device_memory": "1GiB", "rules": ["a=uva", "b=uva", "a=prefetch"]},
             OptionError,
             "rules 'a=uva' and 'a=prefetch' contradict each other: one pattern has one mechanism; leave one of them",
         ),
-        ({"mode": "disk"}, OptionError, "headrace.mode 'disk': expected one of cpu, shm_cpu inside vLLM; leave it out"),
+        ({"mode": "disk"}, OptionError, "headrace.mode 'disk': expected one of cpu, shm_cpu inside vLLM"),
         ({"mode": ["cpu"]}, OptionError, "headrace.mode ['cpu']: expected one of cpu, shm_cpu"),
-        ({"replicas": "2"}, OptionTypeError, "headrace.replicas: expected a number of engines, found '2'"),
-        ({"replicas": True}, OptionTypeError, "headrace.replicas: expected a number of engines, found True"),
-        ({"replicas": 1, "mode": "shm_cpu"}, OptionError, "headrace.replicas = 1: expected at least 2 engines"),
+        ({"replicas": "2"}, OptionTypeError, "headrace.replicas: expected an int, found str '2'"),
+        ({"replicas": True}, OptionTypeError, "headrace.replicas: expected an int, found bool True"),
+        ({"replicas": 1, "mode": "shm_cpu"}, OptionError, "headrace.replicas = 1: expected at least 2"),
         ({"replicas": 2}, OptionError, "no effect with mode 'cpu': add \"mode\": \"shm_cpu\", or leave it out"),
         ({"measure_stalls": 1}, OptionTypeError, "headrace.measure_stalls: expected true or false, found 1"),
         ({"batch": 1}, OptionError, "headrace.batch has no effect without headrace.device_memory inside vLLM: add it"),

@@ -19,8 +19,8 @@ import torch
 
 import headrace
 from headrace import Budget, Plan, Prefetch, PrefetchOffloader
+from headrace.config import parse_size
 from headrace.errors import HeadraceWarning, LimitError, OptionError
-from headrace.figures import parse_size
 from headrace.memory.pinned import pinning_fix
 from headrace.memory.system import cgroup_available_bytes, host_available_bytes, memlock_bytes
 from headrace.model.inventory import take_inventory

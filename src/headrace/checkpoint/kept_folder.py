@@ -21,7 +21,7 @@ from typing import TYPE_CHECKING, Any, cast
 
 from headrace.checkpoint.safetensors_header import Checkpoint, FileFingerprint, FileTensor, raw_header
 from headrace.checkpoint.weight_map import FilePart, TensorSource, WeightMap
-from headrace.config import cache_disabled, cache_folder, read_kept, replace_file
+from headrace.environment import cache_disabled, cache_folder, read_kept, replace_file
 from headrace.errors import CheckpointError
 from headrace.model.records import Inventory, Location, ModelProfile, Place, StorageInfo, TensorInfo
 

@@ -8,7 +8,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import fields
 from functools import wraps
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any, get_type_hints
+from typing import TYPE_CHECKING, Any, get_type_hints
 
 import typer
 
@@ -25,8 +25,9 @@ if TYPE_CHECKING:
     from headrace.transfer.machine_probe import DeviceName
 
 __all__ = [
+    "DTYPE_HELP",
     "VERB_FLAGS",
-    "DtypeOption",
+    "check_dtype",
     "disk_options",
     "refuse_idle",
     "requested",
@@ -39,42 +40,58 @@ __all__ = [
 ]
 
 _DTYPES = ("bfloat16", "float16", "float32")
-DtypeOption = Annotated[
-    str | None,
-    typer.Option("--dtype", metavar="NAME", help="bfloat16, float16 or float32 (default the checkpoint's own)."),
-]
+DTYPE_HELP = "bfloat16, float16 or float32 (default the checkpoint's own)."
 
 # All flags except the one of engines alone.
 VERB_FLAGS = tuple(row.name for row in fields(OffloadFlags) if row.name != "measure_stalls")
 
 
 def with_offload_flags(
-    names: Sequence[str] = VERB_FLAGS, helps: Mapping[str, str] | None = None
+    names: Sequence[str] = VERB_FLAGS, helps: Mapping[str, str] | None = None, own: type[Any] | None = None
 ) -> Callable[[Callable[..., None]], Callable[..., None]]:
-    """Add flags of the table to a verb, which receives them as its argument ``flags``; ``helps`` replace texts."""
+    """Add flags of the table to a verb, which receives them as its argument ``flags``; ``helps`` replace texts.
+
+    ``own``: a table of more flags of the verb, which become its argument ``options``.
+    """
 
     def add(verb: Callable[..., None]) -> Callable[..., None]:
         @wraps(verb)
         def run(**values: Any) -> None:
+            if own is not None:
+                options = {row.name: values.pop(row.name) for row in fields(own)}
+                for row in fields(own):
+                    if (value := options[row.name]) is not None:
+                        row.metadata["check"](flag_of(row.name), value)
+                values["options"] = own(**options)
             flags = OffloadFlags(**{name: values.pop(name) for name in names})
             verb(**values, flags=flags)
 
-        hints = get_type_hints(OffloadFlags)
-        added = []
-        for row in (row for row in fields(OffloadFlags) if row.name in names):
-            option = typer.Option(
-                row.default,
-                flag_of(row.name),
-                metavar=row.metadata["metavar"],
-                help=(helps or {}).get(row.name, row.metadata["help"]),
-                rich_help_panel="Offloading",
-                show_default=False,
-            )
-            keyword = inspect.Parameter.KEYWORD_ONLY
-            added.append(inspect.Parameter(row.name, keyword, default=option, annotation=hints[row.name]))
+        added = [] if own is None else _options(own, {})
+        added += [option for option in _options(OffloadFlags, helps or {}, "Offloading") if option.name in names]
         return _with_parameters(run, verb, added)
 
     return add
+
+
+def _options(table: type[Any], helps: Mapping[str, str], panel: str | None = None) -> list[inspect.Parameter]:
+    """The rows of ``table`` as typer takes options."""
+    hints = get_type_hints(table)
+    return [
+        inspect.Parameter(
+            row.name,
+            inspect.Parameter.KEYWORD_ONLY,
+            default=typer.Option(
+                row.default,
+                flag_of(row.name),
+                metavar=row.metadata["metavar"],
+                help=helps.get(row.name, row.metadata["help"]),
+                rich_help_panel=panel,
+                show_default=False,
+            ),
+            annotation=hints[row.name],
+        )
+        for row in fields(table)
+    ]
 
 
 def with_verbose(verb: Callable[..., None]) -> Callable[..., None]:
@@ -94,11 +111,11 @@ def with_verbose(verb: Callable[..., None]) -> Callable[..., None]:
 def _with_parameters(
     run: Callable[..., None], verb: Callable[..., None], added: Sequence[inspect.Parameter]
 ) -> Callable[..., None]:
-    """``run`` with the signature of ``verb``, whose ``flags`` it makes from those ``added``."""
+    """``run`` with the signature of ``verb``, whose ``flags`` and ``options`` it makes from those ``added``."""
     # Annotations are strings here (PEP 563), and typer needs the types.
     hints = get_type_hints(verb, include_extras=True)
     own = inspect.signature(verb).parameters.values()
-    parameters = [p.replace(annotation=hints[p.name]) for p in own if p.name != "flags"]
+    parameters = [p.replace(annotation=hints[p.name]) for p in own if p.name not in ("flags", "options")]
     run.__signature__ = inspect.Signature([*parameters, *added])  # type: ignore[attr-defined]
     run.__annotations__ = {p.name: p.annotation for p in (*parameters, *added)}
     # typer would keep the lines of the source.
@@ -108,10 +125,15 @@ def _with_parameters(
     return run
 
 
-def require_dtype(name: str | None) -> None:
+def check_dtype(flag: str, name: str | None) -> None:
     """Refuse a ``--dtype`` that no weights can have, before anything is imported."""
     if name not in (None, *_DTYPES):
-        raise OptionError(f"--dtype {name!r}: expected {', '.join(_DTYPES[:-1])} or {_DTYPES[-1]}")
+        raise OptionError(f"{flag} {name!r}: expected {', '.join(_DTYPES[:-1])} or {_DTYPES[-1]}")
+
+
+def require_dtype(name: str | None) -> None:
+    """:func:`check_dtype` where it is no row of a table."""
+    check_dtype("--dtype", name)
 
 
 def requested(

@@ -7,9 +7,8 @@ import re
 import sys
 import time
 import warnings
-from collections.abc import Mapping
 from contextlib import suppress
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -18,19 +17,20 @@ from rich.console import Console
 
 from headrace.checkpoint.model_folder import model_folder
 from headrace.cli.arguments import (
-    DtypeOption,
+    DTYPE_HELP,
+    check_dtype,
     disk_options,
+    refuse_idle,
     requested,
-    require_dtype,
     require_writable,
     target_device,
     with_offload_flags,
 )
 from headrace.cli.terminal import byte_bar, stderr
-from headrace.config import RANK_MODES, SHARDED_MODES
+from headrace.config import RANK_MODES, SHARDED_MODES, count
 from headrace.errors import CheckpointError, OptionError
 from headrace.figures import format_rate, format_size, format_time
-from headrace.flags import OffloadFlags
+from headrace.flags import OffloadFlags, row
 from headrace.memory.system import PeakMeter, peak_rss_bytes
 
 if TYPE_CHECKING:
@@ -48,7 +48,45 @@ __all__ = ["generate", "open_tokenizer"]
 _BASE = re.compile(r"(^|[-_.])(base|pt|pretrain(ed)?)([-_.]|$)", re.IGNORECASE)
 
 
-@with_offload_flags()
+def _temperature(flag: str, value: float) -> None:
+    if not value >= 0:  # NaN is neither
+        raise OptionError(f"{flag} {value:g}: expected a temperature of at least 0, such as {flag} 0.7")
+
+
+def _probability(flag: str, value: float) -> None:
+    if not 0 < value <= 1:
+        raise OptionError(f"{flag} {value:g}: expected a probability above 0, at most 1, such as {flag} 0.9")
+
+
+@dataclass(frozen=True)
+class GenerateOptions:
+    """The flags of the verb itself."""
+
+    system: str | None = row("TEXT", "The system message before it; implies --chat.")
+    max_new_tokens: int = row("N", "Stop after N (default 64).", count, off=64)
+    temperature: float | None = row("T", "Sample at this temperature; without it, or 0: greedy.", _temperature)
+    top_p: float | None = row("P", "Among the likeliest tokens, with P of the probability.", _probability)
+    top_k: int | None = row("K", "Among the K likeliest tokens (both: default the model's own).", count)
+    seed: int | None = row("N", "Seed of the sampling (default 0).")
+    dtype: str | None = row("NAME", DTYPE_HELP, check_dtype)
+    attn_implementation: str | None = row("NAME", "sdpa, eager, ... (default the model's choice).")
+    no_graphs: bool = row("", "Launch each kernel from Python instead of replaying CUDA graphs.", off=False)
+    quiet: bool = row("", "Print the text and errors, and nothing else.", off=False)
+    trace: Path | None = row("FILE", "Write copies, compute and stalls for Perfetto; of a GPU, launches alone.")
+    expert_trace: Path | None = row("FILE", "Record which experts tokens choose, for `headrace plan`.")
+
+    def sampling(self) -> dict[str, Any]:
+        """The arguments of transformers' ``generate`` that say how the next token is chosen."""
+        if not self.temperature:
+            given = {"--top-p": self.top_p, "--top-k": self.top_k, "--seed": self.seed}
+            refuse_idle(given, "on greedy decoding; add --temperature 0.7, for example")
+            # None avoids warnings about sampling parameters in the model's generation config.
+            return {"do_sample": False, "temperature": None, "top_k": None, "top_p": None}
+        sampling = {"do_sample": True, "temperature": self.temperature, "top_p": self.top_p, "top_k": self.top_k}
+        return {name: value for name, value in sampling.items() if value is not None}
+
+
+@with_offload_flags(own=GenerateOptions)
 def generate(
     model: Annotated[
         str, typer.Argument(metavar="MODEL", help="Folder of a causal language model, or a name in the Hub's cache.")
@@ -62,55 +100,12 @@ def generate(
             help="Put the prompt into the model's chat template as a message (default for instruct models).",
         ),
     ] = None,
-    system: Annotated[
-        str | None, typer.Option("--system", metavar="TEXT", help="The system message before it; implies --chat.")
-    ] = None,
-    max_new_tokens: Annotated[int, typer.Option("--max-new-tokens", metavar="N", min=1, help="Stop after N.")] = 64,
-    temperature: Annotated[
-        float | None,
-        typer.Option(
-            "--temperature", metavar="T", min=0.0, help="Sample at this temperature; without it, or 0: greedy."
-        ),
-    ] = None,
-    top_p: Annotated[
-        float | None,
-        typer.Option("--top-p", metavar="P", help="Among the likeliest tokens, with P of the probability."),
-    ] = None,
-    top_k: Annotated[
-        int | None,
-        typer.Option(
-            "--top-k",
-            metavar="K",
-            min=1,
-            help="Among the K likeliest tokens (both: default the model's own).",
-        ),
-    ] = None,
-    seed: Annotated[int | None, typer.Option("--seed", metavar="N", help="Seed of the sampling (default 0).")] = None,
-    dtype: DtypeOption = None,
-    attn_implementation: Annotated[
-        str | None,
-        typer.Option("--attn-implementation", metavar="NAME", help="sdpa, eager, ... (default the model's choice)."),
-    ] = None,
-    no_graphs: Annotated[
-        bool, typer.Option("--no-graphs", help="Launch each kernel from Python instead of replaying CUDA graphs.")
-    ] = False,
-    quiet: Annotated[bool, typer.Option("--quiet", help="Print the text and errors, and nothing else.")] = False,
-    trace: Annotated[
-        Path | None,
-        typer.Option(
-            "--trace", metavar="FILE", help="Write copies, compute and stalls for Perfetto; of a GPU, launches alone."
-        ),
-    ] = None,
-    expert_trace: Annotated[
-        Path | None,
-        typer.Option("--expert-trace", metavar="FILE", help="Record which experts tokens choose, for `headrace plan`."),
-    ] = None,
+    options: GenerateOptions,
     flags: OffloadFlags,
 ) -> None:
     """Generate text from a checkpoint that does not fit the device. The text goes to stdout, all else to stderr."""
-    sampling = _sampling(temperature, {"--top-p": top_p, "--top-k": top_k, "--seed": seed})
-    require_dtype(dtype)
-    if system is not None and chat is False:
+    sampling, trace, expert_trace = options.sampling(), options.trace, options.expert_trace
+    if options.system is not None and chat is False:
         raise OptionError("--system and --no-chat contradict each other: a system message needs the chat template")
     folder = model_folder(model)
     device = target_device(flags.device)
@@ -121,7 +116,7 @@ def generate(
             "mode meta (of --offload-mode, or of the plan in --plan) keeps none of the bytes that are offloaded: it is "
             "for sizing with `headrace plan`, and its text would be meaningless; use --offload-mode disk or cpu"
         )
-    if no_graphs and device.type != "cuda":
+    if options.no_graphs and device.type != "cuda":
         raise OptionError(f"--no-graphs has no effect on {device}, which has no CUDA graphs; leave it out")
     for flag, file in {"--trace": trace, "--expert-trace": expert_trace}.items():
         if file is not None:  # before the text is generated, at whose end it is written
@@ -140,25 +135,26 @@ def generate(
     from headrace.runtime.prepare import open_ranks
     from headrace.runtime.this_machine import PlanRequest
 
-    notes = _silence() if quiet else stderr
+    notes = _silence() if options.quiet else stderr
     group = _process_group(mode, device)
-    opened = open_model(folder, dtype, attn_implementation, device)
+    opened = open_model(folder, options.dtype, options.attn_implementation, device)
     module: Any = opened.module
     if not module.can_generate() or module.config.is_encoder_decoder:
         raise OptionError(
             f'headrace generate needs a causal language model (architectures ["...ForCausalLM"] in config.json), found '
             f"{type(module).__name__}"
         )
-    tokenizer, inputs = _read_prompt(opened, text, system, chat, notes)
+    tokenizer, inputs = _read_prompt(opened, text, options.system, chat, notes)
     # Planned here and not by load(), so that the plan is printed before the loading.
     num_ranks = group.size() if group is not None and mode in SHARDED_MODES else 1
     request = PlanRequest(opened, policy, device=device, disk=disk_options(flags), num_ranks=num_ranks)
     planned = plan_model(request)
-    _check_length(inputs["input_ids"].shape[1], max_new_tokens, planned.planner.profile.max_context, planned.plan)
+    max_new_tokens, longest = options.max_new_tokens, planned.planner.profile.max_context
+    _check_length(inputs["input_ids"].shape[1], max_new_tokens, longest, planned.plan)
     plan = planned.plan
     notes.print(render(plan, opened.name))
     # A recorder of routing runs Python in every step.
-    graphs = not no_graphs and expert_trace is None
+    graphs = not options.no_graphs and expert_trace is None
     if device.type != "cuda" or (graphs and group is None):  # otherwise Python sets the pace, which nothing predicts
         notes.print(_expectation(planned), highlight=False, soft_wrap=True)
     meter = PeakMeter()
@@ -168,7 +164,7 @@ def generate(
     # The handle is not removed at the end: that would bring all weights back, which may not fit.
     inputs = {name: tensor.to(device) for name, tensor in inputs.items()}
     recorder = None if expert_trace is None else RoutingRecorder(module, device)
-    tokens, seconds = _stream(module, tokenizer, inputs, max_new_tokens, sampling, seed or 0)
+    tokens, seconds = _stream(module, tokenizer, inputs, max_new_tokens, sampling, options.seed or 0)
     if group is not None and device.type == "cuda":
         torch.cuda.synchronize()  # no rank ends before what it passes on to others has arrived
     _print_figures(notes, handle, tokens, seconds, meter.growth_bytes())
@@ -201,21 +197,6 @@ def _silence() -> Console:
 
 
 # -- arguments --------------------------------------------------------------------------------------------------------
-
-
-def _sampling(temperature: float | None, given: Mapping[str, float | None]) -> dict[str, Any]:
-    """The arguments of ``generate`` that say how the next token is chosen."""
-    if not temperature:
-        for flag, value in given.items():
-            if value is not None:
-                raise OptionError(f"{flag} has no effect on greedy decoding; add --temperature 0.7, say")
-        # None avoids warnings about sampling parameters in the model's generation config.
-        return {"do_sample": False, "temperature": None, "top_k": None, "top_p": None}
-    top_p, top_k = given["--top-p"], given["--top-k"]
-    if top_p is not None and not 0 < top_p <= 1:
-        raise OptionError(f"--top-p {top_p:g}: expected a probability above 0, at most 1, such as --top-p 0.9")
-    sampling = {"do_sample": True, "temperature": temperature, "top_p": top_p, "top_k": top_k}
-    return {name: value for name, value in sampling.items() if value is not None}
 
 
 def _check_length(prompt_tokens: int, new_tokens: int, longest: int | None, plan: Plan) -> None:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import sys
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -13,11 +13,11 @@ from rich.table import Table
 
 from headrace.checkpoint.model_folder import model_folder
 from headrace.cli.arguments import (
-    DtypeOption,
+    DTYPE_HELP,
+    check_dtype,
     disk_options,
     refuse_idle,
     requested,
-    require_dtype,
     require_folder,
     require_writable,
     target_device,
@@ -26,7 +26,7 @@ from headrace.cli.arguments import (
 from headrace.cli.terminal import stderr, stdout
 from headrace.config import SHARDED_MODES
 from headrace.errors import OptionError, warn_user
-from headrace.flags import OffloadFlags
+from headrace.flags import OffloadFlags, row
 
 if TYPE_CHECKING:
     import torch
@@ -39,31 +39,23 @@ EXIT_UNFIT = 1
 _MACHINE = "--machine h200, h100, 4090, or a file of `headrace probe --json`"
 
 
-@with_offload_flags()
+@dataclass(frozen=True)
+class PlanOptions:
+    """The flags of the verb itself."""
+
+    json: bool = row("", "Print the plan as JSON, in bytes, and nothing else.", off=False)
+    save: Path | None = row("FILE", "Write the plan to FILE, for --plan FILE.")
+    machine: str | None = row("NAME", "Plan for h200 (measured), h100 or 4090 (nominal), or a probe's file.")
+    dtype: str | None = row("NAME", DTYPE_HELP, check_dtype)
+    expert_trace: Path | None = row("FILE", "Predict hits of cached experts from recorded choices.")
+    num_ranks: int | None = row("N", "Processes over which mode sharded_cpu or sharded_gpu splits.")
+
+
+@with_offload_flags(own=PlanOptions)
 def plan(
     model: Annotated[str, typer.Argument(metavar="MODEL", help="Folder of a model, or a name in the Hub's cache.")],
     *,
-    as_json: Annotated[
-        bool, typer.Option("--json", help="Print the plan as JSON, in bytes, and nothing else.")
-    ] = False,
-    save: Annotated[
-        Path | None, typer.Option("--save", metavar="FILE", help="Write the plan to FILE, for --plan FILE.")
-    ] = None,
-    machine: Annotated[
-        str | None,
-        typer.Option(
-            "--machine", metavar="NAME", help="Plan for h200 (measured), h100 or 4090 (nominal), or a probe's file."
-        ),
-    ] = None,
-    dtype: DtypeOption = None,
-    expert_trace: Annotated[
-        Path | None,
-        typer.Option("--expert-trace", metavar="FILE", help="Predict hits of cached experts from recorded choices."),
-    ] = None,
-    num_ranks: Annotated[
-        int | None,
-        typer.Option("--num-ranks", metavar="N", help="Processes over which mode sharded_cpu or sharded_gpu splits."),
-    ] = None,
+    options: PlanOptions,
     flags: OffloadFlags,
 ) -> None:
     """Show what would be offloaded and what it would cost; loads no weights.
@@ -71,8 +63,7 @@ def plan(
     Without offloading flags: what the model weighs and the smallest budget that runs it. Exits with 1, after printing
     the plan, where the machine has no room for it.
     """
-    require_dtype(dtype)
-    folder = model_folder(model)
+    folder, machine, num_ranks, save = model_folder(model), options.machine, options.num_ranks, options.save
     device = _planned_device(flags, machine)
     policy = requested(flags, device)
     mode = getattr(policy, "mode", None)
@@ -82,8 +73,8 @@ def plan(
         )
     if policy is None:
         reads = {"--disk-direct": flags.disk_direct, "--disk-drop-cache": flags.disk_drop_cache}
-        idle = {"--save": save, **reads, "--expert-trace": expert_trace}
-        refuse_idle(idle, "without a plan: nothing would be offloaded; add --device-memory, say")
+        idle = {"--save": save, **reads, "--expert-trace": options.expert_trace}
+        refuse_idle(idle, "without a plan: nothing would be offloaded; add --device-memory, for example")
     if save is not None:
         require_writable("--save", save)
     from headrace.plan.report import plan_table
@@ -92,13 +83,14 @@ def plan(
 
     name = device.type if device.index is None else f"{device.type}:{device.index}"
     here = name if machine is None else None
-    request = PlanRequest(folder, policy, machine=machine, dtype=dtype, device=here, disk=disk_options(flags))
-    planned = plan_model(replace(request, num_ranks=1 if num_ranks is None else num_ranks, expert_trace=expert_trace))
+    request = PlanRequest(folder, policy, machine=machine, dtype=options.dtype, device=here, disk=disk_options(flags))
+    ranks = 1 if num_ranks is None else num_ranks
+    planned = plan_model(replace(request, num_ranks=ranks, expert_trace=options.expert_trace))
     made = planned.with_outlook()
     if save is not None:
         made.save(save)
         stderr.print(f"plan saved in {save} (--plan {save} carries it out)", highlight=False, soft_wrap=True)
-    if as_json:  # not by rich, which wraps long lines
+    if options.json:  # not by rich, which wraps long lines
         json.dump({**made.to_json(), "outlook": planned.outlook.to_json()}, sys.stdout, indent=2)
         sys.stdout.write("\n")
     else:

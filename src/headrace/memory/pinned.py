@@ -16,11 +16,11 @@ from pathlib import Path
 import numpy as np
 import torch
 
-from headrace.config import pin_memory_disabled, reader_threads
+from headrace.environment import pin_memory_disabled
 from headrace.errors import OptionError, StateError, warn_user
 from headrace.figures import format_size
 from headrace.memory.pages import RawMemory, map_pages, populate_parallel
-from headrace.memory.system import cpus_near, is_wsl
+from headrace.memory.system import cpus_near, is_wsl, reader_threads
 
 __all__ = [
     "MIN_ADOPTED_BYTES",

@@ -13,6 +13,8 @@ from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from headrace.environment import number_in
+
 if TYPE_CHECKING:
     import torch
 
@@ -29,12 +31,14 @@ __all__ = [
     "num_cores",
     "parse_cpu_list",
     "peak_rss_bytes",
+    "reader_threads",
     "rss_bytes",
     "trim_heap",
 ]
 
 _SYSFS = Path("/sys")
 _CGROUP_ROOT = Path("/sys/fs/cgroup")
+_MOST_READERS = 1024
 _CAP_IPC_LOCK = 14  # capabilities(7), linux/capability.h
 
 
@@ -54,8 +58,21 @@ def is_wsl() -> bool:
 
 
 def num_cores() -> int:
-    """Cores this process may use."""
+    """Cores this process may use; not ``os.cpu_count()``: a container may have a few cores of many."""
     return len(os.sched_getaffinity(0))
+
+
+def reader_threads(at_least: int = 1, at_most: int | None = None, spare_one_in: int | None = None) -> int:
+    """Threads that read files: ``HEADRACE_READERS``, or one per core, within ``at_least`` and ``at_most``.
+
+    ``spare_one_in``: one core of so many is left free.
+    """
+    if (asked := number_in("HEADRACE_READERS", "threads", _MOST_READERS)) is not None:
+        return asked
+    cores = num_cores()
+    if spare_one_in is not None:
+        cores -= cores // spare_one_in
+    return max(at_least, cores if at_most is None else min(cores, at_most))
 
 
 def trim_heap() -> None:

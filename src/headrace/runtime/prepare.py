@@ -17,7 +17,8 @@ import torch.distributed as dist
 from torch import nn
 
 from headrace.checkpoint.weight_map import WeightMap
-from headrace.config import Budget, as_policy, warn_about_variables
+from headrace.config import Budget, as_policy
+from headrace.environment import warn_about_variables
 from headrace.errors import OptionError, OptionTypeError
 from headrace.memory.pinned import PinnedBuffer
 from headrace.model.inventory import Inventory, refuse_own_ways, take_inventory

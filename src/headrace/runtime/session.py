@@ -19,10 +19,11 @@ import torch
 from torch import nn
 from torch.utils.hooks import RemovableHandle
 
-from headrace.config import RANK_MODES, debug_enabled
+from headrace.config import RANK_MODES
+from headrace.environment import debug_enabled
 from headrace.errors import BudgetError, CheckpointError, OptionError, StateError, TransferError
 from headrace.experts.rows import CachedExperts, ExpertHook, ReadsRows, Turn
-from headrace.figures import format_size, format_time
+from headrace.figures import format_size
 from headrace.loading.loader import WeightLoader, require_weights
 from headrace.loading.read_pool import Progress
 from headrace.memory.pinned import (
@@ -381,7 +382,7 @@ class OffloadSession(NotCopyable):
             places[name].zero_()  # the memory is used, like that of the slots
         num_bytes = sum(self._bound[name].info.num_bytes for name in (*destinations, *places))
         if num_bytes:  # on a CPU, nothing is loaded that host memory or files hold already
-            _log.info("loading begins: %s", format_size(num_bytes))
+            _log.info("loading begins: %d bytes", num_bytes)
         begin = time.perf_counter()
         self._reads = WeightLoader(
             self._bound,
@@ -396,7 +397,7 @@ class OffloadSession(NotCopyable):
         seconds = time.perf_counter() - begin
         if num_bytes:
             rate = num_bytes / seconds / 1e9
-            _log.info("loading ended: %s, %.2f GB/s; read from files: %s", format_time(seconds), rate, self._reads)
+            _log.info("loading ended: %.3f s, %.2f GB/s; read from files: %s", seconds, rate, self._reads)
         for bound in moving:
             bound.point_at(places[bound.info.name])
 

@@ -17,16 +17,8 @@ from importlib import import_module
 from typing import TYPE_CHECKING, Any, Literal
 
 from headrace.checkpoint.weight_map import TensorSource, WeightMap
-from headrace.config import (
-    HOST_MODES,
-    SHARDED_MODES,
-    Budget,
-    Policy,
-    Workload,
-    as_policy,
-    pin_memory_disabled,
-    uva_disabled,
-)
+from headrace.config import HOST_MODES, SHARDED_MODES, Budget, Policy, Workload, as_policy
+from headrace.environment import pin_memory_disabled, uva_disabled
 from headrace.errors import CheckpointError, LimitError, OptionError, OptionTypeError, warn_user
 from headrace.figures import format_size
 from headrace.memory.system import cgroup_available_bytes, host_available_bytes, memlock_bytes
@@ -531,7 +523,7 @@ def settle(
             f"{format_size(plan.weight_bytes)}: leave the model resident, or use fewer slots (prefetch_step, "
             f"expert_slots)"
         )
-    _log.info("plan: %r, %s moved per forward, for %s", plan, format_size(plan.moved_bytes), machine)
+    _log.info("plan: %r, %d bytes moved per forward, for %s", plan, plan.moved_bytes, machine)
     return plan
 
 

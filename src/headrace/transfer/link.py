@@ -23,8 +23,8 @@ from typing import Any, Protocol
 
 import torch
 
-from headrace.config import reader_threads
 from headrace.errors import OptionError, StateError, TransferError
+from headrace.memory.system import reader_threads
 from headrace.plan.plan import Plan
 from headrace.stats import Recorder, StagingStats
 from headrace.stores.sources import ByteRange, writable_view

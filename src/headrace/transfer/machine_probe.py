@@ -18,7 +18,7 @@ from importlib.util import find_spec
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from headrace.config import cache_folder, read_kept, replace_file
+from headrace.environment import cache_folder, read_kept, replace_file
 from headrace.errors import OptionError, OptionTypeError, warn_user
 from headrace.memory.system import num_cores
 from headrace.plan.cost_model import NOMINAL_CPU, NOMINAL_GPU, Curve, Rates, nominal_rates

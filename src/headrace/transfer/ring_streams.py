@@ -27,11 +27,12 @@ from typing import Any
 
 import torch
 
-from headrace.config import pin_memory_disabled, reader_threads
+from headrace.environment import pin_memory_disabled
 from headrace.errors import OptionError, StateError, TransferError
 from headrace.memory.memfd import SharedMemory
 from headrace.memory.pages import collapse_parallel
 from headrace.memory.pinned import CudaRegistrar, PinnedBuffer, pin_shared, pin_threads, refuse_capture
+from headrace.memory.system import reader_threads
 from headrace.plan.plan import Plan
 from headrace.plan.schedule import ENTRY_BYTES, MAX_ENTRIES, WORD_BYTES, RingLayout, cut
 from headrace.stats import StagingStats

@@ -15,43 +15,21 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING, Any, cast
+from typing import Any
 
-from headrace.adapters.engine_keys import EngineKeys
-from headrace.config import UVA, Budget, Mode
 from headrace.errors import OptionError
-from headrace.flags import OffloadFlags, Surface, flag_of
+from headrace.flags import EngineKeys, EngineOptions, OffloadFlags, engine_surface, flag_of
 
-if TYPE_CHECKING:
-    from headrace.offloaders.layerwise import EnginePolicy
-
-__all__ = ["FIELDS", "VARIABLE", "EngineOptions", "parse_keys", "read_options"]
+__all__ = ["REFUSED", "VARIABLE", "EngineOptions", "parse_keys", "read_options"]
 
 VARIABLE = "HEADRACE_SGLANG"
 FORM = f"""write {VARIABLE}=1, or {VARIABLE}='{{"device_memory": "20GiB"}}'"""
-_ASKING = ("device_memory", "offload_group_size", "cpu_offload_gb")
 _KEYS = EngineKeys(
     prefix=VARIABLE,
     place=VARIABLE,
     form=FORM,
-    flag_of_key={
-        "device_memory": "device_memory",
-        "batch": "batch",
-        "params": "offload_params",
-        "rules": "offload_rule",
-        "measure_stalls": "measure_stalls",
-    },
-    surface=Surface(
-        modes=("cpu", "shm_cpu"),
-        inside=" inside SGLang",
-        needs={
-            "offload_rule": ("device_memory",),
-            "offload_num_in_group": ("offload_group_size",),
-            "offload_prefetch_step": ("offload_group_size",),
-            **dict.fromkeys(("offload_mode", "measure_stalls"), _ASKING),
-        },
-    ),
+    shared=("device_memory", "batch", "params", "rules", "measure_stalls"),
+    surface=engine_surface("SGLang"),
 )
 _MODES = {
     "meta": "keeps no weights, so every token would be wrong; `headrace plan MODEL` shows sizes without loading",
@@ -63,7 +41,7 @@ _MOVES = "moves experts between ranks or places in memory, which headrace keeps 
 _FUSED = "reads the weights of many layers in one kernel, which waits for no layer's copy"
 _SHARED = "shares the memory of weights with other processes, and slots hold another layer every moment"
 # Fields of SGLang's configuration, what they are when unused, and why headrace does without them.
-_REFUSED: Mapping[str, tuple[Any, str]] = {
+REFUSED: Mapping[str, tuple[Any, str]] = {
     "enable_eplb": (False, _MOVES),
     "elastic_ep_backend": (None, _MOVES),
     "enable_elastic_expert_backup": (False, _MOVES),
@@ -87,34 +65,6 @@ _REFUSED: Mapping[str, tuple[Any, str]] = {
     "enable_nvidia_megakernel": (False, _FUSED),
     "enable_amd_monokernel": (False, _FUSED),
 }
-# All fields of SGLang's configuration that are read.
-FIELDS = (
-    "cpu_offload_gb",
-    "offload_group_size",
-    "offload_num_in_group",
-    "offload_prefetch_step",
-    "offload_mode",
-    "cuda_graph_config",
-    "tp_size",
-    "dp_size",
-    "nnodes",
-    *_REFUSED,
-)
-
-
-@dataclass(frozen=True)
-class EngineOptions:
-    """What the plugin does.
-
-    Attributes:
-        policy: ``None``: nothing is offloaded.
-        mode: the store.
-        measure_stalls: time every wait.
-    """
-
-    policy: EnginePolicy | None
-    mode: Mode = "cpu"
-    measure_stalls: bool = False
 
 
 def parse_keys(value: str) -> Mapping[str, Any]:
@@ -153,16 +103,12 @@ def read_options(keys: Mapping[str, Any], field: Callable[[str], Any]) -> Engine
         offload_prefetch_step=_unless(field("offload_prefetch_step"), 1),
         offload_mode=_unless(mode, "cpu"),
     )
-    merged = _KEYS.merged(keys, flags)
-    policy = _KEYS.policy(keys, merged, {})
-    if policy is None:
-        return EngineOptions(None)
-    if isinstance(policy, Budget | UVA):
-        policy = replace(policy, mode=mode)
-    _refuse_features(field)
-    if mode == "shm_cpu":
-        _require_replicas(field)
-    return EngineOptions(policy, cast(Mode, mode), merged.measure_stalls)
+    options = _KEYS.options(keys, flags, {})
+    if options.policy is not None:
+        _refuse_features(field)
+        if options.mode == "shm_cpu":
+            _require_replicas(field)
+    return options
 
 
 def _unless(value: Any, default: Any) -> Any:
@@ -170,7 +116,7 @@ def _unless(value: Any, default: Any) -> Any:
 
 
 def _refuse_features(field: Callable[[str], Any]) -> None:
-    for name, (unused, reason) in _REFUSED.items():
+    for name, (unused, reason) in REFUSED.items():
         value = field(name)
         if value and value != unused:
             raise OptionError(f"{flag_of(name)} {reason}; leave it out, or unset {VARIABLE}")

@@ -36,7 +36,7 @@ from headrace.api import Handle, start
 from headrace.checkpoint.model_folder import model_folder
 from headrace.checkpoint.safetensors_header import Checkpoint, opened
 from headrace.checkpoint.weight_map import WeightMap
-from headrace.config import SHARDED_MODES, Policy
+from headrace.config import SHARDED_MODES, Policy, instead_of
 from headrace.errors import CheckpointError, OptionError, OptionTypeError, warn_user
 from headrace.figures import format_size
 from headrace.graphs.decoding import decode_in_graphs
@@ -63,6 +63,7 @@ _MANY_LAYERS = 1000
 _DEPTHS = ("layers", "layer", "depth", "blocks")
 
 
+@instead_of(torch_dtype='dtype, e.g. dtype="bfloat16"')
 def load(
     path: str | os.PathLike[str],
     policy: Policy | Plan | str | int,

@@ -18,12 +18,11 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING, Any, cast
+from typing import TYPE_CHECKING, Any
 
-from headrace.adapters.engine_keys import EngineKeys
-from headrace.config import UVA, Budget, Mode
-from headrace.errors import OptionError, OptionTypeError
-from headrace.flags import OffloadFlags, Surface
+from headrace.config import UVA, count
+from headrace.errors import OptionError
+from headrace.flags import EngineKeys, EngineOptions, OffloadFlags, engine_surface, flag_of
 
 if TYPE_CHECKING:
     from headrace.offloaders.layerwise import EnginePolicy
@@ -40,16 +39,6 @@ __all__ = [
     "refuse_unsupported",
 ]
 
-# Keys that have the meaning of a flag of headrace's command line.
-FLAG_OF_KEY = {
-    "device_memory": "device_memory",
-    "batch": "batch",
-    "params": "offload_params",
-    "rules": "offload_rule",
-    "expert_slots": "expert_slots",
-    "mode": "offload_mode",
-    "measure_stalls": "measure_stalls",
-}
 _HALVES = "runs parts of a batch through the layers at once, and they would share one slot"
 
 
@@ -58,16 +47,19 @@ class Refusal:
     """A flag of vLLM that is refused, before the model loads, while weights are offloaded.
 
     Attributes:
-        flag: as on the command line.
-        field: of vLLM's configuration, dotted.
+        field: of vLLM's configuration, dotted; its last word is that of the flag.
         reason: what it would do, to be read after the flag.
         values: whether a value is refused; by default every one that sets the flag.
     """
 
-    flag: str
     field: str
     reason: str
     values: Callable[[Any], bool] | None = None
+
+    @property
+    def flag(self) -> str:
+        """As on the command line."""
+        return flag_of(self.field.rpartition(".")[2])
 
     def found_in(self, config: Any) -> str | None:
         """The flag as it was written, if it is refused. Older versions have no such field."""
@@ -80,64 +72,30 @@ class Refusal:
 
 # Features of vLLM that move or replace weights themselves, run a layer twice at once, or have no layers.
 REFUSED = (
+    Refusal("parallel_config.enable_eplb", "rearranges experts in place, which headrace keeps elsewhere"),
+    Refusal("parallel_config.enable_dbo", _HALVES),
+    Refusal("parallel_config.ubatch_size", _HALVES, lambda size: bool(size > 1)),
     Refusal(
-        "--enable-eplb", "parallel_config.enable_eplb", "rearranges experts in place, which headrace keeps elsewhere"
-    ),
-    Refusal("--enable-dbo", "parallel_config.enable_dbo", _HALVES),
-    Refusal("--ubatch-size", "parallel_config.ubatch_size", _HALVES, lambda size: bool(size > 1)),
-    Refusal(
-        "--weight-transfer-config",
         "weight_transfer_config",
         "writes new weights into slots, which the next copy overwrites, and not into the store",
     ),
     Refusal(
-        "--load-format",
         "load_config.load_format",
         "maps weights that another process keeps on this GPU, so that offloading them would free nothing",
         lambda name: bool(name == "ipc_cache"),
     ),
     Refusal(
-        "--mm-encoder-only",
         "model_config.multimodal_config.mm_encoder_only",
         "builds no layers of a language model, which are what headrace offloads",
     ),
 )
 # Models that run parts of a layer without calling it: nothing would wait for a copy of the layer.
 _NEVER_CALLED = ("AliceAIForCausalLM",)
-# On headrace's command line rules, and names for reads in place, need no other flag; in vLLM they do.
-_ASKING = ("device_memory", "offload_group_size", "cpu_offload_gb")
-_VLLM = Surface(
-    modes=("cpu", "shm_cpu"),
-    inside=" inside vLLM",
-    backends=("auto", "prefetch", "uva"),
-    needs={
-        "offload_rule": ("device_memory",),
-        "expert_slots": ("offload_rule",),
-        "offload_prefetch_step": ("offload_group_size",),
-        "cpu_offload_params": ("cpu_offload_gb",),
-        **dict.fromkeys(("offload_mode", "measure_stalls"), _ASKING),
-    },
-)
 FORM = """write it like --additional-config '{"headrace": {"device_memory": "20GiB"}}'"""
-_KEYS = EngineKeys("headrace", "--additional-config", FORM, FLAG_OF_KEY, _VLLM, ("replicas",))
+_SHARED = ("device_memory", "batch", "params", "rules", "expert_slots", "mode", "measure_stalls")
+_KEYS = EngineKeys("headrace", "--additional-config", FORM, _SHARED, engine_surface("vLLM"), ("replicas",))
 KEYS = _KEYS.names
-
-
-@dataclass(frozen=True)
-class EngineOptions:
-    """What a worker does.
-
-    Attributes:
-        policy: ``None``: nothing is offloaded.
-        mode: the store.
-        replicas: number of engines of this host that share one store, where vLLM has no group of them.
-        measure_stalls: time every wait.
-    """
-
-    policy: EnginePolicy | None
-    mode: Mode = "cpu"
-    replicas: int | None = None
-    measure_stalls: bool = False
+FLAG_OF_KEY = _KEYS.flag_of_key
 
 
 def read_options(offload_config: Any, additional_config: Any) -> EngineOptions:
@@ -204,25 +162,11 @@ def engine_options(
     """
     given = additional_config.get("headrace", {}) if isinstance(additional_config, Mapping) else {}
     keys = _KEYS.known(given)
-    merged = _KEYS.merged(keys, flags)
-    mode = cast(Mode, merged.offload_mode or "cpu")
-    replicas = _replicas(keys, mode)
-    policy = _KEYS.policy(keys, merged, spelling or {})
-    if isinstance(policy, Budget):
-        policy = replace(policy, mode=mode)
-    return EngineOptions(policy, mode, replicas, merged.measure_stalls)
-
-
-def _replicas(given: Mapping[str, Any], mode: Mode) -> int | None:
-    if "replicas" not in given:
-        return None
-    value = given["replicas"]
-    if not isinstance(value, int) or isinstance(value, bool):
-        raise OptionTypeError(f"headrace.replicas: expected a number of engines, found {value!r}; {FORM}")
-    if value < 2:
-        raise OptionError(f"headrace.replicas = {value}: expected at least 2 engines that share one copy")
-    if mode != "shm_cpu":
+    replicas = count("headrace.replicas", keys["replicas"], at_least=2) if "replicas" in keys else None
+    options = _KEYS.options(keys, flags, spelling or {})
+    if replicas is not None and options.mode != "shm_cpu":
         raise OptionError(
-            f'headrace.replicas = {value} has no effect with mode {mode!r}: add "mode": "shm_cpu", or leave it out'
+            f"headrace.replicas = {replicas} has no effect with mode {options.mode!r}: add "
+            f'"mode": "shm_cpu", or leave it out'
         )
-    return value
+    return replace(options, replicas=replicas)
