@@ -3,10 +3,7 @@
 from __future__ import annotations
 
 import os
-import stat
-from contextlib import suppress
 from pathlib import Path
-from uuid import uuid4
 
 from headrace.errors import OptionError, warn_user
 
@@ -18,8 +15,6 @@ __all__ = [
     "number_in",
     "peer_timeout_s",
     "pin_memory_disabled",
-    "read_kept",
-    "replace_file",
     "uva_disabled",
     "warn_about_variables",
 ]
@@ -116,30 +111,3 @@ def cache_folder() -> Path | None:
         return (Path(base) if base else Path.home() / ".cache") / "headrace"
     except RuntimeError:  # neither HOME nor an entry in passwd, as a container with a bare user id has it
         return None
-
-
-def read_kept(path: Path, most_bytes: int = 1 << 20) -> bytes:
-    """The content of a regular file in the cache; opening anything else may block forever, and reading never end.
-
-    Raises:
-        OSError, ValueError: there is none, or a larger one.
-    """
-    with open(path, "rb", opener=lambda name, flags: os.open(name, flags | os.O_NONBLOCK)) as file:
-        if not stat.S_ISREG(os.fstat(file.fileno()).st_mode):
-            raise ValueError("no regular file")
-        content = file.read(most_bytes + 1)
-    if len(content) > most_bytes:
-        raise ValueError(f"more than {most_bytes} bytes")
-    return content
-
-
-def replace_file(path: Path, text: str) -> None:
-    """Write ``path`` and its folder; a reader finds the former file or the whole new one, and no draft stays behind."""
-    draft = path.with_name(f".{path.name}.{uuid4().hex}.tmp")
-    try:
-        path.parent.mkdir(parents=True, exist_ok=True)
-        draft.write_text(text)
-        draft.replace(path)
-    finally:
-        with suppress(OSError):
-            draft.unlink()

@@ -193,10 +193,10 @@ DAMAGE = {
     "slots without units": (at("units", value=[]), "num_slots: expected 0 without units, found 2"),
     "another number of slots": (at("num_slots", value=3), r"slot_bytes: expected \[.*\], which follows from the rest"),
     "units type": (at("units", value={}), "units: expected a list, found {}"),
-    "unit type": (at("units", 3, value="a"), "expected the objects and lists of a plan, found"),
+    "unit type": (at("units", 3, value="a"), r'units\[3\]: expected an object, found "a"'),
     "slot": (at("units", 1, "slot", value=0), r"units\[1\]\.slot: expected 1, which follows from .*, found 0"),
     "index": (at("units", 1, "index", value=3), r"units\[1\]\.index: expected 1, which follows from .*, found 3"),
-    "unit store": (at("units", 1, "store", value="tape"), r'\.store: expected one of cpu, disk, peer, found "tape"'),
+    "unit store": (at("units", 1, "store", value="tape"), r'\[1\]\.store: expected one of cpu, .*, found "tape"'),
     "unit store of others": (at("units", 1, "store", value="shm_cpu"), r"units\[1\]\.store: expected one of cpu, disk"),
     "unit store missing": (without("units", 1, "store"), "expected the key 'store', which is missing"),
     "a store that changes the sums": (at("units", 1, "store", value="disk"), "store_bytes: expected the key"),
@@ -206,7 +206,7 @@ DAMAGE = {
     "alignment": (at("units", 0, "entries", 1, "offset", value=200), r"\[1\]\.offset: expected 256, .* found 200"),
     "beyond the slab": (at("units", 0, "num_bytes", value=256), r"units\[0\]\.num_bytes: expected 4864, .* found 256"),
     "ragged slab": (at("units", 0, "num_bytes", value=4800), r"units\[0\]\.num_bytes: expected 4864, .* found 4800"),
-    "no bytes": (at("units", 0, "entries", 0, "num_bytes", value=0), r"entries\['.*'\]: expected a whole"),
+    "no bytes": (at("units", 0, "entries", 0, "num_bytes", value=0), r"entries\[0\]\.num_bytes: expected a whole"),
     "size type": (at("resident", "head.bias", value="12"), r"resident\['head\.bias'\]: expected a whole number"),
     "negative size": (at("uva", "layers.5.norm.bias", value=-4), r"uva\['layers\.5\.norm\.bias'\]: .* found -4"),
     "resident type": (at("resident", value=[]), r"resident: expected an object, found \[\]"),
@@ -222,9 +222,9 @@ DAMAGE = {
     "model type": (at("model", value=None), "model: expected an object, found null"),
     "sum": (at("moved_bytes", value=0), r"moved_bytes: expected \d+, which follows from the rest of the file, found 0"),
     "slot bytes": (at("slot_bytes", value=[1, 2]), r"slot_bytes\[0\]: expected \d+, which follows .* found 1"),
-    "machine type": (at("machine", value="H200"), "expected the objects and lists of a plan, found"),
-    "machine key": (at("machine", value={"device": "cpu"}), "expected the key 'device_bytes', which is missing"),
-    "machine bytes": (at("machine", value={"device": "x", "device_bytes": 0}), r"device_bytes: expected null or a"),
+    "machine type": (at("machine", value="H200"), 'machine: expected an object, found "H200"'),
+    "machine key": (at("machine", value={"device": "cpu"}), "machine: expected the key 'device_bytes', found"),
+    "machine bytes": (at("machine", value={"device": "x", "device_bytes": 0}), "device_bytes: expected a whole"),
 }  # fmt: skip
 
 
@@ -280,6 +280,12 @@ class TestDamagedFiles:
     def test_no_json_or_none_of_ours(self, content: bytes, message: str, tmp_path: Path) -> None:
         (tmp_path / "plan.json").write_bytes(content)
         with pytest.raises(PlanFileError, match=message):
+            Plan.load(tmp_path / "plan.json")
+
+    @pytest.mark.parametrize("make", [os.mkfifo, lambda path: path.symlink_to("/dev/zero")], ids=["fifo", "device"])
+    def test_what_is_no_file_is_not_waited_for(self, make: Callable[[Path], object], tmp_path: Path) -> None:
+        make(tmp_path / "plan.json")
+        with pytest.raises(PlanFileError, match="found: no regular file"):
             Plan.load(tmp_path / "plan.json")
 
     def test_no_file(self, tmp_path: Path) -> None:

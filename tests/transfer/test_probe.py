@@ -90,16 +90,15 @@ def test_a_reader_finds_the_old_probe_until_the_new_one_is_whole(place: Path, mo
         seen.append(load())
         return real(draft, target)
 
-    def failing(draft: Path, text: str) -> int:
-        with draft.open("w") as file:
-            file.write(text[: len(text) // 2])
+    def failing(fd: int) -> None:
+        os.ftruncate(fd, 100)
         raise OSError(28, "No space left on device")
 
     with monkeypatch.context() as patch:
         patch.setattr(Path, "replace", looking)
         save(measured())
     with monkeypatch.context() as patch:
-        patch.setattr(Path, "write_text", failing)
+        patch.setattr(os, "fsync", failing)
         with pytest.raises(OptionError, match="No space left on device; make room for it"):
             save(measured())
     assert [*seen, load()] == [measured(), measured()]

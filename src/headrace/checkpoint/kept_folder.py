@@ -13,25 +13,26 @@ import os
 import sys
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
-from dataclasses import asdict, astuple, dataclass
+from dataclasses import astuple, dataclass
 from functools import cached_property
 from itertools import accumulate
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, cast
+from typing import TYPE_CHECKING, Any
 
 from headrace.checkpoint.safetensors_header import Checkpoint, FileFingerprint, FileTensor, raw_header
 from headrace.checkpoint.weight_map import FilePart, TensorSource, WeightMap
-from headrace.environment import cache_disabled, cache_folder, read_kept, replace_file
+from headrace.codec import decode, encode, parse, read_file, write_file
+from headrace.environment import cache_disabled, cache_folder
 from headrace.errors import CheckpointError
-from headrace.model.records import Inventory, Location, ModelProfile, Place, StorageInfo, TensorInfo
+from headrace.model.records import DType, Inventory, ModelProfile
 
 if TYPE_CHECKING:
     import torch
 
-__all__ = ["ElementType", "FolderFacts", "folder_facts"]
+__all__ = ["FolderFacts", "folder_facts"]
 
 # Raise it with any change of what is written.
-_SCHEMA = 4
+_SCHEMA = 5
 _MOST_FILES = 64  # those used last; a model of 46,000 tensors takes 4 MB
 _MOST_BYTES = 1 << 28
 _OURS = Path(__file__).parents[1]
@@ -52,17 +53,6 @@ class FolderFacts:
     profile: ModelProfile
     weights: WeightMap
     differences: tuple[str, ...] = ()
-
-
-@dataclass(frozen=True)
-class ElementType:
-    """Stands in kept records for the ``torch.dtype`` of that name; ``itemsize`` in bytes."""
-
-    name: str
-    itemsize: int
-
-    def __str__(self) -> str:
-        return self.name
 
 
 def folder_facts(folder: Path, read: Callable[[], tuple[FolderFacts, Iterable[str]]], options: str = "") -> FolderFacts:
@@ -87,13 +77,13 @@ def folder_facts(folder: Path, read: Callable[[], tuple[FolderFacts, Iterable[st
 
 
 def _load(place: Path, folder: Path) -> FolderFacts | None:
-    with suppress(Exception):  # of an entry that is damaged nothing is used: wrong records lead to errors of any type
-        head, _, body = read_kept(place, _MOST_BYTES).partition(b"\n")
-        key = json.loads(head)
-        state, stamps = _state(folder, [folder / file for file in key["files"]], key["code"])
-        if (key["state"], key["body"]) == (state, _digest(body)):
+    with suppress(Exception):  # of an entry that is damaged or forged nothing is used
+        head, _, body = read_file(place, _MOST_BYTES).partition(b"\n")
+        key: _Key = decode(_Key, parse(head))
+        state, stamps = _state(folder, [folder / file for file in key.files], key.code)
+        if (key.state, key.body) == (state, _digest(body)):
             os.utime(place)  # of many files those that were not used for longest go first
-            return _decode(json.loads(body), folder.absolute(), stamps)
+            return _facts_of(decode(_Body, parse(body)), folder.absolute(), stamps)
     return None
 
 
@@ -102,10 +92,11 @@ def _save(place: Path, folder: Path, facts: FolderFacts, code: Sequence[str]) ->
     state, stamps = _state(folder, checkpoint.files, code)
     if tuple(stamps) != checkpoint.stamps:
         return  # a file changed since it was read
-    body = json.dumps(_encode(facts), separators=(",", ":"))
+    body = json.dumps(encode(_body_of(facts), as_rows=True), default=_dtype_row, separators=(",", ":"))
     names = [os.path.relpath(file, checkpoint.root) for file in checkpoint.files]
-    key = {"state": state, "body": _digest(body.encode()), "files": names, "code": code}
-    replace_file(place, f"{json.dumps(key)}\n{body}")
+    key = _Key(state, _digest(body.encode()), tuple(names), tuple(code))
+    place.parent.mkdir(parents=True, exist_ok=True)
+    write_file(place, f"{json.dumps(encode(key))}\n{body}")
     ours = place.parent.glob(f"{'[0-9a-f]' * 32}.json")  # the folder may be a link to one of other files
     by_use = sorted(ours, key=lambda file: file.stat().st_mtime_ns)
     for oldest in by_use[:-_MOST_FILES]:
@@ -164,92 +155,103 @@ def _stamps(files: Iterable[Path]) -> list[tuple[str, int, int]]:
     return sorted((name, found.st_size, found.st_mtime_ns) for name, found in status)
 
 
-# -- records as JSON ---------------------------------------------------------------------------------------------------
+# -- what is kept ------------------------------------------------------------------------------------------------------
 
 
-def _encode(facts: FolderFacts) -> dict[str, Any]:
-    inventory, sources = facts.inventory, facts.weights.sources
+@dataclass(frozen=True)
+class _Key:
+    """The first line of an entry: digests of what the reading depended on and of the second line; files and code."""
+
+    state: str
+    body: str
+    files: tuple[str, ...]
+    code: tuple[str, ...]
+
+
+@dataclass(frozen=True)
+class _Sources:
+    """Sources in columns, since there may be 46,000 parts.
+
+    Attributes:
+        by_name: number of parts, shape and dtype, and the dtype of the parts in the files.
+        shapes: that parts have.
+        names, shape_of, file_of, offsets, sizes: by part.
+    """
+
+    by_name: dict[str, tuple[int, tuple[int, ...], DType, DType]]
+    shapes: tuple[tuple[int, ...], ...]
+    names: tuple[str, ...]
+    shape_of: tuple[int, ...]
+    file_of: tuple[int, ...]
+    offsets: tuple[int, ...]
+    sizes: tuple[int, ...]
+
+
+@dataclass(frozen=True)
+class _Body:
+    inventory: Inventory
+    profile: ModelProfile
+    differences: tuple[str, ...]
+    sources: _Sources
+
+
+def _dtype_row(dtype: torch.dtype) -> list[object]:
+    return [str(dtype), dtype.itemsize]
+
+
+def _body_of(facts: FolderFacts) -> _Body:
+    sources = facts.weights.sources
     parts = [part.tensor for source in sources.values() for part in source.parts]
-    dtypes = {str(tensor.dtype): tensor.dtype.itemsize for s in inventory.storages for tensor in s.tensors}
-    in_files = [*(source.dtype for source in sources.values()), *(part.dtype for part in parts)]
-    dtypes |= {str(dtype): dtype.itemsize for dtype in in_files}
     shapes = {shape: index for index, shape in enumerate(dict.fromkeys(part.shape for part in parts))}
     files = {file: index for index, file in enumerate(facts.weights.checkpoint.files)}
-    return {
-        "storages": [
-            [list(map(_encode_tensor, storage.tensors)), storage.num_bytes, storage.is_lookup, storage.is_saved]
-            for storage in inventory.storages
-        ],
-        "empty": inventory.empty,
-        "modules": inventory.modules,
-        "lookups": sorted(inventory.lookups),
-        "containers": sorted(inventory.containers),
-        "shared": [astuple(place) for place in inventory.shared],
-        "profile": asdict(facts.profile),
-        "differences": facts.differences,
-        "dtypes": dtypes,
-        "sources": {
-            # Parts of one source have one dtype; where that is not the model's they are converted.
-            name: [len(each.parts), each.shape, str(each.dtype), str(each.parts[0].tensor.dtype)]
-            for name, each in sources.items()
-        },
-        "shapes": list(shapes),
-        "parts": [
-            [part.name for part in parts],
-            [shapes[part.shape] for part in parts],
-            [files[part.path] for part in parts],
-            [part.offset for part in parts],
-            [part.num_bytes for part in parts],
-        ],
+    # Parts of one source have one dtype; where that is not the model's they are converted.
+    by_name = {
+        name: (len(each.parts), each.shape, each.dtype, each.parts[0].tensor.dtype) for name, each in sources.items()
     }
-
-
-def _encode_tensor(tensor: TensorInfo) -> list[Any]:
-    places = [[place.module, place.attr, place.kind, place.inner] for place in tensor.locations]
-    return [places, tensor.byte_offset, tensor.shape, tensor.stride, str(tensor.dtype), tensor.aliases]
-
-
-def _decode(kept: dict[str, Any], root: Path, stamps: Sequence[FileFingerprint]) -> FolderFacts:
-    # Where these records go only the size and the name of a dtype count.
-    dtypes = {name: cast("torch.dtype", ElementType(name, size)) for name, size in kept["dtypes"].items()}
-
-    def tensor(kept: list[Any]) -> TensorInfo:
-        places, offset, shape, stride, dtype, aliases = kept
-        locations = tuple(Location(module, attr, kind, tuple(inner)) for module, attr, kind, inner in places)
-        return TensorInfo(locations, offset, tuple(shape), tuple(stride), dtypes[dtype], tuple(aliases))
-
-    inventory = Inventory(
-        tuple(StorageInfo(tuple(map(tensor, tensors)), *rest) for tensors, *rest in kept["storages"]),
-        tuple(kept["empty"]),
-        kept["modules"],
-        frozenset(kept["lookups"]),
-        frozenset(kept["containers"]),
-        tuple(Place(*place) for place in kept["shared"]),
+    columns = (
+        tuple(part.name for part in parts),
+        tuple(shapes[part.shape] for part in parts),
+        tuple(files[part.path] for part in parts),
+        tuple(part.offset for part in parts),
+        tuple(part.num_bytes for part in parts),
     )
-    profile = ModelProfile(**{**kept["profile"], "row_readers": tuple(kept["profile"]["row_readers"])})
+    return _Body(facts.inventory, facts.profile, facts.differences, _Sources(by_name, tuple(shapes), *columns))
+
+
+def _facts_of(body: _Body, root: Path, stamps: Sequence[FileFingerprint]) -> FolderFacts:
+    """The records of an entry; an error of any type where they do not fit together."""
+    modules, sources = body.inventory.modules.keys(), body.sources
+    for storage in body.inventory.storages:
+        ends = [tensor.byte_offset + tensor.extent_bytes for tensor in storage.tensors]
+        if not storage.modules <= modules or max(ends) > storage.num_bytes or not all(t.names for t in storage.tensors):
+            raise ValueError(storage.name)
+    if not {name for alias in body.inventory.shared for name in (alias.parent, alias.module)} <= modules:
+        raise ValueError("a module that is not there")
     checkpoint = Checkpoint(root, _UnreadTensors(root), tuple(stamps))
-    weights = WeightMap(checkpoint, _KeptSources(kept, dtypes, checkpoint.files))
-    return FolderFacts(inventory, profile, weights, tuple(kept["differences"]))
+    columns = zip(sources.names, sources.shape_of, sources.file_of, sources.offsets, sources.sizes, strict=True)
+    parts = [(name, sources.shapes[shape], checkpoint.files[file], *rest) for name, shape, file, *rest in columns]
+    if sum(count for count, *_ in sources.by_name.values()) != len(parts):
+        raise ValueError("parts of no source")
+    return FolderFacts(
+        body.inventory, body.profile, WeightMap(checkpoint, _KeptSources(sources, parts)), body.differences
+    )
 
 
 class _KeptSources(Mapping[str, TensorSource]):
     """Sources that are made when they are asked for: a plan needs few of 46,000 parts, or none."""
 
-    def __init__(self, kept: dict[str, Any], dtypes: Mapping[str, torch.dtype], files: Sequence[Path]) -> None:
-        self._sources, self._parts = kept["sources"], kept["parts"]
-        self._shapes = [tuple(shape) for shape in kept["shapes"]]
-        self._dtypes, self._files = dtypes, files
+    def __init__(self, sources: _Sources, parts: Sequence[tuple[Any, ...]]) -> None:
+        self._sources, self._parts = sources.by_name, parts
         counts = [count for count, *_ in self._sources.values()]
         self._first = dict(zip(self._sources, accumulate(counts, initial=0), strict=False))
 
     def __getitem__(self, name: str) -> TensorSource:
-        (count, shape, dtype_name, stored_name), first = self._sources[name], self._first[name]
-        dtype, stored, parts, start = self._dtypes[dtype_name], self._dtypes[stored_name], [], 0
-        for part, index, file, offset, num_bytes in zip(*(c[first : first + count] for c in self._parts), strict=True):
-            tensor = FileTensor(part, stored, self._shapes[index], self._files[file], offset, num_bytes)
-            parts.append(FilePart(tensor, start))
+        (count, shape, dtype, stored), first = self._sources[name], self._first[name]
+        parts, start = [], 0
+        for part, part_shape, file, offset, num_bytes in self._parts[first : first + count]:
+            parts.append(FilePart(FileTensor(part, stored, part_shape, file, offset, num_bytes), start))
             start += num_bytes // stored.itemsize * dtype.itemsize
-        return TensorSource(tuple(parts), tuple(shape), dtype)
+        return TensorSource(tuple(parts), shape, dtype)
 
     def __iter__(self) -> Iterator[str]:
         return iter(self._sources)

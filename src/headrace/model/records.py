@@ -20,12 +20,12 @@ from functools import cached_property, lru_cache
 from itertools import takewhile
 from typing import TYPE_CHECKING, Literal
 
+from headrace.codec import Positive
 from headrace.errors import OptionError
 
-if TYPE_CHECKING:
-    import torch
-
 __all__ = [
+    "DType",
+    "ElementType",
     "Inventory",
     "Location",
     "ModelProfile",
@@ -43,6 +43,23 @@ Kind = Literal["parameter", "buffer", "attribute"]
 
 # These hand a child's weight to a kernel without calling the child, whose hooks would never run.
 _READS_CHILDREN = frozenset({"MultiheadAttention"})
+
+
+@dataclass(frozen=True)
+class ElementType:
+    """Stands in records that are read without torch for the ``torch.dtype`` of that name; ``itemsize`` in bytes."""
+
+    name: str
+    itemsize: Positive
+
+    def __str__(self) -> str:
+        return self.name
+
+
+if TYPE_CHECKING:
+    from torch import dtype as DType
+else:
+    DType = ElementType
 
 
 @dataclass(frozen=True)
@@ -76,7 +93,7 @@ class TensorInfo:
     byte_offset: int
     shape: tuple[int, ...]
     stride: tuple[int, ...]
-    dtype: torch.dtype
+    dtype: DType
     aliases: tuple[str, ...] = ()
 
     @property

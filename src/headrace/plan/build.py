@@ -558,7 +558,7 @@ def _too_little_host(table: CandidateTable, budget: Budget, limit: int, minimum:
 def _least_host_bytes(table: CandidateTable, device_bytes: int) -> int:
     """The smallest limit of host memory with which something fits ``device_bytes``."""
     fitting = ((family, family.fitting(device_bytes)) for family in table.families)
-    return int(min(float(family.least_host_bytes(rows).min()) for family, rows in fitting if len(rows)))
+    return int(min(float(family.least_host_bytes[rows].min()) for family, rows in fitting if len(rows)))
 
 
 def _mib_up(num_bytes: int) -> int:

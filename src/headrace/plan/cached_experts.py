@@ -14,6 +14,7 @@ from collections.abc import Collection, Iterable, Mapping
 from dataclasses import dataclass, replace
 from functools import cached_property
 
+from headrace.codec import Positive
 from headrace.model.records import Inventory, StorageInfo
 
 __all__ = [
@@ -55,9 +56,9 @@ class CachedLayer:
     """
 
     module_fqn: str
-    num_experts: int
-    num_slots: int
-    storages: Mapping[str, int]
+    num_experts: Positive
+    num_slots: Positive
+    storages: Mapping[str, Positive]
     overflow_rows: int = 0
 
     def row_bytes(self, storage: str) -> int:

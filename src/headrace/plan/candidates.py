@@ -25,7 +25,7 @@ go to it in the reverse of that order, each for which there is room.
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 from itertools import combinations
@@ -392,6 +392,33 @@ class Memory(NamedTuple):
     device_bytes: Floats
 
 
+class Placed(NamedTuple):
+    """Where candidates have their units, by candidate.
+
+    Attributes:
+        on_peer, in_files: whether a unit is there, by its module; without a module where none is.
+        host_bytes: host memory for the others and what is read in place there, and for the staging ring.
+    """
+
+    on_peer: dict[str, Bools]
+    in_files: dict[str, Bools]
+    host_bytes: Floats
+
+
+def _fill(
+    units: Iterable[tuple[str, Floats]], left: Floats, until_full: bool = False
+) -> tuple[dict[str, Bools], Floats]:
+    """The units (module, bytes) that ``left`` bytes have room for, in this order, and what is left.
+
+    ``until_full``: the last unit needs no room as a whole, so less than nothing may be left.
+    """
+    chosen: dict[str, Bools] = {}
+    for fqn, num_bytes in units:
+        chosen[fqn] = (num_bytes > 0) & (left > 0 if until_full else num_bytes <= left)
+        left = left - chosen[fqn] * num_bytes
+    return chosen, left
+
+
 @dataclass(frozen=True, eq=False)
 class Family:
     """Candidates that differ in numbers only, as arrays of one value per candidate: their memory and step times.
@@ -461,22 +488,6 @@ class Family:
             elif always:
                 yield stage.module_fqn, np.full(len(self.high), always)
 
-    @cached_property
-    def _on_peer(self) -> dict[str, Bools]:
-        """In which candidates a unit rests on the peer, by its module; empty without a peer."""
-        left = np.full(len(self.high), float(self.table.peer_bytes))
-        slabs = dict(self._units(self.table.slabs)) if self.table.peer_bytes else {}
-        on_peer = {}
-        for fqn in (fqn for fqn in reversed(self.table.spill_order) if fqn in slabs):
-            on_peer[fqn] = (slabs[fqn] > 0) & (slabs[fqn] <= left)
-            left = left - on_peer[fqn] * slabs[fqn]
-        return on_peer
-
-    def _units_off_peer(self, value: Mapping[str, float]) -> Iterator[tuple[str, Floats]]:
-        """:meth:`_units`, where those on the peer count for nothing."""
-        for fqn, total in self._units(value):
-            yield fqn, np.where(self._on_peer[fqn], 0.0, total) if self._on_peer else total
-
     # -- memory --------------------------------------------------------------------------------------------------------
 
     @cached_property
@@ -513,59 +524,43 @@ class Family:
                 found += totals.take(chosen)
         return found
 
+    def _placed(self, host_bytes: float | None) -> Placed:
+        """Where units are stored: those that the peer has room for there, and in files what host memory has not."""
+        table, spill, on_peer = self.table, self.table.spill, dict[str, Bools]()
+        in_files = {stage.module_fqn: np.ones(len(self.high), dtype=bool) for stage in table.stages}
+        in_files = in_files if table.mode == "disk" else {}
+        if not table.peer_bytes and host_bytes is None:
+            return Placed(on_peer, in_files, np.zeros(len(self.high)))
+        slabs = dict(self._units(table.slabs))
+        order = [fqn for fqn in table.spill_order if fqn in slabs]
+        on_host = sum(slabs.values(), self._in_place_bytes(table.slabs)) + sum(
+            layer.host_bytes for layer in self.cached
+        )
+        if table.peer_bytes:
+            room = np.full(len(self.high), float(table.peer_bytes))
+            on_peer, left = _fill(((fqn, slabs[fqn]) for fqn in reversed(order)), room)
+            on_host -= room - left
+        if spill is not None and host_bytes is not None:
+            # The ring takes host memory as soon as one unit is in files.
+            excess = np.where(on_host > host_bytes, on_host - host_bytes + spill.ring_bytes, 0.0)
+            if excess.any():
+                units = dict(self._units(table.spillable))
+                off_peer = ((fqn, units[fqn] * ~on_peer[fqn] if on_peer else units[fqn]) for fqn in order)
+                in_files, left = _fill(off_peer, excess, until_full=True)
+                on_host = np.where(excess > 0, host_bytes + left, on_host)
+        return Placed(on_peer, in_files, on_host)
+
     @cached_property
-    def _host_bytes(self) -> tuple[Floats, Floats]:
-        """Per candidate: slab bytes with no units in files, and how much of that could be there."""
-        slabs = (slab for _, slab in self._units_off_peer(self.table.slabs))
-        host_bytes = sum(slabs, self._in_place_bytes(self.table.slabs))
-        host_bytes = host_bytes + sum(layer.host_bytes for layer in self.cached)
-        spillable = (np.maximum(slab, 0.0) for _, slab in self._units_off_peer(self.table.spillable))
-        return host_bytes, sum(spillable, np.zeros(len(self.high)))
-
-    @property
-    def _unspilled_bytes(self) -> Floats:
-        """Per candidate: host memory where there are no files."""
-        return self._host_bytes[0] if self._on_peer else self.memory.offloaded_bytes
-
-    def least_host_bytes(self, rows: Ints) -> Floats:
-        """What the candidates of these indices cannot do without in host memory."""
-        spill = self.table.spill
-        if spill is None:
-            return self._unspilled_bytes[rows]
-        none, most = (num_bytes[rows] for num_bytes in self._host_bytes)
-        return np.minimum(none, none - most + spill.ring_bytes)
-
-    def _excess(self, host_bytes: int | None) -> Floats | None:
-        """Slab bytes that have to go to files, by candidate; ``None`` where none do."""
-        spill = self.table.spill
-        # With room for the slabs of the whole model no candidate has any in files.
-        if spill is None or host_bytes is None or host_bytes >= sum(self.table.slabs.values()):
-            return None
-        too_much = self._host_bytes[0] - host_bytes
-        # The ring takes host memory as soon as one unit is in files.
-        return np.where(too_much > 0, too_much + spill.ring_bytes, 0.0)
-
-    def _staged(self, excess: Floats | None) -> dict[str, Bools]:
-        """In which candidates a unit rests in files, by its module."""
-        if self.table.mode == "disk":
-            return dict.fromkeys((stage.module_fqn for stage in self.table.stages), np.ones(len(self.high), dtype=bool))
-        if excess is None or not excess.any():
-            return {}
-        units = dict(self._units_off_peer(self.table.spillable))
-        staged = {}
-        for fqn in self.table.spill_order:
-            if fqn in units:
-                staged[fqn] = (excess > 0) & (units[fqn] > 0)
-                excess = excess - staged[fqn] * units[fqn]
-        return staged
+    def least_host_bytes(self) -> Floats:
+        """What each candidate cannot do without in host memory."""
+        found = self._placed(np.inf).host_bytes
+        return found if self.table.spill is None else np.minimum(found, self._placed(0).host_bytes)
 
     def fitting(self, device_bytes: float, host_bytes: int | None = None) -> Ints:
         """Candidates within both limits."""
         fits = self.memory.device_bytes <= device_bytes
-        if (excess := self._excess(host_bytes)) is not None:
-            fits &= excess <= self._host_bytes[1]
-        elif host_bytes is not None:
-            fits &= self._unspilled_bytes <= host_bytes
+        if host_bytes is not None:
+            fits &= self.least_host_bytes <= host_bytes
         # With more slots than units a candidate is the plan of another one with fewer slots.
         return np.flatnonzero(fits & (self.num_slots <= np.maximum(self.memory.num_slots, 1)))
 
@@ -573,11 +568,9 @@ class Family:
 
     def step_s(self, rows: Ints, host_bytes: int | None = None) -> Floats:
         """[batch sizes, ``rows``]: seconds of a step of the candidates of these indices."""
-        excess, taken = self._excess(host_bytes), self._take(rows)
-        units = dict(taken._units(self.table.read_sizes))
-        staged = taken._staged(None if excess is None else excess[rows]) if self.table.rates.file_s_per_byte else {}
-        counts = self.memory.num_slots[rows], self.memory.num_units[rows]
-        places = units, staged, taken._on_peer
+        taken, counts = self._take(rows), (self.memory.num_slots[rows], self.memory.num_units[rows])
+        units, placed = dict(taken._units(self.table.read_sizes)), taken._placed(host_bytes)
+        places = units, placed.in_files, placed.on_peer
         return np.array([step.step_s(*places, taken._read_in_place(step), *counts) for step in self.table.steps])
 
     def _read_in_place(self, step: StepModel) -> Iterator[tuple[Floats, Floats]]:
@@ -597,12 +590,8 @@ class Family:
 
     def plan(self, candidate: int, host_bytes: int | None = None) -> Plan:
         """The candidate of this index, laid out."""
-        row = np.array([candidate])
-        excess = self._excess(host_bytes)
-        taken = self._take(row)
-        places: list[tuple[Place, dict[str, Bools]]] = [("peer", taken._on_peer)]
-        if excess is not None:
-            places.append(("disk", taken._staged(excess[row])))
+        placed = self._take(np.array([candidate]))._placed(host_bytes)
+        places: list[tuple[Place, dict[str, Bools]]] = [("peer", placed.on_peer), ("disk", placed.in_files)]
         # In the order of the model, as every other policy lays out a unit.
         order = {s.name: index for index, s in enumerate(self.table.inventory.storages)}
         drafts, uva = [], list(self.uva)

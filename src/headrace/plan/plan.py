@@ -5,20 +5,22 @@ from __future__ import annotations
 import hashlib
 import json
 import os
+from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import asdict, dataclass, field, replace
+from dataclasses import dataclass, field, replace
 from functools import cached_property
 from importlib import import_module
 from itertools import accumulate
-from typing import Any, NamedTuple, get_args
+from pathlib import Path
+from typing import Any, NamedTuple
 
+from headrace.codec import FormatError, Positive, decode, encode, parse, read_file, require, write_file
 from headrace.config import Mechanism, Mode, Place
-from headrace.errors import OptionError
+from headrace.errors import OptionError, OptionTypeError, PlanFileError
 from headrace.figures import counted, format_size
 from headrace.model.records import Inventory, StorageInfo
 from headrace.plan.cached_experts import CachedLayer, cache_bytes, cached_layers, why_not_cached
 from headrace.plan.schedule import ENTRY_BYTES, MAX_ENTRIES, RingLayout, chain, lay_out_ring, slot_of
-from headrace.plan.serialize import load_json, require, require_same, save_json
 
 __all__ = [
     "CHUNK_BYTES",
@@ -51,6 +53,8 @@ _BESIDE_HOST: tuple[Place, ...] = ("disk", "peer")
 # Of :meth:`Plan.to_json`, and so of plan files. Raise it with any change of a key or of its meaning.
 SCHEMA_VERSION = 6
 
+_MOST_BYTES = 1 << 30  # of a plan file
+
 _REPLAN = "make it again for this one: `headrace plan MODEL ... --save FILE`, or pass a policy instead of a plan"
 _NAMES_SHOWN = 3
 
@@ -66,7 +70,7 @@ class Machine:
     """
 
     device: str
-    device_bytes: int | None = None
+    device_bytes: Positive | None = None
 
     def __str__(self) -> str:
         return self.device if self.device_bytes is None else f"{self.device} with {format_size(self.device_bytes)}"
@@ -82,7 +86,7 @@ class SlabEntry:
 
     storage: str
     offset: int
-    num_bytes: int
+    num_bytes: Positive
 
 
 @dataclass(frozen=True)
@@ -142,11 +146,11 @@ class Plan:
     units: tuple[Unit, ...] = field(repr=False)
     num_slots: int
     mode: Mode
-    resident: dict[str, int] = field(repr=False)
-    uva: dict[str, int] = field(repr=False)
+    resident: dict[str, Positive] = field(repr=False)
+    uva: dict[str, Positive] = field(repr=False)
     model_name: str | None = field(default=None, compare=False)
     made_for: Machine | None = None
-    num_ranks: int = 1
+    num_ranks: Positive = 1
     context: int = 0
     cached: tuple[CachedLayer, ...] = field(default=(), repr=False)
     outlook: object = field(default=None, init=False, repr=False, compare=False)
@@ -399,7 +403,17 @@ class Plan:
         Raises:
             OptionError: no file can be written there.
         """
-        save_json(self.to_json(), path)
+        target = _as_path(path)
+        if not target.parent.is_dir():
+            raise OptionError(f"{str(target)!r}: expected a file name in a folder that exists, found no such folder")
+        if target.exists() and not target.is_file():
+            found = "a folder" if target.is_dir() else "something that is no file"
+            raise OptionError(f"{str(target)!r}: expected the name of a file to write the plan to, found {found}")
+        try:
+            # Through a link, which the rename would replace.
+            write_file(target.resolve(), json.dumps(self.to_json(), indent=1) + "\n")
+        except OSError as error:
+            raise OptionError(f"{str(target)!r}: the plan cannot be written there: {error.strerror}") from error
 
     @classmethod
     def load(cls, path: str | os.PathLike[str]) -> Plan:
@@ -410,7 +424,16 @@ class Plan:
                 type, or at odds with the rest. The message says where in the file.
             OptionTypeError: no path.
         """
-        return load_json(path, _plan_from)
+        source = _as_path(path)
+        try:
+            return _plan_from(parse(read_file(source, _MOST_BYTES)))
+        except OSError as error:
+            problem = f"expected a plan file, found: {error.strerror}"
+        except FormatError as error:
+            problem = str(error)
+        except ValueError as error:  # UnicodeDecodeError is one
+            problem = f"expected a plan in JSON, found: {error}"
+        raise PlanFileError(f"{source}: {problem}; make it again with `headrace plan MODEL ... --save FILE`")
 
     def to_json(self) -> dict[str, Any]:
         """The plan for programs, and for its file: plain numbers and strings, sizes in bytes.
@@ -443,7 +466,7 @@ class Plan:
                 "weight_bytes": self.weight_bytes,
                 "sha256": _digest(self.storage_bytes),
             },
-            "machine": None if self.made_for is None else asdict(self.made_for),
+            "machine": encode(self.made_for),
             "mode": self.mode,
             "num_ranks": self.num_ranks,
             "context": self.context,
@@ -455,10 +478,10 @@ class Plan:
             "moved_bytes": self.moved_bytes,
             "store_bytes": self.store_bytes,
             "uva_bytes": self.uva_bytes,
-            "units": [{**asdict(unit), "entries": [asdict(entry) for entry in unit.entries]} for unit in self.units],
+            "units": encode(self.units),
             "resident": dict(self.resident),
             "uva": dict(self.uva),
-            "cached": [{**asdict(layer), "storages": dict(layer.storages)} for layer in self.cached],
+            "cached": encode(self.cached),
         }
 
 
@@ -602,80 +625,60 @@ def _plan_from(data: Any) -> Plan:
     require(type(version) is int and version == SCHEMA_VERSION, "schema", known, version)
     # What `headrace plan --json` printed is a plan file as well: its predictions follow from no plan alone.
     given = {key: value for key, value in data.items() if key != "outlook"}
-    for key, kind in (("model", dict), ("units", list), ("resident", dict), ("uva", dict), ("cached", list)):
-        require(isinstance(given[key], kind), key, "an object" if kind is dict else "a list", given[key])
-    mode, num_slots, num_ranks, context = (given[key] for key in ("mode", "num_slots", "num_ranks", "context"))
-    require(mode in get_args(Mode), "mode", f"one of {', '.join(get_args(Mode))}", mode)
-    require(type(num_ranks) is int and num_ranks > 0, "num_ranks", "a whole number of at least 1", num_ranks)
-    require(type(context) is int and context >= 0, "context", "a whole number of at least 0", context)
-    count = len(given["units"])
-    # By type() throughout: to isinstance() the `true` of JSON is an int.
+    for key in ("model", "machine"):
+        require(key in given, "", f"the key {key!r}", sorted(given))
+    require(isinstance(given["model"], dict), "model", "an object", given["model"])
+    num_slots, count = given.get("num_slots"), len(given["units"]) if isinstance(given.get("units"), list) else 0
     fits = type(num_slots) is int and min(1, count) <= num_slots <= count
+    plan: Plan = decode(Plan, {**given, "num_slots": num_slots if fits else 0})
     require(fits, "num_slots", f"1 to {count}, the number of units" if count else "0 without units", num_slots)
-    name, machine = given["model"]["name"], given["machine"]
-    require(name is None or isinstance(name, str), "model.name", "a string", name)
-    if machine is not None:
-        device, total = machine["device"], machine["device_bytes"]
-        require(isinstance(device, str), "machine.device", "a string", device)
-        counts = total is None or (type(total) is int and total > 0)
-        require(counts, "machine.device_bytes", "null or a whole number of at least 1", total)
-    # Offsets, slots and sums are computed anew: the comparison at the end finds any that was edited alone.
-    plan = Plan(
-        units=tuple(_unit_from(unit, index, num_slots) for index, unit in enumerate(given["units"])),
-        num_slots=num_slots,
-        mode=mode,
-        resident=_sizes_from(given["resident"].items(), "resident"),
-        uva=_sizes_from(given["uva"].items(), "uva"),
-        model_name=name,
-        made_for=None if machine is None else Machine(machine["device"], machine["device_bytes"]),
-        num_ranks=num_ranks,
-        context=context,
-        cached=tuple(_cached_from(layer, f"cached[{index}]") for index, layer in enumerate(given["cached"])),
-    )
-    stores = {mode, *(_BESIDE_HOST if mode == "cpu" else ())}
+    stores = {plan.mode, *(_BESIDE_HOST if plan.mode == "cpu" else ())}
     for unit in plan.units:
+        require(bool(unit.entries), f"units[{unit.index}].entries", "at least one entry", [])
         require(unit.store in stores, f"units[{unit.index}].store", f"one of {', '.join(sorted(stores))}", unit.store)
-    names = [*plan.resident, *plan.offloaded_names]
-    # count() is quadratic, so only where there is something to find.
-    twice = next((name for name in names if names.count(name) > 1), None) if len(set(names)) < len(names) else None
-    require(
-        twice is None, "units, resident, uva and cached", "each storage in one place, and this one is in two", twice
+    for index, layer in enumerate(plan.cached):
+        most, rows, place = layer.num_experts, layer.overflow_rows, f"cached[{index}]"
+        require(layer.num_slots <= most, f"{place}.num_slots", f"1 to {most}, the number of experts", layer.num_slots)
+        require(rows < most, f"{place}.overflow_rows", f"0 to {most - 1}", rows)
+    twice = next((name for name, times in Counter([*plan.resident, *plan.offloaded_names]).items() if times > 1), None)
+    places = "units, resident, uva and cached"
+    require(twice is None, places, "each storage in one place, and this one is in two", twice)
+    # Offsets, slots and sums are computed anew: the comparison finds any that was edited alone.
+    sizes = [{entry.storage: entry.num_bytes for entry in unit.entries} for unit in plan.units]
+    laid_out = (
+        _lay_out(index, unit.module_fqn, mine, plan.num_slots, unit.store)
+        for index, (unit, mine) in enumerate(zip(plan.units, sizes, strict=True))
     )
-    require_same(plan.to_json(), given)
+    name: str | None = decode(str | None, given["model"].get("name"), "model.name")
+    machine: Machine | None = decode(Machine | None, given["machine"], "machine")
+    plan = replace(plan, units=tuple(laid_out), model_name=name, made_for=machine)
+    _require_same(plan.to_json(), given)
     return plan
 
 
-def _unit_from(unit: Any, index: int, num_slots: int) -> Unit:
-    place = f"units[{index}]"
-    require(isinstance(unit["module_fqn"], str), f"{place}.module_fqn", "a string", unit["module_fqn"])
-    require(bool(unit["entries"]), f"{place}.entries", "at least one entry", unit["entries"])
-    sizes = _sizes_from(((entry["storage"], entry["num_bytes"]) for entry in unit["entries"]), f"{place}.entries")
-    return _lay_out(index, unit["module_fqn"], sizes, num_slots, unit["store"])
-
-
-def _cached_from(layer: Any, place: str) -> CachedLayer:
-    require(isinstance(layer["module_fqn"], str), f"{place}.module_fqn", "a string", layer["module_fqn"])
-    require(isinstance(layer["storages"], dict), f"{place}.storages", "an object", layer["storages"])
-    slots, experts = layer["num_slots"], layer["num_experts"]
-    require(type(experts) is int and experts > 0, f"{place}.num_experts", "a whole number of at least 1", experts)
-    fits = type(slots) is int and 0 < slots <= experts
-    require(fits, f"{place}.num_slots", f"1 to {experts}, the number of experts", slots)
-    rows = layer["overflow_rows"]
-    require(type(rows) is int and 0 <= rows < experts, f"{place}.overflow_rows", f"0 to {experts - 1}", rows)
-    sizes = _sizes_from(layer["storages"].items(), f"{place}.storages")
-    return CachedLayer(layer["module_fqn"], experts, slots, sizes, rows)
-
-
-def _sizes_from(items: Iterable[tuple[Any, Any]], place: str) -> dict[str, int]:
-    sizes: dict[str, int] = {}
-    for name, size in items:
-        require(isinstance(name, str) and name not in sizes, place, "names of storages, each once", name)
-        require(type(size) is int and size > 0, f"{place}[{name!r}]", "a whole number of at least 1", size)
-        sizes[name] = size
-    return sizes
+def _require_same(expected: Any, found: Any, place: str = "") -> None:
+    """Refuse the file unless what it says at ``place`` is ``expected``, which follows from the rest; names where."""
+    if isinstance(expected, dict) and isinstance(found, dict):
+        for key in expected:
+            require(key in found, place, f"the key {key!r}", sorted(found))
+        for key, value in found.items():
+            require(key in expected, place, f"no key but {', '.join(expected)}", key)
+            _require_same(expected[key], value, f"{place}.{key}" if place else key)
+    elif isinstance(expected, list) and isinstance(found, list) and len(expected) == len(found):
+        for index, pair in enumerate(zip(expected, found, strict=True)):
+            _require_same(*pair, f"{place}[{index}]")
+    else:  # neither true nor 1.0 is 1
+        same = type(expected) is type(found) and expected == found
+        require(same, place, f"{json.dumps(expected):.60}, which follows from the rest of the file", found)
 
 
 # -- refusals ----------------------------------------------------------------------------------------------------------
+
+
+def _as_path(path: str | os.PathLike[str]) -> Path:
+    if not isinstance(path, str | os.PathLike):
+        raise OptionTypeError(f"path: expected a str or path of a plan file, found {type(path).__name__}")
+    return Path(path).expanduser()
 
 
 def _digest(storages: Mapping[str, int]) -> str:

@@ -12,13 +12,15 @@ import os
 import platform
 import re
 import sys
-from dataclasses import asdict, dataclass, field, fields, replace
-from functools import cache
+from collections.abc import Callable
+from dataclasses import dataclass, field, replace
+from functools import cache, partial
 from importlib.util import find_spec
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TypeVar
 
-from headrace.environment import cache_folder, read_kept, replace_file
+from headrace.codec import decode, encode, parse, read_file, require, write_file
+from headrace.environment import cache_folder
 from headrace.errors import OptionError, OptionTypeError, warn_user
 from headrace.memory.system import num_cores
 from headrace.plan.cost_model import NOMINAL_CPU, NOMINAL_GPU, Curve, Rates, nominal_rates
@@ -47,8 +49,6 @@ MIB = 1 << 20
 # Vectors of AVX-512; torch allocates, and libraries of kernels expect, memory that starts at a multiple of it.
 ALIGNMENT_BYTES = 64
 SCHEMA_VERSION = 2
-_MAX_DIGITS = 18
-_LEAST, _MOST = 1e-30, 1e30
 
 
 @dataclass(frozen=True)
@@ -89,7 +89,7 @@ class Probe:
 
     def to_json(self) -> dict[str, Any]:
         """Plain numbers and strings."""
-        return {"schema": SCHEMA_VERSION, **asdict(self)}
+        return {"schema": SCHEMA_VERSION, **encode(self)}
 
     @property
     def planned_machine(self) -> Machine:
@@ -109,14 +109,10 @@ class Probe:
         schema = data.get("schema") if isinstance(data, dict) else data
         if not isinstance(data, dict) or schema != SCHEMA_VERSION:
             raise ValueError(f"schema {schema!r:.60}, expected {SCHEMA_VERSION}")
-        values: dict[str, Any] = {"machine": _facts(data.get("machine", {}))}
-        for each in fields(cls)[1:]:
-            value = data.get(each.name)
-            if each.default_factory is dict and each.name in data:
-                values[each.name] = _curve(each.name, value)
-            elif value is not None:  # None: the machine has no such thing, or does not report it
-                values[each.name] = _positive(each.name, value)
-        probe = cls(**values)
+        # None: the machine has no such thing, or does not report it.
+        probe: Probe = decode(cls, {name: value for name, value in data.items() if value is not None})
+        total = probe.machine.get("device_bytes", "0")
+        require(total.isdecimal(), "machine.device_bytes", "a whole number", total)
         # What plans for its device need.
         key, needed = "cpu", ["product_s_per_byte", "cached_read_bytes_per_s"]
         if probe.h2d_bytes_per_s:
@@ -235,22 +231,34 @@ def cache_path(kind: str = "probe") -> Path | None:
 
 def load() -> Probe | None:
     """The kept probe of this machine; ``None`` without one, and with a warning for a file that is none."""
-    path = cache_path()
+    again = "plans use nominal rates until `headrace probe` has measured again, or the file is deleted"
+    return _kept("probe", Probe.from_json, "the kept probe", again)
+
+
+@dataclass(frozen=True)
+class _SharedLink:
+    machine: dict[str, str]
+    h2d_bytes_per_s: dict[int, float]
+
+
+K = TypeVar("K", Probe, _SharedLink)
+
+
+def _kept(kind: str, read: Callable[[Any], K], what: str, then: str) -> K | None:
+    """The measurement ``kind`` of this machine; ``None`` without one, and with a warning for anything else."""
+    path = cache_path(kind)
     if path is None:
         return None
     try:
-        probe = Probe.from_json(json.loads(read_kept(path)))
-        if probe.machine == describe_machine():
-            return probe
-        found: object = "the probe of another machine"
+        kept = read(parse(read_file(path)))
+        if kept.machine == describe_machine():
+            return kept
+        found: object = f"{what.replace('kept ', '')} of another machine"
     except (FileNotFoundError, NotADirectoryError):
         return None
-    except (OSError, ValueError, RecursionError) as error:
+    except (OSError, ValueError) as error:
         found = getattr(error, "strerror", None) or error
-    _warn_once(
-        f"{path}: expected the kept probe of this machine, found: {found}; plans use nominal rates until `headrace "
-        f"probe` has measured again, or the file is deleted"
-    )
+    _warn_once(f"{path}: expected {what} of this machine, found: {found}; {then}")
     return None
 
 
@@ -264,13 +272,13 @@ def read_probe(path: Path) -> Probe:
         OptionError: no such file, or no probe of this version in it.
     """
     try:
-        return Probe.from_json(json.loads(path.read_bytes()))
+        return Probe.from_json(parse(read_file(path)))
     except OSError as error:
         raise OptionError(
             f"machine {str(path)!r}: expected {', '.join(MACHINES)}, or a file that `headrace probe --json` printed on "
             f"that machine: {error.strerror}"
         ) from error
-    except (ValueError, RecursionError) as error:
+    except ValueError as error:
         raise OptionError(
             f"{str(path)!r}: expected what `headrace probe --json` of this version printed, found: {error}; run it "
             f"again on that machine"
@@ -325,22 +333,9 @@ def save(probe: Probe) -> Path:
 
 def load_shared_link(num_ranks: int) -> dict[int, float] | None:
     """What :func:`save_shared_link` kept of this machine; ``None`` without it, and with a warning for anything else."""
-    path = cache_path(_of_ranks(num_ranks))
-    if path is None:
-        return None
-    try:
-        kept = json.loads(read_kept(path))
-        if kept["machine"] == describe_machine():
-            return _curve("h2d_bytes_per_s", kept["h2d_bytes_per_s"])
-        found: object = "those of another machine"
-    except (FileNotFoundError, NotADirectoryError):
-        return None
-    except (OSError, ValueError, TypeError, KeyError, AttributeError, RecursionError) as error:
-        found = getattr(error, "strerror", None) or error
-    _warn_once(
-        f"{path}: expected the rates of {num_ranks} links of this machine, found: {found}; they are measured again"
-    )
-    return None
+    what = f"the rates of {num_ranks} links"
+    kept = _kept(_of_ranks(num_ranks), partial(decode, _SharedLink), what, "they are measured again")
+    return None if kept is None else kept.h2d_bytes_per_s
 
 
 def save_shared_link(num_ranks: int, h2d_bytes_per_s: dict[int, float]) -> Path:
@@ -349,8 +344,7 @@ def save_shared_link(num_ranks: int, h2d_bytes_per_s: dict[int, float]) -> Path:
     Raises:
         OptionError: there is no place for it.
     """
-    kept = {"machine": describe_machine(), "h2d_bytes_per_s": h2d_bytes_per_s}
-    return _keep(_of_ranks(num_ranks), kept)
+    return _keep(_of_ranks(num_ranks), encode(_SharedLink(describe_machine(), h2d_bytes_per_s)))
 
 
 def _of_ranks(num_ranks: int) -> str:
@@ -366,37 +360,11 @@ def _keep(kind: str, content: dict[str, Any]) -> Path:
             f"set XDG_CACHE_HOME to a folder for it"
         )
     try:
-        replace_file(path, json.dumps(content, indent=1))
+        path.parent.mkdir(parents=True, exist_ok=True)
+        write_file(path, json.dumps(content, indent=1))
     except OSError as error:
         raise OptionError(
             f"{path}: the probe cannot be kept there: {error.strerror}; make room for it, or set XDG_CACHE_HOME to "
             f"another folder"
         ) from error
     return path
-
-
-# -- what a probe's file may hold --------------------------------------------------------------------------------------
-
-
-def _facts(value: object) -> dict[str, str]:
-    if not isinstance(value, dict) or not all(isinstance(fact, str) for fact in value.values()):
-        raise ValueError(f"machine: {value!r:.60}, expected texts by name")
-    if not value.get("device_bytes", "0").isdecimal():
-        raise ValueError(f"machine.device_bytes: {value['device_bytes']!r:.60}, expected a whole number")
-    return value
-
-
-def _curve(name: str, value: object) -> dict[int, float]:
-    if not isinstance(value, dict):
-        raise ValueError(f"{name}: {value!r:.60}, expected numbers by size")
-    for size in value:
-        if not (size.isascii() and size.isdecimal() and len(size) <= _MAX_DIGITS and int(size) > 0):
-            raise ValueError(f"{name}: the size {size!r:.60}, expected a whole number above 0")
-    return {int(size): _positive(f"{name}[{size}]", rate) for size, rate in value.items()}
-
-
-def _positive(name: str, value: object) -> float:
-    # Within these bounds no sum or quotient of rates overflows; NaN is not.
-    if isinstance(value, bool) or not isinstance(value, int | float) or not _LEAST <= value <= _MOST:
-        raise ValueError(f"{name}: {value!r:.60}, expected a finite number above 0")
-    return value
