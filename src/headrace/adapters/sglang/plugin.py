@@ -3,7 +3,7 @@
 SGLang's model runner makes an offloader before it builds the model; the model code hands layers over to it in
 ``make_layers``; ``load_model`` ends with its ``post_init``. No call of SGLang's orders copies around CUDA graphs, so
 the capture and the replay of a graph are hooked. SGLang calls ``model.forward`` and the forward of the module that
-holds the layers itself, past the hooks of modules (``EngineOffloader(calls_forward=True)``).
+holds the layers itself, past the hooks of modules (``EngineTraits.calls_forward``).
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ from headrace.config import Budget
 from headrace.errors import OptionError, StateError
 from headrace.figures import format_size
 from headrace.model.records import Inventory
-from headrace.offloaders.layerwise import EngineOffloader
+from headrace.offloaders.layerwise import EngineOffloader, EngineTraits
 from headrace.ranks.group import RankGroup
 from headrace.runtime.prepare import open_ranks
 
@@ -84,12 +84,14 @@ class SGLangOffloader(EngineOffloader):
         super().__init__(
             options.policy,  # type: ignore[arg-type]
             self._runner_model,
-            is_lookup=_is_lookup,
+            EngineTraits(
+                is_lookup=_is_lookup,
+                announces_replays=True,
+                break_capture=_break_capture,
+                calls_forward=True,
+                copies_limited=True,
+            ),
             measure_stalls=options.measure_stalls,
-            announces_replays=True,
-            break_capture=_break_capture,
-            calls_forward=True,
-            copies_limited=True,
         )
         self.options = options
         self._runner: Any = None
