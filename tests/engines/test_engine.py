@@ -16,15 +16,17 @@ from torch.testing._internal.two_tensor import TwoTensor
 import engines
 from engines import EngineModel, Layer, Linear, Wrapped, build, ids, is_lookup
 from headrace import UVA, Budget, Prefetch
+from headrace.adapters.quirks import without_lora
 from headrace.errors import BudgetError, OptionError, SelectionError, StateError
 from headrace.model.records import Inventory, ModelProfile
-from headrace.offloaders.layerwise import EngineOffloader, EnginePolicy
+from headrace.offloaders.layerwise import EngineOffloader, EnginePolicy, EngineTraits
 from headrace.plan.units import TINY_BYTES
 from headrace.runtime.this_machine import make_planner
 from no_copy import NoCopyOffloader
 
 SUPPORT = Path(__file__).resolve().parents[1] / "support"
 
+TRAITS = EngineTraits(is_lookup, without_lora)
 SOME = 7 * 2**20  # of 9 MiB
 COMPILED_LAYERS = 4  # the compiler takes its time for each
 POLICIES = {
@@ -108,7 +110,7 @@ def test_compiled_bits_equal_those_of_the_same_boundaries(policy: EnginePolicy) 
 def test_what_is_read_in_place_alone_has_the_engines_mark(policy: EnginePolicy, kind: type[EngineOffloader]) -> None:
     """vLLM's kernels of experts ask for it: the reference has to take the path that the offload takes."""
     models: list[EngineModel] = []
-    offloader = kind(policy, lambda: models[0], is_lookup=is_lookup)
+    offloader = kind(policy, lambda: models[0], TRAITS)
     models.append(EngineModel(offloader))
     for parameter in models[0].parameters():  # as in host memory while the model is built
         parameter._vllm_is_uva_offloaded = True  # type: ignore[attr-defined]
@@ -254,7 +256,7 @@ def test_patterns_find_layers_that_lora_has_wrapped() -> None:
     resident, _ = build(None)
     torch.manual_seed(7)
     models: list[EngineModel] = []
-    offloader = EngineOffloader(Prefetch(4, 1, 1, ["mlp.down_proj.weight"]), lambda: models[0])
+    offloader = EngineOffloader(Prefetch(4, 1, 1, ["mlp.down_proj.weight"]), lambda: models[0], TRAITS)
     models.append(EngineModel(offloader))
     for layer in models[0].model.layers:
         layer.mlp.down_proj = Wrapped(layer.mlp.down_proj)
@@ -268,7 +270,7 @@ def test_patterns_find_layers_that_lora_has_wrapped() -> None:
 
 def build_wrapped(policy: EnginePolicy, layers: range) -> EngineOffloader:
     models: list[EngineModel] = []
-    offloader = EngineOffloader(policy, lambda: models[0], is_lookup=is_lookup)
+    offloader = EngineOffloader(policy, lambda: models[0], TRAITS)
     models.append(EngineModel(offloader))
     for index in layers:
         mlp = models[0].model.layers[index].mlp
@@ -292,7 +294,7 @@ def test_rules_find_layers_that_lora_has_wrapped() -> None:
 def test_what_an_engine_keeps_elsewhere_stays_there(kind: type[EngineOffloader]) -> None:
     torch.manual_seed(7)
     models: list[EngineModel] = []
-    offloader = kind(Prefetch(4, 1, 1), lambda: models[0], is_lookup=is_lookup)
+    offloader = kind(Prefetch(4, 1, 1), lambda: models[0], TRAITS)
     models.append(EngineModel(offloader))
     models[0].model.register_buffer("elsewhere", torch.zeros(4, device="meta"))
     two = TwoTensor(*(torch.zeros(4, device="meta") for _ in range(2)))

@@ -28,7 +28,7 @@ from headrace.adapters.transformers.conversion import match
 from headrace.adapters.transformers.opened_model import open_model
 from headrace.checkpoint.safetensors_header import Checkpoint
 from headrace.errors import CheckpointError, OptionError
-from headrace.model.inventory import refuse_own_ways, take_inventory
+from headrace.model.inventory import reject_self_managed_weights, take_inventory
 from quantised_checkpoints import FORMATS, MOVES, by_load, by_offload, logits, resident
 from ranks import outcomes
 
@@ -539,4 +539,4 @@ class TestOffload:
         if not getattr(layer.weight.quant_state, "packing_format_for_cpu", False):
             pytest.skip("bitsandbytes repacks on CPUs with AVX512-BF16 alone")
         with pytest.raises(OptionError, match="has packed its weight for a CPU; offload it before its first forward"):
-            refuse_own_ways("up_proj", layer, torch.device("cuda"))
+            reject_self_managed_weights("up_proj", layer, torch.device("cuda"))

@@ -16,8 +16,9 @@ from typing import Any
 import pytest
 
 import sglang_cpu_engine
+from engine_names import differences
 from headrace.adapters.sglang.keys import REFUSED
-from headrace.adapters.sglang.names import differences
+from sglang_names import NAMES
 
 sglang = pytest.importorskip("sglang", reason="SGLang is not installed: scripts/test-sglang-cpu runs this")
 pytestmark = pytest.mark.slow
@@ -53,7 +54,7 @@ def engine(folder: Path) -> Engine:
 
 
 def test_the_interface_is_as_expected() -> None:
-    assert differences() == []
+    assert differences(NAMES, sglang.__version__) == []
 
 
 # All fields of SGLang's configuration that are read.

@@ -12,7 +12,9 @@ from pathlib import Path
 
 import pytest
 
-from headrace.adapters.vllm.interface import differences, require_supported
+from engine_names import differences
+from headrace.adapters.vllm.interface import require_supported
+from vllm_names import NAMES
 
 vllm = pytest.importorskip("vllm", reason="vLLM is not installed: pip install 'headrace[vllm]'")
 
@@ -29,7 +31,7 @@ OF_WORKERS = {*BY_NAME, "get_model", "sleep_mode_backend", "weight_transfer_engi
 
 
 def test_the_interface_is_as_expected() -> None:
-    assert differences(vllm.__version__) == []
+    assert differences(NAMES, vllm.__version__) == []
 
 
 def test_the_version_is_supported() -> None:

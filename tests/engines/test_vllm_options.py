@@ -7,8 +7,8 @@ from typing import Any
 
 import pytest
 
+from engine_names import Name, differences
 from headrace import UVA, Budget, Prefetch
-from headrace.adapters.engine_interface import Name
 from headrace.adapters.vllm import interface
 from headrace.adapters.vllm.interface import require_supported
 from headrace.adapters.vllm.options import EngineOptions, read_options
@@ -211,7 +211,7 @@ def test_a_wrong_key_or_value_says_what_to_write(own: Any, kind: type[Exception]
 
 @pytest.fixture
 def _as_expected(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(interface, "differences", lambda version: [])
+    monkeypatch.setattr(interface, "HOOKS", {})
 
 
 @pytest.mark.usefixtures("_as_expected")
@@ -267,9 +267,8 @@ def test_versions_that_will_not(version: str, what: str) -> None:
         (Name("headrace.config", "Budget", fields=("rules", "gone")), "headrace.config.Budget has no field gone"),
     ],
 )
-def test_differences_are_named(monkeypatch: pytest.MonkeyPatch, name: Name, difference: str) -> None:
-    monkeypatch.setattr(interface, "NAMES", (name,))
-    found = interface.differences("0.26.0")
+def test_differences_are_named(name: Name, difference: str) -> None:
+    found = differences((name,), "0.26.0")
     if difference:
         assert len(found) == 1
         assert found[0].startswith(difference)
@@ -277,7 +276,18 @@ def test_differences_are_named(monkeypatch: pytest.MonkeyPatch, name: Name, diff
         assert found == []
 
 
-def test_a_vllm_of_the_right_version_with_other_insides_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(interface, "NAMES", (Name("json", "loads", ("text",)),))
-    with pytest.raises(OptionError, match=r"vLLM 0.26.0 differs from the tested versions: json.loads takes .*"):
+@pytest.mark.parametrize(
+    ("target", "calls", "difference"),
+    [
+        ("json.loads", ("gone",), "json.loads no longer uses gone"),
+        ("json.gone", (), "json.gone is missing"),
+        ("json.gone.loads", (), "json.gone.loads is missing"),
+        ("json.JSONDecoder", ("decode",), "json.JSONDecoder no longer uses decode"),
+    ],
+)
+def test_a_vllm_of_the_right_version_without_a_hook_is_refused(
+    monkeypatch: pytest.MonkeyPatch, target: str, calls: tuple[str, ...], difference: str
+) -> None:
+    monkeypatch.setattr(interface, "HOOKS", {"json.loads": ("_default_decoder",), target: calls})
+    with pytest.raises(OptionError, match=rf"vLLM 0.26.0 differs from the tested versions: {difference}"):
         require_supported("0.26.0")

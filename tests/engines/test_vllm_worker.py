@@ -18,12 +18,13 @@ import torch
 from torch import nn
 
 import vllm_stand_in as vllm
+from engine_names import differences
 from engines import WIDTH, Wrapped
-from headrace.adapters.vllm.interface import differences
 from headrace.adapters.vllm.options import REFUSED, Refusal
 from headrace.config import Prefetch
 from headrace.errors import OptionError, OutsideAccessError, SelectionError, StateError
 from headrace.offloaders.layerwise import EngineOffloader
+from vllm_names import NAMES
 from vllm_workers import (
     GROUP,
     RUNNERS,
@@ -41,7 +42,7 @@ from vllm_workers import (
 
 
 def test_the_stand_in_has_what_a_real_one_has_to_have() -> None:
-    assert differences("0.33.0") == []
+    assert differences(NAMES, "0.33.0") == []
 
 
 # -- which offloader, what it moves ------------------------------------------------------------------------------------
@@ -605,12 +606,17 @@ def test_another_version_is_refused_at_start(monkeypatch: pytest.MonkeyPatch, ve
         make(GROUP)
 
 
-def test_a_renamed_field_is_refused_at_start(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_patched_one_whose_replays_are_not_announced_is_refused_at_start(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(vllm.CUDAGraphWrapper, "__call__", lambda self, *args: None)
+    with pytest.raises(OptionError, match=r"CUDAGraphWrapper.__call__ no longer uses sync_prev_onload, join_after_"):
+        make(GROUP)
+
+
+def test_a_renamed_field_is_found_by_the_table(monkeypatch: pytest.MonkeyPatch) -> None:
     annotations = {**vllm.ParallelConfig.__annotations__}
     del annotations["enable_dbo"]
     monkeypatch.setattr(vllm.ParallelConfig, "__annotations__", annotations)
-    with pytest.raises(OptionError, match=r"vllm.config.parallel.ParallelConfig has no field enable_dbo"):
-        make(GROUP)
+    assert differences(NAMES, "0.33.0") == ["vllm.config.parallel.ParallelConfig has no field enable_dbo"]
 
 
 def test_a_failed_load_leaves_the_runner_as_it_was(monkeypatch: pytest.MonkeyPatch) -> None:

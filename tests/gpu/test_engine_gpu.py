@@ -11,7 +11,7 @@ from torch import nn
 from engines import VOCABULARY, EngineModel, Head, Linear, Table
 from headrace import UVA, Budget, Prefetch
 from headrace.offloaders.base import NoopOffloader
-from headrace.offloaders.layerwise import EngineOffloader, EnginePolicy
+from headrace.offloaders.layerwise import EngineOffloader, EnginePolicy, EngineTraits
 
 pytestmark = pytest.mark.gpu
 
@@ -28,7 +28,7 @@ def build(policy: EnginePolicy | None, **options: bool) -> tuple[EngineModel, En
         if policy is None:
             return EngineModel(NoopOffloader(), LAYERS, WIDTH), None
         models: list[EngineModel] = []
-        offloader = EngineOffloader(policy, lambda: models[0], is_lookup=is_lookup, **options)
+        offloader = EngineOffloader(policy, lambda: models[0], EngineTraits(is_lookup, **options))
         models.append(EngineModel(offloader, LAYERS, WIDTH))
     offloader.post_init()
     return models[0], offloader
@@ -107,7 +107,7 @@ def test_repacked_weights_leave_the_device_again(policy: EnginePolicy, monkeypat
     gc.collect()
     with torch.device("cuda"):
         torch.manual_seed(7)
-        offloader = EngineOffloader(policy, lambda: model, is_lookup=is_lookup)
+        offloader = EngineOffloader(policy, lambda: model, EngineTraits(is_lookup))
         model = EngineModel(offloader, LAYERS, WIDTH)
     built = torch.cuda.memory_allocated()
     torch.cuda.reset_peak_memory_stats()

@@ -14,7 +14,7 @@ from headrace import Budget, Rules
 from headrace.experts.rows import CachedExperts
 from headrace.memory.split_range import MappedMemory, SplitRange
 from headrace.model.inventory import take_inventory
-from headrace.offloaders.layerwise import EngineOffloader
+from headrace.offloaders.layerwise import EngineOffloader, EngineTraits
 from headrace.plan.build import build_plan
 from headrace.plan.cached_experts import PIECE_BYTES
 from headrace.testing import assert_same_bits
@@ -241,7 +241,7 @@ def test_experts_of_an_engine_are_in_host_memory_once() -> None:
     policy = Budget("16MiB", rules=[("experts", "cache")], expert_slots=4)
     with torch.device(CUDA):
         torch.manual_seed(3)
-        offloader = EngineOffloader(policy, lambda: model, expert_kernels=ByRows)
+        offloader = EngineOffloader(policy, lambda: model, EngineTraits(expert_kernels=ByRows))
         model = nn.Sequential(*offloader.wrap_modules(Routed() for _ in range(layers))).eval()
     found = [offloader._pool.find(layer.experts.up.data) for layer in model]
     places = {held.memory for held in found if held is not None}

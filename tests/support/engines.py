@@ -9,7 +9,7 @@ from torch import nn
 from torch.nn import functional
 
 from headrace.offloaders.base import BaseOffloader, NoopOffloader
-from headrace.offloaders.layerwise import EngineOffloader, EnginePolicy
+from headrace.offloaders.layerwise import EngineOffloader, EnginePolicy, EngineTraits
 
 VOCABULARY, WIDTH = 300, 160  # a projection is 100 KiB: more than what stays resident for being tiny
 
@@ -151,7 +151,7 @@ def build(
     if policy is None:
         return EngineModel(NoopOffloader(), num_layers), None
     models: list[EngineModel] = []
-    offloader = kind(policy, lambda: models[0], is_lookup=is_lookup)
+    offloader = kind(policy, lambda: models[0], EngineTraits(is_lookup))
     models.append(EngineModel(offloader, num_layers, hands_over=hands_over))
     offloader.post_init()
     return models[0], offloader

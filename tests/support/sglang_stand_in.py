@@ -1,7 +1,7 @@
 """A stand-in for SGLang: the modules, signatures and order of calls that headrace's plugin sees, no more.
 
 On a GPU its graphs are CUDA graphs, captured as SGLang captures them. On a CPU a replay runs the model again.
-``test_sglang_plugin.py`` holds it to the same list of names (``names.NAMES``) that a real SGLang is held to.
+``test_sglang_plugin.py`` holds it to the same list of names (``sglang_names.py``) that a real SGLang is held to.
 """
 
 from __future__ import annotations

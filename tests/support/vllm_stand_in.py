@@ -1,6 +1,6 @@
 """A stand-in for vLLM on a CPU: the modules, signatures and order of calls that headrace's worker sees, no more.
 
-``test_vllm_worker.py`` holds it to the same list of names (``interface.NAMES``) that a real vLLM is held to.
+``test_vllm_worker.py`` holds it to the same list of names (``vllm_names.py``) that a real vLLM is held to.
 """
 
 from __future__ import annotations

@@ -24,6 +24,7 @@ from diffusers import DiffusionPipeline
 from torch import nn
 
 from headrace.adapters.engine_interface import require_names
+from headrace.adapters.quirks import without_lora
 from headrace.api import Handle, handle_of, refuse_second_offload, start
 from headrace.checkpoint.safetensors_header import Checkpoint, FileFingerprint, FileTensor
 from headrace.checkpoint.weight_map import TensorSource, WeightMap
@@ -260,7 +261,7 @@ def _weights(folder: Path, components: Components) -> WeightMap:
         stamps += found.stamps
         for key, live in part.state_dict(keep_vars=True).items():
             # PEFT puts a layer with adapters around each one that it finds, which is named otherwise in the files.
-            tensor = found.tensors.get(key.replace(".base_layer.", "."))
+            tensor = found.tensors.get(without_lora(key))
             if tensor is not None and tensor.shape == tuple(live.shape):
                 tensors[f"{name}.{key}"] = tensor
                 sources[f"{name}.{key}"] = replace(TensorSource.of(tensor), dtype=live.dtype)

@@ -16,14 +16,23 @@ from torch import nn
 from torch.nn.parameter import is_lazy
 
 from headrace.errors import OptionError, StateError
-from headrace.model.records import Inventory, Kind, Location, Place, StorageInfo, TensorInfo, dotted_name
+from headrace.model.records import (
+    SELF_MANAGED,
+    SIDE_OBJECTS,
+    Inventory,
+    Kind,
+    Location,
+    Place,
+    StorageInfo,
+    TensorInfo,
+    dotted_name,
+)
 
 # With the records that it makes.
 __all__ = ["Inventory", "Location", "Place", "StorageInfo", "TensorInfo", "take_inventory"]
 
 # Shared modules inside shared modules have exponentially many names; beyond so many per module only the shortest count.
 _NAMES_PER_MODULE = 4
-_REPACKS = "support_avx512bf16_for_cpu"  # of bitsandbytes' layers, which repack in eval() on such a CPU
 _MIN_NAMES = 10_000
 
 
@@ -102,7 +111,7 @@ def inner_tensors(tensor: torch.Tensor) -> Iterator[tuple[tuple[str, ...], torch
     """The plain tensors inside ``tensor`` with the attribute path to each; itself under ``()`` if it is plain."""
     if not hasattr(tensor, "__tensor_flatten__"):
         yield (), tensor
-        yield from _beside(getattr(tensor, "__dict__", {}).get("quant_state"), ("quant_state",))
+        yield from _beside(getattr(tensor, "__dict__", {}), ())
         return
     names, _context = tensor.__tensor_flatten__()
     for name in names:
@@ -112,44 +121,28 @@ def inner_tensors(tensor: torch.Tensor) -> Iterator[tuple[tuple[str, ...], torch
                 yield (name, *path), inner
 
 
-def _beside(state: object, path: tuple[str, ...]) -> Iterator[tuple[tuple[str, ...], torch.Tensor]]:
-    """The scales and codes of a tensor of bitsandbytes' 4 bits, which an object beside its numbers holds."""
-    for name, value in vars(state).items() if state is not None else ():
-        if isinstance(value, torch.Tensor):
-            yield (*path, name), value
-        elif name == "state2":  # of scales that are quantised themselves
-            yield from _beside(value, (*path, name))
+def _beside(attributes: Mapping[str, Any], path: tuple[str, ...]) -> Iterator[tuple[tuple[str, ...], torch.Tensor]]:
+    """The tensors in objects that a tensor has as attributes, such as scales, with the path to each."""
+    for name in SIDE_OBJECTS:
+        if inside := getattr(attributes.get(name), "__dict__", None):
+            found = ((key, value) for key, value in inside.items() if isinstance(value, torch.Tensor))
+            yield from (((*path, name, key), value) for key, value in found)
+            yield from _beside(inside, (*path, name))
 
 
-def refuse_own_ways(name: str, module: nn.Module, device: torch.device) -> None:
+def reject_self_managed_weights(name: str, module: nn.Module, device: torch.device) -> None:
     """Refuse a module that moves, writes or exchanges its weights itself when it runs on ``device``.
 
     Raises:
         OptionError: such a module, with what to do instead.
     """
-    weight: Any = module._parameters.get("weight")
-    state = getattr(weight, "quant_state", None)
-    packed = getattr(state, "packing_format_for_cpu", False)
-    if not isinstance(module._parameters, dict) or hasattr(module, "ct_decompress_hook"):
-        how = "has its weights exchanged by compressed-tensors in the first forward"
-        fix = "load it with headrace's load(), or with CompressedTensorsConfig(dequantize=True)"
-    elif type(weight).__name__ == "Int8Params":
-        how, fix = "(bitsandbytes, 8 bits) writes its weight in every forward", "quantise it to 4 bits, or with torchao"
-    elif packed and device.type != "cpu":
-        how, fix = "(bitsandbytes, 4 bits) has packed its weight for a CPU", "offload it before its first forward there"
-    elif state is not None and not packed and device.type == "cpu" and getattr(module, _REPACKS, False):
-        how, fix = "(bitsandbytes, 4 bits) repacks its weight in its first forward", "run the model once before"
-    elif getattr(module, "q_handle", None) is not None:
-        how, fix = "(ExLlama, of GPTQModel) runs on addresses that it took once", "load it with another backend"
-    elif getattr(module, "gate_up_proj_precision_config", None) is not None:
-        how = "(MXFP4, of transformers) keeps its weights in objects of triton_kernels, which cannot be moved"
-        fix = "load it with Mxfp4Config(dequantize=True)"
-    else:
-        return
-    raise OptionError(
-        f"{f'module {name!r}' if name else 'the model'} ({type(module).__name__}): expected weights that stay where "
-        f"they are put, found a module that {how}; {fix}"
-    )
+    for find in SELF_MANAGED:
+        if (found := find(module, device)) is not None:
+            how, fix = found
+            raise OptionError(
+                f"{f'module {name!r}' if name else 'the model'} ({type(module).__name__}): expected weights that stay "
+                f"where they are put, found a module that {how}; {fix}"
+            )
 
 
 class _Walk:

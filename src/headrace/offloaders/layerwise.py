@@ -8,10 +8,9 @@ tables), and a device-memory budget is planned over all of it.
 from __future__ import annotations
 
 import inspect
-import re
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
-from dataclasses import asdict, replace
+from dataclasses import asdict, dataclass, replace
 from functools import partial
 from itertools import chain
 from typing import TYPE_CHECKING, Any
@@ -19,19 +18,19 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import nn
 
-from headrace.config import UVA, Budget, Mechanism, Mode, Prefetch, Rule, Rules
-from headrace.errors import BudgetError, OptionError, StateError
+from headrace.config import UVA, Budget, Mechanism, Mode, Prefetch, Rule
+from headrace.errors import BudgetError, OptionError, SelectionError, StateError, warn_user
 from headrace.experts.rows import CachedExperts, ExpertKernels
 from headrace.model.inventory import is_embedding, take_inventory
 from headrace.model.memory_profile import profile_of
-from headrace.model.patterns import is_segments, matching
+from headrace.model.patterns import matching
 from headrace.model.records import Inventory, StorageInfo, is_within
 from headrace.model.semantic_groups import semantic_groups
 from headrace.offloaders.base import BaseOffloader
-from headrace.plan.build import build_plan
-from headrace.plan.cost_model import Rates
+from headrace.plan.build import Planner, build_plan
+from headrace.plan.cost_model import NOMINAL_GPU, Rates
 from headrace.plan.plan import Plan
-from headrace.plan.units import TINY_BYTES, plan_group_rule, worth_moving
+from headrace.plan.units import TINY_BYTES, move_on_demand, plan_group_rule, selected, some_names, worth_moving
 from headrace.ranks.group import RankGroup
 from headrace.runtime.prepare import Prepared, compute_device, prepare
 from headrace.runtime.session import OffloadSession, SessionOptions
@@ -43,14 +42,11 @@ from headrace.stats import Stats
 if TYPE_CHECKING:
     from headrace.experts.cache import CountsReader
 
-__all__ = ["EngineOffloader", "EnginePolicy", "LayerwiseOffloader", "PrefetchOffloader", "UVAOffloader"]
+__all__ = ["EngineOffloader", "EnginePolicy", "EngineTraits", "LayerwiseOffloader", "PrefetchOffloader", "UVAOffloader"]
 
 EnginePolicy = Prefetch | UVA | Budget
 
 _NEVER_PROMOTES = "an engine that has counted its memory has no room for more"
-
-# LoRA wraps a linear module in one that has it as a child of this name.
-_WRAPPED = ".base_layer."
 
 
 class LayerwiseOffloader(BaseOffloader):
@@ -188,6 +184,31 @@ class UVAOffloader(LayerwiseOffloader):
         super().__init__(UVA(cpu_offload_max_bytes, tuple(cpu_offload_params or ())))
 
 
+@dataclass(frozen=True)
+class EngineTraits:
+    """How an engine builds and runs its model.
+
+    Attributes:
+        is_lookup: see :func:`headrace.model.inventory.take_inventory`.
+        plain_name: the name that a pattern knows a tensor by, for modules that the engine wraps in others (LoRA).
+        announces_replays: it calls ``sync_prev_onload`` before every capture and every replay of a whole forward, and
+            puts neither end of a unit into a graph of a part of one.
+        break_capture: for forwards that are captured in segments, see ``[Note: breakable captures]`` in slot.py.
+        calls_forward: it calls the ``forward`` of the module that holds the layers past its hooks.
+        copies_limited: what a :class:`~headrace.UVA` policy selects is copied ahead of its use, one unit per layer
+            through two slots, and not read in place.
+        expert_kernels: what reads cached experts by rows; without, a rule that says ``cache`` is refused.
+    """
+
+    is_lookup: Callable[[nn.Module], bool] = is_embedding
+    plain_name: Callable[[str], str] | None = None
+    announces_replays: bool = False
+    break_capture: BreakCapture | None = None
+    calls_forward: bool = False
+    copies_limited: bool = False
+    expert_kernels: ExpertKernels | None = None
+
+
 class EngineOffloader(LayerwiseOffloader):
     """Executes ``policy`` on the model that ``find_model`` returns once it is built.
 
@@ -203,46 +224,29 @@ class EngineOffloader(LayerwiseOffloader):
         self,
         policy: EnginePolicy,
         find_model: Callable[[], nn.Module],
+        traits: EngineTraits = EngineTraits(),
         *,
-        is_lookup: Callable[[nn.Module], bool] = is_embedding,
         ranks: RankGroup | None = None,
         rates: Rates | None = None,
         measure_stalls: bool = False,
-        announces_replays: bool = False,
-        break_capture: BreakCapture | None = None,
-        calls_forward: bool = False,
-        copies_limited: bool = False,
-        expert_kernels: ExpertKernels | None = None,
     ) -> None:
-        """``policy``: what to do; ``find_model``: asked in :meth:`post_init`.
+        """``policy``: what to do; ``find_model``: asked in :meth:`post_init`; ``traits``: of the engine.
 
-        ``is_lookup``: see :func:`headrace.model.inventory.take_inventory`. ``ranks``: for mode ``shm_cpu``. ``rates``:
-        to plan a budget with, where others copy at the same time (:func:`headrace.transfer.measuring.rates_among`).
-        ``measure_stalls``: time every wait, for :meth:`stats`. ``announces_replays``: the engine calls
-        :meth:`sync_prev_onload` before every capture and every replay of a whole forward, and puts neither end of a
-        unit into a graph of a part of one. ``break_capture``: for an engine that captures forwards in segments, see
-        ``[Note: breakable captures]`` in slot.py. ``calls_forward``: the engine calls the ``forward`` of the module
-        that holds the layers past its hooks. ``copies_limited``: what a :class:`~headrace.UVA` policy selects is copied
-        ahead of its use, one unit per layer through two slots, and not read in place. ``expert_kernels``: what reads
-        cached experts by rows; without, a rule that says ``cache`` is refused.
+        ``ranks``: for mode ``shm_cpu``. ``rates``: to plan a budget with, where others copy at the same time
+        (:func:`headrace.transfer.measuring.rates_among`). ``measure_stalls``: time every wait, for :meth:`stats`.
         """
         super().__init__(policy)
         self._asks_for_cache = isinstance(policy, Budget) and any(how == "cache" for _, how in policy.rules)
-        if self._asks_for_cache and expert_kernels is None:
+        if self._asks_for_cache and traits.expert_kernels is None:
             raise OptionError(
                 "rules: experts cannot be cached inside this engine, whose kernels read them by their numbers: say "
                 "experts=uva in place of experts=cache"
             )
-        self._expert_kernels = expert_kernels
+        self._find_model = find_model
+        self._traits = traits
         self._ranks = ranks
         self._rates = rates
         self._measure_stalls = measure_stalls
-        self._find_model = find_model
-        self._is_lookup = is_lookup
-        self._announces_replays = announces_replays
-        self._break_capture = break_capture
-        self._calls_forward = calls_forward
-        self._copies_limited = copies_limited
         self._towers: list[nn.Module] = []
         self._others_replay = False
         self.added_device_bytes = 0
@@ -377,7 +381,8 @@ class EngineOffloader(LayerwiseOffloader):
 
         Where a budget alone would choose the cache, they would wait in memory that its ranges cannot take over.
         """
-        return self._expert_kernels.find(model) if self._expert_kernels and self._asks_for_cache else {}
+        kernels = self._traits.expert_kernels
+        return kernels.find(model) if kernels is not None and self._asks_for_cache else {}
 
     def _model(self) -> nn.Module:
         return self._find_model()
@@ -396,12 +401,14 @@ class EngineOffloader(LayerwiseOffloader):
         elsewhere = {name for name, tensor in tensors if tensor.device != device}
         # Engines match the names that named_parameters() has. vLLM's runner of experts holds the router and the shared
         # experts of its layer, too, which "experts" does not mean.
-        inventory = take_inventory(model, self._is_lookup, aliases=False)
+        inventory = take_inventory(model, self._traits.is_lookup, aliases=False)
         # The name of an inner tensor of a subclass goes on after a colon.
         here = [s for s in inventory.storages if elsewhere.isdisjoint(n.partition(":")[0] for n in s.names)]
         # Scales of experts move with them.
         experts = {name for name, why in self._expert_modules(model).items() if why is None}
         kept = tuple(s for s in here if s.num_bytes >= TINY_BYTES or _is_scale(s, experts))
+        if (plain_name := self._traits.plain_name) is not None:
+            kept = tuple(_with_plain_names(s, plain_name) for s in kept)
         return replace(inventory, storages=kept)
 
     def _make_plan(self, inventory: Inventory) -> Plan:
@@ -417,38 +424,56 @@ class EngineOffloader(LayerwiseOffloader):
                 "the model has none of the layers that were wrapped: set the offloader before the model is built"
             )
         layers = self._largest_stack(inventory)
-        params = tuple(_through_wrappers(inventory, pattern) for pattern in policy.params)
         if isinstance(policy, Prefetch):
             everywhere = list(chain.from_iterable(stacks))
-            outside = (lambda s: _is_outside(s, everywhere)) if params else (lambda s: False)
-            return plan_group_rule(inventory, replace(policy, params=params), [layers], outside, by_part=True)
+            outside = (lambda s: _is_outside(s, everywhere)) if policy.params else (lambda s: False)
+            return plan_group_rule(inventory, policy, [layers], outside, by_part=True)
         if isinstance(policy, UVA):
-            if not params:  # as vLLM, which counts towers too since it hands them over
-                modules = {id(module): name for name, module in self._model().named_modules()}
-                towers = [modules[id(tower)] for tower in self._towers if id(tower) in modules]
-                params = (_pattern_of(inventory, [*towers, *layers]),)
-            plan = build_plan(inventory, replace(policy, params=params))
-            if not self._copies_limited or not plan.uva:
-                return plan
-            return build_plan(inventory, Rules([(_exactly(sorted(plan.uva)), "prefetch")], mode=policy.mode))
-        if not params:  # layers, and tables that are only looked up; other modules may be read without a call
-            tables = [_exactly([s.name]) for s in inventory.storages if s.is_lookup]
-            params = (_pattern_of(inventory, layers), *tables)
-        rules = [(_through_wrappers(inventory, pattern), mechanism) for pattern, mechanism in policy.rules]
-        outside_names = {s.name for s in inventory.storages if not s.is_lookup and _is_outside(s, layers)}
-        rules += _rules_for(outside_names, inventory, params, rules)
+            return self._plan_limited(inventory, policy, layers)
+        return self._plan_budget(inventory, policy, layers)
+
+    def _plan_limited(self, inventory: Inventory, policy: UVA, layers: Sequence[str]) -> Plan:
+        names = None
+        if not policy.params:  # as vLLM, which counts towers too since it hands them over
+            modules = {id(module): name for name, module in self._model().named_modules()}
+            towers = [modules[id(tower)] for tower in self._towers if id(tower) in modules]
+            names = _worth_moving(inventory, [*towers, *layers])
+        plan = Planner(inventory, NOMINAL_GPU).plan(policy, names)
+        if not self._traits.copies_limited:
+            return plan
+        copied = move_on_demand(inventory, plan, num_slots=2)
+        if left := sorted(plan.uva.keys() - copied.offloaded_names):
+            message = (
+                f"{some_names(left)}: no unit can hold what several modules share, or what runs around other units"
+            )
+            if not copied.units:
+                raise SelectionError(f"{message}; select other names, or offload nothing")
+            warn_user(f"{message}. They stay resident")
+        return copied
+
+    def _plan_budget(self, inventory: Inventory, policy: Budget, layers: Sequence[str]) -> Plan:
+        outside = {s.name for s in inventory.storages if not s.is_lookup and _is_outside(s, layers)}
+        heads = outside & semantic_groups(inventory)["lm_head"]
+        if policy.params:
+            names = {s.name for s in selected(inventory, policy.params)}
+        else:  # layers, and tables that are only looked up; other modules may be read without a call
+            names = _worth_moving(inventory, layers) | {s.name for s in inventory.storages if s.is_lookup}
+        _refuse_copies(inventory, policy.rules, outside)
+        # An engine multiplies with a head without calling it, so that stays. What else is named is read in place, as by
+        # the group rule.
+        forced: dict[str, Mechanism] = dict.fromkeys(outside & names, "uva")
+        forced |= dict.fromkeys(heads, "resident")
         readers = tuple(name for name, why in self._expert_modules(self._model()).items() if why is None)
         profile = profile_of(self._model(), policy.workload.context)
         profile = replace(profile, row_readers=readers, kernels_per_step=None)  # an engine fuses kernels
         planner = make_planner(inventory, profile, self._device(), rates=self._rates)
         try:
-            return planner.plan(replace(policy, params=params, rules=tuple(rules)))
+            return planner.plan(policy, names, forced)
         except BudgetError:
-            outside_names -= semantic_groups(inventory)["lm_head"]
-            if policy.params or not outside_names:
+            apart = outside - heads
+            if policy.params or not apart:
                 raise
-            apart = _exactly(sorted(outside_names))
-            return planner.plan(replace(policy, params=(*params, apart), rules=((apart, "uva"), *rules)))
+            return planner.plan(policy, names | apart, {**forced, **dict.fromkeys(apart, "uva")})
 
     def _largest_stack(self, inventory: Inventory) -> list[str]:
         """Names of its layers. Towers and draft models have stacks too, whose layers run at other times."""
@@ -480,18 +505,18 @@ class EngineOffloader(LayerwiseOffloader):
         model, units = prepared.model, prepared.plan.units
         runs_hooks = _runs_hooks(model)  # a model that is compiled as a whole runs none of its own
         called = None
-        if self._calls_forward:
+        if self._traits.calls_forward:
             layers = self._largest_stack(prepared.inventory)
             called = model.get_submodule(layers[0].rpartition(".")[0].rpartition(".")[0])  # model of model.layers.0
         return SessionOptions(
             entry=model.get_submodule(units[0].module_fqn) if units and not runs_hooks else None,
             called=called,
             measure_stalls=self._measure_stalls,
-            replays_announced=self._announces_replays and runs_hooks,  # the hooks mark where a forward ends
-            break_capture=self._break_capture,
+            replays_announced=self._traits.announces_replays and runs_hooks,  # the hooks mark where a forward ends
+            break_capture=self._traits.break_capture,
             keeps_addresses=True,
             never_promotes=_NEVER_PROMOTES,
-            reads_rows=self._expert_kernels or CachedExperts,
+            reads_rows=self._traits.expert_kernels or CachedExperts,
         )
 
 
@@ -521,53 +546,29 @@ def _is_outside(storage: StorageInfo, layers: Sequence[str]) -> bool:
     return not any(is_within(module, layer) for module in storage.modules for layer in layers)
 
 
-def _rules_for(
-    outside: Collection[str], inventory: Inventory, params: Sequence[str], rules: Sequence[Rule]
-) -> list[Rule]:
-    """For storages outside the layers, no tables, that have no rule of the user's (``rules``).
-
-    An engine multiplies with a head without calling it, so that stays. The rest is read in place where ``params`` names
-    it, as by the group rule.
-
-    Raises:
-        OptionError: a rule would have something of it copied into a slot.
-    """
+def _refuse_copies(inventory: Inventory, rules: Sequence[Rule], outside: Collection[str]) -> None:
+    """Raise ``OptionError`` for a rule that would have something outside the layers copied into a slot."""
     ruled: set[str] = set()
     for pattern, mechanism in rules:
-        matched = matching(inventory, pattern) - ruled
+        matched = matching(inventory, pattern) - ruled  # the first rule that matches counts
         if mechanism == "prefetch" and (found := sorted(matched.intersection(outside))):
             raise OptionError(
                 f"rule '{pattern}=prefetch' reaches {found[0]}, outside the layers that are handed over, where an "
                 f"engine may use weights without calling their module: say uva or resident for it, in a rule before "
                 f"this one"
             )
-        ruled |= matched  # the first rule that matches counts
-    free = set(outside) - ruled
-    heads = free & semantic_groups(inventory)["lm_head"]
-    named = free.intersection(chain.from_iterable(matching(inventory, pattern) for pattern in params)) - heads
-    kinds: tuple[tuple[set[str], Mechanism], ...] = ((heads, "resident"), (named, "uva"))
-    return [(_exactly(sorted(names)), mechanism) for names, mechanism in kinds if names]
+        ruled |= matched
 
 
-def _pattern_of(inventory: Inventory, layers: Sequence[str]) -> str:
+def _worth_moving(inventory: Inventory, layers: Sequence[str]) -> set[str]:
     """What is offloaded of ``layers`` when no names are given: neither buffers nor what is tiny."""
-    worth = {storage.name for layer in layers for storage in worth_moving(inventory.under(layer))}
-    within = {name.removeprefix(f"{layer}.") for layer in layers for name in worth if is_within(name, layer)}
-    return f"re:(?:{'|'.join(map(re.escape, layers))})\\.(?:{'|'.join(map(re.escape, sorted(within)))})"
+    return {s.name for layer in layers for s in worth_moving(inventory.under(layer)) if is_within(s.name, layer)}
 
 
-def _through_wrappers(inventory: Inventory, pattern: str) -> str:
-    """``pattern``, or if wrapped modules have names that it means, the pattern for those too."""
-    wrapped = [name for name in inventory.by_name if _WRAPPED in name]
-    plain = {name.replace(_WRAPPED, "."): name for name in wrapped}
-    if not plain or not is_segments(pattern):
-        return pattern
-    segments = f".{pattern}."
-    found = [name for name in inventory.by_name if segments in f".{name}."]
-    hidden = [real for name, real in plain.items() if segments in f".{name}." and segments not in f".{real}."]
-    return _exactly([*found, *hidden]) if hidden else pattern
-
-
-def _exactly(names: Iterable[str]) -> str:
-    """The pattern that means these names and no other."""
-    return f"re:{'|'.join(map(re.escape, names))}"
+def _with_plain_names(storage: StorageInfo, plain_name: Callable[[str], str]) -> StorageInfo:
+    """``storage``, found by the names that its tensors had before their modules were wrapped, too."""
+    tensors = []
+    for tensor in storage.tensors:
+        plain = {plain_name(name) for name in tensor.names}.difference(tensor.names)
+        tensors.append(replace(tensor, aliases=(*tensor.aliases, *sorted(plain))))
+    return replace(storage, tensors=tuple(tensors))

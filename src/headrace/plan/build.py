@@ -102,8 +102,15 @@ class Planner:
     # Candidates do not depend on the size of the budget, and are asked for again with other sizes.
     _tables: dict[object, CandidateTable] = field(default_factory=dict, compare=False, repr=False)
 
-    def plan(self, policy: Policy) -> Plan:
+    def plan(
+        self, policy: Policy, movable: Collection[str] | None = None, forced: Mapping[str, Mechanism] | None = None
+    ) -> Plan:
         """The plan for ``policy``.
+
+        Args:
+            movable: of a :class:`~headrace.config.UVA` or a budget, names of the storages that may leave the device;
+                default those that its patterns select.
+            forced: of a budget, the mechanisms of storages by name, where its rules settle none.
 
         Raises:
             SelectionError: a pattern, or the policy as a whole, selects nothing that can be offloaded.
@@ -113,7 +120,8 @@ class Planner:
         """
         storages = self.inventory.storages
         if isinstance(policy, Budget):
-            made = replace(solve(self.candidates(policy), policy), context=policy.workload.context)
+            table = self.candidates(policy, movable, forced)
+            made = replace(solve(table, policy), context=policy.workload.context)
             if policy.expert_slots is not None and not made.cached:
                 raise OptionError(
                     f"expert_slots = {policy.expert_slots} has no effect: the plan caches no experts; add the rule "
@@ -138,13 +146,16 @@ class Planner:
             made = plan_group_rule(self.inventory, policy, list(stacks.values()), candidates=self._movable(policy))
         else:
             refused = self._refused(policy.mode)
-            uva = read_in_place(self.inventory, self._movable(policy), policy.limit_bytes, refused)
+            uva = read_in_place(self.inventory, self._movable(policy, movable), policy.limit_bytes, refused)
             made = assemble(self.inventory, [], 0, policy.mode, uva=uva)
         return replace(made, num_ranks=self.num_ranks)
 
-    def _movable(self, policy: Budget | Prefetch | UVA) -> list[StorageInfo]:
-        """What ``policy`` selects, without what its store cannot hold."""
-        candidates = selected(self.inventory, policy.params)
+    def _movable(self, policy: Budget | Prefetch | UVA, names: Collection[str] | None = None) -> list[StorageInfo]:
+        """What ``policy`` selects (or ``names``), without what its store cannot hold."""
+        if names is None:
+            candidates = selected(self.inventory, policy.params)
+        else:
+            candidates = [s for s in self.inventory.storages if s.name in names]
         fixed = self._fixed(policy.mode or self.default_mode)
         if unsaved := [s.name for s in candidates if s.name in fixed and s.name not in self.unstreamable]:
             warn_user(
@@ -172,15 +183,21 @@ class Planner:
 
     # -- budgets -------------------------------------------------------------------------------------------------------
 
-    def candidates(self, budget: Budget) -> CandidateTable:
-        """All plans that are considered for ``budget``, whatever its size."""
+    def candidates(
+        self, budget: Budget, names: Collection[str] | None = None, forced: Mapping[str, Mechanism] | None = None
+    ) -> CandidateTable:
+        """All plans that are considered for ``budget``, whatever its size; the other arguments as for :meth:`plan`."""
+        if names is not None or forced:
+            return self._make_table(budget, names, forced)
         # Without the sizes of device and host memory, which candidates do not depend on.
         key = (budget.params, budget.mode, budget.rules, budget.workload, budget.expert_slots, budget.peer_memory)
         if key not in self._tables:
             self._tables[key] = self._make_table(budget)
         return self._tables[key]
 
-    def _make_table(self, budget: Budget) -> CandidateTable:
+    def _make_table(
+        self, budget: Budget, names: Collection[str] | None = None, unruled: Mapping[str, Mechanism] | None = None
+    ) -> CandidateTable:
         workload, mode = budget.workload, budget.mode or self.default_mode
         self.profile.check_context(workload.context)
         if budget.peer_memory is not None and mode != "cpu":
@@ -188,8 +205,9 @@ class Planner:
                 f"peer_memory: expected mode 'cpu', since units rest on another GPU before host memory, found "
                 f"{mode!r}; leave one of the two out (--peer-memory, --offload-mode)"
             )
-        movable = self._movable(budget)
+        movable = self._movable(budget, names)
         forced = settle_rules(self.inventory, budget.rules, self._fixed(mode), self._refused(mode))
+        forced = {**(unruled or {}), **forced}
         if workload.repeated:
             once: dict[str, Mechanism] = {s.name: "prefetch" for s in self._run_once(movable, workload)}
             forced = once | forced

@@ -430,7 +430,7 @@ def plan_group_rule(
     return assemble(inventory, units, num_slots * len(units) // max(1, len(layers)), policy.mode, uva=uva)
 
 
-def move_on_demand(inventory: Inventory, plan: Plan) -> Plan:
+def move_on_demand(inventory: Inventory, plan: Plan, num_slots: int = 1) -> Plan:
     """``plan`` with everything it reads in place moved into slots instead, for devices that cannot address the host.
 
     A storage joins the unit of the layer that reads it, or becomes one of the module that does.
@@ -445,7 +445,7 @@ def move_on_demand(inventory: Inventory, plan: Plan) -> Plan:
     places = {unit.module_fqn: unit.store for unit in plan.units}
     stores = [replace(draft, store=places.get(draft.module_fqn)) for draft in drafts]
     # A plan that read everything in place had no slot.
-    return assemble(inventory, stores, max(plan.num_slots, 1), plan.mode)
+    return assemble(inventory, stores, plan.num_slots or min(num_slots, len(stores)), plan.mode)
 
 
 def selected(inventory: Inventory, params: Sequence[str]) -> list[StorageInfo]:

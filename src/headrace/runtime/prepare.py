@@ -21,7 +21,7 @@ from headrace.config import Budget, as_policy
 from headrace.environment import warn_about_variables
 from headrace.errors import OptionError, OptionTypeError
 from headrace.memory.pinned import PinnedBuffer
-from headrace.model.inventory import Inventory, refuse_own_ways, take_inventory
+from headrace.model.inventory import Inventory, reject_self_managed_weights, take_inventory
 from headrace.model.live_tensors import BoundStorage, bind
 from headrace.model.memory_profile import profile_of
 from headrace.plan.plan import Plan, slab_bytes
@@ -122,7 +122,7 @@ def module_context(request: PlanRequest, target: Target) -> PlanContext:
     inventory = take_inventory(model) if request.inventory is None else request.inventory
     read = partial(profile_of, model, request.expected.context)
     for name, module in model.named_modules():
-        refuse_own_ways(name, module, torch.device(target.device.type))
+        reject_self_managed_weights(name, module, torch.device(target.device.type))
     bound, name = bind(model, inventory.storages), type(model).__name__
     return PlanContext(request, target, inventory, read, weights, name, model, bound)
 

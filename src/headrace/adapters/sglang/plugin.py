@@ -3,7 +3,7 @@
 SGLang's model runner makes an offloader before it builds the model; the model code hands layers over to it in
 ``make_layers``; ``load_model`` ends with its ``post_init``. No call of SGLang's orders copies around CUDA graphs, so
 the capture and the replay of a graph are hooked. SGLang calls ``model.forward`` and the forward of the module that
-holds the layers itself, past the hooks of modules (``EngineOffloader(calls_forward=True)``).
+holds the layers itself, past the hooks of modules (``EngineTraits.calls_forward``).
 """
 
 from __future__ import annotations
@@ -26,19 +26,21 @@ from sglang.srt.utils.offloader import NoopOffloader, get_offloader
 from torch import nn
 from torch.distributed import FileStore, PrefixStore, ProcessGroup  # type: ignore[attr-defined,unused-ignore]
 
+from headrace.adapters.engine_interface import missing_hooks, version_number
 from headrace.adapters.sglang.keys import VARIABLE, EngineOptions, parse_keys, read_options
-from headrace.adapters.sglang.names import require_supported
 from headrace.config import Budget
-from headrace.errors import StateError
+from headrace.errors import OptionError, StateError
 from headrace.figures import format_size
 from headrace.model.records import Inventory
-from headrace.offloaders.layerwise import EngineOffloader
+from headrace.offloaders.layerwise import EngineOffloader, EngineTraits
 from headrace.ranks.group import RankGroup
 from headrace.runtime.prepare import open_ranks
 
 __all__ = ["SGLangOffloader", "register_hooks"]
 
 logger = logging.getLogger("sglang.headrace")  # SGLang's servers print what their own loggers say
+
+_VERSION = "0.5.23"  # the one that was tried
 
 _keys: Mapping[str, Any] = {}  # of HEADRACE_SGLANG
 
@@ -53,10 +55,24 @@ def register_hooks(value: str) -> None:
         OptionError, OptionTypeError: this SGLang is not supported, or ``value`` is invalid; see the message.
     """
     global _keys
-    require_supported(sglang.__version__)
+    _require_supported(sglang.__version__)
     _keys = parse_keys(value)
     for target, (hook, kind) in _HOOKS.items():
         HookRegistry.register(target, hook, kind)
+
+
+def _require_supported(version: str) -> None:
+    """Refuse an SGLang of another version than the tested one, or that lacks a function that is hooked."""
+    if version_number(version) != version_number(_VERSION):
+        raise OptionError(
+            f"SGLang {version} has not been tried with headrace: expected {_VERSION}; install it "
+            f"(pip install sglang=={_VERSION}), or unset {VARIABLE} to run SGLang without headrace"
+        )
+    if found := missing_hooks(dict.fromkeys(_HOOKS, ())):  # in a patched build
+        raise OptionError(
+            f"SGLang {version} differs from the tested one: {'; '.join(found)}. Use an unchanged SGLang {_VERSION}, or "
+            f"unset {VARIABLE} to run it without headrace"
+        )
 
 
 class SGLangOffloader(EngineOffloader):
@@ -68,12 +84,14 @@ class SGLangOffloader(EngineOffloader):
         super().__init__(
             options.policy,  # type: ignore[arg-type]
             self._runner_model,
-            is_lookup=_is_lookup,
+            EngineTraits(
+                is_lookup=_is_lookup,
+                announces_replays=True,
+                break_capture=_break_capture,
+                calls_forward=True,
+                copies_limited=True,
+            ),
             measure_stalls=options.measure_stalls,
-            announces_replays=True,
-            break_capture=_break_capture,
-            calls_forward=True,
-            copies_limited=True,
         )
         self.options = options
         self._runner: Any = None

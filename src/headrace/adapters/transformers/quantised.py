@@ -41,7 +41,7 @@ from transformers.quantizers.auto import AutoHfQuantizer
 from headrace.checkpoint.safetensors_header import Checkpoint, FileTensor
 from headrace.checkpoint.weight_map import Conversion, TensorSource
 from headrace.errors import CheckpointError
-from headrace.model.inventory import inner_tensors, refuse_own_ways
+from headrace.model.inventory import inner_tensors, reject_self_managed_weights
 from headrace.model.records import Location, dotted_name, dotted_prefixes
 
 if TYPE_CHECKING:
@@ -295,7 +295,7 @@ def make_whole(
             try:
                 made = work.make(read)
                 vars(model).update(work.marks)
-                refuse_own_ways(name, made, device)
+                reject_self_managed_weights(name, made, device)
                 empty = _on_meta(made, name)
             except Exception as error:  # of any type: a kernel that is missing, a shape it does not support
                 raise refusal(f"{checkpoint.root}: {name}", _method(quantizer), device, error) from error

@@ -1,25 +1,11 @@
-"""The interface of vLLM that headrace relies on: versions, names, parameters, fields, and calls.
-
-It is checked when a worker starts. A vLLM that differs is refused with the names that differ.
-"""
+"""Which vLLM headrace runs in: its versions, and the functions that are hooked or that call headrace."""
 
 from __future__ import annotations
 
-from dataclasses import replace
-
-from headrace.adapters import engine_interface
-from headrace.adapters.engine_interface import Name, version_number
+from headrace.adapters.engine_interface import missing_hooks, version_number
 from headrace.errors import OptionError
 
-__all__ = [
-    "NAMES",
-    "NEWEST",
-    "OLDEST",
-    "OLDEST_WITH_CACHE",
-    "differences",
-    "require_supported",
-    "require_version",
-]
+__all__ = ["HOOKS", "NEWEST", "OLDEST", "OLDEST_WITH_CACHE", "require_supported", "require_version"]
 
 OLDEST = (0, 20, 2)
 NEWEST = (0, 33)  # with its later patch releases
@@ -27,155 +13,33 @@ OLDEST_WITH_CACHE = (0, 32)  # experts can be cached
 
 _FIX = "install one of these (pip install 'vllm==0.33.0'), or leave --worker-cls out to run vLLM without headrace"
 
-
-_OFFLOADER = "vllm.model_executor.offloader.base"
-_WORKER = "vllm.v1.worker.gpu_worker"
-_RUNNERS = ("vllm.v1.worker.gpu.model_runner", "vllm.v1.worker.gpu_model_runner")  # the default first
-_GRAPHS = "vllm.v1.worker.gpu.cudagraph_utils"
-_BREAKABLE = "vllm.compilation.breakable_cudagraph"
-_GROUPS = "vllm.distributed.parallel_state"
-_MOE = "vllm.model_executor.layers.fused_moe"
-_AROUND_CAPTURE = ("sync_prev_onload", "join_after_forward")
-_PARALLEL = ("data_parallel_master_port", "data_parallel_rank_local", "enable_dbo", "enable_eplb", "ubatch_size")
-NAMES = (
-    Name(_OFFLOADER, "get_offloader", ()),
-    Name(_OFFLOADER, "set_offloader", ("instance",)),
-    Name(_OFFLOADER, "NoopOffloader"),
-    Name(_OFFLOADER, "BaseOffloader.wrap_modules", ("self", "modules_generator")),
-    Name(_OFFLOADER, "BaseOffloader.post_init", ("self",)),
-    Name(_OFFLOADER, "BaseOffloader.sync_prev_onload", ("self",)),
-    Name(_OFFLOADER, "BaseOffloader.join_after_forward", ("self",)),
-    Name(
-        "vllm.model_executor.models.utils",
-        "make_layers",
-        ("num_hidden_layers", "layer_fn", "prefix"),
-        mentions=("get_offloader", "wrap_modules"),
-    ),
-    Name("vllm.model_executor.layers.vocab_parallel_embedding", "VocabParallelEmbedding"),
-    Name("vllm.model_executor.layers.vocab_parallel_embedding", "ParallelLMHead"),
-    Name(_WORKER, "Worker.__init__", ("self", "vllm_config")),
-    Name("vllm.v1.worker.worker_base", "WorkerBase.__init__", mentions=("rank", "vllm_config")),
-    Name(_WORKER, "Worker.load_model", ("self", "load_dummy_weights"), mentions=("model_runner", "load_model")),
-    Name(_WORKER, "Worker.init_device", ("self",), mentions=("device",)),
-    # The model runs for the first time inside it.
-    Name(_WORKER, "Worker.determine_available_memory", ("self",), mentions=("profile_run",)),
-    Name(_WORKER, "Worker.compile_or_warm_up_model", ("self",)),
-    Name("vllm.v1.worker.worker_base", "WorkerBase.apply_model", ("self", "fn"), mentions=("get_model",)),
-    Name(_WORKER, "Worker.execute_model", ("self", "scheduler_output")),
-    Name(_WORKER, "Worker.sample_tokens", ("self",)),
-    Name(_WORKER, "Worker.sleep", ("self", "level")),
-    Name(_WORKER, "Worker.reload_weights"),
-    Name(_WORKER, "Worker.save_tensorized_model"),
-    *(
-        Name(runner, "GPUModelRunner.load_model", ("self", "load_dummy_weights"), mentions=("model_memory_usage",))
-        for runner in _RUNNERS
-    ),
-    *(Name(runner, "GPUModelRunner.get_model", ("self",)) for runner in _RUNNERS),
-    # vLLM announces every replay; the prefetcher relies on this.
-    Name("vllm.compilation.cuda_graph", "CUDAGraphWrapper.__call__", mentions=_AROUND_CAPTURE),
-    Name(_GRAPHS, "CudaGraphManager.capture", mentions=_AROUND_CAPTURE),
-    Name(_GRAPHS, "CudaGraphManager.run_fullgraph", mentions=("sync_prev_onload",)),
-    Name(_BREAKABLE, "BreakableCUDAGraphCapture.current", (), since_later=True),
-    Name(_BREAKABLE, "BreakableCUDAGraphCapture.add_eager", ("self", "fn"), since_later=True),
-    # Between two segments it is false.
-    Name(_BREAKABLE, "BreakableCUDAGraphCapture._end_segment", mentions=("_capturing",), since_later=True),
-    # What repacks weights runs through the method of each module, where the result leaves the device.
-    Name(
-        "vllm.model_executor.model_loader.utils",
-        "process_weights_after_loading",
-        mentions=("quant_method", "process_weights_after_loading"),
-    ),
-    # vLLM moves the replacement of an offloaded parameter off the device again.
-    Name("vllm.model_executor.model_loader.utils", "device_loading_context", mentions=("_vllm_is_uva_offloaded",)),
-    # Kernels of experts read weights that have the same mark once per expert.
-    Name(
-        "vllm.model_executor.layers.fused_moe.fused_moe",
-        "_weights_host_resident",
-        mentions=("_vllm_is_uva_offloaded",),
-        since=(0, 33),
-    ),
-    # Cached experts: the weights and numbers that a kernel is given are replaced, and how it is tuned is kept.
-    *(
-        replace(name, since=OLDEST_WITH_CACHE)
-        for name in (
-            Name(_MOE, "override_config", ("config",)),
-            Name(
-                f"{_MOE}.fused_moe",
-                "try_get_optimal_moe_config",
-                ("w1_shape", "w2_shape", "top_k", "dtype", "M", "block_shape"),
-            ),
-            Name(
-                f"{_MOE}.modular_kernel",
-                "FusedMoEKernelModularImpl._fused_experts",
-                mentions=("fused_experts", "apply"),
-            ),
-            Name(
-                f"{_MOE}.experts.triton_moe",
-                "TritonExperts.apply",
-                (
-                    *("self", "output", "hidden_states", "w1", "w2", "topk_weights", "topk_ids", "activation"),
-                    *("global_num_experts", "expert_map"),
-                ),
-                mentions=("try_get_optimal_moe_config", "quant_config"),
-            ),
-            Name(
-                f"{_MOE}.experts.triton_moe",
-                "TritonExperts.moe_problem_size",
-                ("self", "a1", "w1", "w2", "topk_ids"),
-            ),
-            Name(f"{_MOE}.config", "FusedMoEQuantConfig", fields=("_a1", "_a2", "_w1", "_w2")),
-            Name(f"{_MOE}.routed_experts", "RoutedExperts.__init__", mentions=("quant_method", "moe_config")),
-            Name(f"{_MOE}.config", "FusedMoEParallelConfig.use_all2all_kernels"),
-            Name(f"{_MOE}.config", "FusedMoEParallelConfig", fields=("enable_eplb",)),
-        )
-    ),
-    *(Name(_GROUPS, name, ()) for name in ("get_dp_group", "get_tp_group", "get_world_group")),
-    Name(_GROUPS, "GroupCoordinator.__init__", mentions=("cpu_group", "rank_in_group", "world_size")),
-    Name(_GROUPS, "GroupCoordinator.broadcast_object", ("self", "obj", "src")),
-    Name("vllm.logger", "init_logger", ("name",)),
-    Name(
-        "vllm.config.vllm",
-        "VllmConfig",
-        fields=(
-            "additional_config",
-            "compilation_config",
-            "load_config",
-            "model_config",
-            "offload_config",
-            "parallel_config",
-            "weight_transfer_config",
-        ),
-    ),
-    # The additional configuration is part of the compile cache's key.
-    Name("vllm.config.vllm", "VllmConfig.compute_hash", ("self",), mentions=("additional_config",)),
-    Name(
-        "vllm.config.compilation", "CompilationConfig", fields=("mode", "splitting_ops", "use_inductor_graph_partition")
-    ),
-    Name("vllm.config.parallel", "ParallelConfig", fields=_PARALLEL),
-    Name("vllm.config.load", "LoadConfig", fields=("load_format",)),
-    Name("vllm.config.model", "ModelConfig", fields=("multimodal_config",)),
-    Name("vllm.config.model", "ModelConfig.architecture"),
-    Name("vllm.config.multimodal", "MultiModalConfig", fields=("mm_encoder_only",)),
-    Name("vllm.config.offload", "OffloadConfig", fields=("offload_backend", "prefetch", "uva")),
-    Name("vllm.config.offload", "UVAOffloadConfig", fields=("cpu_offload_gb", "cpu_offload_params")),
-    Name(
-        "vllm.config.offload",
-        "PrefetchOffloadConfig",
-        fields=("offload_group_size", "offload_num_in_group", "offload_params", "offload_prefetch_step"),
-    ),
+# What a worker overrides, and the calls without which outputs would be wrong and nothing else would notice.
+_OVERRIDDEN = (
+    *("load_model", "determine_available_memory", "compile_or_warm_up_model", "execute_model", "sample_tokens"),
+    *("sleep", "reload_weights", "save_tensorized_model", "apply_model"),
 )
+_GRAPHS = "vllm.v1.worker.gpu.cudagraph_utils.CudaGraphManager"
+_AROUND_CAPTURE = ("sync_prev_onload", "join_after_forward")
+HOOKS: dict[str, tuple[str, ...]] = {
+    **{f"vllm.v1.worker.gpu_worker.Worker.{name}": () for name in _OVERRIDDEN},
+    # vLLM announces every replay; the prefetcher relies on this.
+    "vllm.compilation.cuda_graph.CUDAGraphWrapper.__call__": _AROUND_CAPTURE,
+    f"{_GRAPHS}.capture": _AROUND_CAPTURE,
+    f"{_GRAPHS}.run_fullgraph": ("sync_prev_onload",),
+    # The additional configuration, which names the units, is part of the compile cache's key.
+    "vllm.config.vllm.VllmConfig.compute_hash": ("additional_config",),
+}
 
 
 def require_supported(version: str) -> None:
-    """Refuse a vLLM that is older or newer than the tested ones, or that lacks a name headrace relies on.
+    """Refuse a vLLM that is older or newer than the tested ones, or that lacks one of :data:`HOOKS`.
 
     Raises:
         OptionError: names the supported versions, or what differs.
     """
     require_version(version)
-    # A version number says nothing about patched builds, where a renamed function would end in a traceback, and a call
-    # that is no longer made would leave weights on the device without any error.
-    if found := differences(version):
+    # A version number says nothing about patched builds, where a function might no longer be called.
+    if found := missing_hooks(HOOKS):
         raise OptionError(
             f"vLLM {version} differs from the tested versions: {'; '.join(found)}. Use an unchanged vLLM "
             f"{_range()}, or leave --worker-cls out to run it without headrace"
@@ -198,8 +62,3 @@ def require_version(version: str) -> None:
 
 def _range() -> str:
     return f"{'.'.join(map(str, OLDEST))} to {'.'.join(map(str, NEWEST))}.x"
-
-
-def differences(version: str) -> list[str]:
-    """Names that are missing or differ from what is expected of ``version``; empty if none. Imports vLLM."""
-    return engine_interface.differences(NAMES, version_number(version) or NEWEST)

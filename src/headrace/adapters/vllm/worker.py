@@ -30,6 +30,7 @@ from vllm.model_executor.offloader.base import get_offloader, set_offloader
 from vllm.v1.worker import gpu_worker
 
 from headrace.adapters.engine_interface import version_number
+from headrace.adapters.quirks import without_lora
 from headrace.adapters.vllm.interface import NEWEST, OLDEST_WITH_CACHE, require_supported
 from headrace.adapters.vllm.options import read_options, refuse_unsupported
 from headrace.config import Budget
@@ -37,7 +38,7 @@ from headrace.environment import peer_timeout_s
 from headrace.errors import OptionError, OutsideAccessError, PeerError, StateError
 from headrace.experts.rows import ExpertKernels
 from headrace.figures import format_size
-from headrace.offloaders.layerwise import EngineOffloader
+from headrace.offloaders.layerwise import EngineOffloader, EngineTraits
 from headrace.plan.cost_model import Rates
 from headrace.ranks.group import GRACE_S, RankGroup, call_within, json_digest
 from headrace.runtime.prepare import open_ranks
@@ -108,13 +109,16 @@ class OffloadingWorker(_Base):  # type: ignore[misc,unused-ignore]
             self._offloader = self.offloader_class(
                 self._options.policy,
                 self.model_runner.get_model,
-                is_lookup=_is_lookup,
+                EngineTraits(
+                    is_lookup=_is_lookup,
+                    plain_name=without_lora,
+                    announces_replays=self._announces,
+                    break_capture=_break_capture,
+                    expert_kernels=_expert_kernels(),
+                ),
                 ranks=ranks,
                 rates=rates,
                 measure_stalls=self._options.measure_stalls,
-                announces_replays=self._announces,
-                break_capture=_break_capture,
-                expert_kernels=_expert_kernels(),
             )
             with self._in_force(self._offloader):
                 super().load_model(**kwargs)

@@ -1,17 +1,11 @@
-"""The interface of SGLang that headrace relies on: versions, hooked functions, parameters, fields, and calls.
+"""What headrace relies on of SGLang: hooked functions, parameters, fields, and calls.
 
-It is checked when the plugin is loaded. An SGLang that differs is refused with the names that differ.
+The stand-in is held to this table with every commit, and SGLang itself by ``scripts/test-sglang-cpu``.
 """
 
 from __future__ import annotations
 
-from headrace.adapters import engine_interface
-from headrace.adapters.engine_interface import Name, version_number
-from headrace.errors import OptionError
-
-__all__ = ["NAMES", "VERSIONS", "differences", "require_supported"]
-
-VERSIONS = ((0, 5, 23),)
+from engine_names import Name
 
 _OFFLOADER = "sglang.srt.utils.offloader"
 _RUNNER = "sglang.srt.model_executor.model_runner"
@@ -71,29 +65,3 @@ NAMES = (
     Name(_EXPORT, "WeightExporter.send_weights_to_remote_instance", ("self",)),
     Name("sglang.srt.managers.scheduler", "Scheduler.get_internal_state", ("self", "recv_req")),
 )
-
-
-def require_supported(version: str) -> None:
-    """Refuse an SGLang of another version than the tested ones, or that lacks a name headrace relies on.
-
-    Raises:
-        OptionError: names the supported versions, or what differs.
-    """
-    number = version_number(version)
-    known = ", ".join(".".join(map(str, each)) for each in VERSIONS)
-    if number not in VERSIONS:
-        raise OptionError(
-            f"SGLang {version} has not been tried with headrace: expected {known}; install it "
-            f"(pip install sglang=={known}), or unset HEADRACE_SGLANG to run SGLang without headrace"
-        )
-    # A version number says nothing about patched builds, where a hooked function might no longer be called.
-    if found := differences():
-        raise OptionError(
-            f"SGLang {version} differs from the tested one: {'; '.join(found)}. Use an unchanged SGLang {known}, or "
-            f"unset HEADRACE_SGLANG to run it without headrace"
-        )
-
-
-def differences() -> list[str]:
-    """Names that are missing or differ from what is expected; empty if none. Imports SGLang."""
-    return engine_interface.differences(NAMES, VERSIONS[-1])
