@@ -68,7 +68,7 @@ def test_a_person_starts_a_release_and_it_is_tried_before_it_is_published() -> N
     assert publish["needs"] == "build"
     assert publish["environment"] == "release"  # which asks for an approval
     assert publish["permissions"] == {"id-token": "write"}
-    assert not any("run" in step or "with" in step and "password" in step["with"] for step in publish["steps"])
+    assert not any("run" in step or ("with" in step and "password" in step["with"]) for step in publish["steps"])
 
 
 def slow_groups() -> dict[str, list[str]]:
