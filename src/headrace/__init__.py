@@ -69,7 +69,7 @@ __all__ = [
     "set_offloader",
 ]
 
-__version__ = "0.1.0"
+__version__ = "0.2.0"  # the one place; pyproject.toml reads it
 
 # Every other public name is one of headrace.offloaders.
 _HOMES = {

@@ -14,12 +14,7 @@ from typing import Any
 
 import pytest
 import torch
-import torch._dynamo
 from torch import nn
-from torch._dynamo.exc import BackendCompilerFailed
-from torch._dynamo.utils import counters
-from torch._inductor.compile_fx import compile_fx
-from torch._inductor.utils import fresh_cache
 
 import headrace
 from headrace.errors import HeadraceWarning, ModelChangedError, StateError
@@ -30,7 +25,7 @@ from models import DIM, MoE, OddStack, QuantStack, ScaledStack, Stack, all_layer
 @pytest.fixture(autouse=True)
 def _fresh() -> Iterator[None]:
     torch._dynamo.reset()
-    counters.clear()
+    torch._dynamo.utils.counters.clear()
     with torch.no_grad():
         yield
 
@@ -38,6 +33,8 @@ def _fresh() -> Iterator[None]:
 @pytest.fixture(scope="module", autouse=True)
 def _own_cache() -> Iterator[None]:
     """What an earlier version has left in the user's cache must not be what is tested."""
+    from torch._inductor.utils import fresh_cache  # a second, also where this file is only collected
+
     with fresh_cache():
         yield
 
@@ -108,8 +105,8 @@ class Passed(nn.Linear):
 
 
 def num_graphs() -> int:
-    assert not counters["graph_break"]
-    return counters["stats"]["unique_graphs"]
+    assert not torch._dynamo.utils.counters["graph_break"]
+    return torch._dynamo.utils.counters["stats"]["unique_graphs"]
 
 
 class Image(nn.Sequential):
@@ -157,7 +154,7 @@ class TestInductor:
                 assert_moved(handle, forwards)
             handle.remove()
         assert_same_bits(model(x), eager)
-        assert not counters["graph_break"]
+        assert not torch._dynamo.utils.counters["graph_break"]
 
     def test_encoder_layers_of_torch(self) -> None:
         """Their units have no hooks; what hooks trace, the wrapper of their forward does."""
@@ -168,7 +165,7 @@ class TestInductor:
             expected = stepping(model, "inductor")(x)
             assert num_graphs() == 1
         torch._dynamo.reset()
-        counters.clear()
+        torch._dynamo.utils.counters.clear()
         with headrace.offload(model, policy) as handle:
             step = stepping(model, "inductor")
             for forwards in (1, 2, 3):
@@ -184,13 +181,13 @@ class TestInductor:
         with boundaries(model, all_layers(2)):
             expected = model(x)
         torch._dynamo.reset()
-        counters.clear()
+        torch._dynamo.utils.counters.clear()
         handle = offload_over(model, all_layers(2), SlowLink())
         for forwards in (1, 2):
             assert_same_bits(model(x), expected)
             assert_moved(handle, forwards)
         assert num_graphs() <= 3, "one for the layers, not one for each"
-        assert not counters["recompile_limit"]
+        assert not torch._dynamo.utils.counters["recompile_limit"]
         handle.remove()
 
     def test_layers_that_hand_on_two_views_of_one_tensor(self) -> None:
@@ -198,6 +195,8 @@ class TestInductor:
 
         Inductor copies a given view that an op writes beside another of its storage; torch 2.11 copied wrong bytes.
         """
+        from torch._inductor.compile_fx import compile_fx
+
         model, x = Halves(), rows()
         eager = model(x)
         policy = headrace.Prefetch(1, 1, 2, params=["ALL_MODEL_PARAMS"])
@@ -267,7 +266,7 @@ class TestInductor:
         for forwards in (1, 2):
             assert_same_bits(model(x), expected)
             assert_moved(handle, forwards)
-        assert not counters["recompile_limit"]
+        assert not torch._dynamo.utils.counters["recompile_limit"]
         handle.remove()
 
     @pytest.mark.parametrize("frozen", [True, False])
@@ -290,7 +289,10 @@ class TestInductor:
     def test_a_subclass_is_refused(self) -> None:
         """Its inner tensors would reach the graph twice, with and without the edges: an error, no wrong result."""
         model = ScaledStack(2).eval()
-        with headrace.offload(model, all_layers()), pytest.raises((StateError, BackendCompilerFailed)):
+        with (
+            headrace.offload(model, all_layers()),
+            pytest.raises((StateError, torch._dynamo.exc.BackendCompilerFailed)),
+        ):
             stepping(model, "inductor")(rows())
 
 

@@ -44,14 +44,46 @@ def commands(workflow: dict[Any, Any]) -> set[str]:
 def test_every_change_runs_what_developers_run_and_every_week_the_newest_engines() -> None:
     by_name = {path.name: read(path) for path in FILES}
     assert triggers(by_name["ci.yml"]).keys() == {"push", "pull_request"}
-    of_jobs = {
-        name: {step["run"] for step in job["steps"] if "run" in step} for name, job in by_name["ci.yml"]["jobs"].items()
-    }
-    assert of_jobs["checks"] == {".ci/run"}
-    assert {"scripts/_env", "scripts/test"} < of_jobs["ends"]  # with other versions of one package
+    jobs = by_name["ci.yml"]["jobs"]
+    side_by_side = set(jobs["checks"]["strategy"]["matrix"]["command"])
+    in_sequence = {line for line in (ROOT / ".ci" / "run").read_text().splitlines() if line.startswith("scripts/")}
+    groups = {f"scripts/test {name}" for name in {"quick", "slow", *slow_groups()}}
+    assert side_by_side == in_sequence - {"scripts/test"} | groups | {"scripts/test-wheel"}
+    assert {each["command"] for each in jobs["checks"]["strategy"]["matrix"]["include"]} == {".ci/run"}
+    of_ends = {step["run"] for step in jobs["ends"]["steps"] if "run" in step}
+    assert {"scripts/_env", "scripts/test"} < of_ends  # with other versions of one package
     weekly = triggers(by_name["engines.yml"])
     assert [re.fullmatch(r"\d+ \d+ \* \* \d", each["cron"]) is not None for each in weekly["schedule"]] == [True]
     assert commands(by_name["engines.yml"]) >= {"scripts/test-vllm-source", "scripts/test-vllm-cpu"}
+
+
+def test_a_person_starts_a_release_and_it_is_tried_before_it_is_published() -> None:
+    release = read(ROOT / ".github" / "workflows" / "release.yml")
+    assert triggers(release).keys() == {"workflow_dispatch"}
+    build, publish = release["jobs"]["build"], release["jobs"]["publish"]
+    assert [step["run"] for step in build["steps"] if "run" in step] == [
+        "scripts/dist --release",
+        "scripts/test-wheel dist/headrace-*.whl",
+    ]
+    assert publish["needs"] == "build"
+    assert publish["environment"] == "release"  # which asks for an approval
+    assert publish["permissions"] == {"id-token": "write"}
+    assert not any("run" in step or ("with" in step and "password" in step["with"]) for step in publish["steps"])
+
+
+def slow_groups() -> dict[str, list[str]]:
+    """The groups of `scripts/test` that have paths of their own."""
+    found = re.findall(r'^    \[(\w+)\]="(.+)"$', (ROOT / "scripts" / "test").read_text(), re.M)
+    return {name: paths.split() for name, paths in found}
+
+
+def test_groups_of_tests_share_nothing_and_exist() -> None:
+    groups = slow_groups()
+    assert groups.keys() == {"fuzz", "families", "engines", "compile", "interrupts"}
+    paths = [path for each in groups.values() for path in each]
+    assert len(paths) == len(set(paths))
+    assert [path for path in paths if not (ROOT / path).exists()] == []
+    assert all(f"${{groups[{name}]}}" in (ROOT / "scripts" / "test").read_text() for name in groups)
 
 
 @pytest.mark.parametrize("path", FILES, ids=lambda path: path.name)

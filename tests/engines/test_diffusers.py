@@ -13,7 +13,7 @@ from collections.abc import Callable, Iterator
 from functools import cache
 from itertools import pairwise
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import pytest
 import torch
@@ -28,8 +28,10 @@ if importlib.util.find_spec("diffusers") is None or importlib.util.find_spec("pe
     pytest.skip("diffusers and peft are not installed", allow_module_level=True)
 
 import pipelines
-from headrace.adapters.diffusers import Components, PipelineHandle, load, modules_of
 from spills import staged
+
+if TYPE_CHECKING:  # importing diffusers takes a second, also where this file is only collected
+    from headrace.adapters.diffusers import PipelineHandle
 
 pytestmark = [
     pytest.mark.filterwarnings("ignore::FutureWarning"),
@@ -46,7 +48,15 @@ def _compiled_anew() -> Iterator[None]:
     torch._dynamo.reset()
 
 
+def load(*args: Any, **options: Any) -> tuple[Any, PipelineHandle]:
+    from headrace.adapters import diffusers
+
+    return diffusers.load(*args, **options)
+
+
 def weight_bytes(pipe: Any) -> int:
+    from headrace.adapters.diffusers import Components
+
     return take_inventory(Components(pipe)).num_bytes
 
 
@@ -91,6 +101,8 @@ def test_the_same_images_in_one_budget(name: str, share: float) -> None:
 @pytest.mark.parametrize("name", pipelines.CASES)
 def test_residents_are_of_what_every_step_runs(name: str) -> None:
     """Of what a call runs once, only tensors stay that are too small to move, and those no unit can hold."""
+    from headrace.adapters.diffusers import modules_of
+
     pipe = pipelines.build(name)
     handle = offloaded(pipe, 0.6)
     once = {part for part in modules_of(pipe) if not part.startswith(("unet", "transformer", "controlnet"))}

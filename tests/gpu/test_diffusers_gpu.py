@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import importlib.util
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import pytest
 import torch
@@ -16,7 +16,9 @@ if importlib.util.find_spec("diffusers") is None or importlib.util.find_spec("pe
     pytest.skip("diffusers and peft are not installed", allow_module_level=True)
 
 import pipelines
-from headrace.adapters.diffusers import Components, PipelineHandle, load
+
+if TYPE_CHECKING:  # importing diffusers takes a second, also where this file is only collected
+    from headrace.adapters.diffusers import PipelineHandle
 
 pytestmark = [
     pytest.mark.filterwarnings("ignore::FutureWarning"),
@@ -25,6 +27,8 @@ pytestmark = [
 
 
 def offloaded(pipe: Any, share: float) -> PipelineHandle:
+    from headrace.adapters.diffusers import Components, load
+
     _, handle = load(pipe, int(share * take_inventory(Components(pipe)).num_bytes), device="cuda")
     return handle
 
@@ -45,6 +49,8 @@ def test_the_same_images(name: str) -> None:
 
 def test_compiled_blocks() -> None:
     """The reference has the same boundaries: without them a compiler fuses, and rounds, otherwise."""
+    from headrace.adapters.diffusers import Components
+
     pipe, twin = pipelines.build("flux"), pipelines.build("flux").to("cuda")
     handle = offloaded(pipe, 0.4)
     for p in (pipe, twin):
