@@ -67,6 +67,7 @@ _IGNORED = {
     *("cache_prompt", "metadata", "num_ctx", "prompt_cache_key", "safety_identifier", "service_tier", "store", "user"),
 }
 _ignored_before: set[str] = set()
+_LENGTHS = ("max_tokens", "max_completion_tokens", "max_output_tokens")
 
 
 class RequestError(OptionError):
@@ -156,7 +157,7 @@ class GenerationRequest(BaseModel):
     ] = None
     stream_options: _StreamOptions | None = None
     max_tokens: Annotated[int, Field(ge=1, lt=2**31)] | None = Field(
-        None, validation_alias=AliasChoices("max_tokens", "max_completion_tokens", "max_output_tokens")
+        None, validation_alias=AliasChoices(*_LENGTHS)
     )
 
     @model_validator(mode="after")
@@ -225,6 +226,8 @@ def _refuse_or_ignore(others: Mapping[str, Any], used: Collection[str]) -> None:
             continue
         if value is None:
             continue
+        if name in _LENGTHS:
+            raise RequestError(f"{name}: expected one of {', '.join(_LENGTHS)} alone; leave the others out", name)
         if name not in _NEUTRAL:
             near = get_close_matches(name, [*used, *_NEUTRAL], n=1)
             hint = f"did you mean {near[0]!r}?" if near else "leave it out"
