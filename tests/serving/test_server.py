@@ -86,7 +86,7 @@ class TestErrors:
             ("/v1/completions", {"prompt": "hi", "n": 2}, 400, "n = 2 is not supported (expected 1)"),
             ("/v1/completions", {"prompt": "hi", "model": "gpt"}, 404, f"model 'gpt' is not served here, {NAME!r} is"),
             ("/v1/completions", {"prompt": "hi", "max_tokens": 255}, 400, "more than the 256 that a sequence may have"),
-            ("/v1/completions", {"prompt": "hi", "\ud800": 1}, 400, "is not supported; leave it out"),
+            ("/v1/completions", {"prompt": "hi", "\ud800": 1}, 400, "unable to parse raw data as a unicode string"),
             ("/v1/completions", b'{"prompt": "hi", "seed": ' + b"9" * 9999 + b"}", 400, "body"),
             ("/v1/completions", {"prompt": "hi" * 200}, 400, "send a shorter prompt"),
             ("/v1/completions", {"prompt": "hi", "top_p": 0.5}, 400, "top_p has no effect on greedy decoding"),

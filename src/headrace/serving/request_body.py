@@ -156,9 +156,7 @@ class GenerationRequest(BaseModel):
         BeforeValidator(lambda given: [given] * bool(given) if isinstance(given, str) else given),
     ] = None
     stream_options: _StreamOptions | None = None
-    max_tokens: Annotated[int, Field(ge=1, lt=2**31)] | None = Field(
-        None, validation_alias=AliasChoices(*_LENGTHS)
-    )
+    max_tokens: Annotated[int, Field(ge=1, lt=2**31)] | None = Field(None, validation_alias=AliasChoices(*_LENGTHS))
 
     @model_validator(mode="after")
     def _check(self) -> GenerationRequest:
