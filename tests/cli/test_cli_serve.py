@@ -17,7 +17,7 @@ import typer
 
 import commands
 from headrace.cli import app
-from headrace.cli.commands_serve import WORKER
+from headrace.cli.vllm_launcher import WORKER
 
 START = ["vllm", "serve", "M", "--worker-cls", "headrace.adapters.vllm.Worker"]
 FLAGS = [
@@ -27,6 +27,7 @@ FLAGS = [
     "--api-key",
     "--served-model-name",
     "--max-queue",
+    "--cors",
     "--generation-config",
     "--dtype",
     "--additional-config",

@@ -9,67 +9,126 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from headrace.serving.request_body import RequestError, read_chat, read_completion
+from headrace.serving.request_body import Chat, Completion, GenerationRequest, RequestError, Response, read
 
 CHAT: dict[str, Any] = {"messages": [{"role": "user", "content": "hi"}]}
 
 
+KINDS: list[tuple[type[GenerationRequest], dict[str, Any]]] = [
+    (Completion, {"prompt": "hi"}),
+    (Chat, CHAT),
+    (Response, {"input": "hi"}),
+]
+
+
 def refusal(body: dict[str, Any]) -> str:
     with pytest.raises(RequestError) as caught:
-        (read_chat if "messages" in body else read_completion)(body, *([["tools"]] if "messages" in body else []))
+        read(Chat if "messages" in body else Completion, body)
     assert caught.value.status == 400
     return str(caught.value)
 
 
-@pytest.mark.parametrize(
-    "fields",
-    [
-        {"n": 1, "best_of": 1, "echo": False, "logprobs": None, "suffix": ""},
-        {"presence_penalty": 0, "frequency_penalty": 0.0, "repetition_penalty": 1.0, "logit_bias": {}},
-        {"stop": None, "user": "me", "min_p": 0.0, "use_beam_search": False},
-    ],
-)
-def test_a_neutral_value_is_as_good_as_none(fields: dict[str, Any]) -> None:
-    assert read_completion({"prompt": "hi", **fields}) == read_completion({"prompt": "hi"})
+# Fields whose other values would change the answer: a value that does, and those that do not.
+UNSUPPORTED: dict[str, tuple[Any, ...]] = {
+    "allowed_token_ids": ([5], []),
+    "bad_words": (["x"], []),
+    "best_of": (3, 1),
+    "echo": (True, False),
+    "frequency_penalty": (-1, 0, 0.0),
+    "function_call": ("auto", "none"),
+    "functions": ([{"name": "f"}], []),
+    "guided_json": ({"type": "object"},),
+    "logit_bias": ({"5": 1}, {}),
+    "logprobs": (5, False),
+    "min_p": (0.1, 0.0),
+    "min_tokens": (4, 0),
+    "modalities": (["audio"], ["text"]),
+    "n": (2, 1),
+    "parallel_tool_calls": (False, True),
+    "presence_penalty": (0.5, 0),
+    "previous_response_id": ("resp_1",),
+    "reasoning": ({"effort": "low"}, {}),
+    "reasoning_effort": ("low",),
+    "repetition_penalty": (1.05, 1.0, 1),
+    "response_format": ({"type": "json_object"}, {"type": "text"}),
+    "skip_special_tokens": (False, True),
+    "stop_token_ids": ([5], []),
+    "suffix": ("x", ""),
+    "text": ({"format": {"type": "json_object"}}, {"format": {"type": "text"}}),
+    "tool_choice": ("required", "auto"),
+    "top_logprobs": (2, 0),
+    "truncation": ("auto", "disabled"),
+    "use_beam_search": (True, False),
+}
+
+
+@pytest.mark.parametrize(("kind", "body"), KINDS)
+@pytest.mark.parametrize("name", UNSUPPORTED)
+def test_what_no_endpoint_carries_out(kind: type[GenerationRequest], body: dict[str, Any], name: str) -> None:
+    asked, *neutral = UNSUPPORTED[name]
+    with pytest.raises(RequestError, match=f"^'?{name}'?.* is not supported") as caught:
+        read(kind, {**body, name: asked})
+    assert (caught.value.status, caught.value.field) == (400, name)
+    for value in (None, *neutral):
+        assert read(kind, {**body, name: value}).model_dump(include={"prompt", "messages", "input"})
+
+
+@pytest.mark.parametrize(("kind", "body"), KINDS)
+@pytest.mark.parametrize("name", ["user", "cache_prompt", "num_ctx", "store", "metadata"])
+def test_what_changes_no_answer(
+    kind: type[GenerationRequest],
+    body: dict[str, Any],
+    name: str,
+    caplog: pytest.LogCaptureFixture,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr("headrace.serving.request_body._ignored_before", set())
+    with caplog.at_level("INFO"):
+        for _ in range(3):
+            read(kind, {**body, name: "anything"})
+    assert [record.getMessage() for record in caplog.records] == [
+        f"{name} in requests is ignored: it changes no answer"
+    ]
 
 
 @pytest.mark.parametrize(
     ("fields", "message"),
     [
-        ({"n": 2}, "n = 2 would have no effect here (expected 1); leave it out, or use a server that has it"),
-        ({"logprobs": 0}, "logprobs = 0 would have no effect here (expected false)"),
-        ({"logprobs": 5}, "logprobs = 5 would have no effect"),
-        ({"echo": True}, "echo = true would have no effect"),
-        ({"echo": 0}, "echo = 0 would have no effect"),
+        ({"n": 2}, "n = 2 is not supported (expected 1); leave it out, or use a server that has it"),
+        ({"logprobs": 0}, "logprobs = 0 is not supported (expected false)"),
+        ({"logprobs": 5}, "logprobs = 5 is not supported"),
+        ({"echo": True}, "echo = true is not"),
+        ({"echo": 0}, "echo = 0 is not"),
         ({"best_of": 3}, "best_of = 3"),
-        ({"presence_penalty": 0.5}, "presence_penalty = 0.5 would"),
-        ({"frequency_penalty": -1}, "frequency_penalty = -1 would"),
-        ({"repetition_penalty": 1.05}, "repetition_penalty = 1.05 would"),
-        ({"logit_bias": {"5": 1}}, "logit_bias = {\"5\": 1} would"),
-        ({"stop": ["\n"]}, "stop = [\"\\n\"] would have no effect here (expected [] or \"\")"),
-        ({"suffix": "x"}, "suffix = \"x\" would"),
-        ({"temprature": 1}, "'temprature' is no field that this server knows; did you mean 'temperature'?"),
-        ({"max_tokens": 0}, "max_tokens: expected an integer, at least 1, found 0"),
-        ({"max_tokens": 1.5}, "max_tokens: expected an integer, at least 1, found 1.5"),
-        ({"max_tokens": True}, "max_tokens: expected an integer, at least 1, found true"),
-        ({"max_tokens": "many"}, "max_tokens: expected an integer, at least 1, found \"many\""),
-        ({"temperature": 2.5}, "temperature: expected a number, from 0 to 2, found 2.5"),
-        ({"temperature": float("nan")}, "temperature: expected a number, from 0 to 2, found NaN"),
-        ({"temperature": 1e-9}, "temperature = 1e-09: expected 0 (greedy), or from 0.01 to 2"),
-        ({"temperature": 10**400}, "temperature: expected a number, from 0 to 2, found 1000"),
-        ({"prompt": "a\ud800"}, 'prompt: expected a text, found "a\\ud800"'),
-        ({"top_p": 0}, "top_p = 0: expected a probability above 0"),
-        ({"top_k": -2}, "top_k: expected an integer, at least -1, found -2"),
-        ({"seed": 2**70}, "seed: expected an integer"),
-        ({"stream": "yes"}, "stream: expected true or false, found \"yes\""),
-        ({"stream_options": {"include_usage": True}}, 'expected {"include_usage": true} beside "stream": true'),
-        ({"stream": True, "stream_options": {"continuous_usage_stats": True}}, "continuous_usage_stats would have no"),
-        ({"model": 5}, "model: expected a name, found 5"),
-        ({"prompt": None}, "prompt: expected a text, found null"),
-        ({"prompt": ""}, "prompt: expected a text, found \"\""),
-        ({"prompt": ["a", "b"]}, "prompt: expected a text, found [\"a\", \"b\"]; send one prompt per request"),
-        ({"prompt": [1, 2, 3]}, "prompt: expected a text, found [1, 2, 3]"),
-        ({"prompt": [5]}, "prompt: expected a text, found 5"),
+        ({"presence_penalty": 0.5}, "presence_penalty = 0.5 is not"),
+        ({"frequency_penalty": -1}, "frequency_penalty = -1 is not"),
+        ({"repetition_penalty": 1.05}, "repetition_penalty = 1.05 is not"),
+        ({"logit_bias": {"5": 1}}, "logit_bias = {\"5\": 1} is not"),
+        ({"stop": [""]}, "stop.0: String should have at least 1 character, found \"\""),
+        ({"stop": 5}, "stop: Input should be a valid list, found 5"),
+        ({"suffix": "x"}, "suffix = \"x\" is not"),
+        ({"temprature": 1}, "'temprature' is not supported; did you mean 'temperature'?"),
+        ({"max_tokens": 0}, "max_tokens: Input should be greater than or equal to 1, found 0"),
+        ({"max_tokens": 1.5}, "max_tokens: Input should be a valid integer, found 1.5"),
+        ({"max_tokens": True}, "max_tokens: Input should be a valid integer, found true"),
+        ({"max_tokens": "many"}, "max_tokens: Input should be a valid integer, found \"many\""),
+        ({"temperature": 2.5}, "temperature: Input should be less than or equal to 2, found 2.5"),
+        ({"temperature": float("nan")}, "temperature: Input should be a finite number, found NaN"),
+        ({"temperature": 1e-9}, "temperature: expected 0 (greedy), or from 0.01 to 2"),
+        ({"temperature": 10**400}, "temperature: Input should be"),
+        ({"prompt": "a\ud800"}, "prompt: Input should be a valid string"),
+        ({"top_p": 0}, "top_p: Input should be greater than 0, found 0"),
+        ({"top_k": -2}, "top_k: Input should be greater than or equal to -1, found -2"),
+        ({"seed": 2**70}, "seed: Input should be less than"),
+        ({"stream": "yes"}, "stream: Input should be a valid boolean, found \"yes\""),
+        ({"stream_options": {"include_usage": True}}, 'stream_options: expected "stream": true beside it'),
+        ({"stream": True, "stream_options": {"continuous_usage_stats": True}}, "continuous_usage_stats = true is"),
+        ({"model": 5}, "model: Input should be a valid string, found 5"),
+        ({"prompt": None}, "prompt: Input should be a valid string, found null"),
+        ({"prompt": ""}, "prompt: String should have at least 1 character, found \"\""),
+        ({"prompt": ["a", "b"]}, "prompt: Input should be a valid string, found [\"a\", \"b\"]"),
+        ({"prompt": [1, 2, 3]}, "prompt: Input should be a valid string, found [1, 2, 3]"),
+        ({"prompt": [5]}, "prompt: Input should be a valid string, found 5"),
     ],
 )  # fmt: skip
 def test_what_a_completion_cannot_have(fields: dict[str, Any], message: str) -> None:
@@ -79,28 +138,27 @@ def test_what_a_completion_cannot_have(fields: dict[str, Any], message: str) -> 
 @pytest.mark.parametrize(
     ("fields", "message"),
     [
-        ({"tools": [{"type": "function"}]}, "tools = [{\"type\": \"function\"}] would have no effect"),
-        ({"tool_choice": "required"}, "tool_choice = \"required\" would"),
-        ({"logprobs": True}, "logprobs = true would"),
-        ({"top_logprobs": 2}, "top_logprobs = 2 would"),
-        ({"response_format": {"type": "json_object"}}, "response_format = {\"type\": \"json_object\"} would"),
-        ({"reasoning_effort": "low"}, "reasoning_effort = \"low\" would have no effect here (expected null)"),
-        ({"max_tokens": 5, "max_completion_tokens": 6}, "max_completion_tokens and max_tokens differ"),
-        ({"chat_template_kwargs": {"tools": []}}, "chat_template_kwargs: expected variables of the chat template"),
-        ({"chat_template_kwargs": 1}, "chat_template_kwargs: expected variables"),
-        ({"messages": []}, "messages: expected a list of messages, found []"),
-        ({"messages": "hi"}, "messages: expected a list of messages, found \"hi\""),
-        ({"messages": ["hi"]}, "messages[0]: expected an object with role and content, found \"hi\""),
-        ({"messages": [{"content": "hi"}]}, "messages[0]: expected an object with role and content"),
-        ({"messages": [{"role": "user"}]}, "messages[0].content: expected a text"),
-        ({"messages": [{"role": "user", "content": 5}]}, "messages[0].content: expected a text"),
+        ({"tools": "f"}, "tools: Input should be a valid list, found \"f\""),
+        ({"tool_choice": "required"}, "tool_choice = \"required\" is not"),
+        ({"logprobs": True}, "logprobs = true is not"),
+        ({"top_logprobs": 2}, "top_logprobs = 2 is not"),
+        ({"response_format": {"type": "json_object"}}, "response_format = {\"type\": \"json_object\"} is not"),
+        ({"reasoning_effort": "low"}, "reasoning_effort = \"low\" is not supported (expected null)"),
+        ({"max_tokens": 5, "max_completion_tokens": 6}, "max_completion_tokens"),
+        ({"chat_template_kwargs": 1}, "chat_template_kwargs: Input should be a valid dictionary, found 1"),
+        ({"messages": []}, "messages: List should have at least 1 item after validation, not 0, found []"),
+        ({"messages": "hi"}, "messages: Input should be a valid list, found \"hi\""),
+        ({"messages": ["hi"]}, "messages.0: Input should be a valid dictionary or instance of Message, found \"hi\""),
+        ({"messages": [{"content": "hi"}]}, "messages.0.role: Field required, found {\"content\": \"hi\"}"),
+        ({"messages": [{"role": "user"}]}, "messages.0: content: expected a text"),
+        ({"messages": [{"role": "user", "content": 5}]}, "messages.0.content: Input should be a valid list, found 5"),
         (
             {"messages": [{"role": "user", "content": [{"type": "image_url", "image_url": {"url": "x"}}]}]},
-            "messages[0].content: expected a text, or a list of",
+            "messages.0.content.0.type: Input should be 'text', 'input_text' or 'output_text', found \"image_url\"",
         ),
         (
             {"messages": [{"role": "assistant", "content": "", "tool_calls": [{"id": "1"}]}]},
-            "messages[0].tool_calls would have no effect here",
+            "messages.0.tool_calls.0.function: Field required",
         ),
     ],
 )  # fmt: skip
@@ -110,22 +168,24 @@ def test_what_a_chat_cannot_have(fields: dict[str, Any], message: str) -> None:
 
 def test_contents_of_several_parts_are_texts() -> None:
     parts = [{"type": "text", "text": "a"}, {"type": "text", "text": "b"}]
-    wanted = read_chat({"messages": [{"role": "user", "content": parts, "name": None}], "max_completion_tokens": 5})
-    assert wanted.body["messages"] == [{"role": "user", "content": parts}]
+    wanted = read(Chat, {"messages": [{"role": "user", "content": parts, "name": None}], "max_completion_tokens": 5})
+    assert wanted.model_dump(exclude_none=True)["messages"] == [{"role": "user", "content": parts}]
     assert wanted.max_tokens == 5
 
 
 def test_what_is_carried_out() -> None:
-    wanted = read_completion(
+    wanted = read(
+        Completion,
         {
             "prompt": ["hi"], "model": "m", "max_tokens": 3, "temperature": 1, "top_p": 0.5, "top_k": -1, "seed": 4,
-            "ignore_eos": True, "stream": True, "stream_options": {"include_usage": True},
-        }
+            "ignore_eos": True, "stream": True, "stream_options": {"include_usage": True}, "stop": "x",
+        },
     )  # fmt: skip
-    assert wanted.body == {"prompt": "hi", "model": "m", "stream": True}
-    assert (wanted.max_tokens, wanted.temperature, wanted.top_p, wanted.top_k, wanted.seed) == (3, 1.0, 0.5, 0, 4)
+    assert (wanted.prompt, wanted.model, wanted.stream, wanted.stop) == ("hi", "m", True, ["x"])
+    assert (wanted.max_tokens, wanted.temperature, wanted.top_p, wanted.top_k, wanted.seed) == (3, 1.0, 0.5, -1, 4)
     assert wanted.ignore_eos
-    assert wanted.include_usage
+    assert wanted.stream_options is not None
+    assert wanted.stream_options.include_usage
 
 
 JSON = st.recursive(
@@ -136,13 +196,13 @@ JSON = st.recursive(
 NAMES = [
     "prompt", "messages", "model", "n", "stream", "stream_options", "max_tokens", "max_completion_tokens",
     "temperature", "top_p", "top_k", "seed", "ignore_eos", "stop", "logprobs", "echo", "chat_template_kwargs", "tools",
-    "other",
+    "input", "other",
 ]  # fmt: skip
 
 
 @settings(deadline=None, suppress_health_check=[HealthCheck.too_slow])
 @given(st.dictionaries(st.sampled_from(NAMES), JSON))
 def test_any_json_is_read_or_refused(body: dict[str, Any]) -> None:
-    for read in (read_completion, read_chat):
+    for kind, _ in KINDS:
         with suppress(RequestError):
-            read(body)
+            read(kind, body)

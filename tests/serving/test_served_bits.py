@@ -69,14 +69,6 @@ def text_of(served: Served, tokens: list[int]) -> str:
     return str(served.tokenizer.decode(tokens, skip_special_tokens=True))
 
 
-def streamed_text(served: Served, tokens: list[int]) -> str:
-    """As :func:`text_of`, without the bytes of a character that the last token leaves open."""
-    from tokenizers.decoders import DecodeStream
-
-    stream = DecodeStream([], skip_special_tokens=True)
-    return "".join(stream.step(served.tokenizer._tokenizer, token) or "" for token in tokens)
-
-
 class TestEqualsGenerate:
     def test_completions(self, served: Served, expected: dict[str, list[int]]) -> None:
         before = served.handle.stats().bytes_moved
@@ -112,12 +104,10 @@ class TestEqualsGenerate:
             options: Any = {"max_tokens": TOKENS, "stream": True, "stream_options": {"include_usage": True}}
             chunks = list(client.chat.completions.create(model=NAME, messages=message(prompt), **options))
             text = "".join(chunk.choices[0].delta.content or "" for chunk in chunks if chunk.choices)
-            assert text == streamed_text(served, expected[f"chat {prompt}"])
+            assert text == text_of(served, expected[f"chat {prompt}"])
             assert [chunk.usage.completion_tokens for chunk in chunks if chunk.usage] == [TOKENS]
             parts = list(client.completions.create(model=NAME, prompt=prompt, **options))
-            assert "".join(part.choices[0].text for part in parts if part.choices) == streamed_text(
-                served, expected[prompt]
-            )
+            assert "".join(part.choices[0].text for part in parts if part.choices) == text_of(served, expected[prompt])
             assert parts[-1].choices == []
 
     @pytest.mark.skipif(shutil.which("curl") is None, reason="there is no curl here")
@@ -152,7 +142,7 @@ class TestEqualsGenerate:
         assert [chunk["usage"]["completion_tokens"] for chunk in chunks if not chunk["choices"]] == [TOKENS]
         choices = [chunk["choices"][0] for chunk in chunks if chunk["choices"]]
         texts = [choice["delta"].get("content") if chat else choice["text"] for choice in choices]
-        assert "".join(filter(None, texts)) == streamed_text(served, expected["chat Water" if chat else "Water"])
+        assert "".join(filter(None, texts)) == text_of(served, expected["chat Water" if chat else "Water"])
 
 
 class TestSampling:
@@ -169,8 +159,10 @@ class TestSampling:
             assert [each.result() for each in again] == [first, first]
             assert all(each.result() for each in busy)
 
-    def test_another_sampling_waits_for_the_batch_to_end(self, served: Served, expected: dict[str, list[int]]) -> None:
-        """Greedy answers are the same between requests that sample."""
+    def test_every_request_has_its_own_sampling(self, served: Served, expected: dict[str, list[int]]) -> None:
+        """In one batch, beside others: greedy answers are the same beside requests that sample."""
+        served.complete("Water", max_tokens=2)
+        manager = served.batches._manager
         asked = [(prompt, temperature) for prompt in PROMPTS[:3] for temperature in (0, 0.9, 0)]
         with ThreadPoolExecutor(len(asked)) as pool:
             answers = list(
@@ -180,6 +172,14 @@ class TestSampling:
             assert answer["usage"]["completion_tokens"] == TOKENS
             if temperature == 0:
                 assert answer["choices"][0]["text"] == text_of(served, expected[prompt])
+        assert served.batches._manager is manager
+        for narrow in ({"top_k": 1}, {"top_p": 1e-9}):
+            answer = served.complete("Water", max_tokens=TOKENS, temperature=2, **narrow)
+            assert answer["choices"][0]["text"] == text_of(served, expected["Water"])
+        for wide in ({"top_k": 10**9}, {"top_k": 0}, {"top_k": -1}, {"top_p": 1}):
+            texts = {served.complete("Water", max_tokens=8, temperature=2, **wide)["choices"][0]["text"] for _ in "123"}
+            assert len(texts) == 3
+        assert served.batches._manager is manager
 
     def test_requests_that_come_between_two_batches(
         self, served: Served, monkeypatch: pytest.MonkeyPatch, expected: dict[str, list[int]]
@@ -195,7 +195,7 @@ class TestSampling:
 
         monkeypatch.setattr(served.batches._manager, "stop", slow_stop)
         with ThreadPoolExecutor(1) as pool:
-            sampled = pool.submit(served.complete, "x", max_tokens=4, temperature=1.0)
+            sampled = pool.submit(served.complete, "x", max_tokens=4, temperature=1.0, seed=1)
             assert has_ended.wait(60)
             assert served.send("/health")[0] == 200
             answer = served.complete("Water", max_tokens=TOKENS)

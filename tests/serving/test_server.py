@@ -83,15 +83,17 @@ class TestErrors:
             ("/v1/completions", b"[1]", 400, "the body: expected an object"),
             ("/v1/completions", b"\xff\xfe", 400, "body"),
             ("/v1/completions", b"[" * 100_000, 400, "body"),
-            ("/v1/completions", {"prompt": "hi", "n": 2}, 400, "n = 2 would have no effect here"),
+            ("/v1/completions", {"prompt": "hi", "n": 2}, 400, "n = 2 is not supported (expected 1)"),
             ("/v1/completions", {"prompt": "hi", "model": "gpt"}, 404, f"model 'gpt' is not served here, {NAME!r} is"),
             ("/v1/completions", {"prompt": "hi", "max_tokens": 255}, 400, "more than the 256 that a sequence may have"),
-            ("/v1/completions", {"prompt": "hi", "\ud800": 1}, 400, "is no field that this server knows"),
+            ("/v1/completions", {"prompt": "hi", "\ud800": 1}, 400, "unable to parse raw data as a unicode string"),
             ("/v1/completions", b'{"prompt": "hi", "seed": ' + b"9" * 9999 + b"}", 400, "body"),
             ("/v1/completions", {"prompt": "hi" * 200}, 400, "send a shorter prompt"),
             ("/v1/completions", {"prompt": "hi", "top_p": 0.5}, 400, "top_p has no effect on greedy decoding"),
             ("/v1/chat/completions", {"messages": []}, 404, "has no chat template; send texts to /v1/completions"),
-            ("/v1/responses", {"input": "hi"}, 404, "there are /v1/chat/completions, /v1/completions, /v1/models"),
+            ("/v1/responses", {"input": "hi"}, 404, "has no chat template; send texts to /v1/completions"),
+            ("/v1/systemone", {}, 404, "there are /v1/chat/completions, /v1/completions, /v1/responses, /v1/models"),
+            ("/v1/completions", {"prompt": "hi", "max_tokens": 1, "max_output_tokens": 1}, 400, "expected one of"),
             ("/reset", {}, 404, "POST /reset: Not Found"),
             ("/load_model", {"model": "other"}, 404, "POST /load_model: Not Found"),
             ("/v1/models", {}, 405, "POST /v1/models: Method Not Allowed"),
@@ -143,9 +145,9 @@ class TestChats:
     @pytest.mark.parametrize(
         ("fields", "message"),
         [
-            ({"messages": [{"role": "\ud800", "content": "hi"}]}, "messages[0]: expected an object with role"),
-            ({"messages": [{"role": "user", "content": "\ud800"}]}, "messages[0].content: expected a text"),
-            ({"messages": [{"role": "tool", "content": "hi"}]}, "refuses messages or chat_template_kwargs: Temp"),
+            ({"messages": [{"role": "\ud800", "content": "hi"}]}, "tools or chat_template_kwargs: Unicode"),
+            ({"messages": [{"role": "user", "content": "\ud800"}]}, "tools or chat_template_kwargs: Unicode"),
+            ({"messages": [{"role": "tool", "content": "hi"}]}, "tools or chat_template_kwargs: Temp"),
             *(
                 ({"chat_template_kwargs": {name: value}}, "chat_template_kwargs")
                 for name, value in (
@@ -238,6 +240,22 @@ def test_a_key(folder: Path) -> None:
         assert served.send("/v1/completions", asked, WITH_KEY)[0] == 200
         assert next(model.id for model in served.client(KEY).models.list()) == NAME
         assert served.send("/health")[0] == served.send("/metrics")[0] == 200
+
+
+def test_pages_of_any_origin(folder: Path, served: Served) -> None:
+    """May ask with --cors, and read refusals; a browser asks for leave without the key."""
+    asks = {"Origin": "http://page", "Access-Control-Request-Method": "POST"}
+    assert served.complete("hi", max_tokens=2)
+    with serving(folder, "2MiB", key=KEY, cors=True) as open_to_all:
+        for running, allowed in ((open_to_all, "*"), (served, None)):
+            host, _, port = running.url.removeprefix("http://").partition(":")
+            for method, headers in (("OPTIONS", asks), ("POST", {"Origin": "http://page"})):
+                connection = http.client.HTTPConnection(host, int(port))
+                connection.request(method, "/v1/completions", "{}", {**headers, "Content-Type": "application/json"})
+                answer = connection.getresponse()
+                assert answer.headers.get("Access-Control-Allow-Origin") == allowed
+                assert (answer.status == 200) == (method == "OPTIONS" and allowed == "*")
+                connection.close()
 
 
 def test_a_key_that_is_no_utf8(folder: Path) -> None:

@@ -37,6 +37,7 @@ class Served:
     batches: Batches
     tokenizer: Any
     model: Any
+    folder: Path
 
     def client(self, key: str = "none") -> OpenAI:
         return OpenAI(base_url=f"{self.url}/v1", api_key=key, max_retries=0)
@@ -61,13 +62,13 @@ class Served:
 @contextmanager
 def serving(
     folder: Path, policy: Policy | str, *, sequences: int = 4, longest: int = 256, max_waiting: int = 64,
-    key: str | None = None,
+    key: str | None = None, cors: bool = False,
 ) -> Iterator[Served]:  # fmt: skip
     """A server of the model in ``folder``, offloaded as ``policy`` says, on a free port."""
     model, handle = load(folder, policy, device="cpu")
     tokenizer = AutoTokenizer.from_pretrained(folder)
     batches = Batches(model, Pool.of(sequences, longest, BLOCK_TOKENS), max_waiting)
-    app = make_app(model, handle, tokenizer, [NAME, "alias"], batches, key)
+    app = make_app(model, handle, tokenizer, [NAME, "alias"], batches, key, cors)
     bound = bind("127.0.0.1", 0)
     server = uvicorn.Server(uvicorn.Config(app, log_level="critical", lifespan="on"))
     thread = threading.Thread(target=server.run, kwargs={"sockets": [bound]})
@@ -78,7 +79,7 @@ def serving(
         while not server.started:
             assert thread.is_alive()
             time.sleep(0.01)
-        yield Served(f"http://127.0.0.1:{bound.getsockname()[1]}", handle, batches, tokenizer, model)
+        yield Served(f"http://127.0.0.1:{bound.getsockname()[1]}", handle, batches, tokenizer, model, folder)
     finally:
         server.should_exit = True
         thread.join(60)

@@ -33,14 +33,15 @@ _CONTEXT = 2048
 
 @dataclass(frozen=True)
 class ServerOptions:
-    """The flags of the server itself; ``plain``: the model's own sampling is not the default."""
+    """The flags of the server itself; ``is_plain``: the model's own sampling is not the default."""
 
     host: str
     port: int
     api_key: str | None
     names: list[str]
     max_queue: int
-    plain: bool
+    cors: bool
+    is_plain: bool
     dtype: str | None
     dry_run: bool
 
@@ -73,7 +74,7 @@ def run_server(model: str, flags: OffloadFlags, options: ServerOptions) -> None:
         )
     opened = open_model(folder, options.dtype, device=device)
     tokenizer = open_tokenizer(folder)
-    settings = _settings(opened, options.plain)
+    settings = _settings(opened, options.is_plain)
     request = PlanRequest(opened, policy, device=device, disk=disk_options(flags))
     planned = plan_model(request)
     longest = _longest(flags, planned)
@@ -93,12 +94,12 @@ def run_server(model: str, flags: OffloadFlags, options: ServerOptions) -> None:
         request = replace(request, model=opened.module, policy=planned.plan)
         handle = load_matched(folder, request, opened.match, progress)
     module: Any = opened.module
-    if options.plain:
+    if options.is_plain:
         module.generation_config = settings
     for name in ("transformers", "ContinuousBatchingLogger"):  # they warn in every request and batch
         logging.getLogger(name).setLevel(logging.ERROR)
     batches = Batches(module, pool, options.max_queue)
-    app = make_app(module, handle, tokenizer, options.names, batches, options.api_key)
+    app = make_app(module, handle, tokenizer, options.names, batches, options.api_key, options.cors)
     run_app(app, bound, lambda: _print_address(bound.getsockname(), options))
 
 
@@ -110,7 +111,7 @@ def _settings(opened: OpenedModel, plain: bool) -> Any:
     """
     from transformers import GenerationConfig
 
-    from headrace.serving.batches import pool_blocks, refused_processors
+    from headrace.serving.batches import batch_settings, pool_blocks
 
     module: Any = opened.module
     if not module.can_generate() or module.config.is_encoder_decoder:
@@ -127,12 +128,13 @@ def _settings(opened: OpenedModel, plain: bool) -> Any:
         settings = make(
             bos_token_id=settings.bos_token_id, eos_token_id=settings.eos_token_id, pad_token_id=settings.pad_token_id
         )
-    refused = refused_processors(module, settings)
-    if refused is not None:
+    try:
+        batch_settings(module, settings)
+    except OptionError as error:
         raise OptionError(
-            f"{opened.folder}/generation_config.json: {refused}; leave its sampling out with --generation-config none, "
+            f"{opened.folder}/generation_config.json: {error}; leave its sampling out with --generation-config none, "
             f"or use --engine vllm"
-        )
+        ) from None
     return settings
 
 

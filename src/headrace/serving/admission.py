@@ -1,21 +1,18 @@
 """Which requests run together: the pool of cache blocks they share, and the queue of those that wait for it.
 
 A request reserves the blocks of its prompt and of its longest answer before it starts, so that no request that runs
-is ever short of one. Requests start in the order they came. The sampling of a batch is one, so a request with another
-one waits until the batch has ended, and those behind it wait with it.
+is ever short of one. Requests start in the order they came. A request that has to run alone starts when the others
+have ended, and those behind it wait with it.
 """
 
 from __future__ import annotations
 
-from collections import deque
+from collections.abc import Hashable
 from dataclasses import dataclass
-from typing import Generic, TypeVar
 
 from headrace.serving.request_body import RequestError
 
 __all__ = ["Admission", "Pool"]
-
-_BUSY = 429
 
 
 @dataclass(frozen=True)
@@ -47,16 +44,7 @@ class Pool:
         return -(-num_tokens // self.block_tokens)
 
 
-Key = TypeVar("Key")
-
-
-@dataclass
-class _Entry(Generic[Key]):
-    num_blocks: int
-    batch: Key
-
-
-class Admission(Generic[Key]):
+class Admission:
     """The queue and the reservations; knows requests by their names. Not thread-safe.
 
     Args:
@@ -65,14 +53,12 @@ class Admission(Generic[Key]):
     """
 
     def __init__(self, pool: Pool, max_waiting: int) -> None:
-        self.pool = pool
-        self.max_waiting = max_waiting
-        self._waiting: deque[str] = deque()
-        self._running: set[str] = set()
-        self._entries: dict[str, _Entry[Key]] = {}
-        self._free_blocks = pool.num_blocks
+        self.pool, self.max_waiting = pool, max_waiting
+        # Each with its blocks, and what it shares with the requests that it may run beside.
+        self._waiting: dict[str, tuple[int, Hashable]] = {}
+        self._running: dict[str, tuple[int, Hashable]] = {}
 
-    def enter(self, name: str, prompt_tokens: int, max_tokens: int, batch: Key) -> None:
+    def enter(self, name: str, prompt_tokens: int, max_tokens: int, batch: Hashable) -> None:
         """Put a request into the queue; ``batch``: it runs beside those alone that gave an equal one.
 
         Raises:
@@ -86,40 +72,30 @@ class Admission(Generic[Key]):
                 f"{self.pool.longest} that a sequence may have here (--context); {fix}",
                 "max_tokens" if left > 0 else None,
             )
-        if len(self._waiting) >= self.max_waiting:
+        if self.waiting >= self.max_waiting:
             raise RequestError(
-                f"{len(self._running)} requests run and {len(self._waiting)} wait, as many as may (--max-queue); try "
-                f"again later",
-                status=_BUSY,
+                f"{self.running} requests run and {self.waiting} wait, as many as may (--max-queue); try again later",
+                status=429,
             )
-        self._entries[name] = _Entry(self.pool.blocks_of(prompt_tokens + max_tokens), batch)
-        self._waiting.append(name)
+        self._waiting[name] = self.pool.blocks_of(prompt_tokens + max_tokens), batch
 
     def start(self) -> list[str]:
         """The requests that may run from now on, in their order; all of them belong to one batch."""
         started = []
-        while self._waiting:
-            entry = self._entries[self._waiting[0]]
-            others = next(iter(self._running), None)
-            is_other_batch = others is not None and self._entries[others].batch != entry.batch
-            if is_other_batch or entry.num_blocks > self._free_blocks:
+        for name, (num_blocks, batch) in self._waiting.items():
+            running = next(iter(self._running.values()), (0, batch))
+            if running[1] != batch or num_blocks > self.pool.num_blocks - self._reserved_blocks:
                 break
-            self._free_blocks -= entry.num_blocks
-            name = self._waiting.popleft()
-            self._running.add(name)
+            self._running[name] = num_blocks, batch
             started.append(name)
+        for name in started:
+            del self._waiting[name]
         return started
 
     def leave(self, name: str) -> None:
         """A request has ended, or is not wanted any longer; one that is not known is none."""
-        entry = self._entries.pop(name, None)
-        if entry is None:
-            return
-        if name in self._running:
-            self._running.remove(name)
-            self._free_blocks += entry.num_blocks
-        else:
-            self._waiting.remove(name)
+        self._running.pop(name, None)
+        self._waiting.pop(name, None)
 
     @property
     def running(self) -> int:
@@ -134,4 +110,8 @@ class Admission(Generic[Key]):
     @property
     def reserved_tokens(self) -> int:
         """Of the pool, by those that run."""
-        return (self.pool.num_blocks - self._free_blocks) * self.pool.block_tokens
+        return self._reserved_blocks * self.pool.block_tokens
+
+    @property
+    def _reserved_blocks(self) -> int:
+        return sum(num_blocks for num_blocks, _ in self._running.values())

@@ -1,0 +1,251 @@
+"""The promise: streamed and whole answers of every endpoint say the same, and end alike."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from commands import TINY
+from headrace.demo.synthetic_model import ensure_model
+from headrace.serving import batches
+from servers import NAME, Served, serving
+
+# As of Qwen, whose answers transformers knows how to read.
+TEMPLATE = (
+    "{% for t in tools or [] %}{{ t.function.name }}{% endfor %}"
+    "{% for m in messages %}<|im_start|>{{ m.role }}\n{{ m.reasoning_content or '' }}{{ m.content }}"
+    "{% for c in m.tool_calls or [] %}{{ c.function.arguments.x }}{% endfor %}{% endfor %}"
+    "{{ '<|im_start|>assistant\n' }}"
+)
+CALL = '<tool_call>\n{"name": "f", "arguments": {"x": 1}}\n</tool_call>'
+TOOL = {"type": "function", "function": {"name": "f", "parameters": {"type": "object", "properties": {}}}}
+Says = Callable[[str], None]
+
+
+@pytest.fixture(scope="module")
+def served(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Served]:
+    folder = tmp_path_factory.mktemp("answers") / "model"
+    ensure_model(folder, TINY)
+    (folder / "chat_template.jinja").write_text(TEMPLATE)
+    with serving(folder, "2MiB", longest=1024) as running:
+        yield running
+
+
+@pytest.fixture
+def says(served: Served, monkeypatch: pytest.MonkeyPatch) -> Says:
+    """Makes the model say a text in the next answers, and then nothing but x."""
+
+    def say(text: str) -> None:
+        tokens = served.tokenizer(text).input_ids
+        (x,) = served.tokenizer("x").input_ids
+
+        def script(_: Any, requests: list[Any]) -> torch.Tensor:
+            so_far = [len(each.state.generated_tokens) for each in requests]
+            return torch.tensor([[*tokens, *[x] * 100][at] for at in so_far], dtype=torch.int32)
+
+        def follow(_: Any, scores: torch.Tensor, script: torch.Tensor) -> torch.Tensor:
+            only = torch.full_like(scores, -torch.inf)
+            return only.scatter(1, script[: scores.size(0), None].long(), 0.0)
+
+        monkeypatch.setattr(batches._TopK, "prepare_tensor_args", script)
+        monkeypatch.setattr(batches._TopK, "__call__", follow)
+
+    return say
+
+
+def answers(served: Served, endpoint: str, **fields: Any) -> tuple[dict[str, Any], dict[str, Any]]:
+    """One answer whole and streamed, in one form."""
+    asked = {
+        "completions": {"prompt": "hi"},
+        "chat/completions": {"messages": [{"role": "user", "content": "hi"}]},
+        "responses": {"input": "hi"},
+    }[endpoint]
+    status, text = served.send(f"/v1/{endpoint}", {**asked, **fields})
+    assert status == 200, text
+    whole = json.loads(text)
+    options = {"stream": True} | ({} if endpoint == "responses" else {"stream_options": {"include_usage": True}})
+    status, text = served.send(f"/v1/{endpoint}", {**asked, **fields, **options})
+    assert status == 200, text
+    lines = [line.removeprefix("data: ") for line in text.split("\n\n") if line]
+    if endpoint == "responses":
+        return of_response(whole), of_response(json.loads(lines[-1])["response"])
+    assert lines.pop() == "[DONE]"
+    chunks = [json.loads(line) for line in lines]
+    usage = chunks.pop()["usage"]
+    parts = [chunk["choices"][0] for chunk in chunks]
+    found = {"usage": usage, "reason": parts[-1]["finish_reason"]}
+    if endpoint == "completions":
+        choice = whole["choices"][0]
+        return (
+            {"usage": whole["usage"], "reason": choice["finish_reason"], "text": choice["text"]},
+            {**found, "text": "".join(part["text"] for part in parts)},
+        )
+    choice = whole["choices"][0]
+    deltas = [part["delta"] for part in parts]
+
+    def joined(name: str) -> str:
+        return "".join(delta.get(name) or "" for delta in deltas)
+
+    calls = [call["function"] for delta in deltas for call in delta.get("tool_calls") or []]
+    message = choice["message"]
+    return (
+        {
+            "usage": whole["usage"],
+            "reason": choice["finish_reason"],
+            "text": message.get("content") or "",
+            "thought": message.get("reasoning_content") or "",
+            "calls": [call["function"] for call in message.get("tool_calls") or []],
+        },
+        {**found, "text": joined("content"), "thought": joined("reasoning_content"), "calls": calls},
+    )
+
+
+def of_response(response: dict[str, Any]) -> dict[str, Any]:
+    kinds: dict[str, list[Any]] = {"message": [], "reasoning": [], "function_call": []}
+    for item in response["output"]:
+        kinds[item["type"]].append(item)
+    return {
+        "usage": response["usage"],
+        "text": "".join(part["text"] for item in kinds["message"] for part in item["content"]),
+        "thought": "".join(part["text"] for item in kinds["reasoning"] for part in item["content"]),
+        "calls": [{"name": item["name"], "arguments": item["arguments"]} for item in kinds["function_call"]],
+    }
+
+
+HI = {"role": "user", "content": "hi"}
+ENDPOINTS = ["completions", "chat/completions", "responses"]
+
+
+@pytest.mark.parametrize("endpoint", ENDPOINTS)
+class TestEnds:
+    @pytest.mark.parametrize(
+        ("stop", "text", "tokens"),
+        [
+            ("gh", "abcdef", 8),
+            (["zz", "def", "cde"], "ab", 5),
+            (["a"], "", 1),
+            ("hx", "abcdefg", 9),
+            ("fghz", "abcdefghxx", 10),
+            ("xxx", "abcdefghxx", 10),
+        ],
+    )
+    def test_stop_strings(self, served: Served, says: Says, endpoint: str, stop: Any, text: str, tokens: int) -> None:
+        says("abcdefgh")
+        whole, streamed = answers(served, endpoint, stop=stop, max_tokens=10)
+        assert whole == streamed
+        assert whole["text"] == text
+        assert (
+            whole["usage"]["total_tokens"]
+            - next(count for name, count in whole["usage"].items() if name in ("prompt_tokens", "input_tokens"))
+            == tokens
+        )
+        if endpoint != "responses":
+            assert whole["reason"] == ("length" if text == "abcdefghxx" else "stop")
+        assert served.batches.admission.running == 0
+
+    def test_a_character_that_is_cut(self, served: Served, says: Says, endpoint: str) -> None:
+        says("aö")
+        whole, streamed = answers(served, endpoint, max_tokens=2)
+        assert whole == streamed
+        assert whole["text"] == "a\ufffd"
+
+    def test_a_stop_string_at_the_last_token(self, served: Served, says: Says, endpoint: str) -> None:
+        says("abc")
+        whole, streamed = answers(served, endpoint, stop="c", max_tokens=3)
+        assert whole == streamed
+        assert whole["text"] == "ab"
+        assert whole.get("reason", "stop") == "stop"
+
+
+class TestTools:
+    @pytest.mark.parametrize("endpoint", ENDPOINTS[1:])
+    def test_calls_and_reasoning(self, served: Served, says: Says, endpoint: str) -> None:
+        text = f"<think>hm</think>ok{CALL}"
+        says(text)
+        tool = TOOL if endpoint == "chat/completions" else {"type": "function", "name": "f", "parameters": {}}
+        whole, streamed = answers(served, endpoint, tools=[tool], max_tokens=len(text))
+        assert whole == streamed
+        assert (whole["text"], whole["thought"]) == ("ok", "hm")
+        assert [(call["name"], json.loads(call["arguments"])) for call in whole["calls"]] == [("f", {"x": 1})]
+        assert whole.get("reason", "tool_calls") == "tool_calls"
+
+    @pytest.mark.parametrize("endpoint", ENDPOINTS[1:])
+    def test_a_stop_string_within_reasoning(self, served: Served, says: Says, endpoint: str) -> None:
+        says(f"<think>hm, so</think>ok{CALL}")
+        whole, streamed = answers(served, endpoint, stop=",", max_tokens=40)
+        assert whole == streamed
+        assert (whole["text"], whole["thought"], whole["calls"]) == ("", "hm", [])
+
+    def test_a_chat_after_a_call(self, served: Served) -> None:
+        """The template is given all that the messages say."""
+        call = {"id": "1", "type": "function", "function": {"name": "f", "arguments": '{"x": 7}'}}
+        messages = [
+            {"role": "user", "content": "hi"},
+            {"role": "assistant", "content": "said", "reasoning_content": "thought", "tool_calls": [call]},
+            {"role": "tool", "tool_call_id": "1", "content": "result"},
+        ]
+        items = [
+            {"role": "user", "content": "hi"},
+            {"type": "reasoning", "content": [{"type": "reasoning_text", "text": "thought"}]},
+            {"role": "assistant", "content": [{"type": "output_text", "text": "said", "annotations": []}]},
+            {"type": "function_call", "call_id": "1", "name": "f", "arguments": '{"x": 7}'},
+            {"type": "function_call_output", "call_id": "1", "output": "result"},
+        ]
+        prompt = (
+            "f<|im_start|>user\nhi<|im_start|>assistant\nthoughtsaid7<|im_start|>tool\nresult<|im_start|>assistant\n"
+        )
+        expected = len(served.tokenizer(prompt).input_ids)
+        for path, fields in (
+            ("chat/completions", {"messages": messages, "tools": [TOOL]}),
+            ("responses", {"input": items, "tools": [TOOL]}),
+        ):
+            status, text = served.send(f"/v1/{path}", {**fields, "max_tokens": 2})
+            assert status == 200, text
+            usage = json.loads(text)["usage"]
+            assert usage.get("prompt_tokens", usage.get("input_tokens")) == expected
+
+    def test_without_a_template_for_answers(self, served: Served, tmp_path: Path) -> None:
+        folder = Path(shutil.copytree(served.folder, tmp_path / "plain"))
+        (folder / "chat_template.jinja").write_text("{% for m in messages %}{{ m.content }}{% endfor %}")
+        with serving(folder, "2MiB") as plain:
+            for path, fields in (
+                ("chat/completions", {"messages": [{"role": "user", "content": "hi"}]}),
+                ("responses", {"input": "hi"}),
+            ):
+                status, text = plain.send(f"/v1/{path}", {**fields, "tools": [TOOL]})
+                assert status == 400
+                assert "tools is not supported: the tokenizer has no template for answers" in text
+
+
+class TestResponses:
+    def test_openai_client(self, served: Served, says: Says) -> None:
+        says("abcdef")
+        client = served.client()
+        answer = client.responses.create(model=NAME, input="hi", instructions="be brief", max_output_tokens=4)
+        assert answer.output_text == "abcd"
+        with client.responses.stream(model=NAME, input="hi", max_output_tokens=4) as stream:
+            assert "".join(event.delta for event in stream if event.type == "response.output_text.delta") == "abcd"
+
+    @pytest.mark.parametrize(
+        ("given", "message"),
+        [
+            ([HI, {"type": "image_generation_call"}], "input: expected a text or a list of messages"),
+            ([HI, {"type": "function_call"}], "input: expected a text or a list of messages"),
+            ([], "messages"),
+            ([{"role": "user", "content": [{"type": "input_image"}]}], "content.0.type: Input should"),
+            ([{"type": "input_image", "image_url": "x"}], "content.0.type: Input should"),
+            ([{"role": "user", "content": 5}], "content: Input should be a valid list"),
+            (5, "input"),
+        ],
+    )  # fmt: skip
+    @pytest.mark.parametrize("stream", [False, True])
+    def test_mistakes(self, served: Served, given: Any, message: str, stream: bool) -> None:
+        status, text = served.send("/v1/responses", {"input": given, "stream": stream})
+        assert status == 400, text
+        assert message in json.loads(text)["error"]["message"]
