@@ -36,8 +36,7 @@ from headrace.cli import app, terminal
 from headrace.cli.arguments import VERB_FLAGS, requested, target_device
 from headrace.cli.demo_run import ensure_model
 from headrace.cli.terminal import expand_lists
-from headrace.config import RANK_MODES, SHARDED_MODES, UVA, Budget, Mode, Prefetch, Rules, Workload
-from headrace.environment import VARIABLES
+from headrace.config import RANK_MODES, SHARDED_MODES, UVA, VARIABLES, Budget, Mode, Prefetch, Rules, Workload
 from headrace.errors import HeadraceError, HeadraceWarning, OptionError
 from headrace.figures import format_size
 from headrace.flags import COMMAND_LINE, EXCLUDES, OffloadFlags, engine_surface, flag_of
@@ -814,7 +813,7 @@ def test_a_probe_that_cannot_be_kept_is_printed(tmp_path: Path, monkeypatch: pyt
 
 
 def test_misspelt_variables_are_named(model: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("headrace.environment._reported", set())
+    monkeypatch.setattr("headrace.config._reported", set())
     monkeypatch.setenv("HEADRACE_READER", "4")
     monkeypatch.setenv("headrace_debug", "1")
     monkeypatch.setenv("HEADRACE_READERS", "2")
@@ -824,7 +823,7 @@ def test_misspelt_variables_are_named(model: Path, monkeypatch: pytest.MonkeyPat
     assert ["HEADRACE_READER has no effect" in warned[0], "headrace_debug has no effect" in warned[1]] == [True] * 2
     assert ["the nearest is HEADRACE_READERS" in warned[0], "the nearest is HEADRACE_DEBUG" in warned[1]] == [True] * 2
     assert len(warned) == 2
-    monkeypatch.setattr("headrace.environment._reported", set())
+    monkeypatch.setattr("headrace.config._reported", set())
     with pytest.warns(HeadraceWarning, match="HEADRACE_READER has no effect") as caught:
         headrace.offload(TINY.build(), headrace.Prefetch()).remove()
     assert len(caught) == 2

@@ -17,7 +17,7 @@ from torch import nn
 
 import headrace
 from headrace import Prefetch
-from headrace.environment import debug_enabled
+from headrace.config import debug_enabled
 from headrace.errors import HeadraceWarning, OptionError, OutsideAccessError, RaceError
 from headrace.model.inventory import take_inventory
 from headrace.plan.build import build_plan

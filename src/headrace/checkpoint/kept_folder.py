@@ -22,7 +22,7 @@ from typing import TYPE_CHECKING, Any
 from headrace.checkpoint.safetensors_header import Checkpoint, FileFingerprint, FileTensor, raw_header
 from headrace.checkpoint.weight_map import FilePart, TensorSource, WeightMap
 from headrace.codec import decode, encode, parse, read_file, write_file
-from headrace.environment import cache_disabled, cache_folder
+from headrace.config import cache_disabled, cache_folder
 from headrace.errors import CheckpointError
 from headrace.model.records import DType, Inventory, ModelProfile
 

@@ -18,7 +18,7 @@ __all__ = ["serve"]
 _PACKAGES = ("transformers", "fastapi", "uvicorn", "openai", "prometheus_client", "jinja2")
 
 
-def _flag(name: str, metavar: str | None, text: str, panel: str | None = "Server", **bounds: int) -> Any:
+def _flag(name: str, metavar: str | None, text: str, panel: str | None = "Server", **bounds: Any) -> Any:
     return typer.Option(name, metavar=metavar, help=text, rich_help_panel=panel, **bounds)
 
 

@@ -21,7 +21,7 @@ from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, Trans
 from rich.text import Text
 from typer.core import TyperGroup
 
-from headrace.environment import debug_enabled, warn_about_variables
+from headrace.config import debug_enabled, warn_about_variables
 from headrace.errors import HeadraceError, HeadraceWarning
 
 __all__ = ["HeadraceGroup", "byte_bar", "expand_lists", "log_lines", "print_error", "stderr", "stdout"]

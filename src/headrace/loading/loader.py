@@ -16,7 +16,7 @@ import torch
 
 from headrace.checkpoint.safetensors_header import FileFingerprint
 from headrace.checkpoint.weight_map import Conversion, TensorSource, WeightMap
-from headrace.environment import pin_memory_disabled
+from headrace.config import pin_memory_disabled
 from headrace.errors import OptionError
 from headrace.loading.read_pool import PIECE_BYTES, CudaUploader, Delivery, Progress, deliver
 from headrace.memory.pinned import MIN_ADOPTED_BYTES, CudaRegistrar, pin_threads

@@ -16,7 +16,7 @@ from pathlib import Path
 import numpy as np
 import torch
 
-from headrace.environment import pin_memory_disabled
+from headrace.config import pin_memory_disabled
 from headrace.errors import OptionError, StateError, warn_user
 from headrace.figures import format_size
 from headrace.memory.pages import RawMemory, map_pages, populate_parallel

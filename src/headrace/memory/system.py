@@ -13,7 +13,7 @@ from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from headrace.environment import number_in
+from headrace.config import number_in
 
 if TYPE_CHECKING:
     import torch

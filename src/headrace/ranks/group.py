@@ -38,7 +38,7 @@ import torch
 import torch.distributed as dist
 from torch.distributed import PrefixStore  # type: ignore[attr-defined,unused-ignore]
 
-from headrace.environment import peer_timeout_s
+from headrace.config import peer_timeout_s
 from headrace.errors import PeerError, TransferError
 
 __all__ = ["GRACE_S", "GlooChannel", "RankGroup", "call_within", "json_digest", "this_host"]

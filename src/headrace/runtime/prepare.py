@@ -17,8 +17,7 @@ import torch.distributed as dist
 from torch import nn
 
 from headrace.checkpoint.weight_map import WeightMap
-from headrace.config import Budget, as_policy
-from headrace.environment import warn_about_variables
+from headrace.config import Budget, as_policy, warn_about_variables
 from headrace.errors import OptionError, OptionTypeError
 from headrace.memory.pinned import PinnedBuffer
 from headrace.model.inventory import Inventory, reject_self_managed_weights, take_inventory

@@ -16,8 +16,7 @@ from functools import cache, partial
 import torch
 
 from headrace.checkpoint.weight_map import WeightMap
-from headrace.config import RANK_MODES
-from headrace.environment import debug_enabled
+from headrace.config import RANK_MODES, debug_enabled
 from headrace.errors import OptionError, PeerError, warn_user
 from headrace.loading.loader import require_weights
 from headrace.loading.read_pool import CudaUploader, Delivery, deliver

@@ -19,8 +19,7 @@ import torch
 from torch import nn
 from torch.utils.hooks import RemovableHandle
 
-from headrace.config import RANK_MODES
-from headrace.environment import debug_enabled
+from headrace.config import RANK_MODES, debug_enabled
 from headrace.errors import BudgetError, CheckpointError, OptionError, StateError, TransferError
 from headrace.experts.rows import CachedExperts, ExpertHook, ReadsRows, Turn
 from headrace.figures import format_size

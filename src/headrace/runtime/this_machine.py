@@ -17,8 +17,16 @@ from importlib import import_module
 from typing import TYPE_CHECKING, Any, Literal
 
 from headrace.checkpoint.weight_map import TensorSource, WeightMap
-from headrace.config import HOST_MODES, SHARDED_MODES, Budget, Policy, Workload, as_policy
-from headrace.environment import pin_memory_disabled, uva_disabled
+from headrace.config import (
+    HOST_MODES,
+    SHARDED_MODES,
+    Budget,
+    Policy,
+    Workload,
+    as_policy,
+    pin_memory_disabled,
+    uva_disabled,
+)
 from headrace.errors import CheckpointError, LimitError, OptionError, OptionTypeError, warn_user
 from headrace.figures import format_size
 from headrace.memory.system import cgroup_available_bytes, host_available_bytes, memlock_bytes

@@ -21,8 +21,7 @@ import numpy as np
 import torch
 from torch import nn
 
-from headrace.config import UVA, Budget, Prefetch
-from headrace.environment import pin_memory_disabled, uva_disabled
+from headrace.config import UVA, Budget, Prefetch, pin_memory_disabled, uva_disabled
 from headrace.errors import BudgetError, OptionError, warn_user
 from headrace.memory.pages import RawMemory
 from headrace.memory.pinned import CudaRegistrar, PinnedBuffer, device_view, new_pinned, pinning_fix

@@ -362,7 +362,7 @@ class RequestMiddleware:
         self._longest_body = _BODY_BYTES + _BYTES_PER_TOKEN * batches.admission.pool.longest
         self._arrivals: set[asyncio.Timeout] = set()
         # Around the key, which a browser does not send when it asks whether it may.
-        everybody = {"allow_origins": ["*"], "allow_methods": ["*"], "allow_headers": ["*"]}
+        everybody: Any = {"allow_origins": ["*"], "allow_methods": ["*"], "allow_headers": ["*"]}
         self._entrance: App = CORSMiddleware(self._answer, **everybody) if cors else self._answer
 
     def stop(self) -> None:

@@ -135,7 +135,7 @@ def pool_blocks(config: Any, num_blocks: int) -> int:
 
 def _new_manager(model: Any, pool: Pool, seed: int | None) -> Any:
     known = {row.name for row in fields(ContinuousBatchingConfig)}
-    options = {
+    options: dict[str, Any] = {
         # Graphs and asynchronous batches would double the memory, and change nothing where the link decides.
         "use_cuda_graph": False,
         "use_async_batching": False,

@@ -20,7 +20,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar
 
 from headrace.codec import decode, encode, parse, read_file, require, write_file
-from headrace.environment import cache_folder
+from headrace.config import cache_folder
 from headrace.errors import OptionError, OptionTypeError, warn_user
 from headrace.memory.system import num_cores
 from headrace.plan.cost_model import NOMINAL_CPU, NOMINAL_GPU, Curve, Rates, nominal_rates
@@ -247,15 +247,13 @@ K = TypeVar("K", Probe, _SharedLink)
 def _kept(kind: str, read: Callable[[Any], K], what: str, then: str) -> K | None:
     """The measurement ``kind`` of this machine; ``None`` without one, and with a warning for anything else."""
     path = cache_path(kind)
-    if path is None:
+    if path is None or not path.exists():
         return None
     try:
         kept = read(parse(read_file(path)))
         if kept.machine == describe_machine():
             return kept
         found: object = f"{what.replace('kept ', '')} of another machine"
-    except (FileNotFoundError, NotADirectoryError):
-        return None
     except (OSError, ValueError) as error:
         found = getattr(error, "strerror", None) or error
     _warn_once(f"{path}: expected {what} of this machine, found: {found}; {then}")

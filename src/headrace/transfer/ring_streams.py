@@ -27,7 +27,7 @@ from typing import Any
 
 import torch
 
-from headrace.environment import pin_memory_disabled
+from headrace.config import pin_memory_disabled
 from headrace.errors import OptionError, StateError, TransferError
 from headrace.memory.memfd import SharedMemory
 from headrace.memory.pages import collapse_parallel

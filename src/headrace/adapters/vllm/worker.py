@@ -33,8 +33,7 @@ from headrace.adapters.engine_interface import version_number
 from headrace.adapters.quirks import without_lora
 from headrace.adapters.vllm.interface import NEWEST, OLDEST_WITH_CACHE, require_supported
 from headrace.adapters.vllm.options import read_options, refuse_unsupported
-from headrace.config import Budget
-from headrace.environment import peer_timeout_s
+from headrace.config import Budget, peer_timeout_s
 from headrace.errors import OptionError, OutsideAccessError, PeerError, StateError
 from headrace.experts.rows import ExpertKernels
 from headrace.figures import format_size
