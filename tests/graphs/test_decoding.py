@@ -437,3 +437,16 @@ def test_arguments_that_say_nothing() -> None:
     graphs = headrace.decode_in_graphs(model)
     model.generate(prompt(5), max_new_tokens=9, past_key_values=None, disable_compile=False)
     assert graphs.replays == 7
+
+
+@pytest.mark.parametrize("end", ["release", "_compare_model"])
+def test_steps_are_dropped_when_the_device_has_done_their_replays(monkeypatch: pytest.MonkeyPatch, end: str) -> None:
+    model = qwen3()
+    graphs = decoding.DecodeGraphs(model, None, 0, False)
+    graphs._steps = {"a step": None}
+    kept: list[int] = []
+    monkeypatch.setattr(type(model), "device", property(lambda self: torch.device("cuda", 0)))
+    monkeypatch.setattr(torch.cuda, "synchronize", lambda device: kept.append(len(graphs._steps)))
+    getattr(graphs, end)()
+    assert kept == [1]
+    assert graphs._steps == {}

@@ -17,7 +17,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from device_model import BYTES, Device, DeviceLink, Graph, Op, plan_and_store
-from headrace.errors import HeadraceWarning, StateError
+from headrace.errors import HeadraceWarning, SlotConflictError, StateError
+from headrace.runtime import prefetcher
 from headrace.runtime.prefetcher import Prefetcher
 from headrace.runtime.slot import SlotState
 from headrace.stats import Recorder
@@ -751,3 +752,36 @@ def test_graphs_of_pieces(steps: list[str], num_units: int, num_slots: int, seed
         getattr(engine, step)(*([seed + number] if kind == "replay" else []))
     engine.device.finish()
     assert engine.reads == expected
+
+
+@pytest.mark.parametrize("what", ["replay", "write"])
+def test_what_waits_for_a_stuck_forward_of_another_thread_is_an_error(
+    monkeypatch: pytest.MonkeyPatch, what: str
+) -> None:
+    monkeypatch.setattr(prefetcher, "CONFLICT_TIMEOUT_S", 0.05)
+    engine = Engine(3, 2, 0, announced=False)
+    pipeline, done, begun = engine.pipeline, threading.Event(), threading.Event()
+
+    def stuck() -> None:
+        pipeline.begin_forward()
+        pipeline.wait(0)
+        begun.set()
+        done.wait(10)
+        pipeline.release(0)
+        pipeline.finish_forward()
+
+    other = threading.Thread(target=stuck)
+    other.start()
+    assert begun.wait(10)
+    entered = []
+    with (
+        pytest.raises(
+            SlotConflictError, match=r"another thread has been running for .* one offloaded model per thread"
+        ),
+        pipeline.replaying() if what == "replay" else pipeline.rewriting(0),
+    ):
+        entered.append(what)
+    done.set()
+    other.join()
+    assert entered == []
+    engine.forward()

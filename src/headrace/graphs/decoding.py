@@ -119,9 +119,13 @@ class DecodeGraphs:
 
     def release(self) -> None:
         """Free cache and graphs; the next call makes new ones."""
+        self._drop_steps()
+        self._cache, self._kind = None, None
+
+    def _drop_steps(self) -> None:
         if self._steps and self._model.device.type == "cuda":
             torch.cuda.synchronize(self._model.device)  # replays may be under way
-        self._steps, self._cache, self._kind = {}, None, None
+        self._steps = {}
 
     @property
     def num_bytes(self) -> int:
@@ -264,11 +268,9 @@ class DecodeGraphs:
     def _compare_model(self) -> None:
         """Drop graphs of a model that Python sees otherwise now."""
         seen = _Seen(self._model)
-        if seen == self._seen:
-            return
-        if self._steps and self._model.device.type == "cuda":
-            torch.cuda.synchronize(self._model.device)
-        self._steps, self._seen = {}, seen
+        if seen != self._seen:
+            self._drop_steps()
+            self._seen = seen
 
     def _capture(self, call: Callable[..., Any], inputs: Inputs, cache: StaticCache) -> _Captured | None:
         lengths = _window_lengths(cache)

@@ -18,7 +18,7 @@ import itertools
 import os
 import threading
 import time
-from collections.abc import Collection, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import replace
 
@@ -238,7 +238,9 @@ class Prefetcher:
         """Within, a graph of :meth:`capturing`, which gave ``copied``, is replayed beside no other forward."""
         with self._lock:
             me = threading.get_ident()
-            self._free.wait_for(lambda: not self._forwards.keys() - {me}, CONFLICT_TIMEOUT_S)
+            self._wait_until(
+                lambda: not self._forwards.keys() - {me}, "a graph is replayed alone, beside no forward, and one"
+            )
             self.wait_all()
             try:
                 yield
@@ -358,10 +360,14 @@ class Prefetcher:
                 f"{name} (unit {unit}) runs inside {held}, and both need the same slot: use another number of slots "
                 f"(--offload-prefetch-step), or keep one of the two resident (--offload-rule {name}=resident)"
             )
-        if not self._free.wait_for(lambda: not slot.readers, CONFLICT_TIMEOUT_S):
+        self._wait_until(lambda: not slot.readers, f"{name} (unit {unit}) needs the slot of {held}, which")
+
+    def _wait_until(self, condition: Callable[[], bool], what: str) -> None:
+        """Let other threads go on until ``condition`` holds; ``what`` they run, for the error if it never does."""
+        if not self._free.wait_for(condition, CONFLICT_TIMEOUT_S):
             raise SlotConflictError(
-                f"{name} (unit {unit}) needs the slot of {held}, which another thread has been running for "
-                f"{CONFLICT_TIMEOUT_S:.0f} s; use one offloaded model per thread"
+                f"{what} another thread has been running for {CONFLICT_TIMEOUT_S:.0f} s; use one offloaded model per "
+                f"thread"
             )
 
     def _bring(self, unit: int, slot: Slot) -> None:
@@ -527,7 +533,8 @@ class Prefetcher:
             slot = self._slots()[slot_of(unit, self._num_slots)]
             self._drop_stale_readers(slot)
             if slot.unit == unit and slot.latest_reader() is None:
-                self._free.wait_for(lambda: slot.unit != unit or not slot.readers, CONFLICT_TIMEOUT_S)
+                what = f"a weight of {self._plan.units[unit].module_fqn} (unit {unit}) is written, which"
+                self._wait_until(lambda: slot.unit != unit or not slot.readers, what)
             self._wait_for(slot)
             yield
             if slot.unit == unit and not slot.readers:
