@@ -103,18 +103,25 @@ def test_packed_weights_that_nothing_names(name: str, backend: str, tmp_path: Pa
         assert handle.plan.mechanism_of("model.layers.3.mlp.up_proj.qweight") == "uva"
 
 
+CAPTURED: list[tuple[str, str | None]] = [
+    *((name, None) for name, form in FORMATS.items() if form.package != "gptqmodel" and name != "bitsandbytes int8"),
+    *((name, backend) for name, backend, _ in KERNELS if backend != "gemm_triton"),
+]
 # Formats whose resident decoding step cannot be captured either, and why.
 EAGER: dict[str, str] = {}
 
 
 @pytest.mark.skipif(IS_OLD, reason="load() needs transformers 5.23 or newer")
-@pytest.mark.parametrize("name", [name for name in FORMATS if name != "bitsandbytes int8"])
-def test_decodes_in_graphs(name: str, tmp_path: Path) -> None:
+@pytest.mark.parametrize(("name", "backend"), CAPTURED)
+def test_decodes_in_graphs(name: str, backend: str | None, tmp_path: Path) -> None:
     """As the resident model does in graphs, where its kernels can be captured."""
-    if not FORMATS[name].is_here:
-        pytest.skip(f"{FORMATS[name].package} is not installed")
+    form = FORMATS[name]
+    if not form.is_here:
+        pytest.skip(f"{form.package} is not installed")
     plain_fp8.install()
-    folder = FORMATS[name].write(tmp_path)
+    if backend is not None:
+        form = replace(form, config={**(form.config or {}), "backend": backend})
+    folder = form.write(tmp_path)
     expected, replays = _decoded(resident(folder, "cuda"))
     model, handle = load(folder, MOVES, device="cuda")
     with handle:
