@@ -291,9 +291,9 @@ class Rehearsal:
         return build_model(config, self.device, self.device, "grouped_mm" if has_experts else None)
 
     def policy(self, case: str, weight_bytes: int) -> Budget | Prefetch:
-        """A budget for the weights, of three quarters of those of a tiny model, unless the case has a policy."""
+        """A budget for the weights, of half of those of a tiny model, unless the case has a policy."""
         rules = MODELS[self.name].rules[case]
-        num_bytes = weight_bytes * 3 // 4 if self.tiny else self.card_bytes - self.reserve_bytes
+        num_bytes = weight_bytes // 2 if self.tiny else self.card_bytes - self.reserve_bytes
         return rules if isinstance(rules, Prefetch) else Budget(num_bytes, rules=rules)
 
     def rows(self, cases: Sequence[str], failed: list[str]) -> Iterator[dict[str, Any]]:
@@ -411,7 +411,7 @@ def main() -> None:
     parser.add_argument("--reserve", default="2GB", help="of it, what is no weights: CUDA, activations, cache, ...")
     parser.add_argument("--layers", type=int, help="fewer than the published model has")
     parser.add_argument("--device", default="cuda")
-    parser.add_argument("--tiny", action="store_true", help="small layers, three quarters of them in the budget")
+    parser.add_argument("--tiny", action="store_true", help="small layers, half of them in the budget")
     given = parser.parse_args()
     device = torch.device(given.device)
     if device.type == "cuda":

@@ -23,8 +23,6 @@ from __future__ import annotations
 from importlib import import_module
 from typing import TYPE_CHECKING
 
-from headrace.adapters import quirks as _quirks  # noqa: F401  # tells the core of other libraries, imports none
-
 if TYPE_CHECKING:
     from headrace.api import Handle, offload
     from headrace.config import UVA, Budget, OffloadConfig, Prefetch, Rules, Workload

@@ -10,9 +10,9 @@ from typing import Any
 
 import pytest
 import torch
-from headrace.demo.synthetic_model import ensure_model
 
 from commands import TINY
+from headrace.cli.demo_run import ensure_model
 from headrace.serving import batches
 from servers import NAME, Served, serving
 

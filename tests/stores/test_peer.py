@@ -459,7 +459,7 @@ class TestRefused:
         )
         assert "expected a GPU as the device" in message
         assert "has no effect without --device-memory" in error_of("plan", tmp_path / "model", *flags[2:])
-        assert "peer_memory" in error_of("plan", tmp_path / "model", *flags[:2], "--peer-memory", "many")
+        assert "--peer-memory: size" in error_of("plan", tmp_path / "model", *flags[:2], "--peer-memory", "many")
         shown = run("plan", tmp_path / "model", *flags, "--machine", "h200", "--json")
         data = json.loads(shown.stdout)
         assert 0 < data["store_bytes"]["peer"] <= MIB

@@ -24,13 +24,13 @@ from diffusers import DiffusionPipeline
 from torch import nn
 
 from headrace.adapters.engine_interface import require_names
-from headrace.adapters.quirks import without_lora
 from headrace.api import Handle, handle_of, refuse_second_offload, start
 from headrace.checkpoint.safetensors_header import Checkpoint, FileFingerprint, FileTensor
 from headrace.checkpoint.weight_map import TensorSource, WeightMap
 from headrace.config import Budget, Policy, as_policy
 from headrace.errors import CheckpointError, OptionError, OptionTypeError, StateError
 from headrace.model.inventory import take_inventory
+from headrace.model.quirks import without_lora
 from headrace.plan.plan import Plan
 from headrace.runtime.prepare import prepare
 from headrace.runtime.session import Progress

@@ -16,9 +16,8 @@ from torch import nn
 from torch.nn.parameter import is_lazy
 
 from headrace.errors import OptionError, StateError
+from headrace.model.quirks import SIDE_OBJECTS, self_managed
 from headrace.model.records import (
-    SELF_MANAGED,
-    SIDE_OBJECTS,
     Inventory,
     Kind,
     Location,
@@ -136,13 +135,12 @@ def reject_self_managed_weights(name: str, module: nn.Module, device: torch.devi
     Raises:
         OptionError: such a module, with what to do instead.
     """
-    for find in SELF_MANAGED:
-        if (found := find(module, device)) is not None:
-            how, fix = found
-            raise OptionError(
-                f"{f'module {name!r}' if name else 'the model'} ({type(module).__name__}): expected weights that stay "
-                f"where they are put, found a module that {how}; {fix}"
-            )
+    if (found := self_managed(module, device)) is not None:
+        how, fix = found
+        raise OptionError(
+            f"{f'module {name!r}' if name else 'the model'} ({type(module).__name__}): expected weights that stay "
+            f"where they are put, found a module that {how}; {fix}"
+        )
 
 
 class _Walk:

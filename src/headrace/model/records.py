@@ -14,7 +14,7 @@ lists the tensors that view it, each with its own offset, shape and strides.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Iterable
 from dataclasses import dataclass
 from functools import cached_property, lru_cache
 from itertools import takewhile
@@ -24,12 +24,9 @@ from headrace.codec import Positive
 from headrace.errors import OptionError
 
 if TYPE_CHECKING:
-    import torch
-    from torch import nn
+    pass
 
 __all__ = [
-    "SELF_MANAGED",
-    "SIDE_OBJECTS",
     "DType",
     "ElementType",
     "Inventory",
@@ -49,11 +46,6 @@ Kind = Literal["parameter", "buffer", "attribute"]
 
 # These hand a child's weight to a kernel without calling the child, whose hooks would never run.
 _READS_CHILDREN = frozenset({"MultiheadAttention"})
-
-# Filled by headrace.adapters.quirks. Asked of a module: how it manages its weights itself, and what to do instead.
-SELF_MANAGED: list[Callable[[nn.Module, torch.device], tuple[str, str] | None]] = []
-# Attributes of a parameter that are objects with further tensors of it.
-SIDE_OBJECTS: list[str] = []
 
 
 @dataclass(frozen=True)

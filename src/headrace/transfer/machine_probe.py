@@ -247,13 +247,15 @@ K = TypeVar("K", Probe, _SharedLink)
 def _kept(kind: str, read: Callable[[Any], K], what: str, then: str) -> K | None:
     """The measurement ``kind`` of this machine; ``None`` without one, and with a warning for anything else."""
     path = cache_path(kind)
-    if path is None or not path.exists():
+    if path is None or not os.path.lexists(path):
         return None
     try:
         kept = read(parse(read_file(path)))
         if kept.machine == describe_machine():
             return kept
         found: object = f"{what.replace('kept ', '')} of another machine"
+    except (FileNotFoundError, NotADirectoryError):
+        return None
     except (OSError, ValueError) as error:
         found = getattr(error, "strerror", None) or error
     _warn_once(f"{path}: expected {what} of this machine, found: {found}; {then}")

@@ -30,13 +30,13 @@ from vllm.model_executor.offloader.base import get_offloader, set_offloader
 from vllm.v1.worker import gpu_worker
 
 from headrace.adapters.engine_interface import version_number
-from headrace.adapters.quirks import without_lora
 from headrace.adapters.vllm.interface import NEWEST, OLDEST_WITH_CACHE, require_supported
 from headrace.adapters.vllm.options import read_options, refuse_unsupported
 from headrace.config import Budget, peer_timeout_s
 from headrace.errors import OptionError, OutsideAccessError, PeerError, StateError
 from headrace.experts.rows import ExpertKernels
 from headrace.figures import format_size
+from headrace.model.quirks import without_lora
 from headrace.offloaders.layerwise import EngineOffloader, EngineTraits
 from headrace.plan.cost_model import Rates
 from headrace.ranks.group import GRACE_S, RankGroup, call_within, json_digest

@@ -1,25 +1,26 @@
 """What is known of other libraries' modules and tensors, where nothing in their structure says it.
 
-The core asks the registries of :mod:`headrace.model.records`, which are filled when the package is imported; so no
-library is imported here.
+No library is imported here: modules are recognised by attributes that they have.
 """
 
 from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
-from headrace.model.records import SELF_MANAGED, SIDE_OBJECTS
-
 if TYPE_CHECKING:
     import torch
     from torch import nn
 
-__all__ = ["without_lora"]
+__all__ = ["SIDE_OBJECTS", "self_managed", "without_lora"]
+
+# Attributes of a parameter that are objects with further tensors of it: scales and codes of bitsandbytes' 4 bits, and
+# scales of these that are quantised themselves.
+SIDE_OBJECTS = ("quant_state", "state2")
 
 _REPACKS = "support_avx512bf16_for_cpu"  # of bitsandbytes' layers, which repack in eval() on such a CPU
 
 
-def _self_managed(module: nn.Module, device: torch.device) -> tuple[str, str] | None:
+def self_managed(module: nn.Module, device: torch.device) -> tuple[str, str] | None:
     """How ``module`` moves, writes or exchanges its weights itself on ``device``, and what to do instead."""
     weight: Any = module._parameters.get("weight")
     state = getattr(weight, "quant_state", None)
@@ -46,8 +47,3 @@ def _self_managed(module: nn.Module, device: torch.device) -> tuple[str, str] | 
 def without_lora(name: str) -> str:
     """The name of a tensor before LoRA wrapped its module in one that has it as a child ``base_layer``."""
     return name.replace(".base_layer.", ".")
-
-
-SELF_MANAGED.append(_self_managed)
-# bitsandbytes' 4 bits: scales and codes of the numbers, and of scales that are quantised themselves.
-SIDE_OBJECTS.extend(("quant_state", "state2"))
