@@ -110,7 +110,7 @@ CAPTURED: list[tuple[str, str | None]] = [
 # Formats whose resident decoding step cannot be captured either, and why.
 EAGER = dict.fromkeys(
     ("compressed-tensors fp8, channels", "compressed-tensors int8", "AWQ int4"),
-    "copies from ordinary host memory in each forward",  # of activations' scales; torch's kernel of AWQ: of shifts
+    "its library copies a CPU tensor that is not pinned, in each forward",
 )
 
 
