@@ -4,8 +4,11 @@ that the reading depended on has changed.
 
 from __future__ import annotations
 
+import contextlib
+import hashlib
 import json
 import os
+import random
 import subprocess
 import sys
 import time
@@ -28,7 +31,7 @@ from headrace.checkpoint.kept_folder import FolderFacts, folder_facts
 from headrace.checkpoint.weight_map import WeightMap
 from headrace.cli import app
 from headrace.config import UVA, Budget, Policy, Prefetch, Rules, Workload
-from headrace.errors import CheckpointError
+from headrace.errors import CheckpointError, HeadraceError
 from headrace.model.inventory import take_inventory
 from headrace.model.memory_profile import ModelProfile
 from headrace.planning import Planned, plan_model
@@ -394,6 +397,31 @@ class TestEntry:
         if damage != "a folder":
             assert entry.read_bytes() == content
         assert [file.name for file in cache.iterdir()] == [entry.name], "no draft is left"
+
+    def test_a_forged_one_with_right_digests_is_as_none_or_ends_in_an_error_of_ours(
+        self, folder: Path, reads: list[Path], cache: Path
+    ) -> None:
+        """Every kind of value at seeded places, by whoever can write the cache and knows how digests are made."""
+        plan_model(PlanRequest(folder, Budget("4MiB"), device="cpu"))
+        (entry,) = cache.iterdir()
+        head, _, body = entry.read_bytes().partition(b"\n")
+        key, draw = json.loads(head), random.Random(0)
+        values = [None, True, -1, 0, 1, 3.5, 1 << 62, 1 << 70, "", "\ud800", "../../etc", [], {}, [[]]]
+        for _ in range(250):
+            record = json.loads(body)
+            at = record
+            while isinstance(at, list | dict) and at:
+                place = draw.choice(list(at) if isinstance(at, dict) else range(len(at)))
+                if not isinstance(at[place], list | dict) or not at[place] or draw.random() < 0.1:
+                    at[place] = draw.choice(values)
+                    break
+                at = at[place]
+            forged = json.dumps(record).encode()
+            key["body"] = hashlib.sha256(forged).hexdigest()
+            entry.write_bytes(json.dumps(key).encode() + b"\n" + forged)
+            with contextlib.suppress(HeadraceError):
+                plan_model(PlanRequest(folder, Budget("4MiB"), device="cpu"))
+        assert 100 < len(reads) < 250, "most are refused, some hold something else that is possible"
 
     @pytest.mark.parametrize("make", [os.mkfifo, lambda path: path.symlink_to("/dev/zero")], ids=["fifo", "device"])
     @pytest.mark.parametrize("where", ["the entry", "beside the model"])
