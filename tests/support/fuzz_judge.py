@@ -128,9 +128,9 @@ class _Case:
     def __init__(self, case: CaseSpec, folder: Path, log: Callable[[str], None], offload: Callable[..., Any]) -> None:
         self.case, self.log, self.verdict, self.offload_function = case, log, Verdict(), offload
         dtype = torch.bfloat16 if case.model.dtype == "bfloat16" else torch.float32
-        self.twin = Env(*build(case.model), mode=case.grad, dtype=dtype)
+        self.twin = Env(*build(case.model), mode=case.grad, dtype=dtype, has_peer=case.policy.peer > 0)
         aligned(self.twin.model)
-        self.subject = Env(*build(case.model), mode=case.grad, dtype=dtype)
+        self.subject = Env(*build(case.model), mode=case.grad, dtype=dtype, has_peer=case.policy.peer > 0)
         self.sizes = sum(parameter.nbytes for parameter in self.twin.model.parameters())
         self.files = _save(self.twin.model, folder) if case.checkpoint else None
         self.states = [_snapshot(self.twin.model)]  # of the twin, one for every step that changed it
