@@ -220,7 +220,7 @@ def _refuse_or_ignore(others: Mapping[str, Any], used: Collection[str]) -> None:
         if name in _IGNORED:
             if name not in _ignored_before:
                 _ignored_before.add(name)
-                logger.info("%s in requests is ignored: it changes no answer", name)
+                logger.warning("%s in requests is ignored: it changes no answer", name)
             continue
         if value is None:
             continue
