@@ -184,6 +184,9 @@ def scramble(model: nn.Module, seed: int) -> None:
         for parameter in model.parameters():
             if parameter.is_floating_point():
                 parameter.add_(torch.randn(parameter.shape, generator=generator).to(parameter.dtype) * 0.03)
+        for module in model.modules():
+            if isinstance(module, nn.Embedding) and module.padding_idx is not None:
+                module.weight[module.padding_idx] = 0  # as in checkpoints that were trained; ChineseCLIP zeroes it anew
         for name, buffer in model.named_buffers():
             if name.endswith(("running_mean", "running_var")):
                 buffer.add_(torch.rand(buffer.shape, generator=generator) * 0.1)
