@@ -54,7 +54,10 @@ class TestTool:
     def test_outputs_and_caches_are_walked(self) -> None:
         case = builders.build("llama")
         leaves = ways.leaves_of(ways.forward(case.model, case.calls))
-        assert {"0.logits", "0.past_key_values.layers.0.keys"} <= leaves.keys()
+        assert "0.logits" in leaves
+        assert any(name.endswith(".layers.0.keys") for name in leaves), (
+            "of the cache, by the name that each version has"
+        )
 
     def test_no_two_tensors_of_a_case_are_constant(self) -> None:
         for parameter in builders.build("bert").model.parameters():
