@@ -56,7 +56,7 @@ class TestTool:
         leaves = ways.leaves_of(ways.forward(case.model, case.calls))
         assert "0.logits" in leaves
         assert any(name.endswith(".layers.0.keys") for name in leaves), (
-            "of the cache, by the name that each version has"
+            "the cache, whose name differs by version"
         )
 
     def test_no_two_tensors_of_a_case_are_constant(self) -> None:
