@@ -55,9 +55,7 @@ class TestTool:
         case = builders.build("llama")
         leaves = ways.leaves_of(ways.forward(case.model, case.calls))
         assert "0.logits" in leaves
-        assert any(name.endswith(".layers.0.keys") for name in leaves), (
-            "the cache, whose name differs by version"
-        )
+        assert any(name.endswith(".layers.0.keys") for name in leaves), "the cache, whose name differs by version"
 
     def test_no_two_tensors_of_a_case_are_constant(self) -> None:
         for parameter in builders.build("bert").model.parameters():
