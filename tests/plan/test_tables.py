@@ -37,6 +37,8 @@ _RANKS = {"case", "moved_a_step_by_rank", "moved_by_rank", "pss_bytes", "logprob
 _PEERS = {"case", "way", "captured", "ranks", "ms", "gb_per_s", "bytes_moved", "host_bytes", "bit_equal"}
 _ADMISSION = {"trace", "variant", "rows", "layers", "ms", "same"}
 OTHER_FIELDS = {
+    "bits": {"shape", "layers", "case", "trace", "rows", "compiled", "bit_equal"},
+    "captured": {"format", "backend", "captured", "bit_equal"},
     "overhead": _BEFORE_AFTER,
     "overhead-rounds": _ROUND,
     "vllm": _BEFORE_AFTER,

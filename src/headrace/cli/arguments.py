@@ -31,7 +31,6 @@ __all__ = [
     "disk_options",
     "refuse_idle",
     "requested",
-    "require_dtype",
     "require_folder",
     "require_writable",
     "target_device",
@@ -126,14 +125,9 @@ def _with_parameters(
 
 
 def check_dtype(flag: str, name: str | None) -> None:
-    """Refuse a ``--dtype`` that no weights can have, before anything is imported."""
+    """Refuse a dtype that no weights can have, before anything is imported."""
     if name not in (None, *_DTYPES):
         raise OptionError(f"{flag} {name!r}: expected {', '.join(_DTYPES[:-1])} or {_DTYPES[-1]}")
-
-
-def require_dtype(name: str | None) -> None:
-    """:func:`check_dtype` where it is no row of a table."""
-    check_dtype("--dtype", name)
 
 
 def requested(

@@ -8,7 +8,7 @@ from typing import Annotated, Any
 
 import typer
 
-from headrace.cli.arguments import VERB_FLAGS, refuse_idle, require_dtype, with_offload_flags
+from headrace.cli.arguments import DTYPE_HELP, VERB_FLAGS, check_dtype, refuse_idle, with_offload_flags
 from headrace.cli.vllm_launcher import KEY_VARIABLE, serve_in_vllm
 from headrace.errors import OptionError
 from headrace.flags import OffloadFlags
@@ -75,9 +75,7 @@ def serve(
             "greedy.",
         ),
     ] = None,
-    dtype: Annotated[
-        str | None, _flag("--dtype", "NAME", "bfloat16, float16 or float32 (default the checkpoint's own).", None)
-    ] = None,
+    dtype: Annotated[str | None, _flag("--dtype", "NAME", DTYPE_HELP, None)] = None,
     additional_config: Annotated[
         str | None, _flag("--additional-config", "JSON", "vLLM's; what the flags here say is added to it.", None)
     ] = None,
@@ -123,7 +121,7 @@ def serve(
     refuse_idle(
         {"--additional-config": additional_config, "--measure-stalls": flags.measure_stalls}, "without --engine vllm"
     )
-    require_dtype(dtype)
+    check_dtype("--dtype", dtype)
     if generation_config not in (None, "auto", "none"):
         raise OptionError(f"--generation-config {generation_config!r}: expected auto or none")
     missing = [name for name in _PACKAGES if find_spec(name) is None]
