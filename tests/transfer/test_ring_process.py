@@ -299,6 +299,7 @@ def threads() -> list[threading.Thread]:
 
 
 def descriptors() -> int:
+    gc.collect()  # garbage of an earlier test may hold some
     return len(os.listdir("/proc/self/fd"))
 
 
@@ -369,7 +370,7 @@ class TestEnd:
         for position in range(3):
             memory.words[0] = position + 1
             if position == 1:
-                readers.retire()
+                readers.close_when_idle()
             tag = memory.words[1 + layout.pieces[position].entry :][:1]
             assert settle(partial(np.array_equal, tag, [position + 1]))
             memory.words[0] = 0
@@ -393,7 +394,7 @@ class TestEnd:
             warnings.simplefilter("ignore")  # 3.12 warns of threads, which is what this is about
             forked = os.fork()
         if forked == 0:
-            readers.retire()
+            readers.close_when_idle()
             readers.close()
             os._exit(0)
         assert os.waitpid(forked, 0)[1] == 0
