@@ -44,7 +44,7 @@ class NoCopyOffloader(EngineOffloader):
             mark_read_in_place(prepared.bound, prepared.plan.uva)  # kernels that ask for it take the same path
             self._traced_plan = prepared.plan
             options = self._options(prepared)
-            self._boundaries = boundaries_of(prepared, options.entry or prepared.model, options.reads_rows)
+            self._boundaries = boundaries_of(prepared, options.entry or prepared.model, options.expert_kernel_factory)
             self._boundaries.__enter__()  # remove() leaves it: an engine has no block around its forwards
 
     def remove(self) -> None:

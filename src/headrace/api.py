@@ -12,7 +12,7 @@ from torch import nn
 
 from headrace.config import RANK_MODES, Policy, instead_of
 from headrace.errors import OptionTypeError, StateError, warn_user
-from headrace.figures import format_size
+from headrace.formatting import format_size
 from headrace.plan.plan import Plan
 from headrace.runtime.outside_use import place_of
 from headrace.runtime.prepare import Prepared, open_ranks, prepare

@@ -29,11 +29,11 @@ __all__ = [
     "Mechanism",
     "Mode",
     "OffloadConfig",
-    "Place",
     "Policy",
     "Prefetch",
     "Rule",
     "Rules",
+    "StoreKind",
     "Workload",
     "as_policy",
     "cache_disabled",
@@ -59,7 +59,7 @@ ALL_MODEL_PARAMS = "ALL_MODEL_PARAMS"
 
 Mode = Literal["cpu", "shm_cpu", "sharded_cpu", "disk", "sharded_gpu", "meta"]
 # Where a unit is stored: in a store, or beside host memory on a peer, which is another GPU of this process.
-Place = Literal[Mode, "peer"]
+StoreKind = Literal[Mode, "peer"]
 # Stores of which each rank of a group keeps a part, and all stores that need a group.
 SHARDED_MODES: tuple[Mode, ...] = ("sharded_cpu", "sharded_gpu")
 # Stores whose bytes are host memory; those of shm_cpu exist once for all ranks of a host.

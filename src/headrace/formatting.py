@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-__all__ = ["counted", "format_rate", "format_size", "format_time", "in_unit", "size_unit"]
+__all__ = ["format_rate", "format_size", "format_time", "in_unit", "pluralize", "size_unit"]
 
 # For figures in tables and messages: bytes of the unit, and digits after the point.
 _UNITS = {"GiB": (2**30, 3), "MiB": (2**20, 2), "KiB": (2**10, 1), "B": (1, 0)}
 
 
-def counted(number: int, thing: str, things: str | None = None) -> str:
+def pluralize(number: int, thing: str, things: str | None = None) -> str:
     """``"1 slot"``, ``"3 slots"``; ``things``: a plural that is not made with an s."""
     return f"{number:,} {thing if number == 1 else things or thing + 's'}"
 

@@ -16,8 +16,8 @@ from typing import TYPE_CHECKING, Any
 from headrace.checkpoint.model_folder import is_quantised, model_folder, model_name
 from headrace.config import SHARDED_MODES, Policy, Workload
 from headrace.errors import LimitError, OptionError, OptionTypeError, warn_user
-from headrace.figures import format_size
-from headrace.memory.system import no_collections
+from headrace.formatting import format_size
+from headrace.memory.system import gc_paused
 from headrace.plan.plan import Plan
 from headrace.runtime.this_machine import PlanContext, PlanRequest, Target, describe_device, not_in_files, require_kinds
 
@@ -25,16 +25,16 @@ if TYPE_CHECKING:
     import torch
     from torch import nn
 
-    from headrace.checkpoint.kept_folder import FolderFacts
+    from headrace.checkpoint.metadata_cache import FolderFacts
     from headrace.checkpoint.safetensors_header import Checkpoint
     from headrace.checkpoint.weight_map import WeightMap
     from headrace.model.records import Inventory
-    from headrace.plan.build import Outlook, Planner
+    from headrace.plan.build import Planner, PlanPrediction
     from headrace.plan.traces import ExpertHits
     from headrace.stores.sources import DiskOptions
     from headrace.transfer.machine_probe import DeviceName
 
-__all__ = ["Planned", "make_plan", "plan_model"]
+__all__ = ["PlanResult", "make_plan", "plan_model"]
 
 
 def make_plan(
@@ -90,7 +90,7 @@ def make_plan(
 
 
 @dataclass(frozen=True)
-class Planned:
+class PlanResult:
     """A plan with what it was made from.
 
     Attributes:
@@ -126,7 +126,7 @@ class Planned:
         return None
 
     @cached_property
-    def outlook(self) -> Outlook:
+    def outlook(self) -> PlanPrediction:
         """Predictions, and for budgets the alternatives."""
         outlook = self.planner.outlook(self.context.request.given, self.plan, self.workload)
         return replace(outlook, misfit=self.misfit)
@@ -136,7 +136,7 @@ class Planned:
         return self.plan.with_outlook(self.outlook)
 
 
-def plan_model(request: PlanRequest) -> Planned:
+def plan_model(request: PlanRequest) -> PlanResult:
     """:func:`make_plan` with the planner, for a folder that is open already, too; warns about nothing that is missing.
 
     Raises the errors of :func:`make_plan`.
@@ -150,7 +150,7 @@ def plan_model(request: PlanRequest) -> Planned:
     _check_ranks(request.given, request.num_ranks)
     if isinstance(policy, Plan) and request.num_ranks == 1:  # a finished plan says itself over how many
         request = replace(request, num_ranks=policy.num_ranks)
-    with no_collections():
+    with gc_paused():
         context = _context(request)
         plan = context.plan()
         if request.disk is not None and context.weights is not None and (plan.reads_files or context.loads_files):
@@ -163,7 +163,7 @@ def plan_model(request: PlanRequest) -> Planned:
                 "the plan reads weights from safetensors files, and none were given: pass checkpoint=FOLDER here and "
                 "to headrace.offload"
             )
-        return Planned(replace(plan, model_name=plan.model_name or context.name), context)
+        return PlanResult(replace(plan, model_name=plan.model_name or context.name), context)
 
 
 def _check_ranks(policy: Policy | Plan | None, num_ranks: int) -> None:
@@ -212,7 +212,7 @@ def _context(request: PlanRequest) -> PlanContext:
 
 
 def _read_folder(request: PlanRequest, target: Target) -> FolderFacts:
-    from headrace.checkpoint.kept_folder import folder_facts
+    from headrace.checkpoint.metadata_cache import folder_facts
     from headrace.transfer.machine_probe import may_have_gpu
 
     folder, dtype, device = model_folder(request.model), request.dtype, target.device.type

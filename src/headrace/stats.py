@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any, Literal, NamedTuple
 
 from headrace.errors import OptionError, OptionTypeError
-from headrace.figures import counted, format_size, format_time
+from headrace.formatting import format_size, format_time, pluralize
 
 __all__ = ["ReadStats", "Recorder", "Span", "StagingStats", "Stats", "UnitStats"]
 
@@ -253,26 +253,26 @@ class Stats:
         return sum(unit.misses for unit in self.units)
 
     def __str__(self) -> str:
-        parts = [f"{format_size(self.bytes_moved)} moved in {counted(self.copies, 'copy', 'copies')}", self._waits()]
+        parts = [f"{format_size(self.bytes_moved)} moved in {pluralize(self.copies, 'copy', 'copies')}", self._waits()]
         if self.staging is not None:
             parts.append(f"{format_size(self.staging.bytes_read)} through the ring")
         if self.hit_rate is not None:
             parts.append(f"{self.hit_rate:.1%} of experts hit")
         if self.misses:
-            parts.append(counted(self.misses, "miss", "misses"))
+            parts.append(pluralize(self.misses, "miss", "misses"))
         if self.notes:
-            parts.append(counted(len(self.notes), "note"))
+            parts.append(pluralize(len(self.notes), "note"))
         return ", ".join(parts)
 
     def _waits(self) -> str:
         """Waits block the host on a CPU alone, where they are counted; a GPU's are measured on request."""
         latest = [unit.last_stall_s for unit in self.units if unit.last_stall_s is not None]
         if self.stalls or not any(unit.runs for unit in self.units) or (latest and not any(latest)):
-            return f"{counted(self.stalls, 'stall')} ({format_time(self.stall_s)})"
+            return f"{pluralize(self.stalls, 'stall')} ({format_time(self.stall_s)})"
         return f"{format_time(sum(latest))} waited in the latest runs" if latest else "stalls not measured"
 
     def __repr__(self) -> str:
-        return f"<headrace.Stats of {counted(len(self.units), 'unit')}: {self}>"
+        return f"<headrace.Stats of {pluralize(len(self.units), 'unit')}: {self}>"
 
     def to_json(self) -> dict[str, Any]:
         """Totals and units as plain numbers."""

@@ -24,7 +24,7 @@ from torch.utils._pytree import tree_flatten
 
 from headrace.api import Handle, start
 from headrace.config import Policy
-from headrace.experts.rows import CachedExperts, ExpertHook, NoCache, ReadsRows, Turn
+from headrace.experts.rows import CachedExperts, CacheStreamOrder, ExpertHook, NoCache, ReadsRows
 from headrace.plan.plan import Plan
 from headrace.runtime.hooks import CalledForwardHook, ForwardHook, UnitHook, new_token, unhooked_modules
 from headrace.runtime.prepare import Prepared, prepare
@@ -71,13 +71,16 @@ def boundaries(model: nn.Module, policy: Policy | Plan | str | int) -> Iterator[
 
 @contextmanager
 def boundaries_of(
-    prepared: Prepared, entry: nn.Module, reads_rows: ReadsRows = CachedExperts, traced_in_forward: bool = False
+    prepared: Prepared,
+    entry: nn.Module,
+    expert_kernel_factory: ReadsRows = CachedExperts,
+    traced_in_forward: bool = False,
 ) -> Iterator[None]:
     """The boundaries of a plan that was prepared without allocating anything.
 
     Args:
         entry: the module whose forward begins a forward of the model.
-        reads_rows: see ``SessionOptions``.
+        expert_kernel_factory: see ``SessionOptions``.
         traced_in_forward: where an offload of the whole model traces its ops, see :mod:`headrace.runtime.hooks`.
     """
     model, token = prepared.model, new_token(prepared.device)
@@ -97,12 +100,12 @@ def boundaries_of(
         kind = CalledForwardHook if model in unhooked else ForwardHook
         is_unhooked = model in unhooked
         hooks.append(kind(model, entry, units, None, token, unhooked=is_unhooked, traced_in_forward=traced_in_forward))
-        turn = Turn(prepared.device)
+        turn = CacheStreamOrder(prepared.device)
         for layer in prepared.plan.cached:
             module = model.get_submodule(layer.module_fqn)
             bound = [tensor for name in layer.storages for tensor in prepared.bound[name].tensors]
             tensors = {tensor.places[0][1].attr: tensor.tensor.detach() for tensor in bound}
-            hooks.append(reads_rows(module, tensors, NoCache(layer.num_experts, turn)))
+            hooks.append(expert_kernel_factory(module, tensors, NoCache(layer.num_experts, turn)))
         for hook in hooks:
             hook.attach()
         yield

@@ -234,11 +234,11 @@ class TestOpen:
         save_file({"w": torch.zeros(1 << 20)}, tmp_path / "x.safetensors")
         preadv, counts = os.preadv, []
 
-        def counted(fd: int, buffers: list[memoryview], offset: int) -> int:
+        def pluralize(fd: int, buffers: list[memoryview], offset: int) -> int:
             counts.append(preadv(fd, buffers, offset))
             return counts[-1]
 
-        monkeypatch.setattr(os, "preadv", counted)
+        monkeypatch.setattr(os, "preadv", pluralize)
         Checkpoint.open(tmp_path)
         assert len(counts) == 1
         assert counts[0] <= 128 * 1024

@@ -26,15 +26,15 @@ from typer.testing import CliRunner
 import headrace
 from checkpoints import HEADS, SIZE, environment, make, rewrite
 from headrace.adapters.transformers import opened_model
-from headrace.checkpoint import kept_folder
-from headrace.checkpoint.kept_folder import FolderFacts, folder_facts
+from headrace.checkpoint import metadata_cache
+from headrace.checkpoint.metadata_cache import FolderFacts, folder_facts
 from headrace.checkpoint.weight_map import WeightMap
 from headrace.cli import app
 from headrace.config import UVA, Budget, Policy, Prefetch, Rules, Workload
 from headrace.errors import CheckpointError, HeadraceError
 from headrace.model.inventory import take_inventory
 from headrace.model.memory_profile import ModelProfile
-from headrace.planning import Planned, plan_model
+from headrace.planning import PlanResult, plan_model
 from headrace.runtime.this_machine import PlanRequest
 from headrace.stores import sources
 from headrace.transfer import machine_probe
@@ -115,7 +115,7 @@ def folder(tmp_path: Path) -> Path:
     return tmp_path / "model"
 
 
-def told(planned: Planned) -> str:
+def told(planned: PlanResult) -> str:
     """All that a plan says; not what of this machine's memory is free."""
     outlook = {**planned.outlook.to_json(), "misfit": None}
     given, points = planned.context.request.given, []
@@ -256,7 +256,7 @@ class TestEqual:
 class TestChanges:
     """Everything is read again after each of them, once."""
 
-    def check(self, folder: Path, reads: list[Path], change: Callable[[], object], again: int = 1) -> Planned:
+    def check(self, folder: Path, reads: list[Path], change: Callable[[], object], again: int = 1) -> PlanResult:
         plan_model(PlanRequest(folder, None, device="cpu"))
         plan_model(PlanRequest(folder, None, device="cpu"))
         assert len(reads) == 1
@@ -320,7 +320,7 @@ class TestChanges:
         ours = folder.parent / "ours"
         ours.mkdir()
         (ours / "code.py").write_text("# version 1")
-        monkeypatch.setattr(kept_folder, "_OURS", ours)
+        monkeypatch.setattr(metadata_cache, "_OURS", ours)
         self.check(folder, reads, lambda: (ours / "code.py").write_text("# version 2.0"))
 
     def test_of_the_code_of_the_model(self, folder: Path, reads: list[Path], monkeypatch: pytest.MonkeyPatch) -> None:
@@ -439,7 +439,7 @@ class TestEntry:
     def test_foreign_files_are_never_deleted(
         self, folder: Path, reads: list[Path], cache: Path, monkeypatch: pytest.MonkeyPatch
     ) -> None:
-        monkeypatch.setattr(kept_folder, "_MOST_FILES", 1)
+        monkeypatch.setattr(metadata_cache, "_MOST_FILES", 1)
         elsewhere = folder.with_name("elsewhere")
         elsewhere.mkdir()
         (elsewhere / "package.json").write_text("{}")
@@ -453,7 +453,7 @@ class TestEntry:
     def test_those_used_last_are_kept(
         self, folder: Path, reads: list[Path], cache: Path, monkeypatch: pytest.MonkeyPatch
     ) -> None:
-        monkeypatch.setattr(kept_folder, "_MOST_FILES", 2)
+        monkeypatch.setattr(metadata_cache, "_MOST_FILES", 2)
         links = [folder.with_name(f"link {number}") for number in range(3)]
         for number, link in enumerate(links):
             link.symlink_to(folder)
@@ -486,7 +486,7 @@ class TestEntry:
             assert len(reads) == count
 
     def test_without_a_home(self, folder: Path, reads: list[Path], monkeypatch: pytest.MonkeyPatch) -> None:
-        monkeypatch.setattr(kept_folder, "cache_folder", lambda: None)
+        monkeypatch.setattr(metadata_cache, "cache_folder", lambda: None)
         for count in (1, 2):
             plan_model(PlanRequest(folder, None, device="cpu"))
             assert len(reads) == count

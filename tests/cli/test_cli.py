@@ -38,8 +38,8 @@ from headrace.cli.demo_run import ensure_model
 from headrace.cli.terminal import expand_lists
 from headrace.config import RANK_MODES, SHARDED_MODES, UVA, VARIABLES, Budget, Mode, Prefetch, Rules, Workload
 from headrace.errors import HeadraceError, HeadraceWarning, OptionError
-from headrace.figures import format_size
 from headrace.flags import COMMAND_LINE, EXCLUDES, OffloadFlags, engine_surface, flag_of
+from headrace.formatting import format_size
 from headrace.stores.sources import DiskOptions, File
 from headrace.transfer.machine_probe import Probe
 from models import aligned

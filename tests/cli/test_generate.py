@@ -17,7 +17,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer, TextStreamer
 
 from commands import TINY, error_of, run
 from headrace.cli.demo_run import ensure_model
-from headrace.figures import format_rate, format_time
+from headrace.formatting import format_rate, format_time
 from headrace.plan.plan import Plan
 from models import aligned
 

@@ -28,7 +28,7 @@ PUBLIC = [
 # Of docs/architecture.md, left to right: a room imports from rooms to its left, and from its own.
 ROOMS = [
     ("errors",),
-    ("figures", "codec"),
+    ("formatting", "codec"),
     ("config",),
     ("flags",),
     ("stats", "ranks"),

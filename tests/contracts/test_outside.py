@@ -28,7 +28,7 @@ from headrace.errors import (
     OutsideAccessError,
     StateError,
 )
-from headrace.model.live_tensors import is_resting
+from headrace.model.live_tensors import is_placeholder
 from headrace.testing import assert_same_bits
 from models import DIM, Stack, all_layers, rows, save
 from outside_models import EVERYTHING, Around, Reads
@@ -226,7 +226,7 @@ class TestNoRoom:
             for unit in plan.units:
                 linear, same = model[int(unit.module_fqn)], twin[int(unit.module_fqn)]
                 assert_same_bits((x @ linear.weight, linear.weight.data * 2), (x @ same.weight, same.weight * 2))
-                assert is_resting(linear.weight)
+                assert is_placeholder(linear.weight)
                 assert_same_bits(model(x), twin(x))
             assert handle.plan == plan
             assert handle.stats().notes[0].startswith("copied for every use outside of their module's forward")
@@ -254,7 +254,7 @@ class TestNoRoom:
                 handle._session._promoter.budget_bytes = None
             indices = [int(unit.module_fqn) for unit in handle.plan.units]
             found = [torch.as_tensor(read(model[index].weight)) for index in indices]
-            assert [is_resting(model[index].weight) for index in indices] == [not room] * len(indices)
+            assert [is_placeholder(model[index].weight) for index in indices] == [not room] * len(indices)
             assert_same_bits(model(x), expected)
             assert room or handle.stats().bytes_moved > 0
             assert_same_bits(found, [weights[index] for index in indices])  # after a forward has used the slots
@@ -493,7 +493,7 @@ class TestOthers:
         alias = model.layers[0].linear.weight.data
         handle.remove()
         del handle
-        assert not is_resting(model.layers[0].linear.weight)
+        assert not is_placeholder(model.layers[0].linear.weight)
         with contextlib.suppress(StateError):  # unless the collector has not run yet
             assert_same_bits(alias.clone(), expected)
 
@@ -638,7 +638,7 @@ class TestOthers:
             model.requires_grad_(False).to("cpu").float()
             model.state_dict()
             assert handle.stats().notes == ()
-            assert is_resting(weight)
+            assert is_placeholder(weight)
 
     def test_a_raw_pointer_is_refused(self) -> None:
         model = Stack(3).eval()

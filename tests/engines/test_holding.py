@@ -30,7 +30,7 @@ from headrace.runtime.session import OffloadSession
 from headrace.runtime.this_machine import Limits, PlanRequest
 from headrace.runtime.under_construction import BuildTimeFilter, BuildTimePool, storages_in_engine_memory
 from headrace.stores.expert_ranges import ExpertRanges, mappable
-from headrace.stores.pinned_host import Held, PinnedStore
+from headrace.stores.pinned_host import AlreadyPinned, PinnedStore
 from registrars import Ledger
 
 
@@ -82,7 +82,7 @@ def needed_pinned_bytes(monkeypatch: pytest.MonkeyPatch, held_names: list[str], 
     model = nn.Sequential(*(nn.Sequential(nn.Linear(256, 256), nn.Linear(256, 256)) for _ in range(2)))
     inventory = take_inventory(model)
     plan = build_plan(inventory, Prefetch(1, 1, 1, ["re:.*weight"], mode))
-    stretch = Held(PinnedBuffer(torch.zeros(256 * 1024, dtype=torch.uint8)), 0, 256 * 1024)
+    stretch = AlreadyPinned(PinnedBuffer(torch.zeros(256 * 1024, dtype=torch.uint8)), 0, 256 * 1024)
     pool: Any = SimpleNamespace(find_storages=lambda bound: dict.fromkeys(held_names, stretch))
     monkeypatch.setattr(prepare_module, "compute_device", lambda model, device: torch.device("cuda", 0))
     monkeypatch.setattr(prepare_module, "describe_device", lambda device: Machine("a GPU"))
@@ -315,7 +315,7 @@ def test_what_becomes_of_cached_experts_is_mapped_too(pool: BuildTimePool) -> No
 def test_mapped_memory_is_no_registered_memory() -> None:
     """A pinned store copies it: it keeps slabs that it registers, and copies from them at the link's rate."""
     unit = Unit(0, "layer", 0, (SlabEntry("layer.up", 0, PIECE_BYTES),), PIECE_BYTES, "cpu")
-    held = {"layer.up": Held(Mapped(PIECE_BYTES, torch.device("cpu")), 0, PIECE_BYTES)}
+    held = {"layer.up": AlreadyPinned(Mapped(PIECE_BYTES, torch.device("cpu")), 0, PIECE_BYTES)}
     store = PinnedStore([unit], {}, Ledger(), held=held)
     assert store.kept == frozenset()
     store.close()

@@ -159,14 +159,14 @@ class TestLoad:
 
     def test_placeholders_of_a_kernel(self, saved: Callable[[str], Path], monkeypatch: pytest.MonkeyPatch) -> None:
         """GPTQModel's Marlin leaves tensors without elements in the modules that it repacks; no file holds them."""
-        make = quantised._Work.make
+        make = quantised._ModuleBuilder.make
 
         def make_with_placeholder(work: Any, parts: Any) -> nn.Module:
             module = make(work, parts)
             module.register_buffer("g_idx", torch.empty(0, dtype=torch.int32), persistent=False)
             return module
 
-        monkeypatch.setattr(quantised._Work, "make", make_with_placeholder)
+        monkeypatch.setattr(quantised._ModuleBuilder, "make", make_with_placeholder)
         folder = saved(need("compressed-tensors int4"))
         model, handle = load(folder, MOVES, device="cpu")
         with handle:
@@ -230,14 +230,14 @@ class TestLoad:
         self, saved: Callable[[str], Path], monkeypatch: pytest.MonkeyPatch
     ) -> None:
         """A library that chooses by the numbers in a module: what was planned for the first is not true of this one."""
-        make = quantised._Work.make
+        make = quantised._ModuleBuilder.make
 
         def marking(self: Any, parts: Any) -> nn.Module:
             module = make(self, parts)
             module.kernel = "other" if "layers.2" in self.name else "first"
             return module
 
-        monkeypatch.setattr(quantised._Work, "make", marking)
+        monkeypatch.setattr(quantised._ModuleBuilder, "make", marking)
         folder = saved(need("compressed-tensors int4"))
         with pytest.raises(CheckpointError, match=r"layers\.2\..*expected a module like the first of its kind.*kernel"):
             load(folder, MOVES, device="cpu")
@@ -251,14 +251,14 @@ class TestLoad:
     def test_weights_in_another_place_are_refused(
         self, saved: Callable[[str], Path], monkeypatch: pytest.MonkeyPatch
     ) -> None:
-        make = quantised._Work.make
+        make = quantised._ModuleBuilder.make
 
         def hiding(self: Any, parts: Any) -> nn.Module:
             module = make(self, parts)
             module.hidden = {"packed": torch.zeros(4)}
             return module
 
-        monkeypatch.setattr(quantised._Work, "make", hiding)
+        monkeypatch.setattr(quantised._ModuleBuilder, "make", hiding)
         folder = saved(need("compressed-tensors int4"))
         with pytest.raises(CheckpointError, match=r"found some in another place of Linear"):
             load(folder, MOVES, device="cpu")

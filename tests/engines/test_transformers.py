@@ -34,7 +34,7 @@ import headrace
 from checkpoints import HEADS, SIZE, assert_same_tensors, environment, make, resident, rewrite, run
 from headrace.adapters.engine_interface import require_names
 from headrace.adapters.transformers import build_meta_model, load
-from headrace.adapters.transformers.conversion import NotStretchesError, Stretches, match
+from headrace.adapters.transformers.conversion import FileSpans, NotStretchesError, match
 from headrace.checkpoint.safetensors_header import Checkpoint, FileTensor
 from headrace.errors import (
     CheckpointError,
@@ -514,7 +514,7 @@ class TestStretches:
         ],
     )
     def test_like_tensors(self, operation: Callable[..., Any], dim: int, checkpoint: Checkpoint) -> None:
-        found = operation(Stretches.of(checkpoint["a"]), Stretches.of(checkpoint["b"]), dim)
+        found = operation(FileSpans.of(checkpoint["a"]), FileSpans.of(checkpoint["b"]), dim)
         expected = operation(self.FILES["a"], self.FILES["b"], dim)
         assert found.shape == expected.shape
         raw = (checkpoint.root / "model.safetensors").read_bytes()
@@ -527,12 +527,12 @@ class TestStretches:
 
     def test_anything_else_is_refused(self, checkpoint: Checkpoint) -> None:
         with pytest.raises(NotStretchesError, match="transpose"):
-            torch.transpose(Stretches.of(checkpoint["a"]), 0, 1)
+            torch.transpose(FileSpans.of(checkpoint["a"]), 0, 1)
 
     def test_too_many_small_pieces(self) -> None:
         long = [FileTensor(n, torch.float32, (1000, 2), Path(n), 0, 8000) for n in ("a", "b")]
         with pytest.raises(NotStretchesError, match="2000 pieces of 8 bytes"):
-            torch.cat([Stretches.of(tensor) for tensor in long], dim=1).to_source()
+            torch.cat([FileSpans.of(tensor) for tensor in long], dim=1).to_source()
 
 
 class TestPlanning:

@@ -31,7 +31,7 @@ from headrace.runtime.this_machine import (
     Limits,
     Needs,
     check_limits,
-    memory_of,
+    gpu_memory_kind,
     needs_of,
     read_limits,
     require_disk,
@@ -395,14 +395,14 @@ class TestWhereMemoryIsTheHosts:
 
     def test_found_out(self, gpu: SimpleNamespace) -> None:
         device = torch.device("cuda", 0)
-        assert memory_of(device) == "own"
+        assert gpu_memory_kind(device) == "own"
         gpu.coherent = 1
-        assert memory_of(device) == "coherent"
+        assert gpu_memory_kind(device) == "coherent"
         gpu.code = 1
-        assert memory_of(device) == "own"
+        assert gpu_memory_kind(device) == "own"
         gpu.is_integrated = 1
-        assert memory_of(device) == "shared"
-        assert memory_of(torch.device("cpu")) == "shared"
+        assert gpu_memory_kind(device) == "shared"
+        assert gpu_memory_kind(torch.device("cpu")) == "shared"
 
     def test_said(self, gpu: SimpleNamespace) -> None:
         """Only where it would free nothing: in host memory, and not in files."""

@@ -19,7 +19,7 @@ from headrace.errors import HeadraceWarning, StateError
 from headrace.memory.pages import map_pages, pack, pieces, populate, populate_parallel
 from headrace.memory.pinned import MIN_ADOPTED_BYTES, PinnedBuffer, can_pin_in_place, is_anonymous
 from headrace.plan.plan import Unit
-from headrace.stores.pinned_host import Held, PinnedStore
+from headrace.stores.pinned_host import AlreadyPinned, PinnedStore
 from headrace.stores.sources import fill
 from plans import unit
 from registrars import Ledger
@@ -279,7 +279,7 @@ class TestHeld:
         ledger = Ledger()
         whole = unit(0, 1000, 700)
         memory = self.memory(256 + whole.num_bytes, ledger)
-        held = {e.storage: Held(memory, 256 + e.offset, e.num_bytes) for e in whole.entries}
+        held = {e.storage: AlreadyPinned(memory, 256 + e.offset, e.num_bytes) for e in whole.entries}
         store = PinnedStore([whole], {}, ledger, held=held)
         load = store.load(whole)
         assert load.slab is not None
@@ -292,7 +292,7 @@ class TestHeld:
         ledger = Ledger()
         whole = unit(0, 1000, 700)
         memories = [self.memory(e.num_bytes, ledger) for e in whole.entries]
-        held = {e.storage: Held(m, 0, e.num_bytes) for e, m in zip(whole.entries, memories, strict=True)}
+        held = {e.storage: AlreadyPinned(m, 0, e.num_bytes) for e, m in zip(whole.entries, memories, strict=True)}
         store = PinnedStore([whole], {}, ledger, held=held)
         load = store.load(whole)
         assert load.slab is None
@@ -307,7 +307,7 @@ class TestHeld:
         """Tensors of a GPU look into it, and go on doing so."""
         ledger, whole = Ledger(), unit(0, 1000)
         memory = self.memory(1000, ledger)
-        store = PinnedStore([whole, unit(1, 500)], {}, ledger, held={"u0.0": Held(memory, 0, 1000)})
+        store = PinnedStore([whole, unit(1, 500)], {}, ledger, held={"u0.0": AlreadyPinned(memory, 0, 1000)})
         store.pin_now()
         assert len(ledger.held) == 2
         store.unpin()
@@ -316,7 +316,7 @@ class TestHeld:
     def test_a_unit_held_in_part_is_made_anew(self) -> None:
         ledger = Ledger()
         whole = unit(0, 1000, 700)
-        held = {"u0.0": Held(self.memory(1000, ledger), 0, 1000)}
+        held = {"u0.0": AlreadyPinned(self.memory(1000, ledger), 0, 1000)}
         store = PinnedStore([whole], {}, ledger, held=held)
         assert not store.kept
         written = fill_store(store, [whole], {})
@@ -325,7 +325,7 @@ class TestHeld:
     def test_what_is_read_in_place_stays_where_it_is(self) -> None:
         ledger = Ledger()
         memory = self.memory(5000, ledger)
-        store = PinnedStore([], {"table": 5000}, ledger, held={"table": Held(memory, 0, 5000)})
+        store = PinnedStore([], {"table": 5000}, ledger, held={"table": AlreadyPinned(memory, 0, 5000)})
         assert store.in_place("table").data_ptr() == memory.buffer.data_ptr()
 
     def test_the_last_view_gives_it_back(self) -> None:
@@ -333,7 +333,7 @@ class TestHeld:
         memory = self.memory(5000, ledger)
         again = weakref.ref(memory)
         assert again() == memory
-        store = PinnedStore([], {"table": 5000}, ledger, held={"table": Held(memory, 0, 5000)})
+        store = PinnedStore([], {"table": 5000}, ledger, held={"table": AlreadyPinned(memory, 0, 5000)})
         view = store.in_place("table")
         del memory
         store.close()

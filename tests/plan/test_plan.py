@@ -18,7 +18,7 @@ from torch import nn
 import headrace
 from headrace.config import ALL_MODEL_PARAMS, UVA, Budget, Mode, Prefetch
 from headrace.errors import BudgetError, HeadraceWarning, OptionError, SelectionError
-from headrace.figures import in_unit, size_unit
+from headrace.formatting import in_unit, size_unit
 from headrace.model.inventory import Inventory, take_inventory
 from headrace.plan.build import build_plan
 from headrace.plan.plan import Plan

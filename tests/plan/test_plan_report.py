@@ -9,7 +9,7 @@ from collections.abc import Sequence
 import pytest
 from rich.console import Console
 
-from headrace.figures import format_rate, format_size, format_time
+from headrace.formatting import format_rate, format_size, format_time
 from headrace.plan.plan import Plan, SlabEntry, Unit
 from headrace.plan.report import compress_indices, render, role_of
 

@@ -17,7 +17,7 @@ from headrace.flags import parse_rules
 from headrace.model.inventory import Inventory, take_inventory
 from headrace.model.patterns import matching
 from headrace.plan.build import build_plan
-from headrace.plan.units import settle_rules
+from headrace.plan.units import resolve_rules
 from headrace.testing import assert_moved, assert_same_bits
 from models import MoE, ReaderDict, Stack, rows, save
 
@@ -36,7 +36,7 @@ PATTERNS = [
 
 def refusal(rules: list[Rule], inventory: Inventory = INVENTORY) -> str:
     with pytest.raises(RuleError) as caught:
-        settle_rules(inventory, rules)
+        resolve_rules(inventory, rules)
     return str(caught.value)
 
 
@@ -55,26 +55,28 @@ class TestFirstMatch:
         if any(dead):
             assert "can never apply" in refusal(rules)
         else:
-            assert settle_rules(INVENTORY, rules) == expected
+            assert resolve_rules(INVENTORY, rules) == expected
 
     def test_narrow_before_wide(self) -> None:
-        forced = settle_rules(INVENTORY, [("layers.0", "resident"), ("experts", "uva")])
+        forced = resolve_rules(INVENTORY, [("layers.0", "resident"), ("experts", "uva")])
         assert forced["layers.0.mlp.experts.up_proj"] == "resident"
         assert forced["layers.1.mlp.experts.up_proj"] == "uva"
         assert "layers.1.mlp.gate.weight" not in forced
 
     def test_a_tie_goes_by_any_of_its_names(self) -> None:
-        assert settle_rules(INVENTORY, [("head", "uva")]) == {"embed.weight": "uva"}
-        assert settle_rules(INVENTORY, [("@lm_head", "uva"), ("ALL_MODEL_PARAMS", "prefetch")])["embed.weight"] == "uva"
+        assert resolve_rules(INVENTORY, [("head", "uva")]) == {"embed.weight": "uva"}
+        assert (
+            resolve_rules(INVENTORY, [("@lm_head", "uva"), ("ALL_MODEL_PARAMS", "prefetch")])["embed.weight"] == "uva"
+        )
 
     def test_no_rules(self) -> None:
-        assert settle_rules(INVENTORY, []) == {}
+        assert resolve_rules(INVENTORY, []) == {}
 
 
 class TestRefusals:
     def test_nothing_matched(self) -> None:
         with pytest.raises(SelectionError, match="'expert' matches none"):
-            settle_rules(INVENTORY, [("experts", "uva"), ("expert", "prefetch")])
+            resolve_rules(INVENTORY, [("experts", "uva"), ("expert", "prefetch")])
 
     def test_one_pattern_two_mechanisms(self) -> None:
         with pytest.raises(RuleError, match=r"^rules 'experts=uva' and 'experts=prefetch' contradict"):
@@ -99,20 +101,20 @@ class TestRefusals:
         with pytest.raises(
             RuleError, match=r"rule 'head=prefetch': 1 of the 1 tensors .*\(embed\.weight\).*several modules"
         ):
-            settle_rules(INVENTORY, [("head", "prefetch")])
+            resolve_rules(INVENTORY, [("head", "prefetch")])
         with pytest.warns(HeadraceWarning, match=r"'ALL_MODEL_PARAMS=prefetch': 1 of the .*stay resident"):
-            forced = settle_rules(INVENTORY, [("ALL_MODEL_PARAMS", "prefetch")])
+            forced = resolve_rules(INVENTORY, [("ALL_MODEL_PARAMS", "prefetch")])
         assert {name for name, mechanism in forced.items() if mechanism == "resident"} == {"embed.weight"}
 
     def test_what_the_files_do_not_hold(self) -> None:
         fixed = ["layers.0.mlp.experts.up_proj"]
         for mechanism in ("prefetch", "uva"):
             with pytest.warns(HeadraceWarning, match=r"1 of the 6 tensors .*cannot be streamed from the files.*cpu"):
-                forced = settle_rules(INVENTORY, [("experts", mechanism)], fixed)
+                forced = resolve_rules(INVENTORY, [("experts", mechanism)], fixed)
             assert forced[fixed[0]] == "resident"
-        assert settle_rules(INVENTORY, [("experts", "resident")], fixed)[fixed[0]] == "resident"
+        assert resolve_rules(INVENTORY, [("experts", "resident")], fixed)[fixed[0]] == "resident"
         with pytest.raises(RuleError, match=r"1 of the 1 tensors"):
-            settle_rules(INVENTORY, [("layers.0.mlp.experts.up_proj", "uva")], fixed)
+            resolve_rules(INVENTORY, [("layers.0.mlp.experts.up_proj", "uva")], fixed)
 
     def test_everything_resident(self) -> None:
         with pytest.raises(RuleError, match=r"the 2 rule\(s\) keep everything resident.*--offload-rule experts=uva"):

@@ -253,12 +253,12 @@ def test_released_slots_are_poisoned() -> None:
     loads: list[Load] = [store.load(unit) for unit in plan.units]
     guard = Guard(plan, [load.copies for load in loads])
     slot = torch.zeros(plan.slot_bytes[0], dtype=torch.uint8)
-    guard.arrived(0, slot)
-    guard.leaving(0, slot)
+    guard.copied(0, slot)
+    guard.before_reuse(0, slot)
     assert slot.eq(POISON).all()
     assert slot.view(torch.float32).isnan().all()
     with pytest.raises(RaceError):
-        guard.arrived(0, slot)
+        guard.copied(0, slot)
 
 
 @pytest.mark.parametrize(("value", "expected"), [(None, False), ("", False), ("0", False), ("1", True)])

@@ -341,7 +341,7 @@ def test_every_forward_leaves_the_first_units_in_the_slots(
             if slot.index == held_back:
                 assert slot.state is SlotState.HELD_BACK
             else:
-                assert slot.state in (SlotState.ARRIVING, SlotState.READY)
+                assert slot.state in (SlotState.COPYING, SlotState.READY)
                 assert slot.unit == slot.index
 
 
@@ -352,7 +352,7 @@ def test_an_announced_replay_gets_slots_that_hold_nothing() -> None:
     engine.replay(0)
     assert [slot.state for slot in engine.pipeline._slots()] == [SlotState.EMPTY, SlotState.READY]
     engine.prepare()
-    assert [slot.state for slot in engine.pipeline._live] == [SlotState.ARRIVING, SlotState.READY]
+    assert [slot.state for slot in engine.pipeline._live] == [SlotState.COPYING, SlotState.READY]
     engine.forward()
     assert [slot.state for slot in engine.pipeline._live] == [SlotState.HELD_BACK, SlotState.READY]
 

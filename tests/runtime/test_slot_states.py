@@ -13,12 +13,12 @@ from device_model import Copy, Event
 from headrace.errors import StateError
 from headrace.runtime.slot import Reader, Slot, SlotState
 
-EMPTY, HELD_BACK, ARRIVING, READY, IN_USE = SlotState
+EMPTY, HELD_BACK, COPYING, READY, IN_USE = SlotState
 
 LEGAL = {
-    (EMPTY, EMPTY), (EMPTY, HELD_BACK), (EMPTY, ARRIVING),
-    (HELD_BACK, EMPTY), (HELD_BACK, HELD_BACK), (HELD_BACK, ARRIVING),
-    (ARRIVING, EMPTY), (ARRIVING, HELD_BACK), (ARRIVING, READY),
+    (EMPTY, EMPTY), (EMPTY, HELD_BACK), (EMPTY, COPYING),
+    (HELD_BACK, EMPTY), (HELD_BACK, HELD_BACK), (HELD_BACK, COPYING),
+    (COPYING, EMPTY), (COPYING, HELD_BACK), (COPYING, READY),
     (READY, EMPTY), (READY, HELD_BACK), (READY, IN_USE),
     (IN_USE, IN_USE),
 }  # fmt: skip
@@ -29,8 +29,8 @@ def move(slot: Slot, target: SlotState) -> None:
         slot.to_empty()
     elif target is HELD_BACK:
         slot.to_held_back()
-    elif target is ARRIVING:
-        slot.to_arriving(3, Copy(3, Event()))
+    elif target is COPYING:
+        slot.to_copying(3, Copy(3, Event()))
     elif target is READY:
         slot.to_ready()
     else:
@@ -39,8 +39,8 @@ def move(slot: Slot, target: SlotState) -> None:
 
 def slot_in(state: SlotState) -> Slot:
     slot = Slot(1, torch.zeros(4, dtype=torch.uint8))
-    way = {EMPTY: [], HELD_BACK: [HELD_BACK], ARRIVING: [ARRIVING], READY: [ARRIVING, READY]}
-    for step in way.get(state, [ARRIVING, READY, IN_USE]):
+    way = {EMPTY: [], HELD_BACK: [HELD_BACK], COPYING: [COPYING], READY: [COPYING, READY]}
+    for step in way.get(state, [COPYING, READY, IN_USE]):
         move(slot, step)
     assert slot.state is state
     return slot

@@ -19,7 +19,7 @@ import torch
 import headrace
 from headrace import UVA
 from headrace.errors import HeadraceWarning, OptionError, TransferError
-from headrace.figures import format_size
+from headrace.formatting import format_size
 from headrace.model.inventory import take_inventory
 from headrace.stats import Recorder, Stats, UnitStats
 from headrace.testing import SlowLink, assert_moved, offload_over

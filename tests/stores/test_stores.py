@@ -18,7 +18,7 @@ from headrace.config import Budget
 from headrace.errors import HeadraceWarning, OptionError
 from headrace.model.inventory import take_inventory
 from headrace.model.memory_profile import ModelProfile
-from headrace.plan.build import Outlook, Planner, build_plan
+from headrace.plan.build import Planner, PlanPrediction, build_plan
 from headrace.plan.candidates import Spill
 from headrace.plan.plan import Machine, Plan
 from headrace.plan.report import render
@@ -145,7 +145,7 @@ def report(plan: Plan) -> str:
     return console.export_text()
 
 
-def text_of(outlook: Outlook) -> str:
+def text_of(outlook: PlanPrediction) -> str:
     return " ".join(alternative.text for alternative in outlook.alternatives)
 
 

@@ -20,7 +20,7 @@ from headrace.transfer import ring, ring_process
 def main() -> None:
     if "FAULTY_READERS_NO_PIDFD" in os.environ:
         os.pidfd_open = unknown_to_the_system
-    ring.LINGER_S = float(os.environ.get("FAULTY_READERS_LINGER_S", ring.LINGER_S))
+    ring.IDLE_EXIT_S = float(os.environ.get("FAULTY_READERS_LINGER_S", ring.IDLE_EXIT_S))
     os.preadv = behind_faults(os.preadv, Path(os.environ["FAULTY_READERS"]))  # type: ignore[assignment]
     ring_process.main()
 

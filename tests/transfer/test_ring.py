@@ -372,11 +372,11 @@ class TestEnd:
         assert threading.active_count() == before
 
     def test_a_retired_ring_serves_what_is_under_way_and_ends(self, monkeypatch: pytest.MonkeyPatch) -> None:
-        monkeypatch.setattr("headrace.transfer.ring.LINGER_S", 0.2)
+        monkeypatch.setattr("headrace.transfer.ring.IDLE_EXIT_S", 0.2)
         before = threading.active_count()
         machine = Machine(6, 2, 0.002)
         machine.forward()
-        machine.link.ring.memory.counters[Counter.RETIRED] = 1
+        machine.link.ring.memory.counters[Counter.CLOSE_WHEN_IDLE] = 1
         machine.settle()
         machine.link.stream.stop()
         end = time.monotonic() + PATIENCE_S

@@ -29,8 +29,8 @@ from headrace.cli.arguments import (
 from headrace.cli.terminal import byte_bar, stderr
 from headrace.config import RANK_MODES, SHARDED_MODES, count
 from headrace.errors import CheckpointError, OptionError
-from headrace.figures import format_rate, format_size, format_time
 from headrace.flags import OffloadFlags, row
+from headrace.formatting import format_rate, format_size, format_time
 from headrace.memory.system import PeakMeter, peak_rss_bytes
 
 if TYPE_CHECKING:
@@ -40,7 +40,7 @@ if TYPE_CHECKING:
     from headrace.adapters.transformers.opened_model import OpenedModel
     from headrace.api import Handle
     from headrace.plan.plan import Plan
-    from headrace.planning import Planned
+    from headrace.planning import PlanResult
 
 __all__ = ["generate", "open_tokenizer"]
 
@@ -178,7 +178,7 @@ def generate(
         notes.print(f"trace: {trace} (open it at https://ui.perfetto.dev)", highlight=False)
 
 
-def _expectation(planned: Planned) -> str:
+def _expectation(planned: PlanResult) -> str:
     """What `headrace plan` with the same flags predicts for one sequence."""
     planner = planned.planner
     step = planner.forecast(planned.plan, 1, planned.workload.context)

@@ -25,7 +25,7 @@ from safetensors import SafetensorError
 from headrace.adapters.transformers import load
 from headrace.checkpoint.safetensors_header import Checkpoint
 from headrace.errors import OptionError, StateError
-from headrace.figures import format_rate, format_size, size_unit
+from headrace.formatting import format_rate, format_size, size_unit
 from headrace.memory.system import PeakMeter
 from headrace.plan.report import titled_table
 from headrace.runtime.this_machine import require_disk

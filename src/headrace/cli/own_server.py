@@ -16,12 +16,12 @@ from headrace.cli.commands_generate import open_tokenizer
 from headrace.cli.terminal import byte_bar, stderr
 from headrace.config import Workload
 from headrace.errors import OptionError
-from headrace.figures import format_size
 from headrace.flags import OffloadFlags, Surface, counts
+from headrace.formatting import format_size
 
 if TYPE_CHECKING:
     from headrace.adapters.transformers.opened_model import OpenedModel
-    from headrace.planning import Planned
+    from headrace.planning import PlanResult
     from headrace.serving.admission import Pool
 
 __all__ = ["ServerOptions", "run_server"]
@@ -138,7 +138,7 @@ def _settings(opened: OpenedModel, plain: bool) -> Any:
     return settings
 
 
-def _longest(flags: OffloadFlags, planned: Planned) -> int:
+def _longest(flags: OffloadFlags, planned: PlanResult) -> int:
     """Tokens of the longest sequence: as the flags or the plan say, else what most requests need."""
     limit = planned.planner.profile.max_context
     asked = int(flags.context) if flags.context is not None else planned.plan.context
@@ -150,7 +150,7 @@ def _longest(flags: OffloadFlags, planned: Planned) -> int:
     return asked or min(_CONTEXT, limit or _CONTEXT)
 
 
-def _cache_line(planned: Planned, pool: Pool, sequences: int) -> str:
+def _cache_line(planned: PlanResult, pool: Pool, sequences: int) -> str:
     num_bytes = planned.planner.profile.cache_bytes(sequences, pool.longest)
     counted = "counted in --device-memory" if planned.plan.context else "beside the weights"
     return (

@@ -13,7 +13,7 @@ import triton
 import triton.language as tl
 
 from headrace.experts.kernels import admit_kernel, fetch_kernel
-from headrace.experts.rows import Turn
+from headrace.experts.rows import CacheStreamOrder
 
 __all__ = ["CacheCounts", "CountsReader", "ExpertCache"]
 
@@ -57,7 +57,7 @@ class ExpertCache:
         home: torch.Tensor,
         num_slots: int,
         overflow_rows: range = range(0),
-        turn: Turn | None = None,
+        turn: CacheStreamOrder | None = None,
         shift: int = 0,
     ) -> None:
         """
@@ -73,7 +73,7 @@ class ExpertCache:
         """
         device = home.device
         self.num_slots = num_slots
-        self.turn = turn or Turn(device)
+        self.turn = turn or CacheStreamOrder(device)
         self._overflow_rows = overflow_rows
         self._num_experts, self._shift = home.numel(), shift
         self._rows = tuple(rows)

@@ -24,13 +24,13 @@ from headrace.model.memory_profile import ROW_IMPLEMENTATIONS, chosen_implementa
 from headrace.model.tracing import refuse_export, refuse_tracers, traced_graph
 
 __all__ = [
+    "CacheStreamOrder",
     "CachedExperts",
     "ExpertHook",
     "ExpertKernels",
     "NoCache",
     "ReadsRows",
     "RowMap",
-    "Turn",
     "expert_rows",
     "require_rows",
 ]
@@ -69,7 +69,7 @@ def expert_rows(module: nn.Module, ids: torch.Tensor) -> tuple[Any, torch.Tensor
     return cached.twin, rows
 
 
-class Turn:
+class CacheStreamOrder:
     """From admission until the experts are read, no other thread or stream and no op that a compiler moves admits.
 
     Attributes:
@@ -109,7 +109,7 @@ class RowMap(Protocol):
 
     location: torch.Tensor
     num_slots: int
-    turn: Turn
+    turn: CacheStreamOrder
 
     def admit(self, ids: torch.Tensor) -> torch.Tensor:
         """Bring the experts ``ids`` to the device, change ``location`` accordingly, and return their rows."""
@@ -140,7 +140,7 @@ class ExpertKernels(Protocol):
 class NoCache:
     """Every expert stays in its own row: the reference of a cache under a compiler (contract 1)."""
 
-    def __init__(self, num_experts: int, turn: Turn) -> None:
+    def __init__(self, num_experts: int, turn: CacheStreamOrder) -> None:
         self.location = torch.arange(num_experts, device=turn.token.device)
         self.num_slots = num_experts
         self.turn = turn

@@ -30,7 +30,7 @@ from transformers.generation.configuration_utils import GenerationMode
 from headrace.api import handle_of
 from headrace.config import RANK_MODES
 from headrace.errors import OptionError, StateError, warn_user
-from headrace.figures import format_size
+from headrace.formatting import format_size
 from headrace.graphs.step import Inputs, StepGraph, signature
 from headrace.model.live_tensors import storage_id
 

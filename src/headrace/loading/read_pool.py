@@ -108,7 +108,7 @@ def deliver(
     at_most = max_jobs or JOBS_PER_THREAD * num_threads
     device_bytes = min(piece_bytes, uploader.piece_bytes) if uploader else piece_bytes
 
-    def settle() -> None:
+    def finish_oldest() -> None:
         # In order, not as they complete: a source is then freed before the next ones are read.
         job, future = under_way.popleft()
         future.result()
@@ -123,9 +123,9 @@ def deliver(
             under_way.append((job, pool.submit(_run, job, uploader, device_bytes)))
             del job
             if len(under_way) >= at_most:
-                settle()
+                finish_oldest()
         while under_way:
-            settle()
+            finish_oldest()
     finally:
         pool.shutdown(cancel_futures=True)
         if uploader is not None:

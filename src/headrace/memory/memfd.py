@@ -26,7 +26,7 @@ import torch
 
 from headrace.errors import BudgetError, PeerError
 from headrace.memory.pages import map_file
-from headrace.memory.system import above_standard_streams
+from headrace.memory.system import dup_above_stdio
 
 __all__ = ["SharedMemory"]
 
@@ -145,8 +145,8 @@ class SharedMemory:
 def _new_file(name: str) -> int:
     flags = os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING
     try:
-        return above_standard_streams(os.memfd_create(name, flags | _MFD_NOEXEC_SEAL))
+        return dup_above_stdio(os.memfd_create(name, flags | _MFD_NOEXEC_SEAL))
     except OSError as error:
         if error.errno != errno.EINVAL:
             raise
-        return above_standard_streams(os.memfd_create(name, flags))  # an older kernel
+        return dup_above_stdio(os.memfd_create(name, flags))  # an older kernel

@@ -18,7 +18,7 @@ import torch
 
 from headrace.config import pin_memory_disabled
 from headrace.errors import OptionError, StateError, warn_user
-from headrace.figures import format_size
+from headrace.formatting import format_size
 from headrace.memory.pages import RawMemory, map_pages, populate_parallel
 from headrace.memory.system import cpus_near, is_wsl, reader_threads
 
@@ -134,19 +134,19 @@ class PinnedBuffer(RawMemory):
             return
         with suppress(Exception):  # the interpreter may be going down
             if self._registrar.capturing:
-                _late.append(self)
+                _pending_unregister.append(self)
             else:
                 self.unregister()
                 _unregister_late()
 
 
-_late: list[PinnedBuffer] = []  # ended where they could not be unregistered
+_pending_unregister: list[PinnedBuffer] = []  # ended where they could not be unregistered
 
 
 def _unregister_late() -> None:
     with suppress(IndexError):
         while True:
-            _late.pop().unregister()
+            _pending_unregister.pop().unregister()
 
 
 # -- making ------------------------------------------------------------------------------------------------------------

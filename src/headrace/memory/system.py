@@ -20,14 +20,14 @@ if TYPE_CHECKING:
 
 __all__ = [
     "PeakMeter",
-    "above_standard_streams",
     "cgroup_available_bytes",
     "cpus_near",
+    "dup_above_stdio",
+    "gc_paused",
     "host_available_bytes",
     "is_wsl",
     "local_cpus",
     "memlock_bytes",
-    "no_collections",
     "num_cores",
     "parse_cpu_list",
     "peak_rss_bytes",
@@ -82,7 +82,7 @@ def trim_heap() -> None:
 
 
 @contextmanager
-def no_collections() -> Iterator[None]:
+def gc_paused() -> Iterator[None]:
     """No garbage collection of cycles within the block."""
     # A large checkpoint makes 46,000 tensors. They would trigger many collections, each over all objects of torch.
     enabled = gc.isenabled()
@@ -94,7 +94,7 @@ def no_collections() -> Iterator[None]:
             gc.enable()
 
 
-def above_standard_streams(fd: int) -> int:
+def dup_above_stdio(fd: int) -> int:
     """``fd``, or, in place of it, a copy from 3 on: what a child inherits as 0, 1 or 2 is replaced by its own streams.
 
     A program that was started with one of them closed gets that number for the next file it opens.

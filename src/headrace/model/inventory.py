@@ -21,14 +21,14 @@ from headrace.model.records import (
     Inventory,
     Kind,
     Location,
-    Place,
+    ModuleAlias,
     StorageInfo,
     TensorInfo,
     dotted_name,
 )
 
 # With the records that it makes.
-__all__ = ["Inventory", "Location", "Place", "StorageInfo", "TensorInfo", "take_inventory"]
+__all__ = ["Inventory", "Location", "ModuleAlias", "StorageInfo", "TensorInfo", "take_inventory"]
 
 # Shared modules inside shared modules have exponentially many names; beyond so many per module only the shortest count.
 _NAMES_PER_MODULE = 4
@@ -67,7 +67,7 @@ def take_inventory(
             )
     names = {id(module): name for name, module in modules.items()}
     shared = tuple(
-        Place(parent, attr, names[id(child)])
+        ModuleAlias(parent, attr, names[id(child)])
         for parent, module in modules.items()
         for attr, child in module._modules.items()
         if child is not None and names[id(child)] != dotted_name(parent, attr)

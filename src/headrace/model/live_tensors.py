@@ -34,8 +34,18 @@ from headrace.memory.pinned import device_view
 from headrace.model.records import Location, StorageInfo, TensorInfo
 
 __all__ = [
-    "BoundStorage", "BoundTensor", "GiveBack", "Path", "Wake", "bind", "is_resting", "live_tensors", "own_forward",
-    "resident_rule", "storage_id", "used_elsewhere",
+    "BoundStorage",
+    "BoundTensor",
+    "GiveBack",
+    "OnAccess",
+    "Path",
+    "bind",
+    "is_placeholder",
+    "live_tensors",
+    "own_forward",
+    "resident_rule",
+    "storage_id",
+    "used_elsewhere",
 ]  # fmt: skip
 
 # Ends a loan of bytes: takes the output of the operator (None if it has failed), returns what its caller gets.
@@ -43,7 +53,7 @@ GiveBack = Callable[[Any], Any]
 
 # Brings the bytes of a resting tensor: for good (returns None), or until the result is called. Takes the tensor, the
 # operator that uses it, and whether the operator writes it in place. OutsideAccessError: the bytes cannot be brought.
-Wake = Callable[["BoundTensor", torch._ops.OpOverload, bool], GiveBack | None]
+OnAccess = Callable[["BoundTensor", torch._ops.OpOverload, bool], GiveBack | None]
 
 # Attributes from a module to a tensor at or below it, into a tensor subclass too.
 Path = tuple[str, ...]
@@ -75,11 +85,13 @@ class BoundTensor:
         self.in_slot: torch.Tensor | None = None  # over slot memory; None: not brought by a unit (any more)
         self._unguarded: torch.Tensor | None = None  # the same for compiled code, which counts as writing
         self._slot_view: torch.Tensor | None = None  # the same; kept when the tensor is promoted beside an open window
-        self._resting: torch.Tensor | None = None  # None: the tensor views its slot all the time
-        self._slot_storage = self._resting_storage = self._lent_storage = self._num_own_views = 0
-        self.wake: Wake | None = None
+        self._placeholder: torch.Tensor | None = None  # None: the tensor views its slot all the time
+        self._slot_storage = self._placeholder_storage = self._lent_storage = self._num_own_views = 0
+        self.on_access: OnAccess | None = None
         self._reported = False
-        self._address = 0 if self.tensor.device.type == "meta" or is_resting(self.tensor) else self.tensor.data_ptr()
+        self._address = (
+            0 if self.tensor.device.type == "meta" or is_placeholder(self.tensor) else self.tensor.data_ptr()
+        )
         self._first_address = self._address
         self._version: int | None = None
         self._is_replayed = False  # by CUDA graphs of compiled code, which raise the version and call nothing of ours
@@ -104,7 +116,7 @@ class BoundTensor:
         self._address = view.data_ptr()
         self.note_version()
 
-    def point_at_slot(self, buffer: torch.Tensor, wake: Wake | None) -> None:
+    def point_at_slot(self, buffer: torch.Tensor, on_access: OnAccess | None) -> None:
         """Make the tensor a view of ``buffer`` while it is open; with a ``wake`` it rests at other times.
 
         ``wake``: called when the resting tensor is accessed.
@@ -112,13 +124,13 @@ class BoundTensor:
         self.point_at(_own_storage(buffer))  # in no local variable, which would count as one of our own views below
         self.in_slot = self._unguarded = self.tensor.data
         self._slot_storage = storage_id(self.in_slot)
-        if wake is not None:
-            self.wake = wake
+        if on_access is not None:
+            self.on_access = on_access
             with torch.inference_mode(self.original.is_inference()):
-                self._resting = resting_like(self.in_slot, self)
+                self._placeholder = placeholder_like(self.in_slot, self)
                 self.in_slot = self._slot_view = guarded(self.in_slot, self)
-            self._resting_storage = storage_id(self._resting)
-            self.tensor.data = self._resting
+            self._placeholder_storage = storage_id(self._placeholder)
+            self.tensor.data = self._placeholder
             self._num_own_views = torch._C._storage_Use_Count(self._slot_storage)  # with torch's own, by version
 
     def open(self) -> None:
@@ -130,17 +142,17 @@ class BoundTensor:
         """
         if self.in_slot is None:
             return
-        if self._resting is None:
+        if self._placeholder is None:
             self.check()  # looks for a loss itself
             self.note_version()  # unknown after compiled code, whose ops count as writes
         elif self._find_loss():
             return
-        elif self.tensor.untyped_storage()._cdata == self._resting_storage or not self.has_other_data:
+        elif self.tensor.untyped_storage()._cdata == self._placeholder_storage or not self.has_other_data:
             self.tensor.data = self.in_slot  # where an interrupt may have left it
         else:
             raise self._moved()
 
-    def rest(self) -> ModelChangedError | None:
+    def to_placeholder(self) -> ModelChangedError | None:
         """Make the tensor rest, because its slot may get another unit.
 
         Returns:
@@ -148,14 +160,14 @@ class BoundTensor:
         """
         if self.in_slot is None or self.lost:
             return None
-        if self._resting is None:
+        if self._placeholder is None:
             error = self._change()
             self.note_version()
             return error
         found = self.tensor.untyped_storage()._cdata
         if found == self._slot_storage:
-            self.tensor.data = self._resting
-        return None if found in (self._slot_storage, self._resting_storage) else self._moved()
+            self.tensor.data = self._placeholder
+        return None if found in (self._slot_storage, self._placeholder_storage) else self._moved()
 
     def _find_loss(self) -> bool:
         """Whether the model now holds another tensor, or none, at this place; warns the first time."""
@@ -192,26 +204,26 @@ class BoundTensor:
 
     def end_loan(self) -> None:
         """Make the tensor rest again."""
-        self.tensor.data = self._resting  # type: ignore[assignment]
+        self.tensor.data = self._placeholder  # type: ignore[assignment]
         self._lent_storage = 0
 
-    def rest_for_now(self, wake: Wake) -> None:
-        """Have a tensor that stays in its slot rest like others, until :meth:`stay_in_slot`; ``wake``: as above."""
-        if self.in_slot is None or self._resting is not None or self._find_loss():
+    def unpin_from_slot(self, on_access: OnAccess) -> None:
+        """Have a tensor that stays in its slot rest like others, until :meth:`pin_to_slot`; ``wake``: as above."""
+        if self.in_slot is None or self._placeholder is not None or self._find_loss():
             return
-        self.wake = wake
+        self.on_access = on_access
         with torch.inference_mode(self.original.is_inference()):
-            self._resting = resting_like(self.in_slot, self)
-        self._resting_storage = storage_id(self._resting)
-        self.tensor.data = self._resting
+            self._placeholder = placeholder_like(self.in_slot, self)
+        self._placeholder_storage = storage_id(self._placeholder)
+        self.tensor.data = self._placeholder
 
-    def stay_in_slot(self) -> None:
+    def pin_to_slot(self) -> None:
         """Keep the tensor in its slot from now on, because compiled code relies on addresses."""
-        if self._resting is not None and self.in_slot is not None:
+        if self._placeholder is not None and self.in_slot is not None:
             # The declared mutations of the custom ops, which order compiled code, are writes that a guard would refuse.
             self.in_slot = self._unguarded
             self.open()
-            self._resting = None
+            self._placeholder = None
             self.note_version()
 
     @property
@@ -221,7 +233,7 @@ class BoundTensor:
 
     def is_viewed(self, num_known: int = 0) -> bool:
         """Whether more than ``num_known`` other tensors view the slot through this tensor's storage."""
-        if self._resting is None:
+        if self._placeholder is None:
             return False
         # Every view holds the storage, in any thread and any container; torch has no list of a tensor's views.
         return torch._C._storage_Use_Count(self._slot_storage) > self._num_own_views + num_known
@@ -249,7 +261,7 @@ class BoundTensor:
             self.tensor = self.original
         elif self.tensor.device.type != "meta":
             self.tensor.data = self.original_data
-            self._address = 0 if is_resting(self.tensor) else self.tensor.data_ptr()
+            self._address = 0 if is_placeholder(self.tensor) else self.tensor.data_ptr()
 
     def return_to(self, data: torch.Tensor) -> None:
         """Make the tensor a view of ``data``, which is memory that it had before."""
@@ -298,8 +310,8 @@ class BoundTensor:
         if self.tensor.device.type == "meta":
             return False
         if self.in_slot is None:
-            return not is_resting(self.tensor) and self.tensor.data_ptr() != self._address
-        return storage_id(self.tensor) not in (self._resting_storage, self._slot_storage, self._lent_storage)
+            return not is_placeholder(self.tensor) and self.tensor.data_ptr() != self._address
+        return storage_id(self.tensor) not in (self._placeholder_storage, self._slot_storage, self._lent_storage)
 
     def refuse_copy(self, given: Collection[int]) -> None:
         """Raise ``StateError`` unless compiled code was given this very memory (``given``: addresses), not a copy."""
@@ -316,7 +328,7 @@ class BoundTensor:
 
     def note_version(self, known: bool = True) -> None:
         """Remember the version counter, so that :meth:`check` sees writes; ``known=False`` forgets it."""
-        if self._resting is not None:
+        if self._placeholder is not None:
             return  # a write raises before it happens
         self._version = _version(self.tensor) if known and not self._is_replayed else None
 
@@ -365,9 +377,9 @@ class BoundStorage:
         return not self.keeps_original and any(tensor.revived_data() is not None for tensor in self.tensors)
 
     @property
-    def rests(self) -> bool:
+    def is_placeholder(self) -> bool:
         """Whether one of the tensors has no memory now."""
-        return any(is_resting(tensor.tensor) for tensor in self.tensors)
+        return any(is_placeholder(tensor.tensor) for tensor in self.tensors)
 
     def _bytes_around(self, first: torch.Tensor) -> torch.Tensor:
         start = first.storage_offset() * first.dtype.itemsize - self._first.info.byte_offset
@@ -383,10 +395,10 @@ class BoundStorage:
         for tensor in self.tensors:
             tensor.point_at(buffer)
 
-    def point_at_slot(self, buffer: torch.Tensor, wake: Wake | None = None) -> None:
+    def point_at_slot(self, buffer: torch.Tensor, on_access: OnAccess | None = None) -> None:
         """The same for a slot, which other units' tensors view as well; see :mod:`headrace.runtime.hooks`."""
         for tensor in self.tensors:
-            tensor.point_at_slot(buffer, wake)
+            tensor.point_at_slot(buffer, on_access)
 
     def adopt(self, buffer: torch.Tensor) -> None:
         """Make ``buffer`` the memory that the model came with: for what was on ``meta`` and is computed, not read."""
@@ -508,8 +520,8 @@ def _version(tensor: torch.Tensor) -> int | None:
 
 # -- dispatch keys -----------------------------------------------------------------------------------------------------
 
-_RESTING, _GUARDED = "DeferredInit", "TESTING_ONLY_GenericWrapper"
-_RESTING_KEY, _GUARDED_KEY = (torch._C._dispatch_key_parse(name) for name in (_RESTING, _GUARDED))
+_PLACEHOLDER, _GUARDED = "DeferredInit", "TESTING_ONLY_GenericWrapper"
+_PLACEHOLDER_KEY, _GUARDED_KEY = (torch._C._dispatch_key_parse(name) for name in (_PLACEHOLDER, _GUARDED))
 _GUARDED_KEYS = torch._C.DispatchKeySet(_GUARDED_KEY)
 
 # These neither read nor write bytes: bookkeeping, aliases, and factories that only ask for shape, dtype and device.
@@ -532,7 +544,7 @@ class _Geometry(torch.Tensor):
         raise AssertionError("the tensors made from this one are plain")
 
 
-class _RestingStorage(torch.UntypedStorage):
+class _PlaceholderStorage(torch.UntypedStorage):
     """Without bytes, so that what copies it would copy nothing, and find nothing wrong."""
 
     def _refuse(self, *args: object) -> Any:
@@ -545,14 +557,16 @@ class _RestingStorage(torch.UntypedStorage):
     __copy__ = __deepcopy__ = __getitem__ = __iter__ = clone = tolist = _refuse
 
 
-def resting_like(tensor: torch.Tensor, owner: BoundTensor) -> torch.Tensor:
+def placeholder_like(tensor: torch.Tensor, owner: BoundTensor) -> torch.Tensor:
     """A resting tensor of the shape, strides, dtype and device of ``tensor``, which ``owner`` answers for."""
-    resting = _marked(tensor, _RESTING_KEY)
-    resting.untyped_storage().__class__ = _RestingStorage  # kept, like the object itself, with the storage of C++
+    placeholder = _marked(tensor, _PLACEHOLDER_KEY)
+    placeholder.untyped_storage().__class__ = (
+        _PlaceholderStorage  # kept, like the object itself, with the storage of C++
+    )
     # Code that asks for the pointer gets an error of torch instead of the null pointer of an empty storage.
-    torch._C._set_throw_on_mutable_data_ptr(resting)
-    _owners[storage_id(resting)] = owner
-    return resting
+    torch._C._set_throw_on_mutable_data_ptr(placeholder)
+    _owners[storage_id(placeholder)] = owner
+    return placeholder
 
 
 def guarded(tensor: torch.Tensor, owner: BoundTensor) -> torch.Tensor:
@@ -593,9 +607,9 @@ def storage_id(tensor: torch.Tensor) -> int:
     return int(tensor.untyped_storage()._cdata)
 
 
-def is_resting(tensor: torch.Tensor) -> bool:
+def is_placeholder(tensor: torch.Tensor) -> bool:
     """Whether the bytes of ``tensor`` are elsewhere."""
-    return bool(torch._C._dispatch_keys(tensor).has(_RESTING_KEY))
+    return bool(torch._C._dispatch_keys(tensor).has(_PLACEHOLDER_KEY))
 
 
 def resident_rule(name: str) -> str:
@@ -609,9 +623,9 @@ def _on_access(operator: torch._ops.OpOverload, *args: Any, **kwargs: Any) -> An
     read, output = [], None
     try:
         for argument in tree_leaves((args, kwargs)):
-            if isinstance(argument, torch.Tensor) and is_resting(argument):
+            if isinstance(argument, torch.Tensor) and is_placeholder(argument):
                 is_written = any(argument is target for target in _targets(operator, args, kwargs))
-                loans += _wake(argument, operator, is_written)
+                loans += _materialize(argument, operator, is_written)
                 read += [] if is_written else [argument]
         output = operator(*args, **kwargs)
         if loans and any(output is argument for argument in read):
@@ -668,7 +682,7 @@ def _written(operator: torch._ops.OpOverload) -> list[tuple[int, str]]:
     return [(position, a.name) for position, a in arguments if a.alias_info is not None and a.alias_info.is_write]
 
 
-def _wake(argument: torch.Tensor, operator: torch._ops.OpOverload, is_written: bool) -> list[GiveBack]:
+def _materialize(argument: torch.Tensor, operator: torch._ops.OpOverload, is_written: bool) -> list[GiveBack]:
     owner = _owners.get(storage_id(argument))
     if owner is None:
         raise StateError(
@@ -676,7 +690,7 @@ def _wake(argument: torch.Tensor, operator: torch._ops.OpOverload, is_written: b
             f"the offload is gone: take the alias again"
         )
     has_other_data = argument is not owner.tensor and owner.has_other_data
-    if is_resting(owner.tensor):  # perhaps for another offload than the one in which the alias was taken
+    if is_placeholder(owner.tensor):  # perhaps for another offload than the one in which the alias was taken
         latest = _owners.get(storage_id(owner.tensor), owner)
         has_other_data = latest is not owner and latest._first_address != owner._address
         owner = latest
@@ -686,22 +700,24 @@ def _wake(argument: torch.Tensor, operator: torch._ops.OpOverload, is_written: b
             f"offloaded, and the weight's data was set (.data = ...) since, so the bytes that the alias stands for are "
             f"gone: take it again"
         )
-    give_back = owner.wake(owner, operator, is_written) if owner.wake and is_resting(owner.tensor) else None
+    give_back = (
+        owner.on_access(owner, operator, is_written) if owner.on_access and is_placeholder(owner.tensor) else None
+    )
     loans = [] if give_back is None else [give_back]
     # An alias that was taken while the tensor rested has a TensorImpl of its own, which the owner's waking does not
     # change.
     if argument is not owner.tensor:
-        resting = argument.data
+        placeholder = argument.data
         with torch.no_grad():
             argument.data = owner.tensor.data
         if give_back is not None:
-            loans.append(functools.partial(_rest_again, argument, resting))
+            loans.append(functools.partial(_restore_placeholder, argument, placeholder))
     return loans
 
 
-def _rest_again(alias: torch.Tensor, resting: torch.Tensor, output: Any) -> Any:
+def _restore_placeholder(alias: torch.Tensor, placeholder: torch.Tensor, output: Any) -> Any:
     with torch.no_grad():
-        alias.data = resting
+        alias.data = placeholder
     return output
 
 
@@ -711,7 +727,7 @@ def _register() -> tuple[torch.library.Library, ...]:
     everything, aten = torch.library.Library("_", "IMPL"), torch.library.Library("aten", "IMPL")
     # A fallback of a key serves the operators of every library in every thread. A TorchDispatchMode would cost 10 us
     # per operator, see one thread only, and change how composite operators decompose.
-    everything.fallback(_on_access, _RESTING)
+    everything.fallback(_on_access, _PLACEHOLDER)
     everything.fallback(torch.library.fallthrough_kernel, _GUARDED)
     for schema in torch._C._jit_get_all_schemas():
         namespace, _, name = schema.name.partition("::")
@@ -720,11 +736,11 @@ def _register() -> tuple[torch.library.Library, ...]:
             continue  # one of TorchScript's own
         overload = schema.overload_name or "default"
         if name in _TOUCHES_NOTHING:
-            aten.impl(qualified, torch.library.fallthrough_kernel, _RESTING)
+            aten.impl(qualified, torch.library.fallthrough_kernel, _PLACEHOLDER)
             continue
         # Beside a tensor of a subclass, such as a jagged one, torch looks up a function by operator, not a fallback.
         if sum("Tensor" in str(argument.type) for argument in schema.arguments) > 1:
-            aten.impl(qualified, functools.partial(_on_named_access, name, overload), _RESTING)
+            aten.impl(qualified, functools.partial(_on_named_access, name, overload), _PLACEHOLDER)
         if schema.is_mutable:  # all others keep the fall-through and their speed
             aten.impl(qualified, functools.partial(_on_write, name, overload), _GUARDED)
     return everything, aten

@@ -32,7 +32,7 @@ __all__ = [
     "Inventory",
     "Location",
     "ModelProfile",
-    "Place",
+    "ModuleAlias",
     "StorageInfo",
     "TensorInfo",
     "common_prefix",
@@ -177,7 +177,7 @@ def packed_modules(storages: Iterable[StorageInfo]) -> set[str]:
 
 
 @dataclass(frozen=True)
-class Place:
+class ModuleAlias:
     """One place of a module: child ``attr`` of ``parent``; the name of the module may come from another place."""
 
     parent: str
@@ -203,7 +203,7 @@ class Inventory:
     modules: dict[str, str]
     lookups: frozenset[str] = frozenset()
     containers: frozenset[str] = frozenset()
-    shared: tuple[Place, ...] = ()
+    shared: tuple[ModuleAlias, ...] = ()
 
     @property
     def num_bytes(self) -> int:
@@ -219,14 +219,14 @@ class Inventory:
         """Direct children of ``module`` (``""`` is the root), in order."""
         return [place.module for place in self.places(module) if place.module == dotted_name(module, place.attr)]
 
-    def places(self, module: str) -> list[Place]:
+    def places(self, module: str) -> list[ModuleAlias]:
         """The modules directly below ``module``: its children, then modules whose name comes from another place."""
         return self._places.get(module, [])
 
     @cached_property
-    def _places(self) -> dict[str, list[Place]]:
-        found: dict[str, list[Place]] = {}
-        own = (Place(name.rpartition(".")[0], name.rpartition(".")[2], name) for name in self.modules if name)
+    def _places(self) -> dict[str, list[ModuleAlias]]:
+        found: dict[str, list[ModuleAlias]] = {}
+        own = (ModuleAlias(name.rpartition(".")[0], name.rpartition(".")[2], name) for name in self.modules if name)
         for place in (*own, *self.shared):
             found.setdefault(place.parent, []).append(place)
         return found

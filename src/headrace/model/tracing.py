@@ -50,4 +50,4 @@ def refuse_export() -> None:
         )
 
 
-refuse_export._dynamo_marked_constant = True  # type: ignore[attr-defined] # see UnitHook.stay_in_slots
+refuse_export._dynamo_marked_constant = True  # type: ignore[attr-defined] # see UnitHook.pin_to_slots

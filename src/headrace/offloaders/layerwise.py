@@ -81,7 +81,7 @@ class LayerwiseOffloader(BaseOffloader):
     def post_init(self) -> None:
         if self._session is not None:
             raise StateError("post_init was called twice; call remove() in between to take over new weights")
-        self._pool.settle()
+        self._pool.compact()
         prepared = self._prepare()
         session = OffloadSession(prepared, self._options(prepared))
         session.attach()
@@ -306,13 +306,13 @@ class EngineOffloader(LayerwiseOffloader):
             super().sync_prev_onload()
 
     @contextmanager
-    def at_rest(self) -> Iterator[None]:
+    def as_placeholders(self) -> Iterator[None]:
         """Within, whatever uses an offloaded weight outside of its module's forward raises; no compiled code may run.
 
         Raises:
             OutsideAccessError: from the operator that was given the weight.
         """
-        with nullcontext() if self._session is None else self._session.at_rest():
+        with nullcontext() if self._session is None else self._session.as_placeholders():
             yield
 
     @property
@@ -344,7 +344,7 @@ class EngineOffloader(LayerwiseOffloader):
         """Of all cached experts, for an engine to show while it runs; ``None``: there are none, or nothing moves."""
         return None if self._session is None else self._session.counts_reader()
 
-    def figures(self) -> dict[str, Any]:
+    def metrics(self) -> dict[str, Any]:
         """The plan and the counters in plain numbers, for an engine to show; after ``post_init``."""
         plan, stats = self.plan, self.stats()
         return {
@@ -516,7 +516,7 @@ class EngineOffloader(LayerwiseOffloader):
             break_capture=self._traits.break_capture,
             keeps_addresses=True,
             never_promotes=_NEVER_PROMOTES,
-            reads_rows=self._traits.expert_kernels or CachedExperts,
+            expert_kernel_factory=self._traits.expert_kernels or CachedExperts,
         )
 
 

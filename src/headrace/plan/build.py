@@ -27,7 +27,7 @@ import numpy as np
 
 from headrace.config import HOST_MODES, SHARDED_MODES, UVA, Budget, Mechanism, Mode, Policy, Prefetch, Rules, Workload
 from headrace.errors import BudgetError, OptionError, RuleError, SelectionError, warn_user
-from headrace.figures import format_size
+from headrace.formatting import format_size
 from headrace.model.patterns import matching
 from headrace.model.records import Inventory, ModelProfile, StorageInfo
 from headrace.plan.alternatives import Alternative, Alternatives
@@ -50,14 +50,14 @@ from headrace.plan.units import (
     find_stacks,
     plan_group_rule,
     read_in_place,
+    resolve_rules,
     selected,
-    settle_rules,
     some_names,
     usable_slots,
     warn_of_stranded,
 )
 
-__all__ = ["CachePoint", "Outlook", "Planner", "WorkloadBytes", "build_plan"]
+__all__ = ["CachePoint", "PlanPrediction", "Planner", "WorkloadBytes", "build_plan"]
 
 # To join a piece to the one before it: two system calls, and a page that is read and copied (2 GHz Xeon, cached file).
 _JOIN_S = 50e-6
@@ -129,7 +129,7 @@ class Planner:
                 )
         elif isinstance(policy, Rules):
             # One unit per layer, and per module outside the layers, of what the rules prefetch.
-            forced = settle_rules(self.inventory, policy.rules, self._fixed(policy.mode), self._refused(policy.mode))
+            forced = resolve_rules(self.inventory, policy.rules, self._fixed(policy.mode), self._refused(policy.mode))
             moving, uva = ([s for s in storages if forced.get(s.name) == how] for how in ("prefetch", "uva"))
             names = {name for name, how in forced.items() if how == "cache"}
             cached = cached_layers(self.inventory, names, policy.expert_slots or 0)
@@ -206,7 +206,7 @@ class Planner:
                 f"{mode!r}; leave one of the two out (--peer-memory, --offload-mode)"
             )
         movable = self._movable(budget, names)
-        forced = settle_rules(self.inventory, budget.rules, self._fixed(mode), self._refused(mode))
+        forced = resolve_rules(self.inventory, budget.rules, self._fixed(mode), self._refused(mode))
         forced = {**(unruled or {}), **forced}
         if workload.repeated:
             once: dict[str, Mechanism] = {s.name: "prefetch" for s in self._run_once(movable, workload)}
@@ -253,7 +253,7 @@ class Planner:
         """What more memory or rows would bring; ``plan`` is the one for ``budget``."""
         return list(Alternatives(self.candidates(budget), budget, plan).find())
 
-    def outlook(self, policy: Policy | Plan | None, plan: Plan, workload: Workload | None = None) -> Outlook:
+    def outlook(self, policy: Policy | Plan | None, plan: Plan, workload: Workload | None = None) -> PlanPrediction:
         """What ``plan`` will cost for ``workload`` (default that of ``policy``); alternatives too for a budget.
 
         Without a policy, the smallest budget there is.
@@ -265,7 +265,7 @@ class Planner:
         for rows in workload.batch_sizes:
             cache_bytes = profile.cache_bytes(rows, context) if context else 0
             memory.append(WorkloadBytes(rows, cache_bytes, profile.workload_bytes(rows, context) - cache_bytes))
-        return Outlook(
+        return PlanPrediction(
             self.rates.machine,
             self.rates.is_measured,
             context,
@@ -375,7 +375,7 @@ class CachePoint:
 
 
 @dataclass(frozen=True)
-class Outlook:
+class PlanPrediction:
     """Predictions for a plan.
 
     Attributes:

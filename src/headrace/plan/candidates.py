@@ -34,7 +34,7 @@ from typing import NamedTuple
 import numpy as np
 import numpy.typing as npt
 
-from headrace.config import HOST_MODES, Budget, Mechanism, Mode, Place
+from headrace.config import HOST_MODES, Budget, Mechanism, Mode, StoreKind
 from headrace.model.records import Inventory, ModelProfile, StorageInfo
 from headrace.plan.cached_experts import CachedLayer, cache_bytes, cached_layers
 from headrace.plan.cost_model import Bools, Floats, Forecaster, Ints, Rates, StepModel, experts_in, find_stages
@@ -591,7 +591,7 @@ class Family:
     def plan(self, candidate: int, host_bytes: int | None = None) -> Plan:
         """The candidate of this index, laid out."""
         placed = self._take(np.array([candidate]))._placed(host_bytes)
-        places: list[tuple[Place, dict[str, Bools]]] = [("peer", placed.on_peer), ("disk", placed.in_files)]
+        places: list[tuple[StoreKind, dict[str, Bools]]] = [("peer", placed.on_peer), ("disk", placed.in_files)]
         # In the order of the model, as every other policy lays out a unit.
         order = {s.name: index for index, s in enumerate(self.table.inventory.storages)}
         drafts, uva = [], list(self.uva)

@@ -15,9 +15,9 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from headrace.codec import FormatError, Positive, decode, encode, parse, read_file, require, write_file
-from headrace.config import Mechanism, Mode, Place
+from headrace.config import Mechanism, Mode, StoreKind
 from headrace.errors import OptionError, OptionTypeError, PlanFileError
-from headrace.figures import counted, format_size
+from headrace.formatting import format_size, pluralize
 from headrace.model.records import Inventory, StorageInfo
 from headrace.plan.cached_experts import CachedLayer, cache_bytes, cached_layers, why_not_cached
 from headrace.plan.schedule import ENTRY_BYTES, MAX_ENTRIES, RingLayout, chain, lay_out_ring, slot_of
@@ -31,7 +31,7 @@ __all__ = [
     "Placement",
     "Plan",
     "SlabEntry",
-    "Stretch",
+    "Stripe",
     "Striping",
     "Unit",
     "UnitDraft",
@@ -48,7 +48,7 @@ SLAB_ALIGNMENT_BYTES = 256
 CHUNK_BYTES = 8 << 20
 
 # Where units may rest in a plan of mode ``cpu`` that do not rest in host memory.
-_BESIDE_HOST: tuple[Place, ...] = ("disk", "peer")
+_BESIDE_HOST: tuple[StoreKind, ...] = ("disk", "peer")
 
 # Of :meth:`Plan.to_json`, and so of plan files. Raise it with any change of a key or of its meaning.
 SCHEMA_VERSION = 6
@@ -107,7 +107,7 @@ class Unit:
     slot: int
     entries: tuple[SlabEntry, ...]
     num_bytes: int
-    store: Place
+    store: StoreKind
 
     @property
     def payload_bytes(self) -> int:
@@ -119,7 +119,7 @@ class Placement(NamedTuple):
     """How compute reaches a storage, where it rests (``None``: on the device), and its bytes."""
 
     mechanism: Mechanism
-    store: Place | None
+    store: StoreKind | None
     num_bytes: int
 
 
@@ -138,7 +138,7 @@ class Plan:
         made_for: the machine whose figures the plan was made from; ``None`` binds it to none.
         num_ranks: over how many ranks every unit is split; 1: each process keeps them whole.
         context: tokens per sequence for whose cache it leaves memory; 0: it counts weights alone.
-        outlook: predictions (:class:`headrace.plan.build.Outlook`) by the planner that made it, if they were asked for:
+        outlook: predictions (:class:`headrace.plan.build.PlanPrediction`) by the planner that made it, if asked for:
             printed with it, and neither compared nor saved. ``replace()`` drops them, since another plan costs another
             time.
     """
@@ -162,7 +162,8 @@ class Plan:
         name = f"{self.model_name}: " if self.model_name else ""
         return (
             f"<headrace.Plan {name}{format_size(self.device_bytes)} of {format_size(self.weight_bytes)} of weights on "
-            f"the device, {counted(len(self.units), 'unit')} in {counted(self.num_slots, 'slot')}, mode {self.mode!r}>"
+            f"the device, {pluralize(len(self.units), 'unit')} in {pluralize(self.num_slots, 'slot')}, "
+            f"mode {self.mode!r}>"
         )
 
     def _repr_html_(self) -> str:
@@ -499,7 +500,7 @@ class UnitDraft:
 
     module_fqn: str
     storages: tuple[StorageInfo, ...]
-    store: Place | None = None
+    store: StoreKind | None = None
 
 
 def assemble(
@@ -523,7 +524,7 @@ def assemble(
     return Plan(units, slots, mode, resident, in_place, cached=tuple(cached))
 
 
-def _lay_out(index: int, fqn: str, sizes: Mapping[str, int], num_slots: int, store: Place) -> Unit:
+def _lay_out(index: int, fqn: str, sizes: Mapping[str, int], num_slots: int, store: StoreKind) -> Unit:
     """The unit of the storages of these sizes, one after the other, each aligned."""
     *offsets, end = accumulate(map(_aligned, sizes.values()), initial=0)
     entries = tuple(SlabEntry(name, at, size) for (name, size), at in zip(sizes.items(), offsets, strict=True))
@@ -543,7 +544,7 @@ def _aligned(num_bytes: int) -> int:
 
 
 @dataclass(frozen=True)
-class Stretch:
+class Stripe:
     """Bytes ``start`` to ``end`` of a slab, which lie at ``offset`` of the part of their rank."""
 
     start: int
@@ -580,15 +581,15 @@ class Striping:
         stripes = 1 if max_chunk_bytes is None else max(1, -(-num_bytes // (num_ranks * max_chunk_bytes)))
         return cls(num_bytes, num_ranks, _aligned(-(-num_bytes // (num_ranks * stripes))))
 
-    def stretches(self, rank: int) -> Iterator[Stretch]:
+    def stretches(self, rank: int) -> Iterator[Stripe]:
         """What ``rank`` keeps, in order."""
         offset = 0
         for start in range(rank * self.chunk_bytes, self.num_bytes, self.num_ranks * self.chunk_bytes):
             end = min(start + self.chunk_bytes, self.num_bytes)
-            yield Stretch(start, end, offset)
+            yield Stripe(start, end, offset)
             offset += end - start
 
-    def in_order(self) -> Iterator[tuple[int, Stretch]]:
+    def in_order(self) -> Iterator[tuple[int, Stripe]]:
         """(rank, stretch) of the whole slab, from its first byte to its last."""
         every = ((rank, stretch) for rank in range(self.num_ranks) for stretch in self.stretches(rank))
         return iter(sorted(every, key=lambda item: item[1].start))

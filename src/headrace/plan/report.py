@@ -15,9 +15,9 @@ from rich.measure import Measurement
 from rich.table import Table
 from rich.text import Text
 
-from headrace.config import RANK_MODES, Place
-from headrace.figures import counted, format_rate, format_size, format_time, in_unit, size_unit
-from headrace.plan.build import CachePoint, Outlook
+from headrace.config import RANK_MODES, StoreKind
+from headrace.formatting import format_rate, format_size, format_time, in_unit, pluralize, size_unit
+from headrace.plan.build import CachePoint, PlanPrediction
 from headrace.plan.plan import Plan, Unit
 
 __all__ = [
@@ -43,7 +43,7 @@ _LAYERS_WIDTH = 16
 _PIPE_WIDTH = 120
 
 _NUMBER = re.compile(r"(?:(?<=\.)|^)\d+(?=\.|$)")
-_STORE_NAMES: dict[Place, str] = {
+_STORE_NAMES: dict[StoreKind, str] = {
     "cpu": "host",
     "peer": "peer GPU",
     "shm_cpu": "host, shared",
@@ -57,7 +57,7 @@ _STORE_NAMES: dict[Place, str] = {
 def plan_table(plan: Plan) -> RenderableType:
     """What ``headrace plan`` and ``print(plan)`` show: the plan, or the weights alone, and the predictions it has."""
     name, outlook = plan.model_name or "model", plan.outlook
-    if not isinstance(outlook, Outlook):
+    if not isinstance(outlook, PlanPrediction):
         return render(plan, name)
     if outlook.least_budget_bytes is not None:
         return render_weights(plan, name, outlook.least_budget_bytes)
@@ -173,26 +173,26 @@ def _places(plan: Plan) -> Table:
         table.add_row(what, count, *(in_unit(num_bytes, unit) if place == column else "" for column in totals))
         totals[place] += num_bytes
 
-    add("resident", counted(len(plan.resident), "tensor"), "device", plan.resident_bytes)
+    add("resident", pluralize(len(plan.resident), "tensor"), "device", plan.resident_bytes)
     # On a GPU bytes of files pass through, or stay in, pinned memory.
     staged = plan.reads_files and plan.made_for is not None and plan.made_for.device != "cpu"
     if plan.units:
-        add("slots", counted(plan.num_slots, "slot"), "device", sum(plan.slot_bytes))
+        add("slots", pluralize(plan.num_slots, "slot"), "device", sum(plan.slot_bytes))
         if staged:
             add("staging ring", "", "host", plan.ring_bytes)
         for store in sorted({unit.store for unit in plan.units}):  # cpu before disk before peer
             sizes = [unit.payload_bytes for unit in plan.units if unit.store == store]
-            add("prefetched", counted(len(sizes), "unit"), _STORE_NAMES[store], sum(sizes))
+            add("prefetched", pluralize(len(sizes), "unit"), _STORE_NAMES[store], sum(sizes))
     if plan.uva:
         place = "host" if staged and plan.mode == "disk" else _STORE_NAMES[plan.mode]
-        add("read in place", counted(len(plan.uva), "tensor"), place, plan.uva_bytes)
+        add("read in place", pluralize(len(plan.uva), "tensor"), place, plan.uva_bytes)
     if plan.cached:
         counts = sorted({layer.num_slots for layer in plan.cached})
         slots = f"{counts[0]} to {counts[-1]}" if len(counts) > 1 else str(counts[0])
         overflow_rows = max(layer.overflow_rows for layer in plan.cached)
         more = f", {overflow_rows} for overflow" if overflow_rows else ""
         add("slots for experts", f"{slots} of {plan.cached[0].num_experts}{more}", "device", plan.cache_bytes)
-        add("cached experts", counted(len(plan.cached), "layer"), _STORE_NAMES[plan.mode], plan.cached_bytes)
+        add("cached experts", pluralize(len(plan.cached), "layer"), _STORE_NAMES[plan.mode], plan.cached_bytes)
     table.add_section()
     sums = (in_unit(num_bytes, unit) if num_bytes else "" for num_bytes in totals.values())
     table.add_row("total", "", *sums, style="bold")
@@ -200,7 +200,7 @@ def _places(plan: Plan) -> Table:
 
 
 def _units(plan: Plan) -> Table:
-    alike: defaultdict[tuple[str, int, Place], list[Unit]] = defaultdict(list)
+    alike: defaultdict[tuple[str, int, StoreKind], list[Unit]] = defaultdict(list)
     for unit in plan.units:
         alike[role_of(unit.module_fqn), len(unit.entries), unit.store].append(unit)
     size = size_unit(plan.weight_bytes)
@@ -254,7 +254,7 @@ def _reached(plan: Plan, name: str) -> str:
 # -- predictions -------------------------------------------------------------------------------------------------------
 
 
-def render_outlook(outlook: Outlook) -> RenderableType:
+def render_outlook(outlook: PlanPrediction) -> RenderableType:
     """A table of predicted steps, and the alternatives below."""
     unit = size_unit(max(outlook.device_bytes + use.total_bytes for use in outlook.memory))
     table = titled_table(

@@ -35,14 +35,14 @@ __all__ = [
     "plan_group_rule",
     "read_in_place",
     "reader_of",
+    "resolve_rules",
     "selected",
-    "settle_rules",
     "some_names",
     "split_by_part",
     "stranded",
     "usable_slots",
     "warn_of_stranded",
-    "why_stranded",
+    "why_unreachable",
     "worth_moving",
 ]
 
@@ -244,7 +244,7 @@ def stranded(inventory: Inventory, candidates: Iterable[StorageInfo], placed: Co
     return [s for s in candidates if s.name not in placed and not inventory.containers.isdisjoint(s.modules)]
 
 
-def why_stranded(inventory: Inventory, storage: StorageInfo) -> str:
+def why_unreachable(inventory: Inventory, storage: StorageInfo) -> str:
     """Why no unit can hold a tensor of :func:`stranded`; goes on after "because"."""
     holder = min(inventory.containers & storage.modules)
     return (
@@ -281,7 +281,7 @@ def reader_of(inventory: Inventory, module: str) -> str:
 # -- offload rules -----------------------------------------------------------------------------------------------------
 
 
-def settle_rules(
+def resolve_rules(
     inventory: Inventory,
     rules: Sequence[Rule],
     unstreamable: Collection[str] = (),
@@ -340,7 +340,7 @@ def _reasons_to_stay(
     placed = {storage.name for draft in draft_units(inventory, moving) for storage in draft.storages}
     shared = "several modules share it or its module runs around other units"
     why = {s.name: shared for s in moving if s.name not in placed}
-    why |= {s.name: why_stranded(inventory, s) for s in stranded(inventory, moving, placed)}
+    why |= {s.name: why_unreachable(inventory, s) for s in stranded(inventory, moving, placed)}
     reasons = {name: f"no unit can hold it, because {reason} (uva would do)" for name, reason in why.items()}
     cached = {name for name, mechanism in wanted.items() if mechanism == "cache"}
     not_cached = why_not_cached(inventory, cached) if cached else {}
@@ -361,7 +361,7 @@ def warn_of_stranded(inventory: Inventory, storages: Sequence[StorageInfo]) -> N
     if storages:
         warn_user(
             f"{some_names([s.name for s in storages])}: cannot be prefetched, because "
-            f"{why_stranded(inventory, storages[0])}. They stay resident; read them in place "
+            f"{why_unreachable(inventory, storages[0])}. They stay resident; read them in place "
             f"(--offload-rule '{storages[0].name}=uva'), or hold them in a module whose forward reads them"
         )
 

@@ -39,11 +39,11 @@ class Guard:
         # Filled on first use: a unit may rest in a file, and reading all of them would take as long as a load.
         self._expected: dict[tuple[int, int], int] = {}  # by unit and number of entries that are not promoted
 
-    def arrived(self, unit: int, slot: torch.Tensor) -> None:
+    def copied(self, unit: int, slot: torch.Tensor) -> None:
         """Raise ``RaceError`` unless ``slot`` holds ``unit``."""
         self._check(unit, slot, "when it arrived: its copy was declared done before it was, or went elsewhere")
 
-    def leaving(self, unit: int, slot: torch.Tensor) -> None:
+    def before_reuse(self, unit: int, slot: torch.Tensor) -> None:
         """Raise ``RaceError`` unless ``slot`` still holds ``unit``; then poison it."""
         self._check(unit, slot, "after its module ran: the slot was overwritten while it was read")
         slot.fill_(POISON)
@@ -56,9 +56,9 @@ class Guard:
         entries = [entry for entry in self._plan.units[unit].entries if entry.storage not in self._promoted]
         key = unit, len(entries)
         if key not in self._expected:
-            at_rest = new_buffer(self._plan.units[unit].num_bytes)
-            fill(at_rest, self._copies[unit])
-            self._expected[key] = self._checksum(entries, at_rest)
+            stored = new_buffer(self._plan.units[unit].num_bytes)
+            fill(stored, self._copies[unit])
+            self._expected[key] = self._checksum(entries, stored)
         found = self._checksum(entries, slot)
         if found != self._expected[key]:
             raise RaceError(

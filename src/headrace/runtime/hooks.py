@@ -261,7 +261,7 @@ class UnitHook(_ModuleHook):
     def _trace_before(self, module: nn.Module, args: Any, kwargs: Any = None) -> None:
         refuse_export()
         if self._promoter is not None:
-            self.stay_in_slots()
+            self.pin_to_slots()
         tensors = list(live_tensors(module, self._paths))
         # Hidden states, and not the ids and positions that every layer is given alike. With gradients autograd
         # would refuse a write to a leaf, and engines that hide weights from the compiler do not train.
@@ -296,7 +296,7 @@ class UnitHook(_ModuleHook):
 
     # The compiler runs this while it traces the hooks, and keeps the (absent) result as a constant. The attribute is
     # what torch.compiler.assume_constant_result sets; that function would import all of the compiler here.
-    def stay_in_slots(self) -> None:
+    def pin_to_slots(self) -> None:
         """Compiled code relies on addresses: the tensors rest no more.
 
         Nor do those of modules of the same class, which may share the code: its guards compare dispatch keys.
@@ -305,9 +305,9 @@ class UnitHook(_ModuleHook):
             for hook in self._siblings:
                 if type(hook._module) is type(self._module):
                     for bound in hook._tensors:
-                        bound.stay_in_slot()
+                        bound.pin_to_slot()
 
-    stay_in_slots._dynamo_marked_constant = True  # type: ignore[attr-defined]
+    pin_to_slots._dynamo_marked_constant = True  # type: ignore[attr-defined]
 
     # -- eager code: see the note on windows ------------------------------------------------------------------------
 
@@ -388,10 +388,10 @@ class UnitHook(_ModuleHook):
         with self._lock:
             if window in self._windows:
                 self._windows.remove(window)
-            return None if self._windows else self._rest()
+            return None if self._windows else self._to_placeholders()
 
-    def _rest(self) -> ModelChangedError | None:
-        errors = [bound.rest() for bound in self._tensors]  # all of them, also if one is wrong
+    def _to_placeholders(self) -> ModelChangedError | None:
+        errors = [bound.to_placeholder() for bound in self._tensors]  # all of them, also if one is wrong
         return next(filter(None, errors), None)
 
     def end_interrupted(self, prefetcher: Prefetcher) -> None:
@@ -400,7 +400,7 @@ class UnitHook(_ModuleHook):
         for window in [window for window in self._windows if window.thread == me]:
             self._close(prefetcher, window, None)
         if not self._windows:
-            self._rest()
+            self._to_placeholders()
 
     def _my_window(self, running: bool) -> _Window | None:
         """The latest window of the calling thread, if its forward runs, or does not, as asked."""
@@ -511,10 +511,10 @@ class ForwardHook(_ModuleHook):
 
     def _in_slots(self) -> tuple[int, ...]:
         """The units whose tensors stay in slots, so all that compiled code runs: no kernel takes one that rests."""
-        rests = [any(storage.rests for storage in hook._storages) for hook in self._hooks]
-        return tuple(index for index, unit_rests in enumerate(rests) if not unit_rests)
+        placeholders = [any(storage.is_placeholder for storage in hook._storages) for hook in self._hooks]
+        return tuple(index for index, is_out in enumerate(placeholders) if not is_out)
 
-    _in_slots._dynamo_marked_constant = True  # type: ignore[attr-defined] # see UnitHook.stay_in_slots
+    _in_slots._dynamo_marked_constant = True  # type: ignore[attr-defined] # see UnitHook.pin_to_slots
 
     def _forward(self, original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         prefetcher = self._prefetcher
@@ -698,7 +698,7 @@ def _mark_whole_forward() -> None:
             node.args = (*node.args[:2], True)
 
 
-_mark_whole_forward._dynamo_marked_constant = True  # type: ignore[attr-defined] # see UnitHook.stay_in_slots
+_mark_whole_forward._dynamo_marked_constant = True  # type: ignore[attr-defined] # see UnitHook.pin_to_slots
 
 
 # Inductor takes the offset of as_strided from where a graph input begins, instead of where its storage does.
@@ -737,7 +737,7 @@ def _leave_out_graph_inputs() -> None:
     node.args = (*others, kept)
 
 
-_leave_out_graph_inputs._dynamo_marked_constant = True  # type: ignore[attr-defined] # see UnitHook.stay_in_slots
+_leave_out_graph_inputs._dynamo_marked_constant = True  # type: ignore[attr-defined] # see UnitHook.pin_to_slots
 
 
 # A backward pass of compiled code ends where it comes to the output of a unit's module: see UnitHook._after. To

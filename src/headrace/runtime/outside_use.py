@@ -28,7 +28,7 @@ from torch.utils._pytree import tree_leaves, tree_map_only
 from torch.utils.hooks import RemovableHandle
 
 from headrace.errors import ModelChangedError, OutsideAccessError, StateError, warn_user
-from headrace.figures import format_size
+from headrace.formatting import format_size
 from headrace.model.live_tensors import BoundStorage, BoundTensor, GiveBack, resident_rule, storage_id
 from headrace.model.tracing import traced_graph
 from headrace.plan.plan import Plan
@@ -99,7 +99,9 @@ class Promoter(NotCopyable):
         self.rewriting = lambda name: nullcontext()  # holds the prefetcher
         self._bound, self._storage_of = {}, {}
 
-    def wake(self, tensor: BoundTensor, operator: torch._ops.OpOverload, is_written: bool) -> GiveBack | None:
+    def on_outside_access(
+        self, tensor: BoundTensor, operator: torch._ops.OpOverload, is_written: bool
+    ) -> GiveBack | None:
         """A resting ``tensor`` was given to ``operator``: promote its storage, or lend it its bytes.
 
         What is written is lent and goes back to the store, where it can.
@@ -110,7 +112,7 @@ class Promoter(NotCopyable):
         # Operators such as t_ write the geometry of a tensor, which goes with the loan; ours only declare to write.
         writes_bytes = operator.namespace == "aten" and torch.Tag.inplace_view not in operator.tags
         # Views that the model keeps elsewhere see a write to the memory that it came with, and none to another.
-        to_store = is_written and writes_bytes and self._rests_here(name) and not storage.is_kept_elsewhere
+        to_store = is_written and writes_bytes and self._is_offloaded_here(name) and not storage.is_kept_elsewhere
         if not to_store and self._promote(storage, tensor, how):
             return None
         if is_written and not to_store:
@@ -138,10 +140,12 @@ class Promoter(NotCopyable):
 
         return write_back
 
-    def wake_table(self, tensor: BoundTensor, operator: torch._ops.OpOverload, is_written: bool) -> GiveBack | None:
+    def on_table_access(
+        self, tensor: BoundTensor, operator: torch._ops.OpOverload, is_written: bool
+    ) -> GiveBack | None:
         """:meth:`wake` for a table that is read in place where products would round differently."""
         if is_written or operator.overloadpacket not in _ROW_READS or self.store is None:
-            return self.wake(tensor, operator, is_written)
+            return self.on_outside_access(tensor, operator, is_written)
         return self._lend(tensor, self.store.in_place(self._storage_of[id(tensor)].info.name))
 
     def _lend(self, tensor: BoundTensor, buffer: torch.Tensor, is_written: bool = False) -> GiveBack:
@@ -160,7 +164,7 @@ class Promoter(NotCopyable):
 
         return end_loan
 
-    def _rests_here(self, name: str) -> bool:
+    def _is_offloaded_here(self, name: str) -> bool:
         """Whether a unit brings the storage ``name``, from memory of this process alone."""
         return self.plan.mechanism_of(name) == "prefetch" and self.plan.placements[name].store in ("cpu", "peer")
 
@@ -224,10 +228,10 @@ class Promoter(NotCopyable):
             storage = _storage_of(node)
             if id(live) in in_slot and storage is not None:
                 by_storage[storage] = in_slot[id(live)]
-        tables = {storage for storage, bound in by_storage.items() if bound.wake == self.wake_table}
+        tables = {storage for storage, bound in by_storage.items() if bound.on_access == self.on_table_access}
         _check_graph(graph, by_storage, tables)
 
-    check_trace._dynamo_marked_constant = True  # type: ignore[attr-defined] # see UnitHook.stay_in_slots
+    check_trace._dynamo_marked_constant = True  # type: ignore[attr-defined] # see UnitHook.pin_to_slots
 
     def _promote(self, storage: BoundStorage, tensor: BoundTensor, how: str) -> bool:
         """Make ``storage`` resident; ``False``: it cannot be, see :meth:`_why_lent`.
@@ -380,9 +384,9 @@ class TableGuard(NotCopyable):
         """The tensors rest no more."""
         with self._promoter.tensor_lock:
             for tensor in self._tensors:
-                tensor.stay_in_slot()
+                tensor.pin_to_slot()
 
-    stay._dynamo_marked_constant = True  # type: ignore[attr-defined] # see UnitHook.stay_in_slots
+    stay._dynamo_marked_constant = True  # type: ignore[attr-defined] # see UnitHook.pin_to_slots
 
 
 class StateGuard(NotCopyable):

@@ -330,7 +330,7 @@ class Prefetcher:
             slot.readers.remove(reader)
             if self._guard and not slot.readers and not self._capturing:
                 slot.to_empty()  # if the check raises, no later run may read these bytes
-                self._guard.leaving(unit, slot.memory)
+                self._guard.before_reuse(unit, slot.memory)
             # In a slot that one unit has alone no copy follows; of one that takes turns the next loop may decide.
             if self._guard or self._repeats or self._following(slot, unit) != unit:
                 self._record_read(slot)  # after the poison
@@ -421,7 +421,7 @@ class Prefetcher:
         if behind_compute or events_are_old or not slot.events:
             self._record_read(slot)
         events, slot.events = slot.events, []
-        slot.to_arriving(unit, self._link.copy(self._loads[unit], slot.memory, events))
+        slot.to_copying(unit, self._link.copy(self._loads[unit], slot.memory, events))
         if capturing:
             self.stats[unit].captured_copies += 1
         else:
@@ -439,7 +439,7 @@ class Prefetcher:
         try:
             stalled_s = self._wait_for(slot, measure=True)
             if self._guard and slot.transfer is not None and not self._capturing:
-                self._guard.arrived(unit, slot.memory)
+                self._guard.copied(unit, slot.memory)
         except BaseException:
             if not slot.readers:
                 slot.to_empty()
@@ -455,7 +455,7 @@ class Prefetcher:
         if slot.transfer is None:
             return 0.0
         stalled_s = self._link.wait(slot.transfer, measure)
-        if slot.state is SlotState.ARRIVING:
+        if slot.state is SlotState.COPYING:
             slot.to_ready()
         return stalled_s
 

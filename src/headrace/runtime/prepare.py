@@ -28,7 +28,7 @@ from headrace.ranks.group import RankGroup
 from headrace.runtime.this_machine import PlanContext, PlanRequest, Target, describe_device, peer_of
 from headrace.runtime.under_construction import storages_in_engine_memory
 from headrace.stores.expert_ranges import mappable
-from headrace.stores.pinned_host import Held
+from headrace.stores.pinned_host import AlreadyPinned
 from headrace.stores.sources import DiskOptions
 
 __all__ = [
@@ -68,7 +68,7 @@ class Prepared:
     disk: DiskOptions | None = None
     ranks: RankGroup | None = None
     budget_bytes: int | None = None
-    pooled: Mapping[str, Held] = field(default_factory=dict, repr=False)
+    pooled: Mapping[str, AlreadyPinned] = field(default_factory=dict, repr=False)
     on_host: frozenset[str] = frozenset()
     peer: torch.device | None = None
 
@@ -110,7 +110,7 @@ def prepare(request: PlanRequest, *, allocates: bool = True) -> Prepared:
         on_host = storages_in_engine_memory(bound)
         prepared = replace(prepared, pooled=pool.find_storages(bound), on_host=on_host)
     if allocates:
-        context.require_room(plan, {*prepared.pooled, *prepared.on_host}, _kept_bytes(plan, prepared.pooled))
+        context.require_room(plan, {*prepared.pooled, *prepared.on_host}, _already_pinned_bytes(plan, prepared.pooled))
     return prepared
 
 
@@ -174,7 +174,7 @@ def compute_device(model: nn.Module, device: torch.device | str | None = None) -
     return target
 
 
-def _kept_bytes(plan: Plan, pooled: Mapping[str, Held]) -> int:
+def _already_pinned_bytes(plan: Plan, pooled: Mapping[str, AlreadyPinned]) -> int:
     """Bytes of ``pooled`` that stay in the pinned memory in which they are."""
     if plan.mode != "cpu":
         return 0

@@ -21,8 +21,8 @@ from torch.utils.hooks import RemovableHandle
 
 from headrace.config import RANK_MODES, debug_enabled
 from headrace.errors import BudgetError, CheckpointError, OptionError, StateError, TransferError
-from headrace.experts.rows import CachedExperts, ExpertHook, ReadsRows, Turn
-from headrace.figures import format_size
+from headrace.experts.rows import CachedExperts, CacheStreamOrder, ExpertHook, ReadsRows
+from headrace.formatting import format_size
 from headrace.loading.loader import WeightLoader, require_weights
 from headrace.loading.read_pool import Progress
 from headrace.memory.pinned import (
@@ -46,7 +46,7 @@ from headrace.runtime.slot import BreakCapture
 from headrace.stats import ExpertStats, Recorder, Stats
 from headrace.stores.expert_ranges import ExpertRanges
 from headrace.stores.peer import PeerStore, peer_memory
-from headrace.stores.pinned_host import Held, PinnedStore
+from headrace.stores.pinned_host import AlreadyPinned, PinnedStore
 from headrace.stores.sharded import ShardedStore
 from headrace.stores.store import CpuStore, DiskStore, MetaStore, Store, TwoStores, new_buffer
 from headrace.transfer.cuda_stream import StreamLink
@@ -91,7 +91,7 @@ class SessionOptions:
         keeps_addresses: an engine compiles or captures the model: tensors view their slots all the time.
         never_promotes: why a tensor that is used outside of its module's forward is an error; ``None``: it is promoted.
         repeats: a forward may run modules several times, or not at all, in an order that is learned; no graphs.
-        reads_rows: makes what runs cached experts read them by rows.
+        expert_kernel_factory: makes what runs cached experts read them by rows.
     """
 
     progress: Progress | None = None
@@ -104,7 +104,7 @@ class SessionOptions:
     keeps_addresses: bool = False
     never_promotes: str | None = None
     repeats: bool = False
-    reads_rows: ReadsRows = CachedExperts
+    expert_kernel_factory: ReadsRows = CachedExperts
 
 
 class Removable(Protocol):
@@ -259,7 +259,7 @@ class OffloadSession(NotCopyable):
         return nullcontext() if self._prefetcher is None else self._prefetcher.replaying(copied)
 
     @contextmanager
-    def at_rest(self) -> Iterator[None]:
+    def as_placeholders(self) -> Iterator[None]:
         """Within, tensors rest outside of their modules' forwards also where they view their slots all the time.
 
         What uses one there raises ``OutsideAccessError``. No compiled code may run within: it relies on addresses.
@@ -269,11 +269,11 @@ class OffloadSession(NotCopyable):
         tensors = [tensor for name in names for tensor in self._bound[name].tensors]
         try:
             for tensor in tensors:
-                tensor.rest_for_now(self._promoter.wake)
+                tensor.unpin_from_slot(self._promoter.on_outside_access)
             yield
         finally:
             for tensor in tensors:
-                tensor.stay_in_slot()
+                tensor.pin_to_slot()
 
     def remove(self, graphs_released: bool = False) -> None:
         """Give the model its tensors back, where they were, and everything else to the system. Idempotent.
@@ -328,7 +328,7 @@ class OffloadSession(NotCopyable):
 
     # -- building ---------------------------------------------------------------------------------------------------
 
-    def _open_ranges(self, held: Mapping[str, Held]) -> ExpertRanges:
+    def _open_ranges(self, held: Mapping[str, AlreadyPinned]) -> ExpertRanges:
         """Begin to take the memory of cached experts."""
         try:
             self._ranges = ExpertRanges(self.plan.cached, self._device, held)
@@ -409,7 +409,7 @@ class OffloadSession(NotCopyable):
         for name in plan.uva:
             buffer, bound = self._store.in_place(name), self._bound[name]
             if self._device.type == "cpu" and plan.mode == "disk" and bound.info.is_lookup and _rounds(bound, buffer):
-                bound.point_at_slot(buffer, self._promoter.wake_table)
+                bound.point_at_slot(buffer, self._promoter.on_table_access)
                 tables.append(bound)
             else:
                 bound.point_at(device_view(buffer, self._device) if self._device.type == "cuda" else buffer)
@@ -421,7 +421,7 @@ class OffloadSession(NotCopyable):
                     ForwardHook(self._model, self._model, [], None, token, self._promoter, traced_in_forward=True)
                 )
         if plan.cached:
-            turn = Turn(self._device)
+            turn = CacheStreamOrder(self._device)
             for layer in plan.cached:
                 self._attach_cached(layer, turn)
             turn.follow(self._device)  # the first forward may run on another stream than what made the caches
@@ -463,7 +463,7 @@ class OffloadSession(NotCopyable):
             storages = [self._bound[part.storage] for part in unit.entries]
             for part, bound in zip(unit.entries, storages, strict=True):
                 slot = memory[part.offset : part.offset + part.num_bytes]
-                bound.point_at_slot(slot, None if promoter is None else promoter.wake)
+                bound.point_at_slot(slot, None if promoter is None else promoter.on_outside_access)
             module = self._model.get_submodule(unit.module_fqn)
             in_forward = promoter is not None and module is self._model
             hook = UnitHook(
@@ -486,7 +486,7 @@ class OffloadSession(NotCopyable):
                 ForwardHook(self._model, entry, self._units, prefetcher, token, promoter, traced_in_forward=in_forward)
             )
 
-    def _attach_cached(self, layer: CachedLayer, turn: Turn) -> None:
+    def _attach_cached(self, layer: CachedLayer, turn: CacheStreamOrder) -> None:
         """Have the module of ``layer`` read its experts by rows; its own tensors rest."""
         from headrace.experts.cache import ExpertCache
 
@@ -496,17 +496,21 @@ class OffloadSession(NotCopyable):
         first = layer.first_overflow_row
         overflow_rows = range(first, first + layer.overflow_rows)
         # Kernels of engines take what is no expert for padding.
-        num_rows = len(next(iter(rows.values()))) if self._options.reads_rows is CachedExperts else layer.num_experts
+        num_rows = (
+            len(next(iter(rows.values())))
+            if self._options.expert_kernel_factory is CachedExperts
+            else layer.num_experts
+        )
         shift = num_rows - layer.num_experts
         cache = ExpertCache(list(rows.values()), home, layer.num_slots, overflow_rows, turn, shift)
         module, tensors = self._model.get_submodule(layer.module_fqn), {}
         for name, memory in rows.items():
             (tensor,) = self._bound[name].tensors
-            wake = None if self._options.keeps_addresses else self._promoter.wake
-            self._bound[name].point_at_slot(memory.view(-1)[: layer.storages[name]], wake)
+            on_outside_access = None if self._options.keeps_addresses else self._promoter.on_outside_access
+            self._bound[name].point_at_slot(memory.view(-1)[: layer.storages[name]], on_outside_access)
             tensors[tensor.info.locations[0].attr] = memory.view(tensor.info.dtype).view(-1, *tensor.info.shape[1:])
         self._caches.append((layer, cache))
-        self._hook(self._options.reads_rows(module, tensors, cache))
+        self._hook(self._options.expert_kernel_factory(module, tensors, cache))
 
     def _hook(self, hook: Hook) -> None:
         """Keep it first: an interrupt while it is attached must find it."""
@@ -584,7 +588,7 @@ class OffloadSession(NotCopyable):
         if name in self.plan.resident:
             return self._bound[name].current_bytes()
         # May have been written to, unlike what is in slots.
-        if name in self.plan.uva and self.plan.mode != "meta" and not self._bound[name].rests:
+        if name in self.plan.uva and self.plan.mode != "meta" and not self._bound[name].is_placeholder:
             self._store.require_mapped_unchanged()
             return self._bound[name].current_bytes().clone()
         buffer = new_buffer(self._bound[name].info.num_bytes)
@@ -682,7 +686,7 @@ def _registrar(device: torch.device) -> CudaRegistrar | None:
 
 
 def _host_store(
-    plan: Plan, offloaded: dict[str, BoundStorage], device: torch.device, held: Mapping[str, Held] | None
+    plan: Plan, offloaded: dict[str, BoundStorage], device: torch.device, held: Mapping[str, AlreadyPinned] | None
 ) -> tuple[Store, dict[str, torch.Tensor]]:
     if device.type == "cuda":
         return open_pinned(plan, offloaded, _registrar(device), held)
@@ -695,7 +699,7 @@ def open_pinned(
     plan: Plan,
     offloaded: dict[str, BoundStorage],
     registrar: CudaRegistrar | None,
-    held: Mapping[str, Held] | None = None,
+    held: Mapping[str, AlreadyPinned] | None = None,
 ) -> tuple[PinnedStore, dict[str, torch.Tensor]]:
     """A pinned store for ``plan``, and its destinations still to be filled.
 

@@ -67,7 +67,7 @@ class SlotState(Enum):
     - EMPTY: No unit. The bytes are free, except that the link may still write them while ``transfer``, a copy that
       failed or was abandoned, has not ended.
     - HELD_BACK: No unit, either. The copy of the first unit is left to the beginning of the next forward or replay.
-    - ARRIVING: The copy of ``unit`` was issued. The link owns the bytes; compute may read them after ``transfer``.
+    - COPYING: The copy of ``unit`` was issued. The link owns the bytes; compute may read them after ``transfer``.
     - READY: ``unit`` is there for every stream that has waited for ``transfer``. The prefetcher owns the bytes and may
       overwrite them after ``events``.
     - IN_USE: Modules run on ``unit``. Its ``readers`` own the bytes: no copy may be issued.
@@ -75,7 +75,7 @@ class SlotState(Enum):
 
     EMPTY = auto()
     HELD_BACK = auto()
-    ARRIVING = auto()
+    COPYING = auto()
     READY = auto()
     IN_USE = auto()
 
@@ -113,7 +113,7 @@ class Slot:
     Attributes:
         index: its number.
         memory: uint8, 1-D, at a fixed address.
-        unit: what it holds or, while ARRIVING, will hold; ``None`` if EMPTY or HELD_BACK.
+        unit: what it holds or, while COPYING, will hold; ``None`` if EMPTY or HELD_BACK.
         transfer: the latest copy into it. Kept when it was waited for, because every stream that reads the slot has to
             wait for it; ``None`` once that is settled for all streams.
         readers: the runs that read ``unit`` now.
@@ -148,16 +148,16 @@ class Slot:
         self.unit = None
         self._state = SlotState.HELD_BACK
 
-    def to_arriving(self, unit: int, transfer: Transfer) -> None:
+    def to_copying(self, unit: int, transfer: Transfer) -> None:
         """A copy of ``unit`` was issued."""
         self.transfer = transfer  # even if the check fails, the copy must stay on record
-        self._require(self.state in (SlotState.EMPTY, SlotState.HELD_BACK), SlotState.ARRIVING)
-        self._state = SlotState.ARRIVING
+        self._require(self.state in (SlotState.EMPTY, SlotState.HELD_BACK), SlotState.COPYING)
+        self._state = SlotState.COPYING
         self.unit = unit
 
     def to_ready(self) -> None:
         """A stream has waited for the copy."""
-        self._require(self.state is SlotState.ARRIVING, SlotState.READY)
+        self._require(self.state is SlotState.COPYING, SlotState.READY)
         self._state = SlotState.READY
 
     def to_in_use(self, reader: Reader) -> None:
@@ -240,7 +240,7 @@ class GraphRecord:
             captured.append(Slot(slot.index, slot.memory, first if is_trusted else None))
             if link is not None and (copy := self._copy_before_replays(slot, link)) is not None:
                 captured[-1].to_empty()
-                captured[-1].to_arriving(first, copy)
+                captured[-1].to_copying(first, copy)
             clear = Slot.to_held_back if slot.index == self.held_back else Slot.to_empty
             if not is_trusted:
                 clear(captured[-1])

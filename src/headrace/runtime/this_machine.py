@@ -28,7 +28,7 @@ from headrace.config import (
     uva_disabled,
 )
 from headrace.errors import CheckpointError, LimitError, OptionError, OptionTypeError, warn_user
-from headrace.figures import format_size
+from headrace.formatting import format_size
 from headrace.memory.system import cgroup_available_bytes, host_available_bytes, memlock_bytes
 from headrace.model.records import Inventory, ModelProfile, StorageInfo
 from headrace.plan.build import Planner
@@ -59,9 +59,10 @@ __all__ = [
     "can_read_in_place",
     "check_limits",
     "describe_device",
+    "finalize_plan",
     "free_on_peer",
+    "gpu_memory_kind",
     "make_planner",
-    "memory_of",
     "needs_of",
     "not_in_files",
     "peer_of",
@@ -69,7 +70,6 @@ __all__ = [
     "require_disk",
     "require_kinds",
     "require_one_process",
-    "settle",
 ]
 
 _log = logging.getLogger(__name__)
@@ -120,7 +120,7 @@ def describe_device(device: torch.device | DeviceName) -> Machine:
     return Machine(facts.name, facts.total_memory)
 
 
-def memory_of(device: torch.device | DeviceName) -> Literal["own", "shared", "coherent"]:
+def gpu_memory_kind(device: torch.device | DeviceName) -> Literal["own", "shared", "coherent"]:
     """Whose memory a GPU computes in: its own; the host's (integrated GPUs, GB10); its own, with the host's linked
     coherently (GH200, GB200). A CPU's is the host's."""
     if device.type != "cuda":
@@ -142,7 +142,7 @@ def memory_of(device: torch.device | DeviceName) -> Literal["own", "shared", "co
 
 def _warn_of_memory(plan: Plan, device: torch.device) -> None:
     """Say what offloading to host memory does where the two memories are not apart."""
-    kind = memory_of(device)
+    kind = gpu_memory_kind(device)
     if kind == "shared" and plan.mode in HOST_MODES and plan.offloaded_bytes > plan.spilled_bytes:
         warn_user(
             f"{device} computes in the host's memory, so weights that rest in host memory are in the same one, and "
@@ -283,7 +283,7 @@ class PlanContext:
             planner = self.planner
             plan = assemble(self.inventory, [], 0, planner.default_mode) if given is None else planner.plan(given)
             plan = replace(plan, made_for=target.machine)
-        plan = settle(plan, self.inventory, target.device, target.machine, self.weights, self.request.num_ranks)
+        plan = finalize_plan(plan, self.inventory, target.device, target.machine, self.weights, self.request.num_ranks)
         if plan.peer_bytes and target.rates is None:
             require_one_process(self.request.ranks)
         if plan.cached and self.module is not None:
@@ -492,7 +492,7 @@ def _free_host_bytes(device: torch.device | DeviceName, inventory: Inventory) ->
     return max(0, free_bytes - staging - min(_HEADROOM_BYTES, free_bytes // 16))
 
 
-def settle(
+def finalize_plan(
     plan: Plan,
     inventory: Inventory,
     device: torch.device | DeviceName,

@@ -32,7 +32,7 @@ from headrace.model.patterns import compile_pattern, is_segments
 from headrace.plan.cached_experts import PIECE_BYTES
 from headrace.plan.plan import slab_bytes
 from headrace.plan.units import TINY_BYTES
-from headrace.stores.pinned_host import Held
+from headrace.stores.pinned_host import AlreadyPinned
 
 __all__ = [
     "BuildTimeFilter",
@@ -223,7 +223,7 @@ class BuildTimePool:
             if large and _is_plain(parameter) and self.find(parameter.data) is None:
                 self._move([parameter], mapped=module in self._experts)
 
-    def settle(self) -> None:
+    def compact(self) -> None:
         """Weights are final: put those side by side again that are to travel together, and watch no longer.
 
         A parameter that was not replaced would keep the memory of all that once lay beside it.
@@ -276,16 +276,16 @@ class BuildTimePool:
         self._memory = sorted((entry for entry in self._memory if entry[1]() is not None), key=lambda entry: entry[0])
         return memory
 
-    def find(self, tensor: torch.Tensor) -> Held | None:
+    def find(self, tensor: torch.Tensor) -> AlreadyPinned | None:
         """Where the bytes of ``tensor`` lie in the pool; ``None`` if they are anywhere else by now."""
         index = bisect_right(self._memory, tensor.data_ptr(), key=lambda entry: entry[0]) - 1
         memory = self._memory[index][1]() if index >= 0 else None
         if memory is None:
             return None
         start = tensor.data_ptr() - memory.buffer.data_ptr()
-        return Held(memory, start, tensor.nbytes) if start + tensor.nbytes <= memory.buffer.numel() else None
+        return AlreadyPinned(memory, start, tensor.nbytes) if start + tensor.nbytes <= memory.buffer.numel() else None
 
-    def find_storages(self, bound: Mapping[str, BoundStorage]) -> dict[str, Held]:
+    def find_storages(self, bound: Mapping[str, BoundStorage]) -> dict[str, AlreadyPinned]:
         """The storages of ``bound`` that still lie in the pool, by name."""
         on_gpu = {name: storage for name, storage in bound.items() if storage.home.type == "cuda"}
         found = {name: self.find(storage.original_bytes()) for name, storage in on_gpu.items()}

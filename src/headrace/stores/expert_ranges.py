@@ -13,7 +13,7 @@ import torch
 
 from headrace.memory.split_range import MappedMemory, SplitRange
 from headrace.plan.cached_experts import CachedLayer, overflow_memories
-from headrace.stores.pinned_host import Held
+from headrace.stores.pinned_host import AlreadyPinned
 from headrace.stores.sources import ByteRange, Copy
 from headrace.stores.store import Store, new_buffer
 
@@ -32,7 +32,7 @@ class ExpertRanges(Store):
     """
 
     def __init__(
-        self, layers: Sequence[CachedLayer], device: torch.device, held: Mapping[str, Held] | None = None
+        self, layers: Sequence[CachedLayer], device: torch.device, held: Mapping[str, AlreadyPinned] | None = None
     ) -> None:
         """Begin to take the memory of all ``layers``; of storages ``held`` in memory that can be mapped, that one.
 
@@ -131,7 +131,7 @@ class _Destinations(Mapping[str, torch.Tensor]):
         return len(self._names)
 
 
-def mappable(layer: CachedLayer, storage: str, held: Mapping[str, Held]) -> MappedMemory | None:
+def mappable(layer: CachedLayer, storage: str, held: Mapping[str, AlreadyPinned]) -> MappedMemory | None:
     """The memory of ``storage``, if it can be the host part of its range as it is."""
     found = held.get(storage)
     if found is None or not isinstance(found.memory, MappedMemory):

@@ -25,14 +25,14 @@ from headrace.plan.plan import SlabEntry, Unit, slab_bytes
 from headrace.stores.sources import ByteRange, Copy
 from headrace.stores.store import Load, Store
 
-__all__ = ["Held", "PinnedStore", "Place", "slab_sizes"]
+__all__ = ["AlreadyPinned", "PinnedStore", "SlabRange", "slab_sizes"]
 
 # One registration: large enough to cost nothing by itself, small enough that the last one is short.
 SLAB_BYTES = 1 << 30
 
 
 @dataclass(frozen=True)
-class Held:
+class AlreadyPinned:
     """A storage that is in pinned memory already, in memory made for it: it is neither copied nor pinned again."""
 
     memory: PinnedBuffer | MappedMemory
@@ -41,7 +41,7 @@ class Held:
 
 
 @dataclass(frozen=True)
-class Place:
+class SlabRange:
     """A part of a slab: the slab's number, where the part begins in it, and how long it is."""
 
     slab: int
@@ -89,7 +89,7 @@ class PinnedStore(Store):
         registrar: CudaRegistrar | None,
         *,
         adopt: Mapping[str, torch.Tensor] | None = None,
-        held: Mapping[str, Held] | None = None,
+        held: Mapping[str, AlreadyPinned] | None = None,
         max_slab_bytes: int = SLAB_BYTES,
     ) -> None:
         """Map the memory; nothing is touched or registered yet, but for what is adopted.
@@ -109,7 +109,7 @@ class PinnedStore(Store):
         self.registrar = registrar
         self._slabs: list[PinnedBuffer] = []
         self._missing: list[set[str]] = []
-        self._storages: dict[str, Place] = {}
+        self._storages: dict[str, SlabRange] = {}
         self._pool = ThreadPoolExecutor(1, "headrace-pin")
         self._codes: dict[int, Future[int]] = {}
         self._sealed: set[int] = set()
@@ -122,9 +122,9 @@ class PinnedStore(Store):
         for run in pack([block.num_bytes for block in rest], max_slab_bytes):
             self._open(rest[run.start : run.stop])
 
-    def _keep(self, block: _Block, held: Mapping[str, Held]) -> bool:
+    def _keep(self, block: _Block, held: Mapping[str, AlreadyPinned]) -> bool:
         """Whether all of ``block`` stays where it is held."""
-        places: dict[str, tuple[PinnedBuffer, Held]] = {}
+        places: dict[str, tuple[PinnedBuffer, AlreadyPinned]] = {}
         for entry in block.entries:
             found = held.get(entry.storage)
             if found is None or not isinstance(found.memory, PinnedBuffer):  # mapped memory is for cached experts
@@ -133,7 +133,7 @@ class PinnedStore(Store):
         for storage, (memory, found) in places.items():
             if memory not in self._slabs:
                 self._add(memory, set())
-            self._storages[storage] = Place(self._slabs.index(memory), found.start, found.num_bytes)
+            self._storages[storage] = SlabRange(self._slabs.index(memory), found.start, found.num_bytes)
         return True
 
     def _adopt(self, block: _Block, adopt: Mapping[str, torch.Tensor]) -> bool:
@@ -145,7 +145,7 @@ class PinnedStore(Store):
         slab = PinnedBuffer(adopt[name])
         if slab.register(self.registrar) != 0:
             return False  # its pages may be known to the driver already
-        self._storages[name] = Place(self._add(slab, set()), 0, slab.num_bytes)
+        self._storages[name] = SlabRange(self._add(slab, set()), 0, slab.num_bytes)
         return True
 
     def _open(self, blocks: Sequence[_Block]) -> None:
@@ -154,7 +154,7 @@ class PinnedStore(Store):
         start = 0
         for block in blocks:
             for entry in block.entries:
-                self._storages[entry.storage] = Place(slab, start + entry.offset, entry.num_bytes)
+                self._storages[entry.storage] = SlabRange(slab, start + entry.offset, entry.num_bytes)
             start += block.num_bytes
 
     def _add(self, slab: PinnedBuffer, missing: set[str]) -> int:

@@ -24,7 +24,7 @@ from headrace.memory.pages import collapse_parallel, whole_pages
 from headrace.memory.pinned import CudaRegistrar, PinnedBuffer, pin_shared, pin_threads
 from headrace.plan.plan import Unit
 from headrace.ranks.group import RankGroup
-from headrace.stores.pinned_host import SLAB_BYTES, PinnedStore, Place, slab_sizes
+from headrace.stores.pinned_host import SLAB_BYTES, PinnedStore, SlabRange, slab_sizes
 
 __all__ = ["SharedStore", "share_out", "shared_bytes"]
 
@@ -97,7 +97,7 @@ class SharedStore(PinnedStore):
 
     def touch(self) -> None:
         """Allocate the pages of :attr:`mine`, as huge pages where the kernel can: small ones are slower to fill."""
-        by_slab: dict[int, list[Place]] = {}
+        by_slab: dict[int, list[SlabRange]] = {}
         for name in self.mine:
             place = self._storages[name]
             by_slab.setdefault(place.slab, []).append(place)

@@ -32,7 +32,7 @@ import numpy as np
 from headrace.checkpoint.safetensors_header import FileFingerprint, require_file, too_many_open
 from headrace.errors import CheckpointError, TransferError
 from headrace.memory.pages import Bytes, map_file, pieces, resident_bytes
-from headrace.memory.system import above_standard_streams
+from headrace.memory.system import dup_above_stdio
 from headrace.stats import ReadStats
 
 if TYPE_CHECKING:
@@ -445,7 +445,7 @@ def _open_direct(path: Path, descriptors: set[int]) -> int:
 
 def _open_file(path: Path, flags: int, descriptors: set[int]) -> int:
     descriptors.add(fd := os.open(path, flags))
-    descriptors.add(moved := above_standard_streams(fd))
+    descriptors.add(moved := dup_above_stdio(fd))
     if moved != fd:
         descriptors.remove(fd)
     return moved

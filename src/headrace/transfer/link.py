@@ -185,7 +185,7 @@ class ThreadTransfer:
                 self.done = True
                 self._gate.release()
 
-    def settle(self) -> None:
+    def join(self) -> None:
         """Block until no piece is under way."""
         if not self.done:
             with self._gate:
@@ -193,7 +193,7 @@ class ThreadTransfer:
 
     def result(self) -> None:
         """Block until all pieces are in; raise what went wrong on the way."""
-        self.settle()
+        self.join()
         if self._error is None:
             return
         if isinstance(self._error, TransferError):
@@ -260,7 +260,7 @@ class ThreadLink(Link):
         view = writable_view(slot)
         # A caller that was interrupted may have lost sight of its last copy into this slot.
         if (previous := self._latest.get(slot.data_ptr())) is not None:
-            previous.settle()
+            previous.join()
         sent = 0
         try:
             self._latest[slot.data_ptr()] = transfer  # from here on an error has to end it

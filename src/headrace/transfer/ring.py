@@ -79,7 +79,7 @@ STUCK_S = 60.0
 # A server that has not looked for this long was itself held up, readers and all: stopped, or in a frozen container.
 PAUSE_S = 1.0
 # After the last copy, for an owner that is gone without closing the ring: a replay may compute long between two copies.
-LINGER_S = 30.0
+IDLE_EXIT_S = 30.0
 JOIN_S = 5.0
 
 
@@ -92,7 +92,7 @@ class Counter(IntEnum):
     MISSES = 3
     SERVING = 4  # 1: a server polls the words
     FAILURE_BYTES = 5  # length of the message; 0: nothing has failed
-    RETIRED = 6  # 1: the owner is gone, and the server may end when the stream has been done for a while
+    CLOSE_WHEN_IDLE = 6  # 1: the owner is gone, and the server may end when the stream has been done for a while
 
 
 class RingMemory:
@@ -158,12 +158,12 @@ class _Fill:
 
     Attributes:
         left: gives how many reads are left after each; one worker alone gets 0, without a lock.
-        in_vain: the piece is not needed any more; its remaining reads are skipped.
+        cancelled: the piece is not needed any more; its remaining reads are skipped.
     """
 
     position: int
     left: Iterator[int]
-    in_vain: bool = False
+    cancelled: bool = False
 
 
 _Job = tuple[_Fill, Copy, memoryview]
@@ -249,7 +249,7 @@ class RingServer:
         if now - self._last_turn > PAUSE_S:
             self._last_arrival += now - self._last_turn
         self._last_turn = now
-        if self._memory.counters[Counter.RETIRED] and not wanted and now - self._last_change > LINGER_S:
+        if self._memory.counters[Counter.CLOSE_WHEN_IDLE] and not wanted and now - self._last_change > IDLE_EXIT_S:
             self._stopped = True
         if self._failed:
             self._answer_with_poison(wanted, now)
@@ -287,8 +287,8 @@ class RingServer:
             if tag and tag - 1 not in window:
                 self._memory.set_tag(entry, 0)
                 is_miss = True
-            if fill is not None and not fill.in_vain and fill.position not in window:
-                fill.in_vain = is_miss = True  # for good: parts of it may be skipped from now on
+            if fill is not None and not fill.cancelled and fill.position not in window:
+                fill.cancelled = is_miss = True  # for good: parts of it may be skipped from now on
         self._memory.counters[Counter.MISSES] += is_miss
         self._ahead.clear()
         self._next = position
@@ -297,7 +297,7 @@ class RingServer:
         """Whether a piece is in its entry or on its way there."""
         entry = self._layout.pieces[position].entry
         fill = self._fills[entry]
-        on_its_way = fill is not None and fill.position == position and not fill.in_vain
+        on_its_way = fill is not None and fill.position == position and not fill.cancelled
         return on_its_way or self._memory.tag(entry) == position + 1
 
     def _is_free(self, entry: int) -> bool:
@@ -350,7 +350,7 @@ class RingServer:
             fill, read, into = job
             self._under_way[number] = fill, read  # before _failed is read: see _answer_with_poison
             try:
-                if not fill.in_vain and not self._failed and not self._stopped:
+                if not fill.cancelled and not self._failed and not self._stopped:
                     read.src.source.read(read.src.offset, into)
                 self._last_arrival = time.monotonic()
                 if next(fill.left) == 0:
@@ -362,7 +362,7 @@ class RingServer:
 
     def _landed(self, fill: _Fill) -> None:
         """All of a piece was read: hand it over, and start at once what can be read next."""
-        if not fill.in_vain:
+        if not fill.cancelled:
             for source in {read.src.source for read in self._reads[fill.position]}:
                 source.require_unchanged()
         with self._lock:
@@ -374,7 +374,7 @@ class RingServer:
         entry = self._layout.pieces[fill.position].entry
         self._fills[entry] = None
         self._last_change = time.monotonic()
-        if not self._failed and not self._stopped and not fill.in_vain:
+        if not self._failed and not self._stopped and not fill.cancelled:
             self._memory.counters[Counter.BYTES_READ] += sum(read.num_bytes for read in self._reads[fill.position])
             self._hand_over(entry, fill.position)
 

@@ -34,7 +34,7 @@ from headrace.plan.schedule import RingLayout
 from headrace.stores.sources import Copy, File
 from headrace.transfer.ring import Counter, RingMemory, RingServer
 
-__all__ = ["RingTask", "fate", "main", "poison"]
+__all__ = ["RingTask", "exit_description", "main", "poison"]
 
 _STDERR_BYTES = 2000
 
@@ -120,7 +120,7 @@ def _stand_by(server: int, memory: RingMemory, watched: Sequence[int]) -> NoRetu
     if code == 0 or not memory.counters[Counter.SERVING]:
         os._exit(0 if code == 0 else 1)
     threading.Thread(target=_watch, args=(watched, threading.Event()), daemon=True).start()
-    poison(server, fate(code, 2), memory).serve()
+    poison(server, exit_description(code, 2), memory).serve()
     os._exit(0)
 
 
@@ -143,7 +143,7 @@ def _watch(watched: Sequence[int], may_serve: threading.Event) -> None:
         os._exit(0)
 
 
-def fate(code: int | None, errors_fd: int) -> str:
+def exit_description(code: int | None, errors_fd: int) -> str:
     """How a process ended (``code`` as subprocess has it), and the end of what it wrote to its error file."""
     if code is None:
         how = "has not ended"

@@ -15,9 +15,9 @@ from pathlib import Path
 
 import headrace.errors
 from headrace.errors import OptionError
-from headrace.memory.system import above_standard_streams
+from headrace.memory.system import dup_above_stdio
 from headrace.transfer.ring import Counter, RingMemory, RingServer
-from headrace.transfer.ring_process import RingTask, fate, poison
+from headrace.transfer.ring_process import RingTask, exit_description, poison
 
 __all__ = ["ReaderProcess"]
 
@@ -77,16 +77,16 @@ class ReaderProcess:
             if self._ended.wait(0.001) or time.monotonic() > deadline:
                 raise OptionError(
                     f"the process that reads files for the GPU ({_python()} -c ... {PROGRAM}) does not serve after "
-                    f"{START_S:.0f} s at most: it {fate(self._process.returncode, self._errors.fileno())}. It needs "
-                    f"the Python interpreter of this process: call multiprocessing.set_executable with its path, or "
-                    f"{_FIX}"
+                    f"{START_S:.0f} s at most: it {exit_description(self._process.returncode, self._errors.fileno())}. "
+                    f"It needs the Python interpreter of this process: call multiprocessing.set_executable with its "
+                    f"path, or {_FIX}"
                 )
 
-    def retire(self) -> None:
+    def close_when_idle(self) -> None:
         """Let it end when the stream has been done for some seconds, for an owner that cannot wait for it."""
         if self._owner != os.getpid():  # the end of a process that the owner has forked means nothing
             return
-        self._memory.counters[Counter.RETIRED] = 1
+        self._memory.counters[Counter.CLOSE_WHEN_IDLE] = 1
         if not self._memory.counters[Counter.SERVING]:  # then no stream waits for it
             self._input.close()
 
@@ -107,11 +107,11 @@ class ReaderProcess:
         self._process.wait()
         self._ended.set()
         counters = self._memory.counters
-        asked_to = self._closing or (counters[Counter.RETIRED] and self._process.returncode == 0)
+        asked_to = self._closing or (counters[Counter.CLOSE_WHEN_IDLE] and self._process.returncode == 0)
         if not counters[Counter.SERVING] or asked_to:
             return
         # Let every wait of the stream end, with poison, and every call of the host raise.
-        how = fate(self._process.returncode, self._errors.fileno())
+        how = exit_description(self._process.returncode, self._errors.fileno())
         server = self._stand_in = poison(self.pid, how, self._memory)
         if not self._closing:
             server.serve()
@@ -119,7 +119,7 @@ class ReaderProcess:
 
 def _start(task: RingTask, memory_fd: int, errors_fd: int) -> subprocess.Popen[bytes]:
     # A file and not the input pipe, which would block this process if the child does not read.
-    task_fd = above_standard_streams(os.memfd_create("headrace-readers-task", os.MFD_CLOEXEC))
+    task_fd = dup_above_stdio(os.memfd_create("headrace-readers-task", os.MFD_CLOEXEC))
     try:
         with open(task_fd, "wb", closefd=False) as file:
             pickle.dump(task, file)

@@ -80,7 +80,7 @@ class RingLink(StreamLink):
         self._readers: ReaderProcess | None = None
         self._copies: CudaCopyStream | None = None
         self._last_stats = StagingStats()
-        self._retire: weakref.finalize[..., RingLink] | None = None
+        self._close_when_idle: weakref.finalize[..., RingLink] | None = None
 
     def start(self, plan: Plan, loads: Sequence[Load]) -> None:
         """Start the readers' process, whose interpreter takes some tenths of a second; it does not serve yet.
@@ -107,7 +107,7 @@ class RingLink(StreamLink):
             self._readers = ReaderProcess(task, self._ring.memory, shared.fileno())
         finally:
             shared.close()  # mappings live on without it
-        self._retire = weakref.finalize(self, self._readers.retire)
+        self._close_when_idle = weakref.finalize(self, self._readers.close_when_idle)
 
     def prepare(self, plan: Plan, loads: Sequence[Load]) -> None:
         """Pin the ring and let its readers serve; nothing is read before the first copy asks for it.
@@ -160,8 +160,8 @@ class RingLink(StreamLink):
         if self._ring is not None and self._readers is not None:
             self._last_stats = self._ring.memory.stats
             self._readers.close()
-        if self._retire is not None:
-            self._retire.detach()
+        if self._close_when_idle is not None:
+            self._close_when_idle.detach()
         self._ring = self._readers = self._memory = None  # and with them the pinned memory
 
     def _require_copyable(self, load: Load, captured: bool) -> None:

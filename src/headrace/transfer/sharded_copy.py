@@ -93,7 +93,7 @@ class GlooShardLink(ThreadLink):
             for rank, stretch in self._layout.stripings[own.unit].in_order():
                 self._channel.broadcast(slot[stretch.start : stretch.end], rank)
         except BaseException as caught:  # the thread must survive, and the caller must get the error
-            own.settle()  # nothing may be written to the slot after this
+            own.join()  # nothing may be written to the slot after this
             error = self._fail(own.unit, caught)
         whole.finish(error=error)
 

@@ -30,7 +30,7 @@ from headrace.adapters.engine_interface import missing_hooks, version_number
 from headrace.adapters.sglang.keys import VARIABLE, EngineOptions, parse_keys, read_options
 from headrace.config import Budget
 from headrace.errors import OptionError, StateError
-from headrace.figures import format_size
+from headrace.formatting import format_size
 from headrace.model.records import Inventory
 from headrace.offloaders.layerwise import EngineOffloader, EngineTraits
 from headrace.ranks.group import RankGroup
@@ -317,7 +317,7 @@ def _internal_state(result: Any, scheduler: Any, recv_req: Any) -> Any:
     """``/server_info`` shows what is offloaded, and what has moved."""
     offloader = _offloader_of(scheduler.tp_worker.model_runner)
     if offloader is not None:
-        result.internal_state["headrace"] = offloader.figures()
+        result.internal_state["headrace"] = offloader.metrics()
     return result
 
 

@@ -2,7 +2,7 @@
 
 The rules are transformers' own (``conversion_mapping``, ``core_model_loading``), called as ``from_pretrained`` calls
 them in ``convert_and_load_state_dict_in_model``, whose steps :func:`match` follows one by one: rename, collect per
-target, settle the dtype, convert. It differs in what the conversion code runs on: not data, but :class:`Stretches`,
+target, settle the dtype, convert. It differs in what the conversion code runs on: not data, but :class:`FileSpans`,
 which are ranges of the files.
 """
 
@@ -29,7 +29,12 @@ from transformers.core_model_loading import (
     rename_source_key,
 )
 
-from headrace.adapters.transformers.quantised import is_packed, make_whole, put_as_stored, take_whole
+from headrace.adapters.transformers.quantised import (
+    build_library_module,
+    is_packed,
+    select_library_modules,
+    use_file_layout,
+)
 from headrace.checkpoint.safetensors_header import Checkpoint, FileTensor
 from headrace.checkpoint.weight_map import Conversion, FilePart, TensorSource, WeightMap
 from headrace.errors import CheckpointError
@@ -40,7 +45,7 @@ if TYPE_CHECKING:
     from transformers import PreTrainedModel
     from transformers.quantizers.base import HfQuantizer
 
-__all__ = ["Match", "NotStretchesError", "Stretches", "match"]
+__all__ = ["FileSpans", "Match", "NotStretchesError", "match"]
 
 _COMPARED_BYTES = 1 << 20
 # What transformers' converters call the scale of quantised weights, and what is neither that nor the numbers.
@@ -84,8 +89,8 @@ def match(
 
     Three things depend on the checkpoint and are set in the model: the dtype of what transformers keeps in float32,
     ties the configuration asks for while the checkpoint holds different values (those are cut), and quantised modules
-    that its library finishes for ``device`` (:func:`make_whole`). ``as_stored``: to plan without that library, they
-    get the tensors of the files instead.
+    that its library finishes for ``device`` (:func:`build_library_module`). ``as_stored``: to plan without that
+    library, they get the tensors of the files instead.
 
     Raises:
         CheckpointError: nothing in common, or tensors of another shape; modules that cannot run here.
@@ -94,7 +99,7 @@ def match(
     held: set[str] = set()
     decompressed: list[str] = []
     if as_stored:
-        sources, held, decompressed = put_as_stored(model, checkpoint, _renaming(model))
+        sources, held, decompressed = use_file_layout(model, checkpoint, _renaming(model))
     collected, unused = _collect(model, checkpoint, held)
     if not collected:
         examples = (", ".join(list(names)[:3]) for names in (model.state_dict(), checkpoint.tensors))
@@ -108,8 +113,8 @@ def match(
     state: dict[str, torch.Tensor] = model.state_dict(keep_vars=True)
     recipes: dict[str, Conversion] = {}
     if getattr(model, "hf_quantizer", None) is not None:
-        quantised = take_whole(model, collected)
-        sources, recipes = make_whole(model, quantised, checkpoint, device or torch.device("cpu"))
+        quantised = select_library_modules(model, collected)
+        sources, recipes = build_library_module(model, quantised, checkpoint, device or torch.device("cpu"))
     rearranged = dict.fromkeys((*recipes, *decompressed), "made by the library that quantised it")
     for assembly in collected.values():
         streamed, why = _stream(model, assembly)
@@ -326,12 +331,12 @@ def _stream(model: PreTrainedModel, assembly: Assembly) -> tuple[dict[str, Tenso
     stored = {tensor.dtype for _, tensor in assembly.parts}
     if assembly.dtype is None:
         return {}, f"made by {assembly.operations}"
-    # Every operation that Stretches allow only moves elements, so it may come before the conversion as well as after.
+    # Every operation that FileSpans allow only moves elements, so it may come before the conversion as well as after.
     if len(stored) > 1 or not all(dtype == assembly.dtype or dtype.is_floating_point for dtype in stored):
         names = ", ".join(sorted(str(dtype).removeprefix("torch.") for dtype in stored))
         return {}, f"converted from {names} to {str(assembly.dtype).removeprefix('torch.')}"
     try:
-        made = assembly.run(model, Stretches.of)
+        made = assembly.run(model, FileSpans.of)
         return {name: value.to_source(assembly.dtype) for name, value in made.items()}, ""
     except Exception:  # NotStretchesError, or an error of any type of an operation that needs real tensors
         return {}, f"rearranged by {assembly.operations}"
@@ -403,7 +408,7 @@ class NotStretchesError(Exception):
     """The operation does more than stack, concatenate and cut; internal, never seen by users."""
 
 
-class Stretches:
+class FileSpans:
     """Stands in for a tensor in ``torch.stack``, ``cat``, ``chunk``, ``split`` and ``.contiguous()``.
 
     It has the shape, the dtype, and the stretches of files that hold the bytes in row-major order. transformers fuses,
@@ -420,7 +425,7 @@ class Stretches:
         self.stretches = list(stretches)
 
     @classmethod
-    def of(cls, tensor: FileTensor) -> Stretches:
+    def of(cls, tensor: FileTensor) -> FileSpans:
         """All of one tensor of a file."""
         return cls(tensor.shape, tensor.dtype, [tensor])
 
@@ -447,24 +452,24 @@ class Stretches:
         """Number of elements."""
         return self.shape.numel()
 
-    def contiguous(self) -> Stretches:
+    def contiguous(self) -> FileSpans:
         """Itself: stretches are in row-major order."""
         return self
 
-    def reshape(self, *shape: Any) -> Stretches:
+    def reshape(self, *shape: Any) -> FileSpans:
         """The same stretches in another shape, at most one length -1, as ``torch.Tensor.reshape`` has it."""
         try:
             lengths = torch.empty(self.shape, device="meta").reshape(*shape).shape
         except RuntimeError as error:
             raise NotStretchesError(f"reshape of {list(self.shape)} to {list(shape)}") from error
-        return Stretches(lengths, self.dtype, self.stretches)
+        return FileSpans(lengths, self.dtype, self.stretches)
 
     view = reshape
 
-    def squeeze(self, dim: int) -> Stretches:
+    def squeeze(self, dim: int) -> FileSpans:
         """Without a dimension of length one."""
         dim = range(self.ndim)[dim]
-        return self if self.shape[dim] != 1 else Stretches(_without(self.shape, dim), self.dtype, self.stretches)
+        return self if self.shape[dim] != 1 else FileSpans(_without(self.shape, dim), self.dtype, self.stretches)
 
     def to_source(self, dtype: torch.dtype | None = None) -> TensorSource:
         """Where the bytes are, neighbours joined, for a tensor of ``dtype`` (default that of the files).
@@ -488,7 +493,7 @@ class Stretches:
         return TensorSource(tuple(map(FilePart, joined, offsets)), tuple(self.shape), dtype)
 
 
-def _cat(tensors: Sequence[Stretches], dim: int = 0) -> Stretches:
+def _cat(tensors: Sequence[FileSpans], dim: int = 0) -> FileSpans:
     first = tensors[0]
     dim = range(first.ndim)[dim]
     if len({(_without(tensor.shape, dim), tensor.dtype) for tensor in tensors}) > 1:
@@ -496,15 +501,15 @@ def _cat(tensors: Sequence[Stretches], dim: int = 0) -> Stretches:
     shape = [*first.shape[:dim], sum(tensor.shape[dim] for tensor in tensors), *first.shape[dim + 1 :]]
     num_rows = math.prod(first.shape[:dim])
     rows = [_cut(tensor.stretches, [_num_bytes(tensor) // num_rows] * num_rows) for tensor in tensors]
-    return Stretches(shape, first.dtype, [piece for row in zip(*rows, strict=True) for part in row for piece in part])
+    return FileSpans(shape, first.dtype, [piece for row in zip(*rows, strict=True) for part in row for piece in part])
 
 
-def _stack(tensors: Sequence[Stretches], dim: int = 0) -> Stretches:
+def _stack(tensors: Sequence[FileSpans], dim: int = 0) -> FileSpans:
     dim = range(tensors[0].ndim + 1)[dim]
-    return _cat([Stretches([*t.shape[:dim], 1, *t.shape[dim:]], t.dtype, t.stretches) for t in tensors], dim)
+    return _cat([FileSpans([*t.shape[:dim], 1, *t.shape[dim:]], t.dtype, t.stretches) for t in tensors], dim)
 
 
-def _split(tensor: Stretches, sizes: int | Sequence[int], dim: int = 0) -> tuple[Stretches, ...]:
+def _split(tensor: FileSpans, sizes: int | Sequence[int], dim: int = 0) -> tuple[FileSpans, ...]:
     dim = range(tensor.ndim)[dim]
     length = tensor.shape[dim]
     if isinstance(sizes, int):
@@ -516,11 +521,11 @@ def _split(tensor: Stretches, sizes: int | Sequence[int], dim: int = 0) -> tuple
     for index, size in enumerate(sizes):
         shape = [*tensor.shape[:dim], size, *tensor.shape[dim + 1 :]]
         of_every_row = [stretch for piece in pieces[index :: len(sizes)] for stretch in piece]
-        parts.append(Stretches(shape, tensor.dtype, of_every_row))
+        parts.append(FileSpans(shape, tensor.dtype, of_every_row))
     return tuple(parts)
 
 
-def _chunk(tensor: Stretches, chunks: int, dim: int = 0) -> tuple[Stretches, ...]:
+def _chunk(tensor: FileSpans, chunks: int, dim: int = 0) -> tuple[FileSpans, ...]:
     return _split(tensor, -(-tensor.shape[dim] // chunks), dim)
 
 
@@ -532,7 +537,7 @@ _HANDLERS: dict[Callable[..., Any], Callable[..., Any]] = {
 }
 
 
-def _num_bytes(tensor: Stretches) -> int:
+def _num_bytes(tensor: FileSpans) -> int:
     return tensor.numel() * tensor.dtype.itemsize
 
 

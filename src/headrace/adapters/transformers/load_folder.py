@@ -38,9 +38,9 @@ from headrace.checkpoint.safetensors_header import Checkpoint, opened
 from headrace.checkpoint.weight_map import WeightMap
 from headrace.config import SHARDED_MODES, Policy, instead_of
 from headrace.errors import CheckpointError, OptionError, OptionTypeError, warn_user
-from headrace.figures import format_size
+from headrace.formatting import format_size
 from headrace.graphs.decoding import decode_in_graphs
-from headrace.memory.system import no_collections
+from headrace.memory.system import gc_paused
 from headrace.model.live_tensors import BoundStorage, storage_id
 from headrace.plan.plan import Plan
 from headrace.runtime.prepare import Prepared, compute_device, open_ranks, prepare
@@ -116,7 +116,7 @@ def load(
     with open_ranks(group) as ranks:
         require_kinds(device, disk)
         # Before the weights are read, unlike from_pretrained: the plan decides which of them are read at all.
-        with no_collections():
+        with gc_paused():
             target = compute_device(nn.Module(), device)
             model = build_meta_model(
                 path, model_class=model_class, dtype=dtype, attn_implementation=attn_implementation, device=target

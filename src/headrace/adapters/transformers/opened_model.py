@@ -14,11 +14,11 @@ from transformers import PreTrainedModel, conversion_mapping, core_model_loading
 from headrace.adapters.transformers.conversion import Match, match
 from headrace.adapters.transformers.load_folder import build_meta_model, differences
 from headrace.adapters.transformers.quantised import NotHereError, stated_quantisation
-from headrace.checkpoint.kept_folder import FolderFacts
+from headrace.checkpoint.metadata_cache import FolderFacts
 from headrace.checkpoint.model_folder import model_folder, model_name
 from headrace.checkpoint.safetensors_header import Checkpoint
 from headrace.checkpoint.weight_map import WeightMap
-from headrace.memory.system import no_collections
+from headrace.memory.system import gc_paused
 from headrace.model.memory_profile import measured, profile_of
 from headrace.model.records import Inventory, ModelProfile
 from headrace.runtime.prepare import compute_device
@@ -93,7 +93,7 @@ def open_model(
             ``to_plan`` also weights that cannot run here.
     """
     folder = model_folder(path)
-    with no_collections():
+    with gc_paused():
         try:
             target = compute_device(nn.Module()) if device is None else torch.device(device)
             module = build_meta_model(folder, dtype=dtype, attn_implementation=attn_implementation, device=target)

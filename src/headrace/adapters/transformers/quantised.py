@@ -50,14 +50,14 @@ if TYPE_CHECKING:
 __all__ = [
     "INITIALISED",
     "NotHereError",
+    "build_library_module",
     "is_packed",
-    "make_whole",
     "move_wrappers",
     "open_quantizer",
-    "put_as_stored",
     "put_in_modules",
+    "select_library_modules",
     "stated_quantisation",
-    "take_whole",
+    "use_file_layout",
 ]
 
 # Their kernels need a GPU; on a CPU transformers dequantises such weights while it loads them.
@@ -180,7 +180,7 @@ def is_packed(tensor: FileTensor) -> bool:
     return not tensor.dtype.is_floating_point or tensor.dtype.itemsize == 1
 
 
-def put_as_stored(
+def use_file_layout(
     model: PreTrainedModel, checkpoint: Checkpoint, rename: Callable[[str], tuple[str, str | None]]
 ) -> tuple[dict[str, TensorSource], set[str], list[str]]:
     """Give the modules of a plain ``model`` on ``meta`` the tensors of the files, in place of their own.
@@ -228,7 +228,7 @@ def put_as_stored(
 # -- modules made whole ------------------------------------------------------------------------------------------------
 
 
-def take_whole(model: PreTrainedModel, collected: dict[str, Assembly]) -> dict[str, list[Assembly]]:
+def select_library_modules(model: PreTrainedModel, collected: dict[str, Assembly]) -> dict[str, list[Assembly]]:
     """Take out of ``collected`` what modules are filled from that have to be made whole; by module."""
     quantizer: Any = model.hf_quantizer
     if getattr(quantizer.quantization_config, "dequantize", False):
@@ -269,7 +269,7 @@ def _is_packing(quantizer: HfQuantizer, assembly: Assembly) -> bool:
     return step is not None and any(isinstance(each, step) for each in steps)
 
 
-def make_whole(
+def build_library_module(
     model: PreTrainedModel, whole: Mapping[str, Sequence[Assembly]], checkpoint: Checkpoint, device: torch.device
 ) -> tuple[dict[str, TensorSource], dict[str, Conversion]]:
     """Replace modules of ``model`` by finished ones on ``meta``; the sources and recipes of their tensors, by name.
@@ -289,7 +289,7 @@ def make_whole(
     quantizer.postprocess_model(model)
     vars(quantizer).pop("_process_model_after_weight_loading", None)
     for name, assemblies in whole.items():
-        work = _Work(model, quantizer, name, blanks[name], assemblies, device)
+        work = _ModuleBuilder(model, quantizer, name, blanks[name], assemblies, device)
         if work.kind not in first:
             read = {part.name: checkpoint.read(part.name) for part in work.parts}
             try:
@@ -313,7 +313,7 @@ def make_whole(
 
 
 @dataclass(eq=False)
-class _Work:
+class _ModuleBuilder:
     """How one module is made: ``blank``, as the quantizer put it on ``meta``, filled and finished on ``device``."""
 
     model: PreTrainedModel
@@ -340,7 +340,7 @@ class _Work:
     def make(self, parts: Mapping[str, torch.Tensor]) -> nn.Module:
         """The module as it is after its first forward."""
         module = _on_meta(self.blank, self.name)
-        shell = _Shell(self.model, self.name, module)
+        shell = _TemplateModule(self.model, self.name, module)
         report: Any = SimpleNamespace(missing_keys=set(), unexpected_keys=set(), mismatched_keys=set())
         for assembly in self.assemblies:
             made = assembly.run(shell, partial(self._part, parts, assembly.dtype))
@@ -393,7 +393,7 @@ class _Work:
         return {dotted_name(self.name, label): tensor.cpu().contiguous() for label, tensor in _tensors(module)}
 
 
-class _Shell(nn.Module):
+class _TemplateModule(nn.Module):
     """Stands in for the model where a quantizer treats one module of it, found by its own name."""
 
     def __init__(self, model: PreTrainedModel, name: str, module: nn.Module) -> None:

@@ -35,7 +35,7 @@ from headrace.adapters.vllm.options import read_options, refuse_unsupported
 from headrace.config import Budget, peer_timeout_s
 from headrace.errors import OptionError, OutsideAccessError, PeerError, StateError
 from headrace.experts.rows import ExpertKernels
-from headrace.figures import format_size
+from headrace.formatting import format_size
 from headrace.model.quirks import without_lora
 from headrace.offloaders.layerwise import EngineOffloader, EngineTraits
 from headrace.plan.cost_model import Rates
@@ -217,7 +217,7 @@ class OffloadingWorker(_Base):  # type: ignore[misc,unused-ignore]
         # Hooks tell when a module runs, and not that another one reads its weights: these would be those of any layer.
         is_compiled = self.vllm_config.compilation_config.mode != 0
         try:
-            with nullcontext() if self._offloader is None or is_compiled else self._offloader.at_rest():
+            with nullcontext() if self._offloader is None or is_compiled else self._offloader.as_placeholders():
                 return super().determine_available_memory(*args, **kwargs)
         except OutsideAccessError:
             self._give_up_offloader()
@@ -280,7 +280,7 @@ class OffloadingWorker(_Base):  # type: ignore[misc,unused-ignore]
             return {}
         return {
             "offloader": type(get_offloader()).__name__,
-            **self._offloader.figures(),
+            **self._offloader.metrics(),
             "planned_link_bytes_per_s": self._link_bytes_per_s,
         }
 
@@ -331,7 +331,7 @@ class OffloadingWorker(_Base):  # type: ignore[misc,unused-ignore]
         Raises:
             OutsideAccessError: it reads or writes an offloaded weight.
         """
-        with nullcontext() if self._offloader is None else self._offloader.at_rest():
+        with nullcontext() if self._offloader is None else self._offloader.as_placeholders():
             return super().apply_model(fn)
 
     def compute_weight_checksums(self) -> dict[str, str]:
