@@ -56,11 +56,11 @@ def test_same_bits_eager_and_in_graphs(monkeypatch: pytest.MonkeyPatch, asked: s
     stream = torch.cuda.Stream()
     plain = outputs(runner(monkeypatch, None), stream)
     made = runner(monkeypatch, asked, **fields)
-    before = made.headrace_offloader.figures()
+    before = made.headrace_offloader.metrics()
     for _ in range(3):
         for index, (found, expected) in enumerate(zip(outputs(made, stream), plain, strict=True)):
             assert torch.equal(found, expected), KINDS[index]
-    stats = made.headrace_offloader.figures()
+    stats = made.headrace_offloader.metrics()
     if "device_memory" in asked:  # which reads layers as small as these in place
         assert stats["uva_bytes"] > 10_000_000
         return
