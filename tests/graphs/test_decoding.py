@@ -74,6 +74,17 @@ def static(model: Any, ids: torch.Tensor, tokens: int = 16, **options: Any) -> t
     return run(model, ids, tokens, past_key_values=cache, disable_compile=True, **options)
 
 
+class Streamer(BaseStreamer):
+    def __init__(self) -> None:
+        self.tokens: list[int] = []
+
+    def put(self, value: torch.Tensor) -> None:
+        self.tokens += value.flatten().tolist()
+
+    def end(self) -> None:
+        self.tokens.append(-1)
+
+
 def assert_equal(found: tuple[torch.Tensor, ...], expected: tuple[torch.Tensor, ...]) -> None:
     assert len(found) == len(expected)
     assert all(map(torch.equal, found, expected))
@@ -144,16 +155,6 @@ def test_several_sequences_with_padding() -> None:
 
 
 def test_a_streamer_gets_every_token() -> None:
-    class Streamer(BaseStreamer):
-        def __init__(self) -> None:
-            self.tokens: list[int] = []
-
-        def put(self, value: torch.Tensor) -> None:
-            self.tokens += value.flatten().tolist()
-
-        def end(self) -> None:
-            self.tokens.append(-1)
-
     model, streamer = qwen3(), Streamer()
     headrace.decode_in_graphs(model)
     out = model.generate(prompt(5), max_new_tokens=9, streamer=streamer)
@@ -245,6 +246,44 @@ def test_too_little_memory_for_graphs_is_said_with_what_is_free(monkeypatch: pyt
     monkeypatch.setattr(torch.cuda, "mem_get_info", lambda device: (1 << 20, 1 << 30))
     with pytest.warns(HeadraceWarning, match=r"Tried to allocate 2.00 GiB \(1.00 MiB of device memory are free\)"):
         assert_equal(run(model, prompt(7)), expected)
+
+
+@pytest.mark.parametrize("streams", [False, True])
+def test_a_cache_that_does_not_fit_is_said_and_the_call_runs_eagerly(
+    monkeypatch: pytest.MonkeyPatch, streams: bool
+) -> None:
+    """Its memory is taken in the first forward; a streamer gets every token once."""
+
+    def refuse(*_: Any, **__: Any) -> None:
+        raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 GiB")
+
+    model = qwen3()
+    expected = run(model, prompt(7))
+    graphs = headrace.decode_in_graphs(model)
+    streamer = Streamer() if streams else None
+    with monkeypatch.context() as patch:
+        patch.setattr(transformers.cache_utils.StaticLayer, "lazy_initialization", refuse)
+        patch.setattr(torch.cuda, "mem_get_info", lambda device: (1 << 20, 1 << 30))
+        with pytest.warns(HeadraceWarning, match=r"1 sequences with 256 tokens does not fit: .*2.00 GiB \(1.00 MiB of"):
+            assert_equal(run(model, prompt(7), streamer=streamer), expected)
+    assert graphs.replays == 0
+    if streamer is not None:
+        assert streamer.tokens == [*expected[0][0].tolist(), -1]
+    run(model, prompt(7))
+    assert graphs.replays > 0
+
+
+def test_memory_that_runs_out_later_is_the_callers_error(monkeypatch: pytest.MonkeyPatch) -> None:
+    model, steps = qwen3(), iter(range(100))
+    headrace.decode_in_graphs(model)
+
+    def refuse(module: Any, args: Any) -> None:
+        if next(steps) == 1:
+            raise torch.OutOfMemoryError("CUDA out of memory")
+
+    model.model.layers[2].register_forward_pre_hook(refuse)
+    with pytest.raises(torch.OutOfMemoryError):
+        run(model, prompt(7))
 
 
 def test_two_threads_that_generate_at_once() -> None:

@@ -26,6 +26,7 @@ import torch
 from transformers import GenerationConfig, StaticCache
 from transformers.cache_utils import StaticLayer, StaticSlidingWindowLayer
 from transformers.generation.configuration_utils import GenerationMode
+from transformers.generation.streamers import BaseStreamer
 
 from headrace.api import handle_of
 from headrace.config import RANK_MODES
@@ -147,16 +148,38 @@ class DecodeGraphs:
             if isinstance(size, str):
                 self._say(size)
                 return self._original(inputs, generation_config, **kwargs)
-            self._model.__dict__["__call__"] = self._step
-            self._is_first_step = True
-            kwargs = {**kwargs, "past_key_values": self._cache_of(*size), "disable_compile": True}
-            output = self._original(inputs, generation_config, **kwargs)
-            if not isinstance(output, torch.Tensor):
-                self.release()  # the caller has the cache now
-            return output
+            return self._generate_in_graphs(size, inputs, generation_config, kwargs)
         finally:
             self._model.__dict__.pop("__call__", None)
             self._turn.release()
+
+    def _generate_in_graphs(
+        self, size: tuple[int, int], inputs: Any, config: GenerationConfig | None, kwargs: dict[str, Any]
+    ) -> Any:
+        self._model.__dict__["__call__"] = self._step
+        self._is_first_step = True
+        ours = {**kwargs, "past_key_values": self._cache_of(*size), "disable_compile": True}
+        try:
+            output = self._original(inputs, config, **ours)
+        except torch.OutOfMemoryError as error:
+            if not self._is_first_step:  # the prompt has run, so the cache has its memory
+                raise
+            reason = "a cache of {} sequences with {} tokens does not fit: ".format(*size) + self._out_of_memory(error)
+        else:
+            if not isinstance(output, torch.Tensor):
+                self.release()  # the caller has the cache now
+            return output
+        # Outside of the except block, whose traceback keeps the tensors of the prompt alive.
+        del ours, self._model.__dict__["__call__"]
+        self.release()
+        self._say(reason)
+        if kwargs.get("streamer") is not None:
+            kwargs["streamer"] = _AfterPrompt(kwargs["streamer"])
+        return self._original(inputs, config, **kwargs)
+
+    def _out_of_memory(self, error: BaseException) -> str:
+        free = torch.cuda.mem_get_info(self._model.device)[0]
+        return f"{str(error).splitlines()[0]} ({format_size(free)} of device memory are free)"
 
     def _size_of_call(
         self, inputs: torch.Tensor | None, given: GenerationConfig | None, kwargs: dict[str, Any]
@@ -282,11 +305,9 @@ class DecodeGraphs:
         except (RuntimeError, StateError) as error:
             for layer, length in zip(_windows(cache), lengths, strict=True):
                 layer.cumulative_length_int = length
-            missing = ""
-            if isinstance(error, torch.OutOfMemoryError):
-                free = torch.cuda.mem_get_info(self._model.device)[0]
-                missing = f" ({format_size(free)} of device memory are free)"
-            self._eager_because = f"its decoding step cannot be captured: {str(error).splitlines()[0]}{missing}"
+            is_memory = isinstance(error, torch.OutOfMemoryError)
+            text = self._out_of_memory(error) if is_memory else str(error).splitlines()[0]
+            self._eager_because = f"its decoding step cannot be captured: {text}"
             self._say(self._eager_because)
             return None
 
@@ -327,6 +348,22 @@ class _Seen:
         return self._plain == other._plain and all(map(operator.is_, self._things, other._things))
 
     __hash__ = None  # type: ignore[assignment]
+
+
+class _AfterPrompt(BaseStreamer):
+    """``streamer`` for a call that runs again: it has the prompt already."""
+
+    def __init__(self, streamer: BaseStreamer) -> None:
+        self._streamer: Any = streamer
+        self._has_prompt = False
+
+    def put(self, value: torch.Tensor) -> None:
+        if self._has_prompt:
+            self._streamer.put(value)
+        self._has_prompt = True
+
+    def end(self) -> None:
+        self._streamer.end()
 
 
 class _Captured(NamedTuple):
