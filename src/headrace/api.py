@@ -49,7 +49,7 @@ class Handle:
 
     @property
     def plan(self) -> Plan:
-        """Where every tensor rests and how compute reaches it."""
+        """The store and the access mechanism of every tensor."""
         return self._session.plan
 
     def stats(self) -> Stats:
@@ -89,7 +89,7 @@ class Handle:
 
         Args:
             graphs_released: no CUDA graph that was captured over this offload will be replayed again; needed where
-                there were some, since a replay would read memory that is gone.
+                there were some, since a replay would read freed memory.
 
         Raises:
             StateError: called inside a forward; another thread does not end one; graphs may still be replayed.

@@ -75,7 +75,7 @@ Rule = tuple[str, Mechanism]
 # Takes the name of an option, as its user writes it, and a value; returns the value to keep.
 Check = Callable[[str, Any], Any]
 
-# Digits are bounded, because int() refuses thousands of them in words of its own.
+# Digits are bounded, because int() has a limit and an error message of its own.
 _SIZE = re.compile(r"\s*([0-9]{1,999}(?:\.[0-9]{1,999})?)\s*(?:([KMGT])(i?B?)|B?)\s*", re.IGNORECASE)
 _SIZE_FORM = 'write it like "20GiB", "24G" (the same as GiB), "20GB" (decimal) or "600 MiB"'
 
@@ -108,7 +108,7 @@ def parse_size(size: str | int, option: str = "") -> int:
             raise SizeError(f"{subject} {wrong}; {_SIZE_FORM}")
         number, prefix, ending = match.groups(default="")
         if size.strip()[-1].isdigit() and float(number):
-            raise SizeError(f'{subject} has no unit: write "{number}GiB", say, or "{number}B"')
+            raise SizeError(f'{subject} has no unit: write for example "{number}GiB" or "{number}B"')
         base = 1000 if ending.upper() == "B" else 1024
         # A float would round sizes beyond 2 ** 53 and some decimals below.
         num_bytes = int(Fraction(number) * base ** " KMGT".index(prefix.upper() or " "))

@@ -12,8 +12,8 @@
     ├── CheckpointError    (ValueError) files that are missing, damaged or for another model
     └── StateError         (RuntimeError) valid arguments, but the state does not allow the call
         ├── ModelChangedError           the model was altered during an active offload
-        ├── OutsideAccessError          a weight was used outside of the forward that it is on the device for
-        ├── TransferError               bytes did not arrive (short read, I/O error, closed link)
+        ├── OutsideAccessError          a weight was used outside of its module's forward
+        ├── TransferError               a copy failed (short read, I/O error, closed link)
         ├── PeerError                   another rank failed, ended, or did not come to a shared offload
         ├── SlotConflictError           one slot is needed by two running units at once
         └── RaceError                   ``HEADRACE_DEBUG=1`` found bytes that are not the unit's own
@@ -106,11 +106,11 @@ class ModelChangedError(StateError):
 
 
 class OutsideAccessError(StateError):
-    """A weight was used outside of the forward of its module, and there was no way to bring its bytes."""
+    """A weight was used outside of the forward of its module, and its bytes could not be copied to the device."""
 
 
 class TransferError(StateError):
-    """The bytes of a unit did not arrive."""
+    """The bytes of a unit could not be copied."""
 
 
 class PeerError(StateError):

@@ -49,7 +49,7 @@ class Recorder:
     def add(self, kind: _Kind, unit: int, start_ns: int, num_bytes: int = 0) -> None:
         """Record a span of ``unit`` that began in this thread at ``start_ns`` (``time.perf_counter_ns``) and ends now.
 
-        ``kind``: ``copy``, a piece of the unit has arrived; ``compute``, its module has finished; ``stall``, compute
+        ``kind``: ``copy``, a piece of the unit was copied; ``compute``, its module has finished; ``stall``, compute
         has stopped waiting for it.
         """
         duration_ns = time.perf_counter_ns() - start_ns
@@ -101,7 +101,7 @@ class UnitStats:
     """Counters of one unit since it was offloaded.
 
     Attributes:
-        store: where it rests.
+        store: where it is stored.
         copies: transfers started.
         bytes_moved: bytes of those transfers.
         runs: times its module ran.
@@ -226,7 +226,7 @@ class Stats:
 
     @property
     def moved_by_store(self) -> dict[str, int]:
-        """The same by where the units rest, as the plan names the stores."""
+        """The same by store, as the plan names it."""
         moved: dict[str, int] = {}
         for unit in self.units:
             moved[unit.store] = moved.get(unit.store, 0) + unit.bytes_moved

@@ -139,7 +139,7 @@ def assert_moved(handle: Handle, forwards: int) -> None:
     Counts from the offload on; the forwards ran in order.
     """
     plan, stats = handle.plan, handle.stats()
-    # The first units arrive before the first forward. The last copies of every forward are the units that the next one
+    # The first units are copied before the first forward. The last copies of every forward are the units that the next one
     # needs first, so each forward moves all bytes once.
     first_bytes = sum(unit.payload_bytes for unit in plan.units[: plan.num_slots])
     expected = first_bytes + forwards * plan.moved_bytes
@@ -163,7 +163,7 @@ class SlowLink(ThreadLink):
     """
 
     def __init__(self, max_delay_s: float = 0.002, seed: int = 0, recorder: Recorder | None = None) -> None:
-        super().__init__(num_threads=2, recorder=recorder)  # two, so that pieces may arrive out of order
+        super().__init__(num_threads=2, recorder=recorder)  # two, so that pieces may complete out of order
         self._random = random.Random(seed)
         self._max_delay_s = max_delay_s
 

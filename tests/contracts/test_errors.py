@@ -116,7 +116,7 @@ class TestSizes:
 
     @pytest.mark.parametrize("size", ["20", " 1.5 "])
     def test_without_a_unit(self, size: str) -> None:
-        with pytest.raises(SizeError, match=f'has no unit: write "{size.strip()}GiB", say'):
+        with pytest.raises(SizeError, match=f'has no unit: write for example "{size.strip()}GiB"'):
             parse_size(size)
 
     @pytest.mark.parametrize("size", ["0", "0GiB", "0.0B", "0.1B", 0, -5])
