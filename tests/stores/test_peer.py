@@ -42,10 +42,10 @@ from headrace.runtime.this_machine import (
     DeviceName,
     Limits,
     check_limits,
+    finalize_plan,
     needs_of,
     peer_of,
     require_one_process,
-    settle,
 )
 from headrace.testing import assert_moved, assert_same_bits, offload_over
 from models import MoE, OddStack, QuantStack, ScaledStack, Stack, aligned, all_layers, rows, save
@@ -426,8 +426,8 @@ class TestRefused:
         with pytest.raises(
             OptionError, match=r"memory cuda:1 can address \(nvidia-smi topo -p2p r\), found none among 3"
         ):
-            settle(planned(Stack(6)), inventory, device, Machine("gpu"))
-        settle(build_plan(inventory, all_layers(2)), inventory, device, Machine("gpu"))
+            finalize_plan(planned(Stack(6)), inventory, device, Machine("gpu"))
+        finalize_plan(build_plan(inventory, all_layers(2)), inventory, device, Machine("gpu"))
 
     def test_several_processes(self, monkeypatch: pytest.MonkeyPatch) -> None:
         plan = planned(Stack(6))
