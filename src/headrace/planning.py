@@ -29,7 +29,8 @@ if TYPE_CHECKING:
     from headrace.checkpoint.safetensors_header import Checkpoint
     from headrace.checkpoint.weight_map import WeightMap
     from headrace.model.records import Inventory
-    from headrace.plan.build import Planner, PlanPrediction
+    from headrace.plan.build import Planner
+    from headrace.plan.report import PlanPrediction
     from headrace.plan.traces import ExpertHits
     from headrace.stores.sources import DiskOptions
     from headrace.transfer.machine_probe import DeviceName
