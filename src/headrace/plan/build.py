@@ -27,7 +27,7 @@ import numpy as np
 
 from headrace.config import HOST_MODES, SHARDED_MODES, UVA, Budget, Mechanism, Mode, Policy, Prefetch, Rules, Workload
 from headrace.errors import BudgetError, OptionError, RuleError, SelectionError, warn_user
-from headrace.formatting import format_size
+from headrace.formatting import format_size, listed
 from headrace.model.patterns import matching
 from headrace.model.records import Inventory, ModelProfile, StorageInfo
 from headrace.plan.alternatives import Alternative, Alternatives
@@ -53,7 +53,6 @@ from headrace.plan.units import (
     read_in_place,
     resolve_rules,
     selected,
-    some_names,
     usable_slots,
     warn_of_stranded,
 )
@@ -160,8 +159,8 @@ class Planner:
         fixed = self._fixed(policy.mode or self.default_mode)
         if unsaved := [s.name for s in candidates if s.name in fixed and s.name not in self.unstreamable]:
             warn_user(
-                f"{some_names(unsaved)}: buffers that are not persistent are in no state dict, so no checkpoint file "
-                f"holds them, and mode 'disk' cannot stream them: they stay resident"
+                f"{listed(unsaved, 'tensor')}: buffers that are not persistent are in no checkpoint file, so mode "
+                f"'disk' cannot stream them: they stay resident"
             )
         movable = [s for s in candidates if s.name not in fixed]
         if candidates and not movable and not isinstance(policy, Budget):
@@ -317,14 +316,14 @@ class Planner:
             num_bytes = sum(joined.values())
             seconds = num_bytes // mmap.PAGESIZE * _JOIN_S
             yield (
-                f"{some_names(list(joined))} in pieces in the files: loading maps the pieces and joins them, which "
+                f"{listed(joined, 'tensor')} in pieces in the files: loading maps the pieces and joins them, which "
                 f"takes {format_size(num_bytes)} of host memory for the pages in which they meet and {seconds:.2f} s"
             )
         layered = (s for layer in find_layers(self.inventory) for s in self.inventory.under(layer))
         experts = [s.name for s in layered if experts_in(self.inventory, s) > 1 and s.name in self.mapped.refused]
         if stay := [name for name in experts if plan.mechanism_of(name) == "prefetch"]:
             yield (
-                f"{some_names(stay)} of experts cannot be read in place, so all their bytes move with every forward: "
+                f"{listed(stay, 'tensor')} of experts cannot be read in place, so every forward copies all of them: "
                 f"{stay[0]} {self.mapped.refused[stay[0]]}; save_pretrained(FOLDER, save_original_format=False) writes "
                 f"files from which they can"
             )

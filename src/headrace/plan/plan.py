@@ -16,7 +16,7 @@ from typing import Any, NamedTuple
 from headrace.codec import FormatError, Positive, decode, encode, parse, read_file, require, write_file
 from headrace.config import Mechanism, Mode, StoreKind
 from headrace.errors import OptionError, OptionTypeError, PlanFileError
-from headrace.formatting import format_size, pluralize
+from headrace.formatting import format_size, listed, pluralize
 from headrace.model.records import Inventory, StorageInfo
 from headrace.plan.cached_experts import CachedLayer, cache_bytes, cached_layers, why_not_cached
 from headrace.plan.schedule import ENTRY_BYTES, MAX_ENTRIES, RingLayout, chain, lay_out_ring, slot_of
@@ -56,7 +56,6 @@ SCHEMA_VERSION = 6
 _MOST_BYTES = 1 << 30  # of a plan file
 
 _REPLAN = "make it again for this one: `headrace plan MODEL ... --save FILE`, or pass a policy instead of a plan"
-_NAMES_SHOWN = 3
 
 
 @singledispatch
@@ -706,9 +705,8 @@ def _foreign_model(
     ]
     parts = []
     if differing:
-        more = f" and {len(differing) - _NAMES_SHOWN} more" if len(differing) > _NAMES_SHOWN else ""
         count = f"{len(differing)} of {len(planned.keys() | found.keys())} storages differ"
-        parts.append(f"{count}: {', '.join(differing[:_NAMES_SHOWN])}{more}")
+        parts.append(f"{count}: {listed(differing)}")
     if missing_modules:
         parts.append(f"the model has no module {missing_modules[0]!r}")
     totals = [f"{len(s)} storages, {format_size(sum(s.values()))} ({sum(s.values())} bytes)" for s in (planned, found)]
