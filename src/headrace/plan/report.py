@@ -105,7 +105,7 @@ class PlanPrediction:
         alternatives: other choices; empty unless the plan was made for a budget.
         least_budget_bytes: the smallest budget, where the plan keeps everything because no policy was given.
         caches: the same plan with other numbers of slots for experts; empty unless it caches some.
-        misfit: what the machine has too little of, as the rest of a sentence; ``None``: it has room, or none was asked.
+        shortage: why the machine has no room for it: ``"does not fit ..."``; ``None``: it has, or nothing was asked.
         notes: what reading experts in place in the files takes, and why some of them cannot be.
     """
 
@@ -117,7 +117,7 @@ class PlanPrediction:
     device_bytes: int
     alternatives: tuple[Alternative, ...] = ()
     least_budget_bytes: int | None = None
-    misfit: str | None = None
+    shortage: str | None = None
     notes: tuple[str, ...] = ()
     caches: tuple[CachePoint, ...] = ()
 
@@ -131,7 +131,7 @@ class PlanPrediction:
             "memory": [{**asdict(use), "device_bytes": self.device_bytes + use.total_bytes} for use in self.memory],
             "alternatives": [asdict(alternative) for alternative in self.alternatives],
             "least_budget_bytes": self.least_budget_bytes,
-            "misfit": self.misfit,
+            "misfit": self.shortage,
             "notes": list(self.notes),
             "caches": [asdict(cache) for cache in self.caches],
         }
@@ -147,7 +147,7 @@ def plan_table(plan: Plan) -> RenderableType:
         return render(plan, name)
     if outlook.least_budget_bytes is not None:
         return render_weights(plan, name, outlook.least_budget_bytes)
-    refusals = [Text(f"\nThis plan {outlook.misfit}.", style="bold red")] if outlook.misfit else []
+    refusals = [Text(f"\nThis plan {outlook.shortage}.", style="bold red")] if outlook.shortage else []
     if plan.mode == "meta":
         refusals.append(Text("\nMode meta keeps no bytes: this plan is for sizes and cannot be carried out."))
     elif plan.mode in RANK_MODES:
