@@ -76,7 +76,7 @@ _HOMES = {
     "headrace.experts.rows": ("expert_rows",),
     "headrace.graphs.decoding": ("decode_in_graphs",),
     "headrace.api": ("Handle", "offload"),
-    "headrace.plan.plan": ("Plan",),
+    "headrace.plan.report": ("Plan",),  # with its tables
     "headrace.planning": ("make_plan",),
     "headrace.stores.sources": ("DiskOptions",),
 }

@@ -2,7 +2,11 @@
 
 from __future__ import annotations
 
-__all__ = ["format_rate", "format_size", "format_time", "in_unit", "pluralize", "size_unit"]
+from collections.abc import Iterable
+
+__all__ = ["format_rate", "format_size", "format_time", "in_unit", "listed", "pluralize", "size_unit"]
+
+_MOST_CHARACTERS = 300  # of a name, which may come from a file
 
 # For figures in tables and messages: bytes of the unit, and digits after the point.
 _UNITS = {"GiB": (2**30, 3), "MiB": (2**20, 2), "KiB": (2**10, 1), "B": (1, 0)}
@@ -11,6 +15,14 @@ _UNITS = {"GiB": (2**30, 3), "MiB": (2**20, 2), "KiB": (2**10, 1), "B": (1, 0)}
 def pluralize(number: int, thing: str, things: str | None = None) -> str:
     """``"1 slot"``, ``"3 slots"``; ``things``: a plural that is not made with an s."""
     return f"{number:,} {thing if number == 1 else things or thing + 's'}"
+
+
+def listed(names: Iterable[str], thing: str | None = None, most: int = 3) -> str:
+    """``"a, b, c and 2 more"``; with a ``thing``, ``"5 tensors (a, b, c and 2 more)"``."""
+    every = list(names)
+    more = f" and {len(every) - most:,} more" if len(every) > most else ""
+    shown = ", ".join(name[:_MOST_CHARACTERS] for name in every[:most]) + more
+    return f"{pluralize(len(every), thing)} ({shown})" if thing else shown
 
 
 def size_unit(num_bytes: float) -> str:

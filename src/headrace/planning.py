@@ -1,7 +1,7 @@
-"""A model, a policy and a machine to a plan: :func:`make_plan`. Names and sizes only; nothing is allocated.
+"""From a model, a policy and a machine to a plan: :func:`make_plan`. Names and sizes only; nothing is allocated.
 
-The command line plans with :func:`plan_model`, which also returns the planner. Nothing at the top of this file
-imports torch or transformers.
+The command line uses :func:`plan_model`, which also returns the planner. Nothing here imports torch or transformers at
+its top: a folder that was planned before needs neither.
 """
 
 from __future__ import annotations
@@ -29,7 +29,8 @@ if TYPE_CHECKING:
     from headrace.checkpoint.safetensors_header import Checkpoint
     from headrace.checkpoint.weight_map import WeightMap
     from headrace.model.records import Inventory
-    from headrace.plan.build import Planner, PlanPrediction
+    from headrace.plan.build import Planner
+    from headrace.plan.report import PlanPrediction
     from headrace.plan.traces import ExpertHits
     from headrace.stores.sources import DiskOptions
     from headrace.transfer.machine_probe import DeviceName
@@ -81,11 +82,10 @@ def make_plan(
             model or machine.
         CheckpointError: no model in the folder, or files for another one.
     """
-    planned = plan_model(
-        PlanRequest(model, policy, workload, machine, checkpoint, dtype, device, disk, num_ranks, expert_trace)
-    )
-    if planned.misfit:
-        warn_user(f"the plan {planned.misfit}")
+    options = (workload, machine, checkpoint, dtype, device, disk, num_ranks, expert_trace)
+    planned = plan_model(PlanRequest(model, policy, *options))
+    if planned.shortage:
+        warn_user(f"the plan {planned.shortage}")
     return planned.with_outlook()
 
 
@@ -107,14 +107,14 @@ class PlanResult:
 
     @property
     def workload(self) -> Workload:
-        """That predictions are about."""
+        """The workload of the predictions."""
         return self.context.request.expected
 
     @cached_property
-    def misfit(self) -> str | None:
-        """Why the machine has no room for the plan, as the rest of a sentence; ``None``: it has."""
+    def shortage(self) -> str | None:
+        """Why the plan does not fit the machine: ``"does not fit ..."``; ``None``: it does."""
         if self.context.request.given is None:
-            return None  # the question is what the model weighs, and which budget runs it
+            return None  # asked for the size of the model and its smallest budget
         batch, context, target = max(self.workload.batch_sizes), self.workload.context, self.context.target
         beside = self.planner.profile.workload_bytes(batch, context)
         try:
@@ -127,52 +127,47 @@ class PlanResult:
 
     @cached_property
     def outlook(self) -> PlanPrediction:
-        """Predictions, and for budgets the alternatives."""
+        """Predictions; for a budget also alternatives."""
         outlook = self.planner.outlook(self.context.request.given, self.plan, self.workload)
-        return replace(outlook, misfit=self.misfit)
+        return replace(outlook, shortage=self.shortage)
 
     def with_outlook(self) -> Plan:
-        """The plan with its predictions, which it prints."""
+        """The plan with its predictions; it prints both."""
         return self.plan.with_outlook(self.outlook)
 
 
 def plan_model(request: PlanRequest) -> PlanResult:
-    """:func:`make_plan` with the planner, for a folder that is open already, too; warns about nothing that is missing.
-
-    Raises the errors of :func:`make_plan`.
-    """
+    """:func:`make_plan` with its planner; takes an ``OpenedModel`` too, and does not warn of a shortage."""
     from headrace.stores.sources import File
 
     require_kinds(request.device, request.disk)
     workload, policy = request.workload, request.policy
     if workload is not None and not isinstance(workload, Workload):
         raise OptionTypeError(f"workload: expected a headrace.Workload, found {type(workload).__name__} {workload!r}")
-    _check_ranks(request.given, request.num_ranks)
-    if isinstance(policy, Plan) and request.num_ranks == 1:  # a finished plan says itself over how many
+    _check_ranks(request)
+    if isinstance(policy, Plan) and request.num_ranks == 1:  # the plan knows its ranks
         request = replace(request, num_ranks=policy.num_ranks)
     with gc_paused():
         context = _context(request)
         plan = context.plan()
         if request.disk is not None and context.weights is not None and (plan.reads_files or context.loads_files):
-            # The file system may refuse O_DIRECT. Opening the files finds this now, and not when the plan is carried
-            # out.
             for path in context.weights.checkpoint.files:
-                File(path, request.disk).close()
+                File(path, request.disk).close()  # the file system may refuse O_DIRECT
         if plan.offloaded_bytes and plan.reads_files and context.weights is None:
             warn_user(
-                "the plan reads weights from safetensors files, and none were given: pass checkpoint=FOLDER here and "
-                "to headrace.offload"
+                "the plan reads safetensors files, and none were given: pass checkpoint=FOLDER here and to offload"
             )
         return PlanResult(replace(plan, model_name=plan.model_name or context.name), context)
 
 
-def _check_ranks(policy: Policy | Plan | None, num_ranks: int) -> None:
+def _check_ranks(request: PlanRequest) -> None:
+    num_ranks = request.num_ranks
     if isinstance(num_ranks, bool) or not isinstance(num_ranks, int):
         raise OptionTypeError(f"num_ranks: expected an int, found {type(num_ranks).__name__} {num_ranks!r}")
-    if num_ranks < 1 or (num_ranks > 1 and getattr(policy, "mode", None) not in SHARDED_MODES):
+    if num_ranks < 1 or (num_ranks > 1 and getattr(request.given, "mode", None) not in SHARDED_MODES):
         raise OptionError(
-            f"num_ranks = {num_ranks}: expected at least 1, and more for a policy of mode {' or '.join(SHARDED_MODES)} "
-            f"alone; in other modes no unit is split (--num-ranks)"
+            f"num_ranks = {num_ranks}: expected at least 1, and 1 without mode {' or '.join(SHARDED_MODES)}: in "
+            f"other modes no unit is split (--num-ranks)"
         )
 
 
@@ -182,11 +177,11 @@ def _check_ranks(policy: Policy | Plan | None, num_ranks: int) -> None:
 def _context(request: PlanRequest) -> PlanContext:
     model, is_folder = request.model, isinstance(request.model, str | os.PathLike)
     if request.dtype is not None and not is_folder:
-        raise OptionError("dtype: of a module, its own counts; leave dtype out, or plan a folder")
+        raise OptionError("dtype: a module has its own; leave dtype out, or plan a folder")
     if is_folder or hasattr(model, "unstreamable"):  # an OpenedModel; its class needs transformers
         if request.checkpoint is not None:
             raise OptionError("checkpoint: a folder is its own checkpoint; leave checkpoint out")
-        # A folder is read for the device: quantised weights take other forms on a GPU and on a CPU.
+        # First, since quantised weights take other forms on a GPU and on a CPU.
         target = _target(request)
         facts = _read_folder(request, target) if is_folder else model
         for difference in facts.differences:
@@ -218,7 +213,7 @@ def _read_folder(request: PlanRequest, target: Target) -> FolderFacts:
     folder, dtype, device = model_folder(request.model), request.dtype, target.device.type
     context = request.expected.context
     options = f"{dtype} {device} {may_have_gpu()}" if is_quantised(folder) else str(dtype)
-    if context:  # what is measured for one is kept, too
+    if context:  # the caches measured for it are kept, too
         options += " with caches"
     return folder_facts(folder, partial(_read, folder, dtype, device, context), options)
 
@@ -257,6 +252,6 @@ def _target(request: PlanRequest, module: nn.Module | None = None) -> Target:
             here = compute_device(module or nn.Module(), device)
         return Target(here, describe_device(here))
     if device is not None:
-        raise OptionError("machine and device contradict each other: the machine says the device; leave device out")
+        raise OptionError("machine and device contradict each other: the machine has its device; leave device out")
     made_for, rates = named_machine(request.machine, disk is not None and bool(disk.direct))
     return Target(DeviceName("cpu" if made_for.device == "cpu" else "cuda"), made_for, rates)

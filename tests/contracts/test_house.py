@@ -27,11 +27,12 @@ def module_name(file: Path) -> str:
     return ".".join(parts[:-1] if parts[-1] == "__init__" else parts)
 
 
+BY_NAME = ("import_module", "__import__")
 MODULES = {module_name(file): file for file in FILES}
 
 
 def imported_by(file: Path) -> set[str]:
-    """Modules of the package that ``file`` imports, inside functions and for type checkers, too."""
+    """Modules of the package that ``file`` imports, inside functions, for type checkers and by name, too."""
     found = set()
     for node in ast.walk(ast.parse(file.read_text())):
         names: list[str] = []
@@ -39,6 +40,8 @@ def imported_by(file: Path) -> set[str]:
             names = [alias.name for alias in node.names]
         elif isinstance(node, ast.ImportFrom) and node.module:
             names = [f"{node.module}.{alias.name}" for alias in node.names]
+        elif isinstance(node, ast.Call) and getattr(node.func, "attr", getattr(node.func, "id", "")) in BY_NAME:
+            names = [str(part.value) for part in ast.walk(node) if isinstance(part, ast.Constant)]
         for name in names:
             while name and name not in MODULES:
                 name = name.rpartition(".")[0]

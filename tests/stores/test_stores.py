@@ -18,10 +18,10 @@ from headrace.config import Budget
 from headrace.errors import HeadraceWarning, OptionError
 from headrace.model.inventory import take_inventory
 from headrace.model.memory_profile import ModelProfile
-from headrace.plan.build import Planner, PlanPrediction, build_plan
+from headrace.plan.build import Planner, build_plan
 from headrace.plan.candidates import Spill
 from headrace.plan.plan import Machine, Plan
-from headrace.plan.report import render
+from headrace.plan.report import PlanPrediction, render
 from headrace.plan.schedule import lay_out_ring, steady_order
 from headrace.plan.units import move_on_demand
 from headrace.runtime import session

@@ -15,6 +15,7 @@ from contextlib import suppress
 from pathlib import Path
 
 from headrace.errors import CheckpointError, OptionError, OptionTypeError
+from headrace.formatting import listed
 
 __all__ = ["is_quantised", "model_folder", "model_name"]
 
@@ -154,7 +155,7 @@ def _require_model(folder: Path) -> None:
         raise CheckpointError(_gguf(folder, gguf))
     elif pickles := [name for name in names if name.endswith(_PICKLES)]:
         raise CheckpointError(
-            f"{folder}: {_WANTED}, found pickled weights alone ({_some(pickles)}), which have no headers to plan from "
+            f"{folder}: {_WANTED}, found pickled weights alone ({listed(pickles)}), which have no headers to plan from "
             f"and may run code; if you trust them, write safetensors once: "
             f"{_class_of(folder)}.from_pretrained({str(folder)!r}).save_pretrained(FOLDER)"
         )
@@ -167,10 +168,10 @@ def _no_config(folder: Path, names: Sequence[str]) -> str:
     start = f"{folder}: a folder that is no model: expected a config.json in it, found"
     for place in (folder, folder / "hub"):
         if known := _cached_names(place):
-            return f"{start} a cache of the Hub; give the name of a model in it: {_some(known)}"
+            return f"{start} a cache of the Hub; give the name of a model in it: {listed(known)}"
     models = [name for name in names if (folder / name / "config.json").is_file()]
     if models:
-        return f"{start} none, but one in {_some(models)}; give {str(folder / models[0])!r}, say"
+        return f"{start} none, but one in {listed(models)}; give, for example, {str(folder / models[0])!r}"
     return f"{start} none; give the folder that model.save_pretrained(FOLDER) or a download wrote"
 
 
@@ -186,7 +187,7 @@ def _adapter(folder: Path) -> str:
 
 def _gguf(folder: Path, files: Sequence[str]) -> str:
     return (
-        f"{folder}: {_WANTED}, found GGUF ({_some(files)}), a format of llama.cpp; use the model's safetensors "
+        f"{folder}: {_WANTED}, found GGUF ({listed(files)}), a format of llama.cpp; use the model's safetensors "
         f"release, or convert it once: AutoModelForCausalLM.from_pretrained({str(folder)!r}, gguf_file={files[0]!r})"
         f".save_pretrained(FOLDER)"
     )
@@ -202,7 +203,3 @@ def _stated(file: Path, key: str) -> object:
     with suppress(OSError, ValueError, AttributeError):
         return json.loads(file.read_text()).get(key)
     return None
-
-
-def _some(names: Sequence[str]) -> str:
-    return f"{', '.join(names[:3])}{', ...' if len(names) > 3 else ''}"

@@ -25,6 +25,7 @@ from pathlib import Path, PurePosixPath
 from typing import TYPE_CHECKING, NamedTuple, TypeGuard
 
 from headrace.errors import CheckpointError
+from headrace.formatting import listed
 
 # Functions that need torch import it. The process that fills a staging ring uses FileFingerprint and the errors of
 # files from here, and starts faster without torch.
@@ -36,7 +37,6 @@ __all__ = ["Checkpoint", "FileFingerprint", "FileTensor", "opened", "raw_header"
 _INDEX = "model.safetensors.index.json"
 _MAX_HEADER_BYTES = 100_000_000  # the format's own limit
 _FIRST_READ_BYTES = 128 * 1024  # holds the header of a shard of about 1,000 tensors
-_MOST_SHOWN = 300  # characters of a name
 _FOREIGN = (".bin", ".pt", ".pth", ".ckpt", ".gguf", ".h5", ".msgpack")
 _CONVERT = "Load it with the library that wrote it, then `model.save_pretrained(folder)` writes safetensors."
 _REWRITE = "Write the file again with safetensors.torch.save_file, or download it again."
@@ -105,7 +105,7 @@ class Checkpoint:
         for found, stamp in headers:
             kept = found if named is None else _only_named(stamp.path, found, named[stamp.path])
             if both := sorted(tensors.keys() & kept.keys()):
-                elsewhere = f"{_some(both)} also in {tensors[both[0]].path}"
+                elsewhere = f"{len(both)} ({listed(both)}) also in {tensors[both[0]].path}"
                 fix = f"Remove one of the two files, or add a {_INDEX} that says which one counts."
                 raise _fault(stamp.path, "each tensor in one file only", elsewhere, fix)
             tensors.update(kept)
@@ -204,7 +204,8 @@ def _find_files(start: Path) -> tuple[Path, list[Path]]:
     every = [name for name in names if name.endswith(".safetensors") and name[0] != "."]
     chosen = [name for name in (_INDEX, "model.safetensors") if name in names][:1] or every
     if not chosen:
-        found = f"{_some(foreign)} of another format" if foreign else _some(names) if names else "an empty folder"
+        found = f"{len(names)} ({listed(names)})" if names else "an empty folder"
+        found = f"{listed(foreign)} of another format" if foreign else found
         fix = _CONVERT if foreign else "Give the folder of the weights."
         raise _fault(start, "safetensors files", found, fix)
     return start, [start / name for name in chosen]
@@ -229,7 +230,7 @@ def _index_shards(index: Path) -> dict[Path, set[str]]:
             raise _fault(index, "shards inside its folder", repr(file), "Do not use it, or correct its weight_map.")
         shards.setdefault(index.parent / pure, set()).update(names)
     if missing := [str(shard) for shard in sorted(shards) if not os.path.exists(shard)]:
-        found = f"{len(shards) - len(missing)}, missing: {_some(missing)}"
+        found = f"{len(shards) - len(missing)}, missing: {len(missing)} ({listed(missing)})"
         raise _fault(index, f"{len(shards)} shards in its folder", found, "Download or copy what is missing.")
     return shards
 
@@ -238,7 +239,8 @@ def _only_named(shard: Path, found: Mapping[str, FileTensor], names: set[str]) -
     if absent := sorted(names - found.keys()):
         expected = f"all {len(names)} tensors that the index places here"
         fix = "One of the two is of another checkpoint: download or copy both again."
-        raise _fault(shard, expected, f"{len(names) - len(absent)} of them, missing: {_some(absent)}", fix)
+        have = f"{len(names) - len(absent)} of them, missing: {len(absent)} ({listed(absent)})"
+        raise _fault(shard, expected, have, fix)
     return dict(found) if len(found) == len(names) else {name: found[name] for name in found if name in names}
 
 
@@ -357,7 +359,3 @@ def _check_layout(path: Path, tensors: Iterable[FileTensor], data_start: int, fi
     if position != file_bytes:
         kind = "it is truncated" if file_bytes < position else "it has trailing bytes"
         raise _fault(path, f"a file of {position} bytes", f"{file_bytes} bytes, {kind}")
-
-
-def _some(names: list[str]) -> str:
-    return f"{len(names)} ({', '.join(name[:_MOST_SHOWN] for name in names[:3])}{', ...' if len(names) > 3 else ''})"

@@ -95,7 +95,7 @@ def plan(
         sys.stdout.write("\n")
     else:
         stdout.print(plan_table(made))
-    if planned.misfit:
+    if planned.shortage:
         raise typer.Exit(EXIT_UNFIT)
 
 

@@ -81,8 +81,8 @@ def run_server(model: str, flags: OffloadFlags, options: ServerOptions) -> None:
     pool = Pool.of(sequences, longest, BLOCK_TOKENS)
     request = replace(request, policy=planned.plan, workload=Workload([sequences], longest))
     planned = plan_model(request)  # with a cache measured
-    if planned.misfit:
-        raise OptionError(f"the plan {planned.misfit}; use a smaller --batch or --context, or less --device-memory")
+    if planned.shortage:
+        raise OptionError(f"the plan {planned.shortage}; use a smaller --batch or --context, or less --device-memory")
     stderr.print(render(planned.plan, opened.name))
     stderr.print(_cache_line(planned, pool, sequences), highlight=False, soft_wrap=True)
     if options.dry_run:

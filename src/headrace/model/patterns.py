@@ -98,7 +98,7 @@ def matching(inventory: Inventory, pattern: str) -> frozenset[str]:
     raise SelectionError(
         f"pattern {pattern!r} matches none of the {len(names)} tensor names; the nearest are "
         f"{', '.join(dict.fromkeys(nearest or names[:5]))}. Names match by whole dotted segments; use globs "
-        f"('*.mlp.*') or 're:...' for parts. This model has {_listed(groups)}{empty}."
+        f"('*.mlp.*') or 're:...' for parts. This model has {_groups_in(groups)}{empty}."
     )
 
 
@@ -108,11 +108,11 @@ def _group(inventory: Inventory, word: str) -> frozenset[str]:
         raise SelectionError(f"'@{word}': expected one of the groups {', '.join('@' + group for group in GROUPS)}")
     if not groups[word]:
         raise SelectionError(
-            f"'@{word}': this group is empty in this model, which has {_listed(groups)}; choose one of these or names"
+            f"'@{word}': this group is empty in this model, which has {_groups_in(groups)}; use one of them or names"
         )
     return groups[word]
 
 
-def _listed(groups: dict[str, frozenset[str]]) -> str:
+def _groups_in(groups: dict[str, frozenset[str]]) -> str:
     present = [f"@{group}" for group, storages in groups.items() if storages]
     return f"the groups {', '.join(present)}" if present else "no groups"

@@ -21,6 +21,7 @@ from torch import nn
 from headrace.config import UVA, Budget, Mechanism, Mode, Prefetch, Rule
 from headrace.errors import BudgetError, OptionError, SelectionError, StateError, warn_user
 from headrace.experts.rows import CachedExperts, ExpertKernels
+from headrace.formatting import listed
 from headrace.model.inventory import is_embedding, take_inventory
 from headrace.model.memory_profile import profile_of
 from headrace.model.patterns import matching
@@ -30,7 +31,7 @@ from headrace.offloaders.base import BaseOffloader
 from headrace.plan.build import Planner, build_plan
 from headrace.plan.cost_model import NOMINAL_GPU, Rates
 from headrace.plan.plan import Plan
-from headrace.plan.units import TINY_BYTES, move_on_demand, plan_group_rule, selected, some_names, worth_moving
+from headrace.plan.units import TINY_BYTES, move_on_demand, plan_group_rule, selected, worth_moving
 from headrace.ranks.group import RankGroup
 from headrace.runtime.prepare import Prepared, compute_device, prepare
 from headrace.runtime.session import OffloadSession, SessionOptions
@@ -443,9 +444,7 @@ class EngineOffloader(LayerwiseOffloader):
             return plan
         copied = move_on_demand(inventory, plan, num_slots=2)
         if left := sorted(plan.uva.keys() - copied.offloaded_names):
-            message = (
-                f"{some_names(left)}: no unit can hold what several modules share, or what runs around other units"
-            )
+            message = f"{listed(left, 'tensor')}: several modules share it, or its module runs around other units"
             if not copied.units:
                 raise SelectionError(f"{message}; select other names, or offload nothing")
             warn_user(f"{message}. They stay resident")

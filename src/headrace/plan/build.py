@@ -20,14 +20,14 @@ from __future__ import annotations
 import mmap
 from bisect import bisect_right
 from collections.abc import Collection, Iterator, Mapping, Sequence
-from dataclasses import asdict, dataclass, field, replace
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import numpy as np
 
 from headrace.config import HOST_MODES, SHARDED_MODES, UVA, Budget, Mechanism, Mode, Policy, Prefetch, Rules, Workload
 from headrace.errors import BudgetError, OptionError, RuleError, SelectionError, warn_user
-from headrace.formatting import format_size
+from headrace.formatting import format_size, listed
 from headrace.model.patterns import matching
 from headrace.model.records import Inventory, ModelProfile, StorageInfo
 from headrace.plan.alternatives import Alternative, Alternatives
@@ -43,6 +43,7 @@ from headrace.plan.cost_model import (
     split_rates,
 )
 from headrace.plan.plan import Plan, assemble
+from headrace.plan.report import CachePoint, PlanPrediction, WorkloadBytes
 from headrace.plan.traces import ExpertHits, FixedHits
 from headrace.plan.units import (
     draft_units,
@@ -52,12 +53,11 @@ from headrace.plan.units import (
     read_in_place,
     resolve_rules,
     selected,
-    some_names,
     usable_slots,
     warn_of_stranded,
 )
 
-__all__ = ["CachePoint", "PlanPrediction", "Planner", "WorkloadBytes", "build_plan"]
+__all__ = ["Planner", "build_plan"]
 
 # To join a piece to the one before it: two system calls, and a page that is read and copied (2 GHz Xeon, cached file).
 _JOIN_S = 50e-6
@@ -159,8 +159,8 @@ class Planner:
         fixed = self._fixed(policy.mode or self.default_mode)
         if unsaved := [s.name for s in candidates if s.name in fixed and s.name not in self.unstreamable]:
             warn_user(
-                f"{some_names(unsaved)}: buffers that are not persistent are in no state dict, so no checkpoint file "
-                f"holds them, and mode 'disk' cannot stream them: they stay resident"
+                f"{listed(unsaved, 'tensor')}: buffers that are not persistent are in no checkpoint file, so mode "
+                f"'disk' cannot stream them: they stay resident"
             )
         movable = [s for s in candidates if s.name not in fixed]
         if candidates and not movable and not isinstance(policy, Budget):
@@ -316,14 +316,14 @@ class Planner:
             num_bytes = sum(joined.values())
             seconds = num_bytes // mmap.PAGESIZE * _JOIN_S
             yield (
-                f"{some_names(list(joined))} in pieces in the files: loading maps the pieces and joins them, which "
+                f"{listed(joined, 'tensor')} in pieces in the files: loading maps the pieces and joins them, which "
                 f"takes {format_size(num_bytes)} of host memory for the pages in which they meet and {seconds:.2f} s"
             )
         layered = (s for layer in find_layers(self.inventory) for s in self.inventory.under(layer))
         experts = [s.name for s in layered if experts_in(self.inventory, s) > 1 and s.name in self.mapped.refused]
         if stay := [name for name in experts if plan.mechanism_of(name) == "prefetch"]:
             yield (
-                f"{some_names(stay)} of experts cannot be read in place, so all their bytes move with every forward: "
+                f"{listed(stay, 'tensor')} of experts cannot be read in place, so every forward copies all of them: "
                 f"{stay[0]} {self.mapped.refused[stay[0]]}; save_pretrained(FOLDER, save_original_format=False) writes "
                 f"files from which they can"
             )
@@ -336,88 +336,6 @@ def build_plan(
     if rates is None:
         rates = NOMINAL_CPU if (policy.mode or default_mode) == "disk" else NOMINAL_GPU
     return Planner(inventory, rates, default_mode=default_mode, **facts).plan(policy)
-
-
-# -- predictions -------------------------------------------------------------------------------------------------------
-
-
-@dataclass(frozen=True)
-class WorkloadBytes:
-    """Device memory beside the weights for one batch size; zeros when no context was stated."""
-
-    batch: int
-    cache_bytes: int
-    activation_bytes: int
-
-    @property
-    def total_bytes(self) -> int:
-        """Both together."""
-        return self.cache_bytes + self.activation_bytes
-
-
-@dataclass(frozen=True)
-class CachePoint:
-    """A plan with a number of slots for the experts of each layer.
-
-    Attributes:
-        num_slots: of the first layer.
-        device_bytes: for weights.
-        hits: expected share of the experts in use that one row finds on the device.
-        rows_per_s: tokens per second of the first batch size.
-        at_hits: the same if so large a share were found: (share, tokens per second).
-    """
-
-    num_slots: int
-    device_bytes: int
-    hits: float
-    rows_per_s: float
-    at_hits: tuple[tuple[float, float], ...]
-
-
-@dataclass(frozen=True)
-class PlanPrediction:
-    """Predictions for a plan.
-
-    Attributes:
-        machine: whose rates they are made with.
-        is_measured: false for nominal rates.
-        context: tokens per sequence; 0 if none was stated.
-        forecasts: one per batch size.
-        memory: beside the weights, one per batch size.
-        device_bytes: of weights: residents and slots.
-        alternatives: other choices; empty unless the plan was made for a budget.
-        least_budget_bytes: the smallest budget, where the plan keeps everything because no policy was given.
-        caches: the same plan with other numbers of slots for experts; empty unless it caches some.
-        misfit: what the machine has too little of, as the rest of a sentence; ``None``: it has room, or none was asked.
-        notes: what reading experts in place in the files takes, and why some of them cannot be.
-    """
-
-    machine: str
-    is_measured: bool
-    context: int
-    forecasts: tuple[Forecast, ...]
-    memory: tuple[WorkloadBytes, ...]
-    device_bytes: int
-    alternatives: tuple[Alternative, ...] = ()
-    least_budget_bytes: int | None = None
-    misfit: str | None = None
-    notes: tuple[str, ...] = ()
-    caches: tuple[CachePoint, ...] = ()
-
-    def to_json(self) -> dict[str, Any]:
-        """Plain numbers and strings; bytes and seconds."""
-        return {
-            "machine": self.machine,
-            "is_measured": self.is_measured,
-            "context": self.context,
-            "steps": [forecast.to_json() for forecast in self.forecasts],
-            "memory": [{**asdict(use), "device_bytes": self.device_bytes + use.total_bytes} for use in self.memory],
-            "alternatives": [asdict(alternative) for alternative in self.alternatives],
-            "least_budget_bytes": self.least_budget_bytes,
-            "misfit": self.misfit,
-            "notes": list(self.notes),
-            "caches": [asdict(cache) for cache in self.caches],
-        }
 
 
 # -- the search within a budget ----------------------------------------------------------------------------------------

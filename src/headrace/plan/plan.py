@@ -8,8 +8,7 @@ import os
 from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from functools import cached_property
-from importlib import import_module
+from functools import cached_property, singledispatch
 from itertools import accumulate
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -17,7 +16,7 @@ from typing import Any, NamedTuple
 from headrace.codec import FormatError, Positive, decode, encode, parse, read_file, require, write_file
 from headrace.config import Mechanism, Mode, StoreKind
 from headrace.errors import OptionError, OptionTypeError, PlanFileError
-from headrace.formatting import format_size, pluralize
+from headrace.formatting import format_size, listed, pluralize
 from headrace.model.records import Inventory, StorageInfo
 from headrace.plan.cached_experts import CachedLayer, cache_bytes, cached_layers, why_not_cached
 from headrace.plan.schedule import ENTRY_BYTES, MAX_ENTRIES, RingLayout, chain, lay_out_ring, slot_of
@@ -36,6 +35,7 @@ __all__ = [
     "Unit",
     "UnitDraft",
     "assemble",
+    "show",
     "slab_bytes",
 ]
 
@@ -56,7 +56,12 @@ SCHEMA_VERSION = 6
 _MOST_BYTES = 1 << 30  # of a plan file
 
 _REPLAN = "make it again for this one: `headrace plan MODEL ... --save FILE`, or pass a policy instead of a plan"
-_NAMES_SHOWN = 3
+
+
+@singledispatch
+def show(plan: object, html: bool = False) -> str:
+    """``plan`` for people. The tables register themselves here: :mod:`headrace.plan.report` imports this module."""
+    return repr(plan)
 
 
 @dataclass(frozen=True)
@@ -138,7 +143,7 @@ class Plan:
         made_for: the machine whose figures the plan was made from; ``None`` binds it to none.
         num_ranks: over how many ranks every unit is split; 1: each process keeps them whole.
         context: tokens per sequence for whose cache it leaves memory; 0: it counts weights alone.
-        outlook: predictions (:class:`headrace.plan.build.PlanPrediction`) by the planner that made it, if asked for:
+        outlook: predictions (:class:`headrace.plan.report.PlanPrediction`) by the planner that made it, if asked for:
             printed with it, and neither compared nor saved. ``replace()`` drops them, since another plan costs another
             time.
     """
@@ -156,7 +161,7 @@ class Plan:
     outlook: object = field(default=None, init=False, repr=False, compare=False)
 
     def __str__(self) -> str:
-        return str(_report().text_of(self))
+        return show(self)
 
     def __repr__(self) -> str:
         name = f"{self.model_name}: " if self.model_name else ""
@@ -167,7 +172,7 @@ class Plan:
         )
 
     def _repr_html_(self) -> str:
-        return str(_report().html_of(self))
+        return show(self, html=True)
 
     def with_outlook(self, outlook: object) -> Plan:
         """The same plan with these predictions."""
@@ -486,11 +491,6 @@ class Plan:
         }
 
 
-def _report() -> Any:
-    # By name: that module is about plans, and imports this one.
-    return import_module("headrace.plan.report")
-
-
 # -- layout ------------------------------------------------------------------------------------------------------------
 
 
@@ -705,9 +705,8 @@ def _foreign_model(
     ]
     parts = []
     if differing:
-        more = f" and {len(differing) - _NAMES_SHOWN} more" if len(differing) > _NAMES_SHOWN else ""
         count = f"{len(differing)} of {len(planned.keys() | found.keys())} storages differ"
-        parts.append(f"{count}: {', '.join(differing[:_NAMES_SHOWN])}{more}")
+        parts.append(f"{count}: {listed(differing)}")
     if missing_modules:
         parts.append(f"the model has no module {missing_modules[0]!r}")
     totals = [f"{len(s)} storages, {format_size(sum(s.values()))} ({sum(s.values())} bytes)" for s in (planned, found)]

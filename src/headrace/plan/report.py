@@ -1,4 +1,4 @@
-"""A plan and what it will cost, for people: as tables of rich."""
+"""Predictions for a plan, and how people see both: as tables of rich."""
 
 from __future__ import annotations
 
@@ -6,8 +6,10 @@ import re
 import shutil
 from collections import Counter, defaultdict
 from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import asdict, dataclass
 from io import StringIO
 from itertools import groupby
+from typing import Any
 
 from rich import box
 from rich.console import Console, ConsoleOptions, Group, RenderableType
@@ -17,18 +19,20 @@ from rich.text import Text
 
 from headrace.config import RANK_MODES, StoreKind
 from headrace.formatting import format_rate, format_size, format_time, in_unit, pluralize, size_unit
-from headrace.plan.build import CachePoint, PlanPrediction
-from headrace.plan.plan import Plan, Unit
+from headrace.plan.alternatives import Alternative
+from headrace.plan.cost_model import Forecast
+from headrace.plan.plan import Plan, Unit, show
 
 __all__ = [
+    "CachePoint",
+    "PlanPrediction",
+    "WorkloadBytes",
     "compress_indices",
-    "html_of",
     "plan_table",
     "render",
     "render_outlook",
     "render_weights",
     "role_of",
-    "text_of",
     "titled_table",
 ]
 
@@ -54,6 +58,88 @@ _STORE_NAMES: dict[StoreKind, str] = {
 }
 
 
+@dataclass(frozen=True)
+class WorkloadBytes:
+    """Device memory beside the weights for one batch size; zeros when no context was stated."""
+
+    batch: int
+    cache_bytes: int
+    activation_bytes: int
+
+    @property
+    def total_bytes(self) -> int:
+        """Both together."""
+        return self.cache_bytes + self.activation_bytes
+
+
+@dataclass(frozen=True)
+class CachePoint:
+    """A plan with a number of slots for the experts of each layer.
+
+    Attributes:
+        num_slots: of the first layer.
+        device_bytes: for weights.
+        hits: expected share of the experts in use that one row finds on the device.
+        rows_per_s: tokens per second of the first batch size.
+        at_hits: the same if so large a share were found: (share, tokens per second).
+    """
+
+    num_slots: int
+    device_bytes: int
+    hits: float
+    rows_per_s: float
+    at_hits: tuple[tuple[float, float], ...]
+
+
+@dataclass(frozen=True)
+class PlanPrediction:
+    """Predictions for a plan.
+
+    Attributes:
+        machine: whose rates they are made with.
+        is_measured: false for nominal rates.
+        context: tokens per sequence; 0 if none was stated.
+        forecasts: one per batch size.
+        memory: beside the weights, one per batch size.
+        device_bytes: of weights: residents and slots.
+        alternatives: other choices; empty unless the plan was made for a budget.
+        least_budget_bytes: the smallest budget, where the plan keeps everything because no policy was given.
+        caches: the same plan with other numbers of slots for experts; empty unless it caches some.
+        shortage: why the machine has no room for it: ``"does not fit ..."``; ``None``: it has, or nothing was asked.
+        notes: what reading experts in place in the files takes, and why some of them cannot be.
+    """
+
+    machine: str
+    is_measured: bool
+    context: int
+    forecasts: tuple[Forecast, ...]
+    memory: tuple[WorkloadBytes, ...]
+    device_bytes: int
+    alternatives: tuple[Alternative, ...] = ()
+    least_budget_bytes: int | None = None
+    shortage: str | None = None
+    notes: tuple[str, ...] = ()
+    caches: tuple[CachePoint, ...] = ()
+
+    def to_json(self) -> dict[str, Any]:
+        """Plain numbers and strings; bytes and seconds."""
+        return {
+            "machine": self.machine,
+            "is_measured": self.is_measured,
+            "context": self.context,
+            "steps": [forecast.to_json() for forecast in self.forecasts],
+            "memory": [{**asdict(use), "device_bytes": self.device_bytes + use.total_bytes} for use in self.memory],
+            "alternatives": [asdict(alternative) for alternative in self.alternatives],
+            "least_budget_bytes": self.least_budget_bytes,
+            "misfit": self.shortage,
+            "notes": list(self.notes),
+            "caches": [asdict(cache) for cache in self.caches],
+        }
+
+
+# -- tables ----------------------------------------------------------------------------------------------------------
+
+
 def plan_table(plan: Plan) -> RenderableType:
     """What ``headrace plan`` and ``print(plan)`` show: the plan, or the weights alone, and the predictions it has."""
     name, outlook = plan.model_name or "model", plan.outlook
@@ -61,7 +147,7 @@ def plan_table(plan: Plan) -> RenderableType:
         return render(plan, name)
     if outlook.least_budget_bytes is not None:
         return render_weights(plan, name, outlook.least_budget_bytes)
-    refusals = [Text(f"\nThis plan {outlook.misfit}.", style="bold red")] if outlook.misfit else []
+    refusals = [Text(f"\nThis plan {outlook.shortage}.", style="bold red")] if outlook.shortage else []
     if plan.mode == "meta":
         refusals.append(Text("\nMode meta keeps no bytes: this plan is for sizes and cannot be carried out."))
     elif plan.mode in RANK_MODES:
@@ -70,19 +156,15 @@ def plan_table(plan: Plan) -> RenderableType:
     return Group(render(plan, name), render_outlook(outlook), *refusals)
 
 
-def text_of(plan: Plan) -> str:
-    """:func:`plan_table` as plain text, as wide as the terminal (``COLUMNS``)."""
-    console = Console(file=StringIO(), width=shutil.get_terminal_size((_PIPE_WIDTH, 24)).columns)
-    with console.capture() as captured:
-        console.print(plan_table(plan))
-    return "\n".join(line.rstrip() for line in captured.get().splitlines())
-
-
-def html_of(plan: Plan) -> str:
-    """:func:`plan_table` for notebooks."""
-    console = Console(file=StringIO(), width=_PIPE_WIDTH, record=True)
+@show.register
+def _(plan: Plan, html: bool = False) -> str:
+    """:func:`plan_table` as plain text as wide as the terminal (``COLUMNS``), or as HTML for notebooks."""
+    width = _PIPE_WIDTH if html else shutil.get_terminal_size((_PIPE_WIDTH, 24)).columns
+    console = Console(file=StringIO(), width=width, record=True)
     console.print(plan_table(plan))
-    return console.export_html(inline_styles=True, code_format='<pre style="line-height:1.2">{code}</pre>')
+    if html:
+        return console.export_html(inline_styles=True, code_format='<pre style="line-height:1.2">{code}</pre>')
+    return "\n".join(line.rstrip() for line in console.export_text().splitlines())
 
 
 def render(plan: Plan, name: str) -> RenderableType:

@@ -16,6 +16,7 @@ from dataclasses import replace
 
 from headrace.config import Mechanism, Prefetch, Rule
 from headrace.errors import RuleError, SelectionError, warn_user
+from headrace.formatting import listed
 from headrace.model.patterns import matching, select
 from headrace.model.records import Inventory, StorageInfo, common_prefix, packed_modules
 from headrace.model.semantic_groups import semantic_groups
@@ -37,7 +38,6 @@ __all__ = [
     "reader_of",
     "resolve_rules",
     "selected",
-    "some_names",
     "split_by_part",
     "stranded",
     "usable_slots",
@@ -55,7 +55,6 @@ MIN_PART_BYTES = 2**20
 # Three slots of a stack of blocks are then a tenth of the weights.
 MAX_BLOCK_SHARE = 1 / 32
 
-_NAMES_SHOWN = 3
 _NUMBERED = re.compile(r".*\d")
 
 # Tensors of adapters by the names that PEFT's methods give them (lora_A.default.weight): a hundredth of a model, and
@@ -320,7 +319,7 @@ def resolve_rules(
         stay = {name: reasons[name] for name in mine if name in reasons}
         if stay:
             message = (
-                f"rule {_shown(rule)}: {len(stay)} of the {len(mine)} tensors that it settles ({_listed(list(stay))}) "
+                f"rule {_shown(rule)}: {len(stay)} of the {len(mine)} tensors that it settles ({listed(stay)}) "
                 f"cannot leave the device: {'; '.join(dict.fromkeys(stay.values()))}"
             )
             if len(stay) == len(mine):
@@ -360,19 +359,10 @@ def warn_of_stranded(inventory: Inventory, storages: Sequence[StorageInfo]) -> N
     """Warn that ``storages``, of :func:`stranded`, stay resident, and why; no effect if there are none."""
     if storages:
         warn_user(
-            f"{some_names([s.name for s in storages])}: cannot be prefetched, because "
+            f"{listed((s.name for s in storages), 'tensor')}: cannot be prefetched, because "
             f"{why_unreachable(inventory, storages[0])}. They stay resident; read them in place "
             f"(--offload-rule '{storages[0].name}=uva'), or hold them in a module whose forward reads them"
         )
-
-
-def some_names(names: Sequence[str]) -> str:
-    """How many tensors, and the first of their names."""
-    return f"{len(names)} tensor{'s' if len(names) > 1 else ''} ({_listed(names)})"
-
-
-def _listed(names: Sequence[str]) -> str:
-    return ", ".join(names[:_NAMES_SHOWN]) + (", ..." if len(names) > _NAMES_SHOWN else "")
 
 
 def _shown(rule: Rule) -> str:
@@ -474,7 +464,7 @@ def read_in_place(
     A token needs a few experts but all dense weights, so experts are the cheapest to read in place and come first.
     """
     if stay := [s.name for s in candidates if s.name in (refused or {})]:
-        message = f"{some_names(stay)} cannot be read in place: {stay[0]} {(refused or {})[stay[0]]}"
+        message = f"{listed(stay, 'tensor')} cannot be read in place: {stay[0]} {(refused or {})[stay[0]]}"
         candidates = [s for s in candidates if s.name not in stay]
         if not candidates:
             raise SelectionError(f"{message}; prefetch them instead (--offload-backend prefetch)")

@@ -50,13 +50,13 @@ class Prepared:
         plan: checked against the inventory and the machine, and within its limits.
         device: where compute runs.
         bound: the live tensors of every storage, by storage name.
-        weights: the checkpoint; needed for what rests in ``disk`` and for tensors on ``meta``.
+        weights: the checkpoint; needed for weights stored in ``disk`` and for tensors on ``meta``.
         disk: how its files are read.
         ranks: of the same offload, for stores and links that span processes.
         budget_bytes: device memory that weights may take, also when a tensor is promoted; ``None``: no such limit.
-        pooled: where storages wait in pinned memory already; what of it is offloaded stays there.
+        pooled: storages that are in pinned memory already; those that are offloaded stay there.
         on_host: storages whose device is a GPU although the engine keeps their bytes in host memory.
-        peer: the GPU whose memory holds units that rest in ``peer``; ``None``: there are none.
+        peer: the GPU whose memory holds the units of store ``peer``; ``None``: there are none.
     """
 
     model: nn.Module
@@ -74,7 +74,7 @@ class Prepared:
 
     @property
     def offloaded(self) -> dict[str, BoundStorage]:
-        """Of ``bound``, what the plan offloads."""
+        """Those of ``bound`` that the plan offloads."""
         return {name: self.bound[name] for name in self.plan.offloaded_names}
 
     def must_move(self, name: str) -> bool:
@@ -86,7 +86,7 @@ def prepare(request: PlanRequest, *, allocates: bool = True) -> Prepared:
     """The plan for a module, checked against the model, the machine and its limits.
 
     Args:
-        request: without what is for other machines or for folders.
+        request: of which ``machine``, ``dtype`` and ``expert_trace`` have no meaning here.
         allocates: the plan will be carried out, so the machine must have room for it.
 
     Raises:
@@ -102,13 +102,20 @@ def prepare(request: PlanRequest, *, allocates: bool = True) -> Prepared:
     request = replace(request, num_ranks=1 if ranks is None else ranks.size)
     context = module_context(request, Target(device, describe_device(device)))
     plan, bound = context.plan(), dict(context.bound)
-    facts = (request.model, context.inventory, plan, device, bound, context.weights, request.disk, ranks)
-    budget_bytes = given.num_bytes if isinstance(given, Budget) else None
-    peer = peer_of(device) if plan.peer_bytes else None
-    prepared = Prepared(*facts, budget_bytes, peer=peer)
-    if pool is not None:
-        on_host = storages_in_engine_memory(bound)
-        prepared = replace(prepared, pooled=pool.find_storages(bound), on_host=on_host)
+    prepared = Prepared(
+        request.model,
+        context.inventory,
+        plan,
+        device,
+        bound,
+        context.weights,
+        request.disk,
+        ranks,
+        budget_bytes=given.num_bytes if isinstance(given, Budget) else None,
+        pooled={} if pool is None else pool.find_storages(bound),
+        on_host=frozenset() if pool is None else storages_in_engine_memory(bound),
+        peer=peer_of(device) if plan.peer_bytes else None,
+    )
     if allocates:
         context.require_room(plan, {*prepared.pooled, *prepared.on_host}, _already_pinned_bytes(plan, prepared.pooled))
     return prepared
@@ -133,7 +140,7 @@ def open_ranks(group: dist.ProcessGroup | None) -> AbstractContextManager[RankGr
     """One call of all ranks of ``group`` (:meth:`RankGroup.open`); without a group the context yields ``None``.
 
     Raises:
-        OptionTypeError: not a process group. What ``new_group`` returns to a process outside of it is none, either.
+        OptionTypeError: not a process group, such as what ``new_group`` returns to a process outside of it.
     """
     if group is None:
         return nullcontext()
@@ -148,17 +155,17 @@ def open_ranks(group: dist.ProcessGroup | None) -> AbstractContextManager[RankGr
 def compute_device(model: nn.Module, device: torch.device | str | None = None) -> torch.device:
     """Where ``model`` will run: ``device``, or where it is; if that is ``meta``, a GPU where there is one.
 
-    A model whose parameters are all on ``meta`` waits for its weights there, wherever its buffers are.
+    Where all parameters are on ``meta``, the devices of buffers do not count.
 
     Raises:
         OptionError: tensors on several devices and none named; a device that is neither a CPU nor CUDA.
     """
     parameters = list(model.parameters())
-    waits = bool(parameters) and all(parameter.is_meta for parameter in parameters)
-    tensors = [] if waits else [*parameters, *model.buffers()]
+    on_meta = bool(parameters) and all(parameter.is_meta for parameter in parameters)
+    tensors = [] if on_meta else [*parameters, *model.buffers()]
     found = sorted({str(tensor.device) for tensor in tensors if not tensor.is_meta})
     if device is None and len(found) > 1:
-        raise OptionError(f"the model's tensors are on {', '.join(found)}; say where it runs with device=...")
+        raise OptionError(f"the model's tensors are on {', '.join(found)}; pass the one to run on as device=")
     default = "cuda" if torch.cuda.is_available() else "cpu"
     target = torch.device(device if device is not None else found[0] if found else default)
     if target.type not in ("cpu", "cuda"):
@@ -178,7 +185,7 @@ def _already_pinned_bytes(plan: Plan, pooled: Mapping[str, AlreadyPinned]) -> in
     """Bytes of ``pooled`` that stay in the pinned memory in which they are."""
     if plan.mode != "cpu":
         return 0
-    # A pinned store leaves there what is read in place, and units that are there as a whole; a cache, what it maps.
+    # A pinned store adopts tensors that are read in place and units that are all there; a cache, experts that it maps.
     units = [[entry.storage for entry in unit.entries] for unit in plan.units if unit.store == "cpu"]
     names = [name for names in units if all(name in pooled for name in names) for name in names]
     names += [name for name in plan.uva if name in pooled]

@@ -14,7 +14,7 @@ from __future__ import annotations
 import difflib
 import json
 import os
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator
 from dataclasses import replace
 from itertools import chain
 from pathlib import Path
@@ -38,7 +38,7 @@ from headrace.checkpoint.safetensors_header import Checkpoint, opened
 from headrace.checkpoint.weight_map import WeightMap
 from headrace.config import SHARDED_MODES, Policy, instead_of
 from headrace.errors import CheckpointError, OptionError, OptionTypeError, warn_user
-from headrace.formatting import format_size
+from headrace.formatting import format_size, listed
 from headrace.graphs.decoding import decode_in_graphs
 from headrace.memory.system import gc_paused
 from headrace.model.live_tensors import BoundStorage, storage_id
@@ -57,7 +57,6 @@ if TYPE_CHECKING:
 
 __all__ = ["build_meta_model", "differences", "load", "load_matched"]
 
-_NAMES_SHOWN = 8
 _MANY_LAYERS = 1000
 # num_hidden_layers, n_layer, depth, ...: what configurations call a number of layers.
 _DEPTHS = ("layers", "layer", "depth", "blocks")
@@ -433,32 +432,25 @@ def differences(model: PreTrainedModel, found: Match, *, is_chosen: bool = False
         )
     if found.missing:
         yield (
-            f"{_some(found.missing)} of {type(model).__name__} not in {root}: initialised anew, as from_pretrained "
-            f"does; outputs that depend on them mean nothing until they are trained"
+            f"{listed(found.missing, 'tensor')} of {type(model).__name__} not in {root}: initialised anew, as "
+            f"from_pretrained does; outputs that depend on them mean nothing until they are trained"
         )
     if found.unexpected:
         yield (
-            f"{_some(found.unexpected)} in {root} not used: {type(model).__name__} has no place for "
+            f"{listed(found.unexpected, 'tensor')} in {root} not used: {type(model).__name__} has no place for "
             f"{'it' if len(found.unexpected) == 1 else 'them'}"
         )
     if found.untied:
         yield (
-            f"{_some(found.untied)} in {root} differ from the tensors that config.json ties them to: not tied, as "
-            f"from_pretrained does; say tie_word_embeddings: false in config.json"
+            f"{listed(found.untied, 'tensor')} in {root} differ from the tensors that config.json ties them to: not "
+            f"tied, as from_pretrained does; say tie_word_embeddings: false in config.json"
         )
     if found.rearranged:
         tensors = {name: tensor for s in found.inventory.storages for tensor in s.tensors for name in tensor.names}
         sizes = {name: tensors[name].extent_bytes for name in found.rearranged if name in tensors}
         named = [f"{name} ({size} bytes, {found.rearranged[name]})" for name, size in sizes.items()]
         yield (
-            f"{_some(named)}, {format_size(sum(sizes.values()))} in all, cannot be streamed from the unmodified files: "
-            f"made while loading, tensor by tensor, and resident where the rest is streamed; a checkpoint saved in the "
-            f"form and dtype the model uses streams them"
+            f"{listed(named, 'tensor')}, {format_size(sum(sizes.values()))} in all, cannot be streamed from the "
+            f"unmodified files: made while loading, tensor by tensor, and resident where the rest is streamed; a "
+            f"checkpoint saved in the form and dtype the model uses streams them"
         )
-
-
-def _some(names: Iterable[str]) -> str:
-    every = list(names)
-    more = f" and {len(every) - _NAMES_SHOWN} more" if len(every) > _NAMES_SHOWN else ""
-    noun = "tensor" if len(every) == 1 else "tensors"
-    return f"{len(every)} {noun} ({', '.join(every[:_NAMES_SHOWN])}{more})"
