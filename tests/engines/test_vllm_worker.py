@@ -20,7 +20,8 @@ from torch import nn
 import vllm_stand_in as vllm
 from engine_names import differences
 from engines import WIDTH, Wrapped
-from headrace.adapters.vllm.options import REFUSED, Refusal
+from headrace.adapters.engine_interface import Refusal
+from headrace.adapters.vllm.options import REFUSED, refuse_unsupported
 from headrace.config import Prefetch
 from headrace.errors import OptionError, OutsideAccessError, SelectionError, StateError
 from headrace.offloaders.layerwise import EngineOffloader
@@ -587,6 +588,18 @@ def test_what_would_reach_weights_is_refused_before_the_model_loads(
         make(GROUP, **config_with(refusal.field, refused))
     make(**config_with(refusal.field, refused))  # nothing is offloaded: vLLM's affair
     make(GROUP, **config_with(refusal.field, allowed))
+
+
+@pytest.mark.parametrize("field", VALUES)
+def test_a_field_that_was_renamed_is_an_error_that_names_it(monkeypatch: pytest.MonkeyPatch, field: str) -> None:
+    config = vllm.VllmConfig(model_config=vllm.ModelConfig(multimodal_config=vllm.MultiModalConfig()))
+    refuse_unsupported(config, Prefetch(1))
+    *path, last = field.split(".")
+    owner = functools.reduce(getattr, path, config)
+    monkeypatch.delattr(type(owner), last)
+    delattr(owner, last)
+    with pytest.raises(OptionError, match=f"expected a field {field} in the engine's configuration"):
+        refuse_unsupported(config, Prefetch(1))
 
 
 @pytest.mark.parametrize(("flags", "own"), [(GROUP, None), ({}, SOME)])

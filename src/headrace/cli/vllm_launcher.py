@@ -90,7 +90,7 @@ def _require_rest(model: str, rest: Sequence[str]) -> None:
         )
     taken = {flag_of(name) for name in (*_VLLM_FLAGS, *_OWN_FLAGS, "additional_config", "engine", "dry_run")}
     elsewhere = {flag_of(name) for name in VERB_FLAGS} - taken - {"--device"}
-    refused = {refusal.flag: refusal.reason for refusal in REFUSED if refusal.values is None}
+    refused = {refusal.flag: refusal.reason for refusal in REFUSED if refusal.refused is bool}
     for word in rest:
         name = word.partition("=")[0].partition(".")[0].replace("_", "-")
         if name == "--worker-cls":
