@@ -433,12 +433,12 @@ def test_a_discard_of_the_cache_is_passed_on() -> None:
 
 # What each method that is refused while weights are offloaded is called with, and what it then says.
 REFUSED_CALLS: dict[str, tuple[tuple[Any, ...], str]] = {
-    "sleep": ((2,), "sleep level 2 would give the memory of slots and residents away.*use sleep level 1"),
-    "discard": ((("weights",),), "a discard of weights would give the memory of slots and residents away"),
+    "sleep": ((2,), "sleep level 2 would free the memory of slots and resident weights.*use sleep level 1"),
+    "discard": ((("weights",),), "a discard of weights would free the memory of slots and resident weights"),
     "reload_weights": ((), "reload_weights would write into slots.*start the engine again"),
     "reset_weights": ((), "reset_weights would write into slots.*start the engine again"),
     "save_tensorized_model": (({},), "would save what slots hold at this moment; save_sharded_state saves the weights"),
-    "checkpoint_prepare": ((), "checkpoint_prepare makes the process ready for a CUDA checkpoint"),
+    "checkpoint_prepare": ((), "checkpoint_prepare prepares the process for a CUDA checkpoint"),
 }
 
 
@@ -514,7 +514,7 @@ def test_a_foreign_offloader_is_not_replaced() -> None:
     foreign = ForeignOffloader()
     vllm.set_offloader(foreign)
     with pytest.raises(
-        StateError, match=r"test_vllm_worker.ForeignOffloader is set as vLLM's offloader.*one of the tw"
+        StateError, match=r"test_vllm_worker.ForeignOffloader is vLLM's offloader already.*one of the tw"
     ):
         worker.load_model()
     assert vllm.get_offloader() is foreign

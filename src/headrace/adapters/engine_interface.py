@@ -18,7 +18,7 @@ from typing import Any
 from headrace.errors import OptionError, warn_user
 from headrace.flags import flag_of
 
-__all__ = ["Refusal", "missing_hooks", "names_in", "refuse_flags", "require_names", "version_number"]
+__all__ = ["Refusal", "missing_hooks", "names_in", "refuse_flags", "require_hooks", "require_names", "version_number"]
 
 
 def version_number(version: str) -> tuple[int, ...] | None:
@@ -42,6 +42,14 @@ def missing_hooks(hooks: Mapping[str, Collection[str]]) -> list[str]:
     return problems
 
 
+def require_hooks(engine: str, hooks: Mapping[str, Collection[str]], instead: str) -> None:
+    """Refuse an ``engine`` of a supported version without one of ``hooks``, as a patched build may be."""
+    if found := missing_hooks(hooks):
+        raise OptionError(
+            f"{engine} differs from the tested versions: {'; '.join(found)}. Use an unchanged {instead} headrace"
+        )
+
+
 def names_in(code: CodeType) -> set[str]:
     """Attributes, variables, global names and strings in the code of a function, and of functions inside it."""
     inner = (names_in(part) for part in code.co_consts if isinstance(part, CodeType))
@@ -50,13 +58,14 @@ def names_in(code: CodeType) -> set[str]:
 
 
 def require_names(library: str, oldest: tuple[int, int], newest: tuple[int, int], *names: str) -> None:
-    """Warn of a version of ``library`` that was not tried; ``OptionError`` for one that lacks one of ``names``."""
+    """Warn about a version of ``library`` that was not tried; ``OptionError`` if it lacks one of ``names``."""
     version = importlib.metadata.version(library)
     number = version_number(version) or newest
     tried = f"{'.'.join(map(str, oldest))} to {'.'.join(map(str, newest))}"
     if found := missing_hooks(dict.fromkeys(names, ())):
         raise OptionError(
-            f"{library} {version}: expected what {tried} have, found that {'; '.join(found)}; install one"
+            f"{library} {version}: expected the functions of {tried}, found that {'; '.join(found)}; install one of "
+            f"these versions"
         )
     if not oldest <= number[:2] <= newest:
         warn_user(f"{library} {version} was not tried with this headrace; {tried} were")

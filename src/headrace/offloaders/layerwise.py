@@ -21,6 +21,7 @@ from torch import nn
 from headrace.config import UVA, Budget, Mechanism, Mode, Prefetch, Rule
 from headrace.errors import BudgetError, OptionError, SelectionError, StateError, warn_user
 from headrace.experts.rows import CachedExperts, ExpertKernels
+from headrace.formatting import format_size
 from headrace.model.inventory import is_embedding, take_inventory
 from headrace.model.memory_profile import profile_of
 from headrace.model.patterns import matching
@@ -42,7 +43,15 @@ from headrace.stats import Stats
 if TYPE_CHECKING:
     from headrace.experts.cache import CountsReader
 
-__all__ = ["EngineOffloader", "EnginePolicy", "EngineTraits", "LayerwiseOffloader", "PrefetchOffloader", "UVAOffloader"]
+__all__ = [
+    "EngineOffloader",
+    "EnginePolicy",
+    "EngineTraits",
+    "LayerwiseOffloader",
+    "PrefetchOffloader",
+    "UVAOffloader",
+    "lookup_rule",
+]
 
 EnginePolicy = Prefetch | UVA | Budget
 
@@ -184,6 +193,12 @@ class UVAOffloader(LayerwiseOffloader):
         super().__init__(UVA(cpu_offload_max_bytes, tuple(cpu_offload_params or ())))
 
 
+def lookup_rule(table: type[nn.Module], head: type[nn.Module]) -> Callable[[nn.Module], bool]:
+    """For :class:`EngineTraits`, by the engine's classes: whether a forward looks rows up in a module."""
+    # A head derives from the table, but its forward reads the complete weight in a matrix product.
+    return lambda module: isinstance(module, nn.Embedding | table) and not isinstance(module, head)
+
+
 @dataclass(frozen=True)
 class EngineTraits:
     """How an engine builds and runs its model.
@@ -249,6 +264,7 @@ class EngineOffloader(LayerwiseOffloader):
         self._measure_stalls = measure_stalls
         self._towers: list[nn.Module] = []
         self._others_replay = False
+        self._all_ran = False
         self.added_device_bytes = 0
 
     def wrap_modules(self, modules_generator: Iterable[nn.Module], prefix: str = "") -> list[nn.Module]:
@@ -323,11 +339,13 @@ class EngineOffloader(LayerwiseOffloader):
         return session.has_run or any(unit.runs for unit in stats.units) or any(layer.steps for layer in stats.experts)
 
     def require_all_ran(self) -> None:
-        """To be asked when the engine has run its model once, before its results count.
+        """Check the first run of the model, before its results count; later calls return at once.
 
         Raises:
-            StateError: a unit whose module did not run: what reads its weights would not wait for them.
+            StateError: a unit whose module did not run: code that reads its weights would not wait for them.
         """
+        if self._all_ran:
+            return
         stats = self.stats()
         idle = [unit.module_fqn for unit in stats.units if unit.runs == 0]
         idle += [layer.module_fqn for layer in stats.experts if layer.steps == 0]
@@ -339,10 +357,28 @@ class EngineOffloader(LayerwiseOffloader):
                 f"leave them out of what is offloaded, with names that do not match them (--offload-params; with "
                 f"device_memory: headrace.params, or headrace.rules such as '{idle[0]}=resident')"
             )
+        self._all_ran = True
 
     def counts_reader(self) -> CountsReader | None:
         """Of all cached experts, for an engine to show while it runs; ``None``: there are none, or nothing moves."""
         return None if self._session is None else self._session.counts_reader()
+
+    def summary(self) -> list[str]:
+        """Lines for an engine's log: what is offloaded, and how; after ``post_init``."""
+        plan = self.plan
+        slot_size = format_size(max(plan.slot_bytes, default=0))
+        lines = [
+            f"{format_size(plan.resident_bytes)} resident, {format_size(plan.prefetched_bytes)} prefetched in "
+            f"{len(plan.units)} units through {plan.num_slots} slots of {slot_size}, {format_size(plan.uva_bytes)} "
+            f"read in place; stored in {plan.mode}"
+        ]
+        if plan.cached:
+            slots = sorted({f"{layer.num_slots} of {layer.num_experts}" for layer in plan.cached})
+            lines.append(
+                f"of {len(plan.cached)} layers, {' or '.join(slots)} experts on the GPU at a time, "
+                f"{format_size(plan.cache_bytes)}"
+            )
+        return lines
 
     def metrics(self) -> dict[str, Any]:
         """The plan and the counters in plain numbers, for an engine to show; after ``post_init``."""
