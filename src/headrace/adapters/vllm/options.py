@@ -7,7 +7,7 @@ key under "headrace"  meaning
 ``batch``             sequences per step that a budget is planned for, ``[1, 16, 256]``; default 1
 ``params``            name patterns that narrow what may be offloaded, as ``--offload-params``
 ``rules``             ``["experts=uva", ...]``: mechanisms that the planner may not choose; with a budget
-``expert_slots``      experts of each layer on the GPU, of what a rule says to cache; default: what there is room for
+``expert_slots``      experts of each layer on the GPU, for a rule ``=cache``; default: as many as fit the budget
 ``mode``              the store: ``cpu``, or ``shm_cpu`` for one copy per host among data-parallel ranks
 ``replicas``          with ``shm_cpu`` and a dense model: engines that ``--data-parallel-size`` starts on this host
 ``measure_stalls``    time every wait for a unit; costs two events each
@@ -43,7 +43,7 @@ __all__ = [
 _HALVES = "runs parts of a batch through the layers at once, and they would share one slot"
 
 
-# Features of vLLM that move or replace weights themselves, run a layer twice at once, or have no layers.
+# Features of vLLM that move or replace weights, run a layer twice at once, or build no layers.
 REFUSED = (
     Refusal("parallel_config.enable_eplb", "rearranges experts in place, which headrace keeps elsewhere"),
     Refusal("parallel_config.enable_dbo", _HALVES),
@@ -62,7 +62,7 @@ REFUSED = (
         "builds no layers of a language model, which are what headrace offloads",
     ),
 )
-# Models that run parts of a layer without calling it: nothing would wait for a copy of the layer.
+# Models that run parts of a layer without calling the layer: nothing would wait for its copy.
 _NEVER_CALLED = ("AliceAIForCausalLM",)
 FORM = """write it like --additional-config '{"headrace": {"device_memory": "20GiB"}}'"""
 _SHARED = ("device_memory", "batch", "params", "rules", "expert_slots", "mode", "measure_stalls")
@@ -98,11 +98,11 @@ def read_options(offload_config: Any, additional_config: Any) -> EngineOptions:
 
 
 def refuse_unsupported(config: Any, policy: EnginePolicy) -> None:
-    """Refuse what would read or write weights where ``policy`` does not keep them; to be asked before a model loads.
+    """Refuse features that would read or write offloaded weights, before a model loads.
 
     Args:
         config: vLLM's ``VllmConfig``.
-        policy: what the worker is to do.
+        policy: of the worker.
 
     Raises:
         OptionError: a flag of :data:`REFUSED`, a model whose layers are never called, another kind of additional
