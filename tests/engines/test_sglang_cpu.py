@@ -68,7 +68,7 @@ FIELDS = (
     "tp_size",
     "dp_size",
     "nnodes",
-    *REFUSED,
+    *(refusal.field for refusal in REFUSED),
 )
 
 

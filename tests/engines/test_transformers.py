@@ -34,7 +34,7 @@ import headrace
 from checkpoints import HEADS, SIZE, assert_same_tensors, environment, make, resident, rewrite, run
 from headrace.adapters.engine_interface import require_names
 from headrace.adapters.transformers import build_meta_model, load
-from headrace.adapters.transformers.conversion import FileSpans, NotStretchesError, match
+from headrace.adapters.transformers.conversion import FileSpans, NotSpansError, match
 from headrace.checkpoint.safetensors_header import Checkpoint, FileTensor
 from headrace.errors import (
     CheckpointError,
@@ -465,7 +465,7 @@ def used(folder: Path, handle: headrace.Handle) -> list[FileTensor]:
 
 
 class TestRearranged:
-    """What is no stretch of the file is made while loading, equals from_pretrained's, and stays resident."""
+    """Tensors that are no ranges of a file are made while loading, equal from_pretrained's, and stay resident."""
 
     def test_transposed_experts(self, tmp_path: Path) -> None:
         vision = {"depth": 2, "hidden_size": 32, "intermediate_size": 32, "num_heads": 2, "out_hidden_size": 64}
@@ -518,7 +518,7 @@ class TestStretches:
         expected = operation(self.FILES["a"], self.FILES["b"], dim)
         assert found.shape == expected.shape
         raw = (checkpoint.root / "model.safetensors").read_bytes()
-        data = b"".join(raw[part.offset : part.offset + part.num_bytes] for part in found.stretches)
+        data = b"".join(raw[part.offset : part.offset + part.num_bytes] for part in found.spans)
         assert data == expected.contiguous().numpy().tobytes()
         source = found.to_source()
         assert [part.offset for part in source.parts] == [
@@ -526,12 +526,12 @@ class TestStretches:
         ]
 
     def test_anything_else_is_refused(self, checkpoint: Checkpoint) -> None:
-        with pytest.raises(NotStretchesError, match="transpose"):
+        with pytest.raises(NotSpansError, match="transpose"):
             torch.transpose(FileSpans.of(checkpoint["a"]), 0, 1)
 
     def test_too_many_small_pieces(self) -> None:
         long = [FileTensor(n, torch.float32, (1000, 2), Path(n), 0, 8000) for n in ("a", "b")]
-        with pytest.raises(NotStretchesError, match="2000 pieces of 8 bytes"):
+        with pytest.raises(NotSpansError, match="2000 pieces of 8 bytes"):
             torch.cat([FileSpans.of(tensor) for tensor in long], dim=1).to_source()
 
 

@@ -90,7 +90,7 @@ def test_rules_for_what_is_outside(rules: list[str], stays: set[str], in_place: 
 
 @pytest.mark.parametrize("rule", ["visual=prefetch", "lm_head=prefetch", "ALL_MODEL_PARAMS=prefetch"])
 def test_a_rule_that_would_copy_it_is_refused(rule: str) -> None:
-    with pytest.raises(OptionError, match=r"reaches \S+, outside the layers .* say uva or resident for it, in a rule"):
+    with pytest.raises(OptionError, match=r"matches \S+ outside the layers, .* give it uva or resident in a rule"):
         loaded(own={"device_memory": "4MiB", "rules": [rule]})
     assert type(vllm.get_offloader()).__module__.startswith("vllm")
 

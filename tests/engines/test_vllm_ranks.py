@@ -127,7 +127,7 @@ def test_an_engine_that_nobody_joins_gives_up() -> None:
     port = free_port()
     (seeker,) = run_ranks(1, lonely, port)
     assert isinstance(seeker, PeerError)
-    assert f"did not meet at port {port} within 1 s" in str(seeker)
+    assert f"did not all connect to port {port} within 1 s" in str(seeker)
 
 
 def test_a_port_that_somebody_has_taken_is_said_to_be() -> None:
@@ -154,7 +154,7 @@ def test_a_port_where_somebody_else_listens_holds_nobody_up() -> None:
     ("own", "index", "message"),
     [
         ({}, None, r"keeps one copy for data-parallel ranks, and this engine is the only one.*--data-parallel-size N"),
-        ({}, 0, r'add how many of them this host has \("replicas": N\)'),
+        ({}, 0, r'give their number on this host \("replicas": N\)'),
         ({"replicas": 2}, None, r"start vLLM with --data-parallel-size N"),
         ({"replicas": 2}, 2, r"headrace.replicas = 2, and this is engine 2 of this host, counted from 0"),
     ],

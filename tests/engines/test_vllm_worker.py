@@ -20,7 +20,8 @@ from torch import nn
 import vllm_stand_in as vllm
 from engine_names import differences
 from engines import WIDTH, Wrapped
-from headrace.adapters.vllm.options import REFUSED, Refusal
+from headrace.adapters.engine_interface import Refusal
+from headrace.adapters.vllm.options import REFUSED, refuse_unsupported
 from headrace.config import Prefetch
 from headrace.errors import OptionError, OutsideAccessError, SelectionError, StateError
 from headrace.offloaders.layerwise import EngineOffloader
@@ -432,12 +433,12 @@ def test_a_discard_of_the_cache_is_passed_on() -> None:
 
 # What each method that is refused while weights are offloaded is called with, and what it then says.
 REFUSED_CALLS: dict[str, tuple[tuple[Any, ...], str]] = {
-    "sleep": ((2,), "sleep level 2 would give the memory of slots and residents away.*use sleep level 1"),
-    "discard": ((("weights",),), "a discard of weights would give the memory of slots and residents away"),
+    "sleep": ((2,), "sleep level 2 would free the memory of slots and resident weights.*use sleep level 1"),
+    "discard": ((("weights",),), "a discard of weights would free the memory of slots and resident weights"),
     "reload_weights": ((), "reload_weights would write into slots.*start the engine again"),
     "reset_weights": ((), "reset_weights would write into slots.*start the engine again"),
     "save_tensorized_model": (({},), "would save what slots hold at this moment; save_sharded_state saves the weights"),
-    "checkpoint_prepare": ((), "checkpoint_prepare makes the process ready for a CUDA checkpoint"),
+    "checkpoint_prepare": ((), "checkpoint_prepare prepares the process for a CUDA checkpoint"),
 }
 
 
@@ -513,7 +514,7 @@ def test_a_foreign_offloader_is_not_replaced() -> None:
     foreign = ForeignOffloader()
     vllm.set_offloader(foreign)
     with pytest.raises(
-        StateError, match=r"test_vllm_worker.ForeignOffloader is set as vLLM's offloader.*one of the tw"
+        StateError, match=r"test_vllm_worker.ForeignOffloader is vLLM's offloader already.*one of the tw"
     ):
         worker.load_model()
     assert vllm.get_offloader() is foreign
@@ -587,6 +588,18 @@ def test_what_would_reach_weights_is_refused_before_the_model_loads(
         make(GROUP, **config_with(refusal.field, refused))
     make(**config_with(refusal.field, refused))  # nothing is offloaded: vLLM's affair
     make(GROUP, **config_with(refusal.field, allowed))
+
+
+@pytest.mark.parametrize("field", VALUES)
+def test_a_field_that_was_renamed_is_an_error_that_names_it(monkeypatch: pytest.MonkeyPatch, field: str) -> None:
+    config = vllm.VllmConfig(model_config=vllm.ModelConfig(multimodal_config=vllm.MultiModalConfig()))
+    refuse_unsupported(config, Prefetch(1))
+    *path, last = field.split(".")
+    owner = functools.reduce(getattr, path, config)
+    monkeypatch.delattr(type(owner), last)
+    delattr(owner, last)
+    with pytest.raises(OptionError, match=f"expected a field {field} in the engine's configuration"):
+        refuse_unsupported(config, Prefetch(1))
 
 
 @pytest.mark.parametrize(("flags", "own"), [(GROUP, None), ({}, SOME)])

@@ -301,7 +301,7 @@ class TestHonesty:
         assert "lm_head.weight" not in plan.resident
         texts = [str(each.message) for each in warned]
         assert any('taken for a LlamaModel; for text name LlamaForCausalLM there, "architectures"' in t for t in texts)
-        assert any("1 tensor (extra)" in text and "not used: LlamaModel has no place for it" in text for text in texts)
+        assert any("1 tensor (extra)" in text and "not used: LlamaModel does not have it" in text for text in texts)
 
     def test_what_of_the_files_is_missing(self, tmp_path: Path) -> None:
         make("LlamaForCausalLM", **SIZE).save_pretrained(tmp_path)

@@ -1,12 +1,12 @@
 """Pipelines of diffusers under one budget: :func:`load`.
 
 The modules of a pipeline are offloaded as one model, :class:`Components`, whose forward is a call of the pipeline. So
-there is one plan: all components share its slots, what every step runs has what is left of the budget as residents, and
-while a component runs its last units the first ones of the next come. Which component runs when, and how often, is
-learned from the calls (``repeats`` of :class:`~headrace.runtime.prefetcher.Prefetcher`).
+there is one plan: all components share its slots, components that every step runs get the remaining budget for resident
+weights, and while a component runs its last units the first ones of the next are copied. The order and number of runs
+are learned from the calls (``repeats`` of :class:`~headrace.runtime.prefetcher.Prefetcher`).
 
-The pipeline object gets a class of its own while it is offloaded. That class makes a call a forward, refuses what would
-move the components as well, and plans anew around what changes their weights (LoRA, IP-adapters).
+While it is offloaded, the pipeline object has a class of its own. That class makes a call a forward, refuses methods
+that would move the components as well, and plans again around methods that change their weights (LoRA, IP-adapters).
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ __all__ = ["Components", "PipelineHandle", "load"]
 
 require_names("diffusers", (0, 42), (0, 42))
 
-# Where diffusers keeps the classes of models that every step runs.
+# The modules of diffusers with the classes of models that every step runs.
 _STEP_MODELS = ("diffusers.models.transformers", "diffusers.models.unets", "diffusers.models.controlnets")
 # The planner's rows of a step: tokens of an image of 1024 x 1024 (2 x 2 patches of latents an eighth of its size).
 _ROWS = 4096
@@ -52,7 +52,7 @@ _CHANGES = (
     "load_ip_adapter", "unload_ip_adapter", "load_textual_inversion", "unload_textual_inversion",
     "fuse_qkv_projections", "unfuse_qkv_projections",
 )  # fmt: skip
-# Of these, what writes weights that are there, which no file then holds.
+# Those that write existing weights, so that the files no longer have them.
 _WRITES = ("fuse_lora", "unfuse_lora")
 
 
@@ -67,7 +67,7 @@ def load(
     measure_stalls: bool = False,
     **options: Any,
 ) -> tuple[Any, PipelineHandle]:
-    """Offload all components of a pipeline within one budget; what it makes stays the same bit for bit.
+    """Offload all components of a pipeline within one budget; its output is the same bit for bit.
 
     For example::
 
@@ -81,7 +81,7 @@ def load(
             patterns begin with that of the component: ``transformer.blocks.0.attn1.to_q.weight``.
         device: where compute runs; default a GPU where there is one, else the CPU.
         checkpoint: of a ``pipeline`` that is built already, the folder that it was loaded from; default none. With it
-            mode ``disk`` works, and what host memory has no room for stays in its files.
+            mode ``disk`` works, and weights that do not fit host memory stay in its files.
         disk, progress, measure_stalls: as for :func:`headrace.offload`.
         options: for ``from_pretrained``, such as ``dtype``, ``variant`` or a component; only with a folder.
 
@@ -110,21 +110,21 @@ def load(
 def _from_folder(folder: str | os.PathLike[str], options: dict[str, Any]) -> tuple[DiffusionPipeline, Path]:
     if "device_map" in options:
         raise OptionError("device_map moves components itself: expected none beside a budget; leave it out")
-    place = Path(folder)
-    if not (place / "model_index.json").is_file():  # or the name of one; of a folder, download() would ask the Hub
+    path = Path(folder)
+    if not (path / "model_index.json").is_file():  # or the name of one; of a folder, download() would ask the Hub
         chosen = {key: options[key] for key in ("revision", "variant", "cache_dir") if key in options}
         try:
-            place = Path(DiffusionPipeline.download(os.fspath(folder), local_files_only=True, **chosen))
+            path = Path(DiffusionPipeline.download(os.fspath(folder), local_files_only=True, **chosen))
         except (OSError, ValueError) as error:
             raise CheckpointError(
                 f"{os.fspath(folder)!r}: expected the folder of a diffusers pipeline (with a model_index.json), or the "
                 f"name of one in the Hub's local cache, found neither; fetch it with `hf download`"
             ) from error
     try:
-        return DiffusionPipeline.from_pretrained(place, local_files_only=True, **options), place
-    except Exception as error:  # of any type, for files that diffusers and transformers do not expect
+        return DiffusionPipeline.from_pretrained(path, local_files_only=True, **options), path
+    except Exception as error:  # of any type, for files with errors
         raise CheckpointError(
-            f"{place}: expected a pipeline that diffusers can load{' with these options' if options else ''}, found "
+            f"{path}: expected a pipeline that diffusers can load{' with these options' if options else ''}, found "
             f"{type(error).__name__}: {error}; download or copy it again, or install what the message names"
         ) from error
 
@@ -151,7 +151,7 @@ def modules_of(pipe: Any) -> dict[str, nn.Module]:
 
 
 class PipelineHandle(Handle):
-    """An active offload of a pipeline; ``plan`` and ``stats()`` are those since its weights changed last."""
+    """An active offload of a pipeline; ``plan`` and ``stats()`` begin with the last change of its weights."""
 
     def __init__(self, pipe: Any, begin: Callable[[Components], Handle]) -> None:
         """``begin``: plans and offloads the components as they are."""
@@ -172,7 +172,7 @@ class PipelineHandle(Handle):
             self.pipe._headrace = self
             self.pipe.__class__ = _offloaded_class(self._class)
         except BaseException:
-            # Of an interrupt, too: without a handle nobody could take the offload back.
+            # Also after an interrupt: without a handle nobody could remove the offload.
             if (begun := handle_of(components)) is not None:
                 begun.remove()
             self._restore()
@@ -189,26 +189,26 @@ class PipelineHandle(Handle):
 
     def call(self, run: Callable[[], Any]) -> Any:
         """``run()``, which is a call of the pipeline, as a forward of its components."""
-        _refuse_hooks(self.pipe, self.model)  # they may have come since
+        _refuse_hooks(self.pipe, self.model)  # added since
         offloaded, now = dict(self.model.named_children()), modules_of(self.pipe)
         for name in offloaded.keys() | now.keys():
             if offloaded.get(name) is not now.get(name):
                 raise StateError(
-                    f"{name} of the pipeline was exchanged after the pipeline was offloaded: expected the components "
-                    f"of that moment, which the plan is for; call handle.remove(), then load() again"
+                    f"{name} of the pipeline was replaced after the pipeline was offloaded: expected the components "
+                    f"that the plan was made for; call handle.remove(), then load() again"
                 )
         if _parameter_bytes(self.model) != self._planned_bytes:  # of an adapter that was loaded into a component
-            with self.weights_back("add_adapter"):
+            with self.without_offload("add_adapter"):
                 pass
         return self.model(run)
 
     @contextmanager
-    def weights_back(self, what: str) -> Iterator[None]:
-        """Within, the pipeline is as if it had not been offloaded; afterwards it is planned and offloaded anew."""
+    def without_offload(self, what: str) -> Iterator[None]:
+        """Within, the pipeline is not offloaded; afterwards it is planned and offloaded again."""
         if what in _WRITES and self.plan.reads_files:
             raise StateError(
-                f"{what}() writes weights, and some of these rest in files, which stay as they are: expected all of "
-                f"them in host memory; call handle.remove(), {what}() and save_pretrained(), then load that folder"
+                f"{what}() writes weights, and some of these are in files, which headrace does not write: expected all "
+                f"of them in host memory; call handle.remove(), {what}() and save_pretrained(), then load that folder"
             )
         self.remove()
         try:
@@ -234,7 +234,7 @@ def _offload(
     refuse_second_offload(components)
     inventory = take_inventory(components)
     given = policy if isinstance(policy, Plan) else as_policy(policy)
-    # A policy that names another store than files has no use for them.
+    # A policy with another store than files does not read them.
     reads = given.reads_files if isinstance(given, Plan) else given.mode in (None, "disk")
     weights = _weights(Path(folder), components) if folder is not None and reads else None
     unstreamable = () if weights is None else not_in_files(inventory, weights)
@@ -257,10 +257,10 @@ def _weights(folder: Path, components: Components) -> WeightMap:
         try:
             found = Checkpoint.open(folder / name)
         except CheckpointError:
-            continue  # pickled, say: what is in no file rests in host memory, or mode 'disk' refuses it by name
+            continue  # pickled, for example: such weights stay in host memory, or mode 'disk' refuses them by name
         stamps += found.stamps
         for key, live in part.state_dict(keep_vars=True).items():
-            # PEFT puts a layer with adapters around each one that it finds, which is named otherwise in the files.
+            # PEFT wraps layers in layers with adapters, so that live names differ from those in the files.
             tensor = found.tensors.get(without_lora(key))
             if tensor is not None and tensor.shape == tuple(live.shape):
                 tensors[f"{name}.{key}"] = tensor
@@ -271,7 +271,7 @@ def _weights(folder: Path, components: Components) -> WeightMap:
 def _refuse_hooks(pipe: DiffusionPipeline, components: nn.Module) -> None:
     """Raise ``StateError`` if diffusers or accelerate moves a component already."""
     if getattr(pipe, "hf_device_map", None) is not None:
-        raise StateError("the pipeline was loaded with a device_map, which places its components: load it without")
+        raise StateError("the pipeline was loaded with a device_map, which moves its components: load it without")
     for name, module in components.named_modules():
         registry = getattr(module, "_diffusers_hook", None)
         is_grouped = registry is not None and any("offload" in hook for hook in registry.hooks)
@@ -279,7 +279,7 @@ def _refuse_hooks(pipe: DiffusionPipeline, components: nn.Module) -> None:
             how = "diffusers' group offloading" if is_grouped else "accelerate (enable_model_cpu_offload and the like)"
             raise StateError(
                 f"{name} ({type(module).__name__}) is moved by {how}: expected a pipeline that nothing else offloads; "
-                f"load it anew without (accelerate's hooks can be undone before: pipe.remove_all_hooks())"
+                f"load it without (or remove accelerate's hooks first: pipe.remove_all_hooks())"
             )
 
 
@@ -287,7 +287,7 @@ def _refuse_hooks(pipe: DiffusionPipeline, components: nn.Module) -> None:
 
 
 def _offloaded_class(base: type[DiffusionPipeline]) -> type[DiffusionPipeline]:
-    """A class like ``base``, under its name, whose calls and changes go through ``_headrace``, the handle."""
+    """A class like ``base``, with its name, whose calls and changes go through ``_headrace``, the handle."""
     made: dict[str, Any] = {"__module__": base.__module__, "__doc__": base.__doc__}
     made["__call__"] = _through(base.__call__, lambda handle, run: handle.call(run))
     for name in _MOVERS:
@@ -305,14 +305,14 @@ def _through(original: Callable[..., Any], around: Callable[[PipelineHandle, Cal
     def method(self: Any, *args: Any, **kwargs: Any) -> Any:
         handle = vars(self).get("_headrace")
         run = functools.partial(original, self, *args, **kwargs)
-        # Without a handle it was made of this class and the same components by from_pipe(): they are right by hand.
+        # from_pipe() makes a pipeline of this class, with the same components and without a handle: it works as it is.
         return run() if handle is None else around(handle, run)
 
     return method
 
 
 def _change(name: str, handle: PipelineHandle, run: Callable[[], Any]) -> Any:
-    with handle.weights_back(name):
+    with handle.without_offload(name):
         return run()
 
 

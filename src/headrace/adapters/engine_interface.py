@@ -1,6 +1,6 @@
-"""Whether an engine or library is one that was tried, and has the functions that headrace hooks.
+"""Checks of an engine or library: its version, the functions that headrace hooks, and flags that it cannot run with.
 
-The full tables of what headrace relies on are tests (``tests/support/vllm_names.py``, ``sglang_names.py``).
+The full tables of names that headrace relies on are tests (``tests/support/vllm_names.py``, ``sglang_names.py``).
 """
 
 from __future__ import annotations
@@ -9,12 +9,16 @@ import importlib.metadata
 import inspect
 import pkgutil
 import re
-from collections.abc import Collection, Mapping
+from collections.abc import Callable, Collection, Iterable, Mapping
+from dataclasses import dataclass
+from functools import reduce
 from types import CodeType
+from typing import Any
 
 from headrace.errors import OptionError, warn_user
+from headrace.flags import flag_of
 
-__all__ = ["missing_hooks", "names_in", "require_names", "version_number"]
+__all__ = ["Refusal", "missing_hooks", "names_in", "refuse_flags", "require_hooks", "require_names", "version_number"]
 
 
 def version_number(version: str) -> tuple[int, ...] | None:
@@ -24,7 +28,7 @@ def version_number(version: str) -> tuple[int, ...] | None:
 
 
 def missing_hooks(hooks: Mapping[str, Collection[str]]) -> list[str]:
-    """What is missing of ``hooks``: functions by dotted name, each with the names that its code uses. Imports them."""
+    """Import ``hooks``, functions by dotted name, each with names that its code uses; say which are missing."""
     problems = []
     for target, expected in hooks.items():
         try:
@@ -38,6 +42,14 @@ def missing_hooks(hooks: Mapping[str, Collection[str]]) -> list[str]:
     return problems
 
 
+def require_hooks(engine: str, hooks: Mapping[str, Collection[str]], instead: str) -> None:
+    """Refuse an ``engine`` of a supported version without one of ``hooks``, as a patched build may be."""
+    if found := missing_hooks(hooks):
+        raise OptionError(
+            f"{engine} differs from the tested versions: {'; '.join(found)}. Use an unchanged {instead} headrace"
+        )
+
+
 def names_in(code: CodeType) -> set[str]:
     """Attributes, variables, global names and strings in the code of a function, and of functions inside it."""
     inner = (names_in(part) for part in code.co_consts if isinstance(part, CodeType))
@@ -46,13 +58,62 @@ def names_in(code: CodeType) -> set[str]:
 
 
 def require_names(library: str, oldest: tuple[int, int], newest: tuple[int, int], *names: str) -> None:
-    """Warn of a version of ``library`` that was not tried; ``OptionError`` for one that lacks one of ``names``."""
+    """Warn about a version of ``library`` that was not tried; ``OptionError`` if it lacks one of ``names``."""
     version = importlib.metadata.version(library)
     number = version_number(version) or newest
     tried = f"{'.'.join(map(str, oldest))} to {'.'.join(map(str, newest))}"
     if found := missing_hooks(dict.fromkeys(names, ())):
         raise OptionError(
-            f"{library} {version}: expected what {tried} have, found that {'; '.join(found)}; install one"
+            f"{library} {version}: expected the functions of {tried}, found that {'; '.join(found)}; install one of "
+            f"these versions"
         )
     if not oldest <= number[:2] <= newest:
         warn_user(f"{library} {version} was not tried with this headrace; {tried} were")
+
+
+# -- flags of an engine that headrace cannot run with ------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Refusal:
+    """A flag of an engine that is refused, before the model loads, while weights are offloaded.
+
+    Attributes:
+        field: of the engine's configuration, dotted; its last word is that of the flag.
+        reason: what the flag does, to be read after it.
+        refused: whether a value is refused; by default every one that sets the flag.
+    """
+
+    field: str
+    reason: str
+    refused: Callable[[Any], bool] = bool
+
+    @property
+    def flag(self) -> str:
+        """As on the command line."""
+        return flag_of(self.field.rpartition(".")[2])
+
+
+def refuse_flags(refusals: Iterable[Refusal], field: Callable[[str], Any], instead: str) -> None:
+    """Refuse a flag of the table that is in use.
+
+    Args:
+        refusals: the table.
+        field: the value of an attribute of the engine's configuration, by its name.
+        instead: what else a user can do, as the end of the message.
+
+    Raises:
+        OptionError: names the flag; or a field that the configuration does not have, as it may have been renamed.
+    """
+    for refusal in refusals:
+        first, *path = refusal.field.split(".")
+        try:
+            value = reduce(lambda owner, name: None if owner is None else getattr(owner, name), path, field(first))
+        except (AttributeError, LookupError) as error:
+            raise OptionError(
+                f"{refusal.flag} {refusal.reason}: expected a field {refusal.field} in the engine's configuration that "
+                f"says whether it is set, found none; install a version that was tried, or {instead}"
+            ) from error
+        if value and refusal.refused(value):
+            shown = f" {value}" if isinstance(value, str | int) and value is not True else ""
+            raise OptionError(f"{refusal.flag}{shown} {refusal.reason}; leave it out, or {instead}")

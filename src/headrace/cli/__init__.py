@@ -34,7 +34,7 @@ def _print_version(asked: bool) -> None:
 
 app = typer.Typer(
     cls=HeadraceGroup,
-    help="Run PyTorch models whose weights do not fit the device; same bits out.",
+    help="Run PyTorch models whose weights do not fit on the device, with bit-identical results.",
     no_args_is_help=True,
     context_settings={"help_option_names": ["-h", "--help"]},
     add_completion=False,
@@ -47,7 +47,8 @@ app = typer.Typer(
 @app.callback()
 def _root(
     version: Annotated[
-        bool, typer.Option("--version", "-V", help="Print the version.", is_eager=True, callback=_print_version)
+        bool,
+        typer.Option("--version", "-V", metavar="", help="Print the version.", is_eager=True, callback=_print_version),
     ] = False,
 ) -> None: ...
 
@@ -64,16 +65,16 @@ app.add_typer(bench, name="bench")
 def main() -> None:
     """The ``headrace`` command. Exit codes: 0 done, 2 an error, 130 interrupted.
 
-    1: the demo's promise was broken; or the plan was made and printed, and the machine has no room for it.
+    1: a check of the demo or the benchmark failed; or the plan was printed, but does not fit the machine.
     """
-    # On a CPU, compute and readers share the cores. By default the compute threads spin for milliseconds after each
-    # product, on cores that the readers need. OpenMP reads the variable once, when torch is imported, which is later.
+    # On a CPU, compute threads and file readers share the cores. By default the compute threads spin for milliseconds
+    # after each product, on cores that the readers need. OpenMP reads the variable once, when torch is imported later.
     # `serve` may become vLLM's process, which inherits the environment and has no readers; else it sets it itself.
     if sys.argv[1:2] != ["serve"]:
         os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
-    # torch and transformers make a million objects that stay, and collections went through them again and again while
-    # they were imported. Verbs that run a model keep Python's thresholds, since what waits there for a collection may
-    # hold tensors. What is frozen is not freed at the end, and Triton's bindings would print that they leak.
+    # Importing torch and transformers makes a million permanent objects, which every garbage collection scans. Verbs
+    # that run a model keep Python's thresholds, because garbage may hold tensors there. gc.freeze() is no alternative:
+    # frozen objects are not freed at exit, and Triton's bindings would report leaks.
     if sys.argv[1:2] == ["plan"]:
         gc.set_threshold(100_000, 50)
     app(prog_name="headrace")

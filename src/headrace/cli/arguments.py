@@ -48,9 +48,9 @@ VERB_FLAGS = tuple(row.name for row in fields(OffloadFlags) if row.name != "meas
 def with_offload_flags(
     names: Sequence[str] = VERB_FLAGS, helps: Mapping[str, str] | None = None, own: type[Any] | None = None
 ) -> Callable[[Callable[..., None]], Callable[..., None]]:
-    """Add flags of the table to a verb, which receives them as its argument ``flags``; ``helps`` replace texts.
+    """Add flags of :class:`OffloadFlags` to a verb, as its argument ``flags``; ``helps`` replace help texts.
 
-    ``own``: a table of more flags of the verb, which become its argument ``options``.
+    ``own``: a table of further flags of the verb, which become its argument ``options``.
     """
 
     def add(verb: Callable[..., None]) -> Callable[..., None]:
@@ -101,7 +101,7 @@ def with_verbose(verb: Callable[..., None]) -> Callable[..., None]:
         with log_lines(verbose):
             verb(**values)
 
-    text = "Say on stderr what is done (-vv: more)."
+    text = "Log progress to stderr (-vv: more)."
     option = typer.Option(0, "-v", "--verbose", count=True, metavar="", help=text, show_default=False)
     added = inspect.Parameter("verbose", inspect.Parameter.KEYWORD_ONLY, default=option, annotation=int)
     return _with_parameters(run, verb, [added])
@@ -138,7 +138,7 @@ def requested(
     Raises:
         OptionError: flags that contradict one another or have no effect; a file of ``--plan`` that holds no plan.
     """
-    # The files of the checkpoint are a store already, so on a CPU a copy in memory is made only on request.
+    # On a CPU the files of the checkpoint are the store; a copy in memory is made only on request.
     policy = flags.policy(surface, default_mode="cpu" if device.type == "cuda" else "disk")
     if flags.plan is None:
         return policy
@@ -151,7 +151,7 @@ def disk_options(flags: OffloadFlags) -> DiskOptions | None:
     """How checkpoint files are read; ``None`` without a flag for it."""
     from headrace.stores.sources import DiskOptions
 
-    # None and not the defaults: what reads the files then chooses, and loading chooses otherwise than streaming.
+    # None and not the defaults, which differ between loading and streaming.
     if not (flags.disk_direct or flags.disk_drop_cache):
         return None
     return DiskOptions(direct=flags.disk_direct, drop_cache=flags.disk_drop_cache)
@@ -160,7 +160,7 @@ def disk_options(flags: OffloadFlags) -> DiskOptions | None:
 def target_device(name: str | None, instead: str = "") -> torch.device:
     """Where compute runs: ``--device``, or by default a GPU where there is one.
 
-    ``instead``: what else a user without that device can do, as the end of the message.
+    ``instead``: an alternative for a user without that device, as the end of the message.
 
     Raises:
         OptionError: this machine has no device of that name.
@@ -191,7 +191,7 @@ def refuse_idle(flags: Mapping[str, object], why: str) -> None:
 
 
 def require_folder(flag: str, path: Path) -> None:
-    """Refuse a folder that files cannot be made in, before anything is measured."""
+    """Refuse a folder in which files cannot be made, before anything is measured."""
     if not path.is_dir():
         found = "something else" if path.exists() else "no such folder"
         raise OptionError(f"{flag} {str(path)!r}: expected a folder, found {found}; make it, or leave {flag} out")
@@ -199,7 +199,7 @@ def require_folder(flag: str, path: Path) -> None:
 
 
 def require_writable(flag: str, path: Path) -> None:
-    """Refuse an output file that cannot be written, before the work whose result it is to hold."""
+    """Refuse an output file that cannot be written, before the work for it begins."""
     if not path.parent.is_dir() or path.is_dir():
         raise OptionError(f"{flag} {str(path)!r}: expected a file name in a folder that exists")
     _require_access(flag, path, path if path.exists() else path.parent)
@@ -208,5 +208,5 @@ def require_writable(flag: str, path: Path) -> None:
 def _require_access(flag: str, path: Path, place: Path) -> None:
     if not os.access(place, os.W_OK):
         raise OptionError(
-            f"{flag} {str(path)!r}: expected a place that user {os.geteuid()} may write to, found none; choose another"
+            f"{flag} {str(path)!r}: expected a path that user {os.geteuid()} may write to; choose another"
         )

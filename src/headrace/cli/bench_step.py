@@ -1,8 +1,8 @@
 """The step of ``headrace bench step``: a reference stack, offloaded in several ways, against the floor.
 
 The stack has the layers of a decoder of a published shape, seeded random weights, and no attention state. A step reads
-every weight that a decode step of the real model reads, in the same order and sizes. Every variant has to give the bits
-of the resident stack.
+every weight that a decode step of the real model reads, in the same order and sizes. The results of every variant have
+to be bit-identical with those of the resident stack.
 
     floor on a GPU = max(resident step, bytes moved / host-to-device rate)
     floor on a CPU = max(resident step, time to read the bytes)
@@ -101,7 +101,7 @@ def time_host(step: Step, repeats: int) -> list[float]:
 def interleave(steps: Mapping[str, Step], rounds: int, repeats: int, timer: Timer) -> dict[str, Timing]:
     """Time every step ``repeats`` times in each of ``rounds`` rounds, in a new (seeded) order each round."""
     samples: dict[str, list[float]] = {name: [] for name in steps}
-    # In turns and not one variant after another: a drift of the machine then affects all of them.
+    # In turns, so that a drift of the machine affects all of them.
     shuffle = random.Random(0)
     for _ in range(rounds):
         for name in shuffle.sample(list(steps), len(steps)):
@@ -136,7 +136,7 @@ class LinkProbe:
         self._slot = torch.empty(self.num_bytes, dtype=torch.uint8, device=device)
 
     def copy(self) -> None:
-        """Move 1 GiB."""
+        """Copy 1 GiB."""
         self._slot.copy_(self._host, non_blocking=True)
 
 
@@ -236,11 +236,11 @@ def fill(model: Model, store: torch.device | str, generate_on: torch.device | st
     return model
 
 
-# -- what is measured --------------------------------------------------------------------------------------------------
+# -- variants ----------------------------------------------------------------------------------------------------------
 
 
 def parse_policy(text: str, weight_bytes: int, layer_bytes: int) -> Policy:
-    """The policy of ``even:0.25``, ``memory:0.8`` or ``group:4/1/2``; what follows a ``+`` is ignored.
+    """The policy of ``even:0.25``, ``memory:0.8`` or ``group:4/1/2``; a ``+`` and everything after it is ignored.
 
     ``even:F`` offloads at least the share F of the weights, spread over all layers; ``memory:F`` allows the share F of
     the weights as device memory, slots included; ``group:A/B/C`` is the group rule.
@@ -258,7 +258,7 @@ def parse_policy(text: str, weight_bytes: int, layer_bytes: int) -> Policy:
 
 
 def _row(case: str, rows: int, timings: Mapping[str, Timing], moved_bytes: int, link_ms: float) -> dict[str, Any]:
-    """``link_ms``: what the bytes alone would take."""
+    """``link_ms``: the time to copy the bytes alone."""
     floor_ms = max(timings["resident"].ms, link_ms)
     return {
         "case": case,
@@ -276,7 +276,7 @@ def _row(case: str, rows: int, timings: Mapping[str, Timing], moved_bytes: int, 
 def run_cuda(
     shape: DecoderShape, variants: Sequence[str], rows: Sequence[int], rounds: int, repeats: int
 ) -> Iterator[dict[str, Any]]:
-    """Yield one result per variant and number of rows, rows ascending as given; all variants live side by side."""
+    """Yield one result per variant and number of rows, in the order of ``rows``; all variants exist side by side."""
     for text in variants:
         if unknown := set(text.split("+")[1:]) - {"eager"}:
             raise OptionError(f"variant {text!r}: unknown option {', '.join(sorted(unknown))}; the only one is +eager")
@@ -301,7 +301,7 @@ def run_cuda(
             steps: dict[str, Callable[[], Any]] = {**eager, **{name: replay for name, (replay, _) in captured.items()}}
             timings = interleave({**steps, "link": probe.copy}, rounds, repeats, time_cuda)
             for name, step in steps.items():
-                out = step()  # after the timing, so that bytes in a slot that the interleaving damaged are noticed
+                out = step()  # after the timing, to notice slots that the interleaving has damaged
                 found = captured[name][1] if name in captured else out  # a replay returns nothing
                 moved_bytes = handles[name].plan.moved_bytes if name in handles else 0
                 row = _row(name, count, timings, moved_bytes, timings["link"].ms * moved_bytes / probe.num_bytes)

@@ -1,4 +1,4 @@
-"""``headrace bench``: measure what an offload costs on this machine, beside the floor of any schedule."""
+"""``headrace bench``: measure an offloaded step on this machine against the lower bound of any schedule."""
 
 from __future__ import annotations
 
@@ -21,36 +21,38 @@ _LAYERS = 36
 bench = typer.Typer(no_args_is_help=True)
 
 
-@bench.callback()  # without it, typer would take the only verb for the group itself
+@bench.callback()  # without it, typer would make the only verb the group itself
 def _root() -> None:
-    """Measure an offloaded step against the floor that no schedule can beat."""
+    """Measure an offloaded step against the floor, the lower bound for any schedule."""
 
 
 @bench.command()
 @with_verbose
 def step(
-    device: Annotated[str, typer.Option(metavar="NAME", help="cpu or cuda")] = "cpu",
+    device: Annotated[str, typer.Option(metavar="NAME", help="cpu or cuda.")] = "cpu",
     rows: Annotated[
-        str | None, typer.Option(metavar="N,N,...", help=f"rows per step, comma-separated; cuda only (default {_ROWS})")
+        str | None, typer.Option(metavar="N,N,...", help=f"Rows per step; cuda only (default {_ROWS}).")
     ] = None,
     variants: Annotated[
         str | None,
         typer.Option(
             metavar="NAME,...",
-            help=f"comma-separated: even:F, memory:F, group:A/B/C, each with +eager; cuda only (default {_VARIANTS})",
+            help="even:F offloads a share F of every layer, memory:F leaves a share F of the weights on the device, "
+            "group:A/B/C offloads B of every A layers and copies C ahead; with +eager no CUDA graphs; cuda only "
+            f"(default {_VARIANTS}).",
         ),
     ] = None,
     layers: Annotated[
         int | None,
-        typer.Option(metavar="N", help=f"layers of the reference stack; cuda only (default {_LAYERS})", min=1),
+        typer.Option(metavar="N", help=f"Layers of the reference stack; cuda only (default {_LAYERS}).", min=1),
     ] = None,
-    rounds: Annotated[int, typer.Option(metavar="N", help="rounds in which all variants take turns", min=1)] = 5,
-    repeats: Annotated[int, typer.Option(metavar="N", help="steps per variant and round", min=1)] = 8,
+    rounds: Annotated[int, typer.Option(metavar="N", help="Rounds; each measures every variant.", min=1)] = 5,
+    repeats: Annotated[int, typer.Option(metavar="N", help="Steps per variant and round.", min=1)] = 8,
     out: Annotated[
-        Path | None, typer.Option(metavar="FILE", help="append results here, one JSON object per line")
+        Path | None, typer.Option(metavar="FILE", help="Append results to FILE, one JSON object per line.")
     ] = None,
 ) -> None:
-    """One step, offloaded in several ways and interleaved, against the floor; bits are checked."""
+    """Time a step with several offload policies, in turns, against the floor; check that results are bit-identical."""
     if out is not None:  # before minutes of measuring
         require_writable("--out", out)
     on_cpu = target_device(device).type == "cpu"
@@ -63,7 +65,7 @@ def step(
     shape = replace(QWEN3_8B, num_layers=layers or _LAYERS)
     names = [*filter(None, (_VARIANTS if variants is None else variants).split(","))]
     broken, cases = [], 0
-    # Each result at once: a run takes minutes, and an interrupt must not lose what is measured.
+    # Each result at once: a run takes minutes, and an interrupt must not lose results.
     for row in run_cpu(rounds, repeats) if on_cpu else run_cuda(shape, names, row_counts, rounds, repeats):
         cases += 1
         broken += [] if row["bit_equal"] else [f"{row['case']} rows {row['rows']}"]

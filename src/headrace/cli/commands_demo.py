@@ -1,4 +1,4 @@
-"""``headrace demo``: a model resident and streamed from its files, without downloads."""
+"""``headrace demo``: run a model resident and streamed from its files, without downloads."""
 
 from __future__ import annotations
 
@@ -19,19 +19,19 @@ _BUDGET_SHARE = 0.30  # of the weights
 
 
 def demo(
-    folder: Annotated[Path, typer.Option("--folder", metavar="DIR", help="Where the model and the trace go.")] = Path(
+    folder: Annotated[Path, typer.Option("--folder", metavar="DIR", help="Folder for the model and the trace.")] = Path(
         "headrace-demo"
     ),
-    keep: Annotated[bool, typer.Option("--keep", help="Keep the model (1.2 GB) for the next time.")] = False,
+    keep: Annotated[bool, typer.Option("--keep", metavar="", help="Keep the model (1.2 GB) for the next run.")] = False,
 ) -> None:
-    """Run a language model resident and streamed from disk; compare bits, memory and speed. Downloads nothing.
+    """Run a language model resident and streamed from disk; compare results, memory and speed. Downloads nothing.
 
-    Takes about two minutes, 1.3 GB of disk and as much memory. Exit code 1 if one bit differs or a memory limit is
-    broken.
+    Takes about two minutes, 1.3 GB of disk and as much memory. Exit code 1 if one bit differs or memory exceeds the
+    plan.
     """
     from importlib.util import find_spec
 
-    # Found and not imported, which takes seconds.
+    # Not imported, which takes seconds.
     if find_spec("transformers") is None or find_spec("tokenizers") is None:
         raise OptionError("the demo needs packages that are not installed: pip install headrace[transformers]")
     try:
@@ -51,15 +51,15 @@ def demo(
         # Only a model that this run wrote: one that it found was kept by an earlier run.
         if written and not keep:
             shutil.rmtree(model, ignore_errors=True)
-    for promise in broken:
-        stdout.print(f"[red]broken: {promise}[/]")
+    for check in broken:
+        stdout.print(f"[red]failed: {check}[/]")
     if broken:
         raise typer.Exit(1)
     stdout.print("[green]Every bit is equal, and memory stayed within the plan.[/]")
 
 
 def _compare(model: Path, trace: Path) -> list[str]:
-    """Print the plan, run resident and streamed, print the comparison; returns the promises that did not hold."""
+    """Print the plan, run resident and streamed, print the comparison; returns the checks that failed."""
     from headrace.adapters.transformers.opened_model import open_model
     from headrace.cli import demo_run
     from headrace.plan.report import render
@@ -74,4 +74,4 @@ def _compare(model: Path, trace: Path) -> list[str]:
         runs = demo_run.run_alone(model, None, trace), demo_run.run_alone(model, budget, trace)
     stdout.print(demo_run.comparison_table(weight_bytes, *runs))
     stdout.print(f"trace: {trace} (open it at https://ui.perfetto.dev)", highlight=False)
-    return demo_run.broken_promises(*runs)
+    return demo_run.failed_checks(*runs)

@@ -44,7 +44,7 @@ if TYPE_CHECKING:
 
 __all__ = ["generate", "open_tokenizer"]
 
-# Of models that were not tuned to follow instructions: Qwen3-8B-Base, gemma-2-2b-pt.
+# Names of models that were not tuned to follow instructions: Qwen3-8B-Base, gemma-2-2b-pt.
 _BASE = re.compile(r"(^|[-_.])(base|pt|pretrain(ed)?)([-_.]|$)", re.IGNORECASE)
 
 
@@ -60,23 +60,25 @@ def _probability(flag: str, value: float) -> None:
 
 @dataclass(frozen=True)
 class GenerateOptions:
-    """The flags of the verb itself."""
+    """The flags of this verb alone."""
 
-    system: str | None = row("TEXT", "The system message before it; implies --chat.")
-    max_new_tokens: int = row("N", "Stop after N (default 64).", count, off=64)
-    temperature: float | None = row("T", "Sample at this temperature; without it, or 0: greedy.", _temperature)
-    top_p: float | None = row("P", "Among the likeliest tokens, with P of the probability.", _probability)
-    top_k: int | None = row("K", "Among the K likeliest tokens (both: default the model's own).", count)
-    seed: int | None = row("N", "Seed of the sampling (default 0).")
+    system: str | None = row("TEXT", "A system message before the prompt; implies --chat.")
+    max_new_tokens: int = row("N", "Stop after N tokens (default 64).", count, off=64)
+    temperature: float | None = row("T", "Sample at this temperature (default 0: greedy decoding).", _temperature)
+    top_p: float | None = row(
+        "P", "Sample from the likeliest tokens of probability P (default the model's).", _probability
+    )
+    top_k: int | None = row("K", "Sample from the K likeliest tokens (default the model's).", count)
+    seed: int | None = row("N", "Random seed for sampling (default 0).")
     dtype: str | None = row("NAME", DTYPE_HELP, check_dtype)
-    attn_implementation: str | None = row("NAME", "sdpa, eager, ... (default the model's choice).")
+    attn_implementation: str | None = row("NAME", "Attention of transformers: sdpa, eager, ... (default the model's).")
     no_graphs: bool = row("", "Launch each kernel from Python instead of replaying CUDA graphs.", off=False)
-    quiet: bool = row("", "Print the text and errors, and nothing else.", off=False)
-    trace: Path | None = row("FILE", "Write copies, compute and stalls for Perfetto; of a GPU, launches alone.")
-    expert_trace: Path | None = row("FILE", "Record which experts tokens choose, for `headrace plan`.")
+    quiet: bool = row("", "Print nothing but the text and errors.", off=False)
+    trace: Path | None = row("FILE", "Write copies, compute and stalls for Perfetto (of a GPU, only launches).")
+    expert_trace: Path | None = row("FILE", "Record the experts that tokens choose, for `headrace plan`.")
 
     def sampling(self) -> dict[str, Any]:
-        """The arguments of transformers' ``generate`` that say how the next token is chosen."""
+        """The sampling arguments of transformers' ``generate``."""
         if not self.temperature:
             given = {"--top-p": self.top_p, "--top-k": self.top_k, "--seed": self.seed}
             refuse_idle(given, "on greedy decoding; add --temperature 0.7, for example")
@@ -97,13 +99,14 @@ def generate(
         bool | None,
         typer.Option(
             "--chat/--no-chat",
-            help="Put the prompt into the model's chat template as a message (default for instruct models).",
+            metavar="",
+            help="Use the prompt as a message in the model's chat template (default for instruct models).",
         ),
     ] = None,
     options: GenerateOptions,
     flags: OffloadFlags,
 ) -> None:
-    """Generate text from a checkpoint that does not fit the device. The text goes to stdout, all else to stderr."""
+    """Generate text with a model that does not fit on the device. Text goes to stdout, everything else to stderr."""
     sampling, trace, expert_trace = options.sampling(), options.trace, options.expert_trace
     if options.system is not None and chat is False:
         raise OptionError("--system and --no-chat contradict each other: a system message needs the chat template")
@@ -113,13 +116,13 @@ def generate(
     mode = getattr(policy, "mode", None)
     if mode == "meta":
         raise OptionError(
-            "mode meta (of --offload-mode, or of the plan in --plan) keeps none of the bytes that are offloaded: it is "
-            "for sizing with `headrace plan`, and its text would be meaningless; use --offload-mode disk or cpu"
+            "mode meta (of --offload-mode, or of the plan in --plan) stores no offloaded weights: it is for "
+            "sizing with `headrace plan`, and its text would be meaningless; use --offload-mode disk or cpu"
         )
     if options.no_graphs and device.type != "cuda":
         raise OptionError(f"--no-graphs has no effect on {device}, which has no CUDA graphs; leave it out")
     for flag, file in {"--trace": trace, "--expert-trace": expert_trace}.items():
-        if file is not None:  # before the text is generated, at whose end it is written
+        if file is not None:  # now, because it is written after the text
             require_writable(flag, file)
     text = sys.stdin.read() if prompt == "-" else prompt
     if not text:
@@ -155,19 +158,19 @@ def generate(
     notes.print(render(plan, opened.name))
     # A recorder of routing runs Python in every step.
     graphs = not options.no_graphs and expert_trace is None
-    if device.type != "cuda" or (graphs and group is None):  # otherwise Python sets the pace, which nothing predicts
+    if device.type != "cuda" or (graphs and group is None):  # the speed of eager Python code is not predicted
         notes.print(_expectation(planned), highlight=False, soft_wrap=True)
     meter = PeakMeter()
     with byte_bar("loading", notes) as progress, open_ranks(group) as ranks:
         request = replace(request, model=module, policy=plan, ranks=ranks)
         handle = load_matched(folder, request, opened.match, progress, graphs)
-    # The handle is not removed at the end: that would bring all weights back, which may not fit.
+    # The handle is not removed at the end: that would make all weights resident, which may not fit.
     inputs = {name: tensor.to(device) for name, tensor in inputs.items()}
     recorder = None if expert_trace is None else RoutingRecorder(module, device)
     tokens, seconds = _stream(module, tokenizer, inputs, max_new_tokens, sampling, options.seed or 0)
     if group is not None and device.type == "cuda":
-        torch.cuda.synchronize()  # no rank ends before what it passes on to others has arrived
-    _print_figures(notes, handle, tokens, seconds, meter.growth_bytes())
+        torch.cuda.synchronize()  # no rank ends before its copies for others have completed
+    _print_metrics(notes, handle, tokens, seconds, meter.growth_bytes())
     if recorder is not None and expert_trace is not None:
         recorded = recorder.close()
         save_trace(recorded, expert_trace)
@@ -179,18 +182,18 @@ def generate(
 
 
 def _expectation(planned: PlanResult) -> str:
-    """What `headrace plan` with the same flags predicts for one sequence."""
+    """The prediction of `headrace plan` with the same flags for one sequence."""
     planner = planned.planner
     step = planner.forecast(planned.plan, 1, planned.workload.context)
-    hint = "" if planner.rates.is_measured else "; run `headrace probe` for predictions that hold"
+    hint = "" if planner.rates.is_measured else "; run `headrace probe` for better predictions"
     return (
-        f"expected: {format_time(step.step_s)} a token ({format_rate(step.rows_per_s)} tokens/s), bound by "
+        f"expected: {format_time(step.step_s)} per token ({format_rate(step.rows_per_s)} tokens/s), bound by "
         f"{step.bound}, by the rates of {planner.rates.machine}{hint}"
     )
 
 
 def _silence() -> Console:
-    """For ``--quiet``: a console that prints nothing; warnings of any library are silent, too."""
+    """For ``--quiet``: a console that prints nothing; warnings of all libraries are silenced, too."""
     logging.getLogger("transformers").setLevel(logging.ERROR)
     warnings.simplefilter("ignore")
     return Console(stderr=True, quiet=True)
@@ -200,7 +203,7 @@ def _silence() -> Console:
 
 
 def _check_length(prompt_tokens: int, new_tokens: int, longest: int | None, plan: Plan) -> None:
-    """Refuse, before weights are loaded, a text longer than the model or the plan was made for."""
+    """Refuse a text longer than the model or the plan was made for, before weights are loaded."""
     for limit, whose, fix in (
         (longest, "the model was made for (max_position_embeddings in its configuration)", ""),
         (plan.context, "the plan has memory for (--context)", f", or plan with --context {prompt_tokens + new_tokens}"),
@@ -226,12 +229,12 @@ def _process_group(mode: str | None, device: torch.device) -> ProcessGroup | Non
 
     if not dist.is_torchelastic_launched():
         raise OptionError(
-            f"mode {mode} (of --offload-mode, or of the plan in --plan) keeps the weights once for several processes, "
-            f"and this one was started alone: start several with `torchrun --nproc-per-node N -m headrace ...`, or use "
-            f"--offload-mode cpu"
+            f"mode {mode} (of --offload-mode, or of the plan in --plan) stores the weights once for several "
+            f"processes, and this one was started alone: start several with `torchrun --nproc-per-node N -m headrace "
+            f"...`, or use --offload-mode cpu"
         )
     if not dist.is_initialized():
-        dist.init_process_group("gloo")  # its key-value store is what is used: NCCL would take memory of the GPU
+        dist.init_process_group("gloo")  # only its key-value store is used; NCCL would allocate GPU memory
     if device.type == "cuda" and device.index is None:
         import torch
 
@@ -245,9 +248,9 @@ def _process_group(mode: str | None, device: torch.device) -> ProcessGroup | Non
 def _read_prompt(
     opened: OpenedModel, text: str, system: str | None, chat: bool | None, notes: Console
 ) -> tuple[Any, dict[str, Any]]:
-    """The tokenizer, and the token ids of what the user asked; in the chat template, if ``chat`` or ``system`` say so.
+    """The tokenizer, and the token ids of the prompt; in the chat template if ``chat`` or ``system`` are given.
 
-    Where neither says anything, an instruct model gets its template, and ``notes`` says that it did.
+    Without both, the prompt of an instruct model gets its template, and a line in ``notes`` tells so.
     """
     tokenizer = open_tokenizer(opened.folder)
     if chat is None and system is None and _is_instruct(tokenizer, opened):
@@ -284,7 +287,7 @@ def _messages(text: str, system: str | None) -> list[dict[str, str]]:
 
 
 def _is_instruct(tokenizer: Any, opened: OpenedModel) -> bool:
-    """Whether generation ends where a turn of the tokenizer's chat template ends, and the name does not say "base".
+    """Whether generation ends where a turn of the tokenizer's chat template ends, and the name is not of a base model.
 
     Base models have templates, too (Qwen3-8B-Base), but their text ends elsewhere.
     """
@@ -296,7 +299,7 @@ def _is_instruct(tokenizer: Any, opened: OpenedModel) -> bool:
     try:
         turns = [*_messages("?", None), {"role": "assistant", "content": answer}]
         end = tokenizer.apply_chat_template(turns, tokenize=False).rpartition(answer)[2]
-    except Exception:  # templates are programs, and raise errors of any type for messages that they do not expect
+    except Exception:  # templates are programs and raise errors of any type
         return False
     settings: Any = opened.module.generation_config
     with suppress(OSError):  # of a folder without generation_config.json
@@ -307,7 +310,7 @@ def _is_instruct(tokenizer: Any, opened: OpenedModel) -> bool:
 
 
 def _tokenize(tokenizer: Any, folder: Path, text: str, messages: list[dict[str, str]] | None) -> dict[str, Any]:
-    """Token ids and perhaps their mask: of ``messages`` in the chat template if there are any, else of ``text``."""
+    """Token ids and perhaps their mask: of ``messages`` in the chat template, or else of ``text``."""
     if messages is None:
         inputs = dict(tokenizer(text, return_tensors="pt", return_token_type_ids=False))
     elif not getattr(tokenizer, "chat_template", None):
@@ -344,13 +347,13 @@ def _tokenize(tokenizer: Any, folder: Path, text: str, messages: list[dict[str, 
 def _stream(
     module: Any, tokenizer: Any, inputs: dict[str, Any], max_new_tokens: int, sampling: dict[str, Any], seed: int
 ) -> tuple[int, float]:
-    """Print the text as it comes; returns the number of new tokens and the seconds they took, prompt included."""
+    """Print the text while it is generated; returns the number of new tokens and the seconds, prompt included."""
     import torch
     from transformers import TextStreamer
 
     torch.manual_seed(seed)
-    # One sequence is never padded, but transformers warns without an id, and where the tokenizer makes no mask it masks
-    # the tokens of the prompt that are the id.
+    # One sequence is never padded, but transformers warns without an id; and without a mask of the tokenizer it masks
+    # the tokens of the prompt that equal the id.
     eos = module.generation_config.eos_token_id
     pad_ids = [tokenizer.pad_token_id, *(eos if isinstance(eos, list) else [eos]), 0]
     streamer = TextStreamer(tokenizer, skip_prompt=True, skip_special_tokens=True)
@@ -365,13 +368,13 @@ def _stream(
     return output.shape[1] - inputs["input_ids"].shape[1], time.perf_counter() - begin
 
 
-def _print_figures(notes: Console, handle: Handle, tokens: int, seconds: float, growth_bytes: int) -> None:
+def _print_metrics(notes: Console, handle: Handle, tokens: int, seconds: float, growth_bytes: int) -> None:
     stats = handle.stats()
-    figures = (
+    metrics = (
         f"{tokens} tokens in {format_time(seconds)} ({format_rate(tokens / seconds)} tokens/s)",
         f"{format_size(stats.bytes_moved)} moved ({stats.bytes_moved / seconds / 1e9:.2f} GB/s)",
         f"{stats.stalls} stalls ({format_time(stats.stall_s)})",
         f"peak memory {format_size(peak_rss_bytes())}, {format_size(growth_bytes)} of it since loading began",
         f"{format_size(handle.plan.device_bytes)} planned for weights",
     )
-    notes.print("; ".join(figures), style="bold", highlight=False, soft_wrap=not notes.is_terminal)
+    notes.print("; ".join(metrics), style="bold", highlight=False, soft_wrap=not notes.is_terminal)

@@ -1,4 +1,4 @@
-"""``headrace plan``: what an offload would cost, from headers alone. ``headrace probe``: the rates of this machine."""
+"""``headrace plan``: the plan and cost of an offload, from headers alone. ``headrace probe``: rates of this machine."""
 
 from __future__ import annotations
 
@@ -41,14 +41,16 @@ _MACHINE = "--machine h200, h100, 4090, or a file of `headrace probe --json`"
 
 @dataclass(frozen=True)
 class PlanOptions:
-    """The flags of the verb itself."""
+    """The flags of this verb alone."""
 
-    json: bool = row("", "Print the plan as JSON, in bytes, and nothing else.", off=False)
+    json: bool = row("", "Print the plan as JSON, with sizes in bytes, and nothing else.", off=False)
     save: Path | None = row("FILE", "Write the plan to FILE, for --plan FILE.")
-    machine: str | None = row("NAME", "Plan for h200 (measured), h100 or 4090 (nominal), or a probe's file.")
+    machine: str | None = row(
+        "NAME", "Plan for h200 (measured), h100 or 4090 (nominal), or a file of `headrace probe`."
+    )
     dtype: str | None = row("NAME", DTYPE_HELP, check_dtype)
-    expert_trace: Path | None = row("FILE", "Predict hits of cached experts from recorded choices.")
-    num_ranks: int | None = row("N", "Processes over which mode sharded_cpu or sharded_gpu splits.")
+    expert_trace: Path | None = row("FILE", "Predict hits of cached experts from a file of `headrace generate`.")
+    num_ranks: int | None = row("N", "Processes that share the weights in mode sharded_cpu or sharded_gpu.")
 
 
 @with_offload_flags(own=PlanOptions)
@@ -58,10 +60,10 @@ def plan(
     options: PlanOptions,
     flags: OffloadFlags,
 ) -> None:
-    """Show what would be offloaded and what it would cost; loads no weights.
+    """Show which weights would be offloaded, and the predicted speed; loads no weights.
 
-    Without offloading flags: what the model weighs and the smallest budget that runs it. Exits with 1, after printing
-    the plan, where the machine has no room for it.
+    Without offloading flags: the size of the weights and the smallest budget that runs the model. Exit code 1 if the
+    plan does not fit this machine.
     """
     folder, machine, num_ranks, save = model_folder(model), options.machine, options.num_ranks, options.save
     device = _planned_device(flags, machine)
@@ -69,7 +71,8 @@ def plan(
     mode = getattr(policy, "mode", None)
     if mode in SHARDED_MODES and num_ranks is None and flags.plan is None:
         raise OptionError(
-            f"--offload-mode {mode} splits every unit over the processes of torchrun: say how many with --num-ranks N"
+            f"--offload-mode {mode} splits every unit over the processes of torchrun: give their number with "
+            f"--num-ranks N"
         )
     if policy is None:
         reads = {"--disk-direct": flags.disk_direct, "--disk-drop-cache": flags.disk_drop_cache}
@@ -100,7 +103,7 @@ def plan(
 
 
 def _planned_device(flags: OffloadFlags, machine: str | None) -> torch.device | DeviceName:
-    """The device of this machine to plan for, or the kind of that of ``machine``; without torch where it is a CPU."""
+    """The device of this machine, or the kind of device of ``machine``; does not import torch for a CPU."""
     from headrace.transfer.machine_probe import DeviceName, may_have_gpu, named_machine
 
     if machine is None:
@@ -114,13 +117,13 @@ def _planned_device(flags: OffloadFlags, machine: str | None) -> torch.device | 
 
 def probe(
     folder: Annotated[
-        Path | None, typer.Option(metavar="DIR", help="a folder on the disk that checkpoints are read from")
+        Path | None, typer.Option(metavar="DIR", help="A folder on the disk with your checkpoints.")
     ] = None,
-    as_json: Annotated[bool, typer.Option("--json", help="print JSON and nothing else")] = False,
+    as_json: Annotated[bool, typer.Option("--json", metavar="", help="Print JSON and nothing else.")] = False,
 ) -> None:
     """Measure the link, the device, the CPU and the disk of this machine; takes about half a minute.
 
-    The result is kept for plans. Where it cannot be, it is printed all the same, with a warning and exit code 0.
+    The result is saved for plans. If that fails, it is printed all the same, with a warning and exit code 0.
     """
     if folder is not None:
         require_folder("--folder", folder)
@@ -145,10 +148,10 @@ def probe(
     try:
         path = save(result)
     except OptionError as error:
-        warn_user(f"{error}; or keep it yourself: `headrace probe --json > FILE`, and plan with --machine FILE")
+        warn_user(f"{error}; or save it yourself: `headrace probe --json > FILE`, and plan with --machine FILE")
         return
     if not as_json:
-        stderr.print(f"kept in {path}", soft_wrap=True)
+        stderr.print(f"saved in {path}", soft_wrap=True)
 
 
 _NAMES = {

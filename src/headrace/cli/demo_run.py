@@ -1,8 +1,8 @@
-"""What ``headrace demo`` runs: a language model of 1 GB generates text, resident and streamed from its files.
+"""The runs of ``headrace demo``: a language model of 1 GB generates text, resident and streamed from its files.
 
-Each run has a process of its own, whose memory is measured from after the imports and a run of a tiny model; the
-results have to be the same bit for bit. Nothing is downloaded: the model has Qwen3's architecture, seeded random
-weights and a byte-level tokenizer.
+Each run has a process of its own. Its memory is measured after the imports and a run of a tiny model. The results have
+to be bit-identical. Nothing is downloaded: the model has Qwen3's architecture, seeded random weights and a byte-level
+tokenizer.
 """
 
 from __future__ import annotations
@@ -30,14 +30,14 @@ from headrace.memory.system import PeakMeter
 from headrace.plan.report import titled_table
 from headrace.runtime.this_machine import require_disk
 
-__all__ = ["ModelSize", "Result", "broken_promises", "comparison_table", "ensure_model", "run", "run_alone"]
+__all__ = ["ModelSize", "Result", "comparison_table", "ensure_model", "failed_checks", "run", "run_alone"]
 
-# Contract 3: the device peak stays within the plan's figure plus this, for activations and buffers.
+# Contract 3: the peak of device memory exceeds the plan by at most this, for activations and buffers.
 TOLERANCE_BYTES = 64 * 2**20
 _MARK = "headrace-demo.json"
 _VOCABULARY = 258  # every byte, and two special tokens
 _HEADROOM_BYTES = 64 * 2**20  # for headers, the tokenizer, the trace
-# Byte-level tokens: equally long texts need no padding. Few and short, so that memory is weights and not activations.
+# Texts of equal length need no padding with byte-level tokens. Few and short, so that most memory is weights.
 _PROMPTS = ("Water runs where there is a slope, ", "and turns a wheel on the way down. ")
 
 
@@ -78,14 +78,14 @@ class ModelSize:
         torch.manual_seed(self.seed)
         model: Any = Qwen3ForCausalLM(config)
         model.requires_grad_(False)
-        model.model.embed_tokens.weight.normal_()  # with similar tokens all texts would continue alike
+        model.model.embed_tokens.weight.normal_()  # with similar embeddings all texts would continue alike
         return model
 
 
 def ensure_model(folder: Path, size: ModelSize) -> bool:
     """Write the model to ``folder`` unless it is there and complete; returns whether it was written.
 
-    A half-written folder is removed, whatever ended the writing.
+    A partly written folder is removed, also after an interrupt.
 
     Raises:
         OptionError: the disk is too full, or ``folder`` holds something the demo did not write.
@@ -107,13 +107,13 @@ def ensure_model(folder: Path, size: ModelSize) -> bool:
     try:
         partial.mkdir()
         size.build().save_pretrained(partial, max_shard_size="200MB")
-        # Otherwise the kernel writes back while the demo measures, with the cores and the disk it measures.
+        # Otherwise the kernel would write the files back during the measurement.
         for path in partial.glob("*.safetensors"):
             with path.open("rb") as file:
                 os.fsync(file.fileno())
         _write_tokenizer(partial)
         (partial / _MARK).write_text(json.dumps(asdict(size)))
-        partial.rename(folder)  # last, so that an interrupt never leaves a half-written model under this name
+        partial.rename(folder)  # last, so that an interrupt never leaves a partly written model under this name
     except (OSError, SafetensorError) as error:  # a SafetensorError has an OSError only as text
         raise OptionError(
             f"the model cannot be written to {folder}: {error}; choose another place with --folder DIR"
@@ -154,20 +154,20 @@ def _write_tokenizer(folder: Path) -> None:
     wrapped.save_pretrained(folder)
 
 
-# -- what the two runs show --------------------------------------------------------------------------------------------
+# -- results of both runs ----------------------------------------------------------------------------------------------
 
 
 @dataclass(frozen=True)
 class Result:
-    """What a run found.
+    """Measurements of a run; those from ``restored_digest`` on are of a streamed run alone.
 
     Attributes:
         digest: sha256 of the tokens and of their logits.
-        growth_bytes: by how much resident memory grew at most, from before the weights until the work was done.
-        restored_digest: of a streamed run that of the same work after ``handle.remove()``; so for the following.
+        growth_bytes: the largest growth of resident memory, from before the weights until the end.
+        restored_digest: of the same work after ``handle.remove()``.
         planned_bytes: memory for weights.
-        forward_bytes: what one forward moves by the plan.
-        moved_bytes: what was moved.
+        forward_bytes: copied in one forward by the plan.
+        moved_bytes: copied in total.
     """
 
     digest: str
@@ -185,8 +185,8 @@ class Result:
         return self.planned_bytes + TOLERANCE_BYTES
 
 
-def broken_promises(resident: Result, streamed: Result) -> list[str]:
-    """What did not hold, in words."""
+def failed_checks(resident: Result, streamed: Result) -> list[str]:
+    """The checks that failed, in words."""
     grown, limit = format_size(streamed.growth_bytes), format_size(streamed.limit_bytes)
     checks = {
         "the streamed results differ from the resident ones": resident.digest == streamed.digest,
@@ -194,7 +194,7 @@ def broken_promises(resident: Result, streamed: Result) -> list[str]:
         "nothing was streamed": streamed.moved_bytes > 0,  # without, equal bits would prove nothing
         f"memory grew by {grown}, the limit is {limit}": streamed.growth_bytes <= streamed.limit_bytes,
     }
-    return [what for what, held in checks.items() if not held]
+    return [failure for failure, passed in checks.items() if not passed]
 
 
 def comparison_table(weight_bytes: int, resident: Result, streamed: Result) -> Table:
@@ -204,7 +204,7 @@ def comparison_table(weight_bytes: int, resident: Result, streamed: Result) -> T
     table = titled_table("Resident and streamed", "", "resident", "streamed")
     table.add_row("planned memory for weights", format_size(weight_bytes, unit), f"{planned} ({share:.0f} %)")
     growth = (format_size(run.growth_bytes, unit) for run in runs)
-    table.add_row("measured growth (mapped pages that were touched count)", *growth)
+    table.add_row("measured growth (with mapped file pages in use)", *growth)
     table.add_row("limit: planned + 64 MiB", "", format_size(streamed.limit_bytes, unit))
     table.add_row("tokens per second", *(format_rate(run.num_tokens / run.seconds) for run in runs))
     table.add_row("moved per forward", "", format_size(streamed.forward_bytes, unit))
@@ -219,7 +219,7 @@ def run_alone(model: Path, budget_bytes: int | None, trace: Path, new_tokens: in
     """:func:`run` in a fresh Python process: peak memory is counted per process and never falls.
 
     Raises:
-        StateError: the process failed; has the last line that it wrote.
+        StateError: the process failed; the message has its last line of output.
     """
     child = "import sys; from headrace.cli.demo_run import run_child; run_child(sys.argv[1])"
     arguments = json.dumps([str(model), budget_bytes, str(trace), new_tokens])
@@ -239,12 +239,12 @@ def run_child(arguments: str) -> None:
 def run(folder: str | Path, budget_bytes: int | None, trace: str | Path, new_tokens: int) -> Result:
     """Generate in this process: resident without a budget, by transformers alone; else streamed by headrace.
 
-    ``trace``: where a streamed run leaves its timeline.
+    ``trace``: the file for the timeline of a streamed run.
     """
     from transformers import AutoModelForCausalLM, AutoTokenizer
 
     tokenizer: Any = AutoTokenizer.from_pretrained(folder)
-    # A run with the same modules first: libraries, thread pools and buffers of kernels must not count as weights.
+    # First a run of a tiny model: memory of libraries, thread pools and kernels must not count as weights.
     _generate(ModelSize(64, 128, 2, 4, 2).build().eval(), tokenizer, 2)
     meter, handle = PeakMeter(), None
     model: Any

@@ -41,14 +41,14 @@ LIST_FLAGS = {
 stdout = Console()
 stderr = Console(stderr=True)
 
-# Wide enough for the plan's tables when the output is a file or a pipe, where rich would assume 80.
+# Wide enough for the tables of a plan in a file or a pipe, where rich would assume 80.
 _PIPE_WIDTH = 120
 for _console in (stdout, stderr):
     if not _console.is_terminal and not os.environ.get("COLUMNS", "").isdigit():
         _console.width = _PIPE_WIDTH
 
 
-# For errors and warnings, which each rank has its own of; the output is that of the first rank.
+# For errors and warnings, which every rank prints; other output is that of the first rank.
 _notices = Console(stderr=True)
 
 
@@ -61,7 +61,7 @@ def print_error(message: str) -> None:
 
 def _notice(line: str, style: str) -> None:
     """A line on stderr, unless another rank has printed the same one."""
-    if _is_first_to_say(line):
+    if _is_first_to_print(line):
         # Scripts read errors by line; a terminal would break words.
         _notices.print(Text(line, style=style), soft_wrap=not _notices.is_terminal)
 
@@ -70,13 +70,13 @@ def _notice(line: str, style: str) -> None:
 
 
 def _rank() -> int:
-    """Of this process among those that torchrun started; 0 for one that was started alone."""
+    """The rank of this process under torchrun; 0 without."""
     return int(os.environ.get("RANK", 0)) if "TORCHELASTIC_RUN_ID" in os.environ else 0
 
 
 @contextmanager
 def _one_output() -> Iterator[None]:
-    """Within, ranks after the first print errors and warnings alone."""
+    """Within, ranks other than the first print errors and warnings alone."""
     if _rank() == 0:
         yield
         return
@@ -88,8 +88,8 @@ def _one_output() -> Iterator[None]:
         stdout.quiet = stderr.quiet = False
 
 
-def _is_first_to_say(line: str) -> bool:
-    """Whether no other rank has said the same, as far as torchrun's store knows; ``True`` where there is none."""
+def _is_first_to_print(line: str) -> bool:
+    """Whether no other rank has printed ``line``, by torchrun's store; ``True`` without a store."""
     if "TORCHELASTIC_RUN_ID" not in os.environ or os.environ.get("TORCHELASTIC_USE_AGENT_STORE") != "True":
         return True
     from torch.distributed import TCPStore  # type: ignore[attr-defined]
@@ -107,7 +107,7 @@ def _is_first_to_say(line: str) -> bool:
 
 @contextmanager
 def log_lines(verbose: int) -> Iterator[None]:
-    """Within, records of the logger ``headrace`` are lines on stderr: from INFO on, with 2 from DEBUG on."""
+    """Within, records of the logger ``headrace`` are printed on stderr: INFO and above, with 2 also DEBUG."""
     logger, handler = logging.getLogger("headrace"), logging.StreamHandler()
     if not verbose or _rank() != 0:
         yield
@@ -125,7 +125,7 @@ def log_lines(verbose: int) -> Iterator[None]:
 
 @contextmanager
 def byte_bar(text: str, console: Console) -> Iterator[Callable[[int, int], None]]:
-    """A progress bar for bytes: call it with (done, total). It shows from the first total above zero on."""
+    """A progress bar for bytes: call it with (done, total). It is hidden until the total is above zero."""
     columns = (TextColumn("{task.description}"), BarColumn(), DownloadColumn(binary_units=True), TransferSpeedColumn())
     bar = Progress(*columns, console=console)
     task = bar.add_task(text, total=None)
@@ -144,7 +144,7 @@ def byte_bar(text: str, console: Console) -> Iterator[Callable[[int, int], None]
 
 @contextmanager
 def _warnings_as_lines() -> Iterator[None]:
-    """Within, a :class:`HeadraceWarning` is a yellow line on stderr; other warnings are shown as before."""
+    """Within, a :class:`HeadraceWarning` is a yellow line on stderr; other warnings are printed as before."""
     with warnings.catch_warnings():
         ordinary = warnings.showwarning
 
@@ -182,13 +182,13 @@ def _errors_as_lines() -> Iterator[None]:
         if with_traceback:
             raise
         if type(error).__module__.partition(".")[0] in ("typer", "click"):  # typer prints its own
-            if hasattr(error, "format_message") and not _is_first_to_say(error.format_message()):
+            if hasattr(error, "format_message") and not _is_first_to_print(error.format_message()):
                 raise typer.Exit(EXIT_ERROR) from None
             raise
-        error.__traceback__ = None  # its frames may hold all of the memory
+        error.__traceback__ = None  # its frames may hold much memory
         try:
             print_error(_line_of(error))
-        except (MemoryError, SystemError):  # C code that finds no memory may fail without MemoryError
+        except (MemoryError, SystemError):  # C code without memory may raise either
             os.write(2, b"error: no memory is left\n")
         raise typer.Exit(EXIT_ERROR) from None
     except KeyboardInterrupt as interrupt:
@@ -197,14 +197,14 @@ def _errors_as_lines() -> Iterator[None]:
 
 
 def _line_of(error: Exception) -> str:
-    """The message of an error; with the type, if headrace neither raised nor expected it."""
+    """The message of an error; with its type, if it is not headrace's own or an OSError."""
     if isinstance(error, HeadraceError) or (isinstance(error, OSError) and error.strerror):
         return str(error)
     if isinstance(error, MemoryError):
         return (
             f"no memory is left ({str(error) or 'MemoryError'}): free some, or raise this process's limit (ulimit -v)"
         )
-    return f"{type(error).__name__}: {error}; HEADRACE_DEBUG=1 shows where it comes from"
+    return f"{type(error).__name__}: {error}; HEADRACE_DEBUG=1 shows the traceback"
 
 
 def expand_lists(args: Sequence[str]) -> list[str]:
@@ -213,9 +213,9 @@ def expand_lists(args: Sequence[str]) -> list[str]:
     A list ends at the next flag or at ``--``; put ``MODEL`` before it or after a ``--``.
 
     Raises:
-        typer.BadParameter: a flag without a name after it; the parser would take the next flag for one.
+        typer.BadParameter: a flag without a name after it; the parser would use the next flag as its value.
     """
-    # The engines with these flags take a list after one flag, which typer's parser does not support.
+    # Engines accept a list after these flags, which typer's parser does not support.
     expanded: list[str] = []
     rest = list(args)
     while rest and rest[0] != "--":

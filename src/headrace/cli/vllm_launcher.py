@@ -36,7 +36,7 @@ _VLLM_FLAGS = (
     "offload_prefetch_step",
     "offload_params",
 )
-# Flags of headrace, which travel in --additional-config.
+# Flags of headrace, which are passed in --additional-config.
 _OWN_FLAGS = ("device_memory", "batch", "offload_rule", "expert_slots", "offload_mode", "measure_stalls")
 
 
@@ -48,13 +48,13 @@ def serve_in_vllm(
     dry_run: bool,
     flags: OffloadFlags,
 ) -> None:
-    """Fill in what makes headrace vLLM's weight offloader, and become ``vllm serve``; ``shared``: flags of both."""
+    """Become ``vllm serve`` with headrace as its weight offloader; ``shared``: flags of both."""
     for name in VERB_FLAGS:
         if name not in (*_VLLM_FLAGS, *_OWN_FLAGS, "device"):
             refuse_idle({flag_of(name): getattr(flags, name)}, "inside vLLM; leave it out")
     _require_rest(model, rest)
     given = _parsed(additional_config)
-    engine_options(given, flags)  # finds here what the worker would refuse minutes later
+    engine_options(given, flags)  # raises now what the worker would raise minutes later
     config = _with_flags(given, flags)
     _count_replicas(config, rest)
     command = ["vllm", "serve", model, "--worker-cls", WORKER]
@@ -90,13 +90,13 @@ def _require_rest(model: str, rest: Sequence[str]) -> None:
         )
     taken = {flag_of(name) for name in (*_VLLM_FLAGS, *_OWN_FLAGS, "additional_config", "engine", "dry_run")}
     elsewhere = {flag_of(name) for name in VERB_FLAGS} - taken - {"--device"}
-    refused = {refusal.flag: refusal.reason for refusal in REFUSED if refusal.values is None}
+    refused = {refusal.flag: refusal.reason for refusal in REFUSED if refusal.refused is bool}
     for word in rest:
         name = word.partition("=")[0].partition(".")[0].replace("_", "-")
         if name == "--worker-cls":
             raise OptionError(f"--worker-cls is {WORKER} here; leave it out, or call `vllm serve` yourself")
         if name in taken:
-            raise OptionError(f"{word} is read by headrace: write it as {name} before `--`, its value behind it")
+            raise OptionError(f"{word} is read by headrace: write {name} and its value before `--`")
         if name in elsewhere:
             raise OptionError(f"{name} has no effect inside vLLM; leave it out")
         if name in refused:
@@ -137,16 +137,16 @@ def _count_replicas(config: dict[str, Any], rest: Sequence[str]) -> None:
     own = config.get("headrace", {})
     if own.get("mode") != "shm_cpu" or "replicas" in own:
         return
-    number = _number_behind(("--data-parallel-size-local", "-dpl"), rest)
-    one_here = _number_behind(("--data-parallel-rank", "-dpn"), rest) is not None  # other commands start the others
-    hosts = _number_behind(("--nnodes", "-n"), rest) or 1  # with several hosts, vLLM distributes the engines
+    number = _number_after(("--data-parallel-size-local", "-dpl"), rest)
+    one_here = _number_after(("--data-parallel-rank", "-dpn"), rest) is not None  # other commands start the others
+    hosts = _number_after(("--nnodes", "-n"), rest) or 1  # with several hosts, vLLM distributes the engines
     if number is None and not one_here and hosts == 1:
-        number = _number_behind(("--data-parallel-size", "-dp"), rest)
+        number = _number_after(("--data-parallel-size", "-dp"), rest)
     if number is not None and number > 1:
         own["replicas"] = number
 
 
-def _number_behind(flags: Sequence[str], rest: Sequence[str]) -> int | None:
+def _number_after(flags: Sequence[str], rest: Sequence[str]) -> int | None:
     """The value of the last of ``flags`` in a command line, if it is a number; vLLM refuses anything else."""
     found = None
     for index, word in enumerate(rest):

@@ -1,4 +1,4 @@
-"""Offloaders of engines, and how a configuration becomes one."""
+"""Offloaders for engines, and the one for a configuration."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ def create_offloader(config: OffloadConfig) -> BaseOffloader:
     if config.resolved == "uva":
         assert uva is not None  # checked by OffloadConfig
         if uva.mode != "cpu":
-            raise OptionError(f"backend 'uva' of an engine reads host memory: mode {uva.mode!r} would have no effect")
-        # Its first argument is a number, as in vLLM: this one stands for no limit.
+            raise OptionError(f"backend 'uva' of an engine reads host memory: mode {uva.mode!r} has no effect")
+        # The first argument is a number, as in vLLM: the largest one means no limit.
         return UVAOffloader(uva.limit_bytes if uva.limit_bytes is not None else 2**63 - 1, uva.params)
     return NoopOffloader()

@@ -11,21 +11,21 @@ __all__ = ["BaseOffloader", "NoopOffloader", "get_offloader", "set_offloader"]
 
 
 class BaseOffloader(ABC):
-    """Decides, layer by layer while a model is built, what leaves the device, and then moves it.
+    """Selects weights layer by layer while a model is built, and offloads them.
 
     The names and the order of calls are those of vLLM and SGLang: ``wrap_modules`` once per stack of layers,
     ``post_init`` when weights are final, then ``sync_prev_onload`` before and ``join_after_forward`` after a forward
     that is captured or replayed.
     """
 
-    # vLLM asks before it hands over the vision and audio towers of a model, which are not built layer by layer.
+    # vLLM checks it before it passes the vision and audio towers of a model, which are not built layer by layer.
     supports_tower_offload = False
 
     @abstractmethod
     def wrap_modules(self, modules_generator: Iterable[nn.Module], prefix: str = "") -> list[nn.Module]:
-        """Consume the generator one module at a time: layer N is dealt with before layer N+1 is built.
+        """Consume the generator one module at a time: layer N is offloaded before layer N+1 is built.
 
-        ``prefix``: the name of the module within the model, of a tower; layers come without one.
+        ``prefix``: of a tower, its name within the model; layers have none.
         """
 
     @abstractmethod
@@ -33,15 +33,15 @@ class BaseOffloader(ABC):
         """Weights are loaded and final: take them over and start the first copies."""
 
     def sync_prev_onload(self) -> None:
-        """Order compute after every copy under way; no effect when none is."""
+        """Order compute after every pending copy; no effect without one."""
 
-    # Both names are vLLM's; where copies are joined to compute in order, one action does for both.
+    # Both names are vLLM's; headrace's copies join compute in order, so both do the same.
     def join_after_forward(self) -> None:
-        """Bring copies that this forward has started back under its end; no effect when there are none."""
+        """Order the end of this forward after the copies that it has started; no effect without one."""
         self.sync_prev_onload()
 
     def remove(self) -> None:
-        """Give the modules their tensors back; no effect by default."""
+        """Restore the tensors of the modules; no effect by default."""
 
 
 class NoopOffloader(BaseOffloader):

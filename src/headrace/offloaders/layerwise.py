@@ -21,7 +21,7 @@ from torch import nn
 from headrace.config import UVA, Budget, Mechanism, Mode, Prefetch, Rule
 from headrace.errors import BudgetError, OptionError, SelectionError, StateError, warn_user
 from headrace.experts.rows import CachedExperts, ExpertKernels
-from headrace.formatting import listed
+from headrace.formatting import format_size, listed
 from headrace.model.inventory import is_embedding, take_inventory
 from headrace.model.memory_profile import profile_of
 from headrace.model.patterns import matching
@@ -43,7 +43,15 @@ from headrace.stats import Stats
 if TYPE_CHECKING:
     from headrace.experts.cache import CountsReader
 
-__all__ = ["EngineOffloader", "EnginePolicy", "EngineTraits", "LayerwiseOffloader", "PrefetchOffloader", "UVAOffloader"]
+__all__ = [
+    "EngineOffloader",
+    "EnginePolicy",
+    "EngineTraits",
+    "LayerwiseOffloader",
+    "PrefetchOffloader",
+    "UVAOffloader",
+    "lookup_rule",
+]
 
 EnginePolicy = Prefetch | UVA | Budget
 
@@ -51,16 +59,14 @@ _NEVER_PROMOTES = "an engine that has counted its memory has no room for more"
 
 
 class LayerwiseOffloader(BaseOffloader):
-    """Collects the layers, and makes and carries out the plan for them in the end.
+    """Collects the layers as they are built; :meth:`post_init` makes the plan for them and offloads them.
 
-    Layers are named by stack and index (``0.17.mlp.up_proj.weight``), since an engine hands them over before they have
-    a place in a model.
+    Layers are named by stack and index (``0.17.mlp.up_proj.weight``), because they have no name in a model yet.
     """
 
     _ranks: RankGroup | None = None  # for stores that span processes
 
     def __init__(self, policy: EnginePolicy) -> None:
-        """``policy``: what to do."""
         self._policy = policy
         self._leaves = BuildTimeFilter(policy)
         self._stacks = nn.ModuleList()
@@ -74,7 +80,7 @@ class LayerwiseOffloader(BaseOffloader):
         self._stacks.append(stack)
         for index, module in enumerate(modules_generator):
             stack.append(module)
-            # At once: the next layer may not fit the device beside this one.
+            # Before the next layer is built, which may not fit the device beside this one.
             apart = not self._leaves.is_exact
             self._pool.take(module, partial(self._leaves, index), apart=apart, cached=self._cached_in(module))
         return list(stack)
@@ -111,11 +117,11 @@ class LayerwiseOffloader(BaseOffloader):
 
     @property
     def plan(self) -> Plan:
-        """The plan in force; after ``post_init``."""
+        """The active plan; after ``post_init``."""
         return self._require_session().plan
 
     def stats(self) -> Stats:
-        """What has moved; after ``post_init``."""
+        """Counters of copies and stalls; after ``post_init``."""
         return self._require_session().stats()
 
     def _require_session(self) -> OffloadSession:
@@ -128,13 +134,13 @@ class LayerwiseOffloader(BaseOffloader):
         return ()
 
     def _layers(self) -> list[list[str]]:
-        """Names within :meth:`_model` of the layers, by stack; a layer that is called several times counts once."""
-        # By identity: an engine may have put a layer anywhere in its model, or into another model.
+        """Names of the layers within :meth:`_model`, by stack; a layer that is called several times counts once."""
+        # By identity: an engine may put a layer anywhere in its model, or into another model.
         names = {id(module): name for name, module in self._model().named_modules()}
         stacks = [[names.get(id(layer), "") for layer in stack.children()] for stack in self._stacks]
         return [found for stack in stacks if (found := [name for name in stack if name])]
 
-    # -- what subclasses decide ---------------------------------------------------------------------------------------
+    # -- for subclasses to override -----------------------------------------------------------------------------------
 
     def _make_plan(self, inventory: Inventory) -> Plan:
         """The plan for the collected layers."""
@@ -143,7 +149,7 @@ class LayerwiseOffloader(BaseOffloader):
         return build_plan(inventory, self._policy)
 
     def _model(self) -> nn.Module:
-        """What is offloaded: by default the stacks alone."""
+        """The model that is offloaded: by default the stacks alone."""
         return self._stacks
 
     def _device(self) -> torch.device:
@@ -163,7 +169,7 @@ class LayerwiseOffloader(BaseOffloader):
 
 
 class PrefetchOffloader(LayerwiseOffloader):
-    """Of every ``group_size`` layers the last ``num_in_group`` live in the store and are copied ahead of use."""
+    """Of every ``group_size`` layers the last ``num_in_group`` are offloaded and copied ahead of use."""
 
     def __init__(
         self,
@@ -178,11 +184,17 @@ class PrefetchOffloader(LayerwiseOffloader):
 
 
 class UVAOffloader(LayerwiseOffloader):
-    """Reads tensors where they rest: up to ``cpu_offload_max_bytes``, in the order the layers are built."""
+    """Reads tensors in place: up to ``cpu_offload_max_bytes``, in the order in which the layers are built."""
 
     def __init__(self, cpu_offload_max_bytes: int, cpu_offload_params: Sequence[str] | None = None) -> None:
         """See :class:`headrace.UVA` for the arguments."""
         super().__init__(UVA(cpu_offload_max_bytes, tuple(cpu_offload_params or ())))
+
+
+def lookup_rule(table: type[nn.Module], head: type[nn.Module]) -> Callable[[nn.Module], bool]:
+    """For :class:`EngineTraits`, by the engine's classes: whether a forward looks rows up in a module."""
+    # A head derives from the table, but its forward reads the complete weight in a matrix product.
+    return lambda module: isinstance(module, nn.Embedding | table) and not isinstance(module, head)
 
 
 @dataclass(frozen=True)
@@ -191,14 +203,14 @@ class EngineTraits:
 
     Attributes:
         is_lookup: see :func:`headrace.model.inventory.take_inventory`.
-        plain_name: the name that a pattern knows a tensor by, for modules that the engine wraps in others (LoRA).
-        announces_replays: it calls ``sync_prev_onload`` before every capture and every replay of a whole forward, and
-            puts neither end of a unit into a graph of a part of one.
+        plain_name: the name of a tensor without the modules that the engine wraps around others (LoRA).
+        announces_replays: it calls ``sync_prev_onload`` before every capture and every replay of a complete forward,
+            and puts neither end of a unit into a graph of a part of one.
         break_capture: for forwards that are captured in segments, see ``[Note: breakable captures]`` in slot.py.
         calls_forward: it calls the ``forward`` of the module that holds the layers past its hooks.
-        copies_limited: what a :class:`~headrace.UVA` policy selects is copied ahead of its use, one unit per layer
+        copies_limited: the selection of a :class:`~headrace.UVA` policy is copied ahead of its use, one unit per layer
             through two slots, and not read in place.
-        expert_kernels: what reads cached experts by rows; without, a rule that says ``cache`` is refused.
+        expert_kernels: the kernels that read cached experts by rows; without them a rule ``=cache`` is refused.
     """
 
     is_lookup: Callable[[nn.Module], bool] = is_embedding
@@ -213,10 +225,10 @@ class EngineTraits:
 class EngineOffloader(LayerwiseOffloader):
     """Executes ``policy`` on the model that ``find_model`` returns once it is built.
 
-    The group rule counts the layers of the largest stack that was wrapped. What a pattern names outside all layers is
-    read in place: a tower runs by itself, and the schedule of the layers would be out of step with it. A budget that
-    cannot be met otherwise has all of it read in place. Layers that belong to another model than ``find_model``'s, a
-    draft model's, come back to the device: it runs several times per step of the other.
+    The group rule counts the layers of the largest stack that was wrapped. Tensors outside all layers that a pattern
+    names are read in place: a tower runs by itself, out of step with the schedule of the layers. A budget that cannot
+    be met otherwise reads everything outside in place. Layers of another model than ``find_model``'s, such as a draft
+    model, are copied back to the device: it runs several times per step of the other.
     """
 
     supports_tower_offload = True
@@ -231,16 +243,16 @@ class EngineOffloader(LayerwiseOffloader):
         rates: Rates | None = None,
         measure_stalls: bool = False,
     ) -> None:
-        """``policy``: what to do; ``find_model``: asked in :meth:`post_init`; ``traits``: of the engine.
+        """``find_model`` is called in :meth:`post_init`; ``traits``: of the engine; ``ranks``: for mode ``shm_cpu``.
 
-        ``ranks``: for mode ``shm_cpu``. ``rates``: to plan a budget with, where others copy at the same time
+        ``rates``: for planning a budget, where others copy at the same time
         (:func:`headrace.transfer.measuring.rates_among`). ``measure_stalls``: time every wait, for :meth:`stats`.
         """
         super().__init__(policy)
         self._asks_for_cache = isinstance(policy, Budget) and any(how == "cache" for _, how in policy.rules)
         if self._asks_for_cache and traits.expert_kernels is None:
             raise OptionError(
-                "rules: experts cannot be cached inside this engine, whose kernels read them by their numbers: say "
+                "rules: experts cannot be cached inside this engine, whose kernels read them by their numbers: use "
                 "experts=uva in place of experts=cache"
             )
         self._find_model = find_model
@@ -250,6 +262,7 @@ class EngineOffloader(LayerwiseOffloader):
         self._measure_stalls = measure_stalls
         self._towers: list[nn.Module] = []
         self._others_replay = False
+        self._all_ran = False
         self.added_device_bytes = 0
 
     def wrap_modules(self, modules_generator: Iterable[nn.Module], prefix: str = "") -> list[nn.Module]:
@@ -273,7 +286,7 @@ class EngineOffloader(LayerwiseOffloader):
         before = _device_bytes(self._device())
         own = {id(parameter) for parameter in self._model().parameters()}
         for parameter in self._stacks.parameters():
-            if id(parameter) not in own and parameter.is_cuda:  # of another model, which stays on the device
+            if id(parameter) not in own and parameter.is_cuda:  # of another model, which stays resident
                 parameter.data = parameter.data.clone()
                 unmark(parameter)
         super().post_init()
@@ -283,19 +296,19 @@ class EngineOffloader(LayerwiseOffloader):
         if next(self._stacks.parameters(), None) is None:
             raise StateError(
                 "no layers were wrapped: set the offloader before the model is built; inside vLLM, this stage of a "
-                "pipeline has none (use fewer stages), or the model is not made of layers that are handed over"
+                "pipeline has none (use fewer stages), or the code of the model does not call make_layers"
             )
 
     # -- while it runs ------------------------------------------------------------------------------------------------
 
     def prepare_next(self) -> None:
-        """A forward has been submitted to the device, perhaps as a replay: copy ahead for the next one."""
+        """Call it when a forward or replay has been submitted: starts the first copies of the next one."""
         if self._session is not None:
             self._session.reset()
 
     @contextmanager
     def replays_of_others(self) -> Iterator[None]:
-        """Inside this context the engine announces replays of another model, a draft model's for instance."""
+        """Within, the engine announces replays of another model, for example a draft model."""
         self._others_replay = True
         try:
             yield
@@ -308,7 +321,7 @@ class EngineOffloader(LayerwiseOffloader):
 
     @contextmanager
     def as_placeholders(self) -> Iterator[None]:
-        """Within, whatever uses an offloaded weight outside of its module's forward raises; no compiled code may run.
+        """Within, an operator that uses an offloaded weight outside its module's forward raises; run no compiled code.
 
         Raises:
             OutsideAccessError: from the operator that was given the weight.
@@ -324,11 +337,13 @@ class EngineOffloader(LayerwiseOffloader):
         return session.has_run or any(unit.runs for unit in stats.units) or any(layer.steps for layer in stats.experts)
 
     def require_all_ran(self) -> None:
-        """To be asked when the engine has run its model once, before its results count.
+        """Check the first run of the model, before its results count; later calls return at once.
 
         Raises:
-            StateError: a unit whose module did not run: what reads its weights would not wait for them.
+            StateError: a unit whose module did not run: code that reads its weights would not wait for them.
         """
+        if self._all_ran:
+            return
         stats = self.stats()
         idle = [unit.module_fqn for unit in stats.units if unit.runs == 0]
         idle += [layer.module_fqn for layer in stats.experts if layer.steps == 0]
@@ -340,10 +355,28 @@ class EngineOffloader(LayerwiseOffloader):
                 f"leave them out of what is offloaded, with names that do not match them (--offload-params; with "
                 f"device_memory: headrace.params, or headrace.rules such as '{idle[0]}=resident')"
             )
+        self._all_ran = True
 
     def counts_reader(self) -> CountsReader | None:
-        """Of all cached experts, for an engine to show while it runs; ``None``: there are none, or nothing moves."""
+        """Counts of all cached experts, read without waiting for the device; ``None``: nothing is cached."""
         return None if self._session is None else self._session.counts_reader()
+
+    def summary(self) -> list[str]:
+        """Lines for an engine's log: what is offloaded, and how; after ``post_init``."""
+        plan = self.plan
+        slot_size = format_size(max(plan.slot_bytes, default=0))
+        lines = [
+            f"{format_size(plan.resident_bytes)} resident, {format_size(plan.prefetched_bytes)} prefetched in "
+            f"{len(plan.units)} units through {plan.num_slots} slots of {slot_size}, {format_size(plan.uva_bytes)} "
+            f"read in place; stored in {plan.mode}"
+        ]
+        if plan.cached:
+            slots = sorted({f"{layer.num_slots} of {layer.num_experts}" for layer in plan.cached})
+            lines.append(
+                f"of {len(plan.cached)} layers, {' or '.join(slots)} experts on the GPU at a time, "
+                f"{format_size(plan.cache_bytes)}"
+            )
+        return lines
 
     def metrics(self) -> dict[str, Any]:
         """The plan and the counters in plain numbers, for an engine to show; after ``post_init``."""
@@ -370,7 +403,7 @@ class EngineOffloader(LayerwiseOffloader):
     # -- the plan -----------------------------------------------------------------------------------------------------
 
     def _cached_in(self, layer: nn.Module) -> Iterable[str]:
-        """Raises ``OptionError`` where they cannot be: before any weights are loaded."""
+        """Raises ``OptionError`` if they cannot be cached, before any weights are loaded."""
         experts = self._expert_modules(layer)
         for name, why in experts.items():
             if why is not None:
@@ -380,7 +413,7 @@ class EngineOffloader(LayerwiseOffloader):
     def _expert_modules(self, model: nn.Module) -> Mapping[str, str | None]:
         """See ``ExpertKernels.find``; none unless a rule caches experts.
 
-        Where a budget alone would choose the cache, they would wait in memory that its ranges cannot take over.
+        A budget without such a rule never caches: until then experts would be in memory that the cache cannot use.
         """
         kernels = self._traits.expert_kernels
         return kernels.find(model) if kernels is not None and self._asks_for_cache else {}
@@ -392,18 +425,16 @@ class EngineOffloader(LayerwiseOffloader):
         return next(parameter.device for parameter in self._stacks.parameters())
 
     def _take_inventory(self, model: nn.Module) -> Inventory:
-        """What lies on the device and is not tiny.
-
-        What an engine keeps elsewhere it keeps there on purpose. Norms and biases are not worth a copy, even where a
-        pattern names them; and model code that reads ``weight.data`` cannot be compiled if an op writes that weight.
-        """
+        """The storages on the device that are not tiny."""
+        # An engine keeps others elsewhere on purpose. Norms and biases are not worth a copy, even if a pattern names
+        # them; and model code that reads ``weight.data`` cannot be compiled if an op writes that weight.
         device = self._device()
         tensors = chain(model.named_parameters(), model.named_buffers())
         elsewhere = {name for name, tensor in tensors if tensor.device != device}
-        # Engines match the names that named_parameters() has. vLLM's runner of experts holds the router and the shared
-        # experts of its layer, too, which "experts" does not mean.
+        # Engines match the names of named_parameters(). vLLM's runner of experts also contains the router and the
+        # shared experts of its layer, which a pattern "experts" does not mean.
         inventory = take_inventory(model, self._traits.is_lookup, aliases=False)
-        # The name of an inner tensor of a subclass goes on after a colon.
+        # After a colon comes the name of an inner tensor of a subclass.
         here = [s for s in inventory.storages if elsewhere.isdisjoint(n.partition(":")[0] for n in s.names)]
         # Scales of experts move with them.
         experts = {name for name, why in self._expert_modules(model).items() if why is None}
@@ -414,7 +445,7 @@ class EngineOffloader(LayerwiseOffloader):
 
     def _make_plan(self, inventory: Inventory) -> Plan:
         policy, stacks = self._policy, self._layers()
-        # The solver would only warn; options of an engine that offload nothing are refused (contract 2).
+        # The solver would only warn; an engine's options that offload nothing are refused (contract 2).
         if isinstance(policy, Budget) and policy.num_bytes >= inventory.num_bytes:
             raise OptionError(
                 f"device_memory = {policy.num_bytes} bytes offloads nothing: all weights together have "
@@ -435,7 +466,7 @@ class EngineOffloader(LayerwiseOffloader):
 
     def _plan_limited(self, inventory: Inventory, policy: UVA, layers: Sequence[str]) -> Plan:
         names = None
-        if not policy.params:  # as vLLM, which counts towers too since it hands them over
+        if not policy.params:  # towers count, too, as in vLLM
             modules = {id(module): name for name, module in self._model().named_modules()}
             towers = [modules[id(tower)] for tower in self._towers if id(tower) in modules]
             names = _worth_moving(inventory, [*towers, *layers])
@@ -444,7 +475,10 @@ class EngineOffloader(LayerwiseOffloader):
             return plan
         copied = move_on_demand(inventory, plan, num_slots=2)
         if left := sorted(plan.uva.keys() - copied.offloaded_names):
-            message = f"{listed(left, 'tensor')}: several modules share it, or its module runs around other units"
+            message = (
+                f"{listed(left, 'tensor')}: no unit can have tensors that several modules share, or of a module around "
+                f"units"
+            )
             if not copied.units:
                 raise SelectionError(f"{message}; select other names, or offload nothing")
             warn_user(f"{message}. They stay resident")
@@ -455,11 +489,11 @@ class EngineOffloader(LayerwiseOffloader):
         heads = outside & semantic_groups(inventory)["lm_head"]
         if policy.params:
             names = {s.name for s in selected(inventory, policy.params)}
-        else:  # layers, and tables that are only looked up; other modules may be read without a call
+        else:  # layers, and lookup tables; an engine may read other modules without calling them
             names = _worth_moving(inventory, layers) | {s.name for s in inventory.storages if s.is_lookup}
         _refuse_copies(inventory, policy.rules, outside)
-        # An engine multiplies with a head without calling it, so that stays. What else is named is read in place, as by
-        # the group rule.
+        # An engine multiplies with a head without calling it, so a head stays resident. Everything else that is named
+        # is read in place, as by the group rule.
         forced: dict[str, Mechanism] = dict.fromkeys(outside & names, "uva")
         forced |= dict.fromkeys(heads, "resident")
         readers = tuple(name for name, why in self._expert_modules(self._model()).items() if why is None)
@@ -486,7 +520,7 @@ class EngineOffloader(LayerwiseOffloader):
                 raise _not_cached(name, why)
         for unit in plan.units:
             module = model.get_submodule(unit.module_fqn)
-            # Compilers of parts of a model replace __call__, and what they put there runs no hooks.
+            # Compilers of parts of a model replace __call__ by code that runs no hooks.
             if not _runs_hooks(module):
                 raise OptionError(
                     f"{unit.module_fqn} ({type(module).__name__}) replaces Module.__call__, so nothing would wait for "
@@ -495,14 +529,14 @@ class EngineOffloader(LayerwiseOffloader):
             for storage in (inventory.by_name[entry.storage] for entry in unit.entries):
                 if not storage.is_lookup and _is_outside(storage, layers):
                     raise OptionError(
-                        f"{storage.name} lies outside the layers that are handed over, where an engine may use weights "
-                        f"without calling their module, so it has to be read in place, which HEADRACE_DISABLE_UVA=1 "
-                        f"and HEADRACE_DISABLE_PIN_MEMORY=1 forbid: unset them, or leave it out of --offload-params"
+                        f"{storage.name} is outside the layers, where an engine may use weights without calling their "
+                        f"module, so it has to be read in place, which HEADRACE_DISABLE_UVA=1 and "
+                        f"HEADRACE_DISABLE_PIN_MEMORY=1 forbid: unset them, or leave it out of --offload-params"
                     )
 
     def _options(self, prepared: Prepared) -> SessionOptions:
         model, units = prepared.model, prepared.plan.units
-        runs_hooks = _runs_hooks(model)  # a model that is compiled as a whole runs none of its own
+        runs_hooks = _runs_hooks(model)  # a compiled model runs none
         called = None
         if self._traits.calls_forward:
             layers = self._largest_stack(prepared.inventory)
@@ -526,7 +560,7 @@ def _not_cached(name: str, why: str) -> OptionError:
 
 
 def _is_scale(storage: StorageInfo, experts: Collection[str]) -> bool:
-    """Whether it has a row for each expert of one of the modules ``experts``."""
+    """Whether it belongs to one of the modules ``experts`` and has a row for each expert."""
     return len(storage.tensors[0].shape) > 1 and any(module in experts for module in storage.modules)
 
 
@@ -535,7 +569,7 @@ def _device_bytes(device: torch.device) -> int:
 
 
 def _runs_hooks(module: nn.Module) -> bool:
-    """Whether its ``__call__`` is torch's, or a wrapper that goes on to it, as transformers' layers have one."""
+    """Whether its ``__call__`` is torch's, or a wrapper that calls it, as transformers' layers have one."""
     call = type(module).__call__
     code = getattr(inspect.unwrap(call), "__code__", None)
     return call is nn.Module.__call__ or (code is not None and "super" in code.co_names)
@@ -546,26 +580,25 @@ def _is_outside(storage: StorageInfo, layers: Sequence[str]) -> bool:
 
 
 def _refuse_copies(inventory: Inventory, rules: Sequence[Rule], outside: Collection[str]) -> None:
-    """Raise ``OptionError`` for a rule that would have something outside the layers copied into a slot."""
+    """Raise ``OptionError`` for a rule that would prefetch something outside the layers."""
     ruled: set[str] = set()
     for pattern, mechanism in rules:
-        matched = matching(inventory, pattern) - ruled  # the first rule that matches counts
+        matched = matching(inventory, pattern) - ruled  # the first matching rule applies
         if mechanism == "prefetch" and (found := sorted(matched.intersection(outside))):
             raise OptionError(
-                f"rule '{pattern}=prefetch' reaches {found[0]}, outside the layers that are handed over, where an "
-                f"engine may use weights without calling their module: say uva or resident for it, in a rule before "
-                f"this one"
+                f"rule '{pattern}=prefetch' matches {found[0]} outside the layers, where an engine may use weights "
+                f"without calling their module: give it uva or resident in a rule before this one"
             )
         ruled |= matched
 
 
 def _worth_moving(inventory: Inventory, layers: Sequence[str]) -> set[str]:
-    """What is offloaded of ``layers`` when no names are given: neither buffers nor what is tiny."""
+    """The storages of ``layers`` that are offloaded when no names are given: neither buffers nor tiny ones."""
     return {s.name for layer in layers for s in worth_moving(inventory.under(layer)) if is_within(s.name, layer)}
 
 
 def _with_plain_names(storage: StorageInfo, plain_name: Callable[[str], str]) -> StorageInfo:
-    """``storage``, found by the names that its tensors had before their modules were wrapped, too."""
+    """``storage``, which patterns also find by the names of its tensors before their modules were wrapped."""
     tensors = []
     for tensor in storage.tensors:
         plain = {plain_name(name) for name in tensor.names}.difference(tensor.names)

@@ -17,6 +17,7 @@ import json
 from collections.abc import Callable, Mapping
 from typing import Any
 
+from headrace.adapters.engine_interface import Refusal, refuse_flags
 from headrace.errors import OptionError
 from headrace.flags import EngineKeys, EngineOptions, OffloadFlags, engine_surface, flag_of
 
@@ -39,32 +40,34 @@ _MODES = {
 _HALVES = "runs parts of a batch through the layers at once, and they would share one slot"
 _MOVES = "moves experts between ranks or places in memory, which headrace keeps elsewhere"
 _FUSED = "reads the weights of many layers in one kernel, which waits for no layer's copy"
-_SHARED = "shares the memory of weights with other processes, and slots hold another layer every moment"
-# Fields of SGLang's configuration, what they are when unused, and why headrace does without them.
-REFUSED: Mapping[str, tuple[Any, str]] = {
-    "enable_eplb": (False, _MOVES),
-    "elastic_ep_backend": (None, _MOVES),
-    "enable_elastic_expert_backup": (False, _MOVES),
-    "enable_paged_experts": (False, "keeps experts in slots of its own"),
-    "kt_weight_path": (None, "computes experts on the CPU by itself"),
-    "dwdp_size": (1, "copies experts between GPUs by itself"),
-    "ple_offload_embedding": (False, "keeps embeddings in host memory by itself"),
-    "enable_two_batch_overlap": (False, _HALVES),
-    "enable_single_batch_overlap": (False, _HALVES),
-    "enable_pdmux": (False, _HALVES),
-    "speculative_algorithm": (None, "runs a draft model that shares weights with the offloaded one"),
-    "enable_lora": (False, "replaces linear modules after their weights have left the device"),
-    "lora_paths": (None, "replaces linear modules after their weights have left the device"),
-    "enable_memory_saver": (False, "frees and restores weights that headrace keeps elsewhere"),
-    "enable_weights_cpu_backup": (False, "keeps a second copy of the weights in host memory"),
-    "startup_weight_load_mode": ("serial", "writes weights after they have left the device"),
-    "weight_cache_mode": ("off", _SHARED),
-    "remote_instance_weight_loader_start_seed_via_transfer_engine": (False, _SHARED),
-    "checkpoint_engine_wait_weights_before_ready": (False, "writes weights after they have left the device"),
-    "enable_torch_compile": (False, "compiles the model, and this has not been tried with SGLang's compiler"),
-    "enable_nvidia_megakernel": (False, _FUSED),
-    "enable_amd_monokernel": (False, _FUSED),
-}
+_SHARES = "shares the memory of weights with other processes, and slots hold another layer every moment"
+_LATE = "writes weights after they have left the device"
+_LORA = "replaces linear modules after their weights have left the device"
+_COMPILER = "compiles the model, and this has not been tried with SGLang's compiler"
+REFUSED = (
+    Refusal("enable_eplb", _MOVES),
+    Refusal("elastic_ep_backend", _MOVES),
+    Refusal("enable_elastic_expert_backup", _MOVES),
+    Refusal("enable_paged_experts", "keeps experts in slots of its own"),
+    Refusal("kt_weight_path", "computes experts on the CPU by itself"),
+    Refusal("dwdp_size", "copies experts between GPUs by itself", lambda size: size > 1),
+    Refusal("ple_offload_embedding", "keeps embeddings in host memory by itself"),
+    Refusal("enable_two_batch_overlap", _HALVES),
+    Refusal("enable_single_batch_overlap", _HALVES),
+    Refusal("enable_pdmux", _HALVES),
+    Refusal("speculative_algorithm", "runs a draft model that shares weights with the offloaded one"),
+    Refusal("enable_lora", _LORA),
+    Refusal("lora_paths", _LORA),
+    Refusal("enable_memory_saver", "frees and restores weights that headrace keeps elsewhere"),
+    Refusal("enable_weights_cpu_backup", "keeps a second copy of the weights in host memory"),
+    Refusal("startup_weight_load_mode", _LATE, lambda mode: mode != "serial"),
+    Refusal("weight_cache_mode", _SHARES, lambda mode: mode != "off"),
+    Refusal("remote_instance_weight_loader_start_seed_via_transfer_engine", _SHARES),
+    Refusal("checkpoint_engine_wait_weights_before_ready", _LATE),
+    Refusal("enable_torch_compile", _COMPILER),
+    Refusal("enable_nvidia_megakernel", _FUSED),
+    Refusal("enable_amd_monokernel", _FUSED),
+)
 
 
 def parse_keys(value: str) -> Mapping[str, Any]:
@@ -105,7 +108,13 @@ def read_options(keys: Mapping[str, Any], field: Callable[[str], Any]) -> Engine
     )
     options = _KEYS.options(keys, flags, {})
     if options.policy is not None:
-        _refuse_features(field)
+        refuse_flags(REFUSED, field, f"unset {VARIABLE}")
+        graphs = field("cuda_graph_config")
+        if graphs is not None and graphs.prefill.backend == "tc_piecewise":
+            raise OptionError(
+                f"--cuda-graph-backend-prefill tc_piecewise {_COMPILER}; leave it out (SGLang's default is breakable), "
+                f"or unset {VARIABLE}"
+            )
         if options.mode == "shm_cpu":
             _require_replicas(field)
     return options
@@ -113,19 +122,6 @@ def read_options(keys: Mapping[str, Any], field: Callable[[str], Any]) -> Engine
 
 def _unless(value: Any, default: Any) -> Any:
     return None if value == default else value
-
-
-def _refuse_features(field: Callable[[str], Any]) -> None:
-    for name, (unused, reason) in REFUSED.items():
-        value = field(name)
-        if value and value != unused:
-            raise OptionError(f"{flag_of(name)} {reason}; leave it out, or unset {VARIABLE}")
-    graphs = field("cuda_graph_config")
-    if graphs is not None and graphs.prefill.backend == "tc_piecewise":
-        raise OptionError(
-            f"--cuda-graph-backend-prefill tc_piecewise compiles the model, and this has not been tried with SGLang's "
-            f"compiler; use breakable, which is SGLang's default, or full or disabled, or unset {VARIABLE}"
-        )
 
 
 def _require_replicas(field: Callable[[str], Any]) -> None:

@@ -1,9 +1,9 @@
 """headrace inside SGLang: its offloader, and the hooks around what loads, captures, replays and writes.
 
-SGLang's model runner makes an offloader before it builds the model; the model code hands layers over to it in
-``make_layers``; ``load_model`` ends with its ``post_init``. No call of SGLang's orders copies around CUDA graphs, so
-the capture and the replay of a graph are hooked. SGLang calls ``model.forward`` and the forward of the module that
-holds the layers itself, past the hooks of modules (``EngineTraits.calls_forward``).
+SGLang's model runner makes an offloader before it builds the model; the model code passes layers to it in
+``make_layers``; ``load_model`` ends with its ``post_init``. SGLang does not order copies around CUDA graphs, so the
+capture and the replay of a graph are hooked. SGLang calls ``model.forward`` and the forward of the module that holds
+the layers directly, which runs no hooks of modules (``EngineTraits.calls_forward``).
 """
 
 from __future__ import annotations
@@ -26,19 +26,18 @@ from sglang.srt.utils.offloader import NoopOffloader, get_offloader
 from torch import nn
 from torch.distributed import FileStore, PrefixStore, ProcessGroup  # type: ignore[attr-defined,unused-ignore]
 
-from headrace.adapters.engine_interface import missing_hooks, version_number
+from headrace.adapters.engine_interface import require_hooks, version_number
 from headrace.adapters.sglang.keys import VARIABLE, EngineOptions, parse_keys, read_options
 from headrace.config import Budget
 from headrace.errors import OptionError, StateError
-from headrace.formatting import format_size
 from headrace.model.records import Inventory
-from headrace.offloaders.layerwise import EngineOffloader, EngineTraits
+from headrace.offloaders.layerwise import EngineOffloader, EngineTraits, lookup_rule
 from headrace.ranks.group import RankGroup
 from headrace.runtime.prepare import open_ranks
 
 __all__ = ["SGLangOffloader", "register_hooks"]
 
-logger = logging.getLogger("sglang.headrace")  # SGLang's servers print what their own loggers say
+logger = logging.getLogger("sglang.headrace")  # SGLang's servers print the records of their own loggers
 
 _VERSION = "0.5.23"  # the one that was tried
 
@@ -46,7 +45,7 @@ _keys: Mapping[str, Any] = {}  # of HEADRACE_SGLANG
 
 
 def register_hooks(value: str) -> None:
-    """Register all hooks with SGLang, which applies them when every plugin has been loaded.
+    """Register all hooks with SGLang, which applies them once every plugin is loaded.
 
     Args:
         value: of ``HEADRACE_SGLANG``.
@@ -68,24 +67,25 @@ def _require_supported(version: str) -> None:
             f"SGLang {version} has not been tried with headrace: expected {_VERSION}; install it "
             f"(pip install sglang=={_VERSION}), or unset {VARIABLE} to run SGLang without headrace"
         )
-    if found := missing_hooks(dict.fromkeys(_HOOKS, ())):  # in a patched build
-        raise OptionError(
-            f"SGLang {version} differs from the tested one: {'; '.join(found)}. Use an unchanged SGLang {_VERSION}, or "
-            f"unset {VARIABLE} to run it without headrace"
-        )
+    require_hooks(
+        f"SGLang {version}", dict.fromkeys(_HOOKS, ()), f"SGLang {_VERSION}, or unset {VARIABLE} to run it without"
+    )
 
 
 class SGLangOffloader(EngineOffloader):
-    """What SGLang calls an offloader. It belongs to the one model runner that loads a model with it."""
+    """SGLang's offloader, of the one model runner that loads a model with it."""
 
     forbid_copy_engine_usage = True  # small copies of SGLang's would queue behind units
 
     def __init__(self, options: EngineOptions) -> None:
+        # Not at the top of this file: plugins are loaded before SGLang's layers can be imported.
+        from sglang.srt.layers.vocab_parallel_embedding import ParallelLMHead, VocabParallelEmbedding
+
         super().__init__(
             options.policy,  # type: ignore[arg-type]
             self._runner_model,
             EngineTraits(
-                is_lookup=_is_lookup,
+                is_lookup=lookup_rule(VocabParallelEmbedding, ParallelLMHead),
                 announces_replays=True,
                 break_capture=_break_capture,
                 calls_forward=True,
@@ -95,16 +95,15 @@ class SGLangOffloader(EngineOffloader):
         )
         self.options = options
         self._runner: Any = None
-        self.all_ran = False  # whether every offloaded module has run at least once
 
     def wrap_modules(  # type: ignore[override]
         self, all_modules_generator: Iterable[nn.Module], submodule_accessor: Any = None, *_: Any, **__: Any
     ) -> list[nn.Module]:
-        """Take layers over. The other arguments limit SGLang's own to a part of each layer, which headrace does not."""
+        """Take layers over. SGLang's other arguments select parts of each layer; headrace has ``params`` for that."""
         return super().wrap_modules(all_modules_generator)
 
-    def loads(self, runner: Any, ranks: RankGroup | None) -> None:
-        """``runner`` loads its model; ``ranks``: those that share the store."""
+    def set_runner(self, runner: Any, ranks: RankGroup | None) -> None:
+        """``runner``: the one that loads the model; ``ranks``: those that share the store."""
         self._runner, self._ranks = runner, ranks
 
     def _runner_model(self) -> nn.Module:
@@ -174,27 +173,15 @@ def _load_model(original: Callable[[Any], None], runner: Any) -> None:
     if getattr(runner, "is_draft_worker", False):
         raise StateError(f"a draft model is loaded beside the offloaded one, which headrace refuses; unset {VARIABLE}")
     with open_ranks(_replica_group() if offloader.options.mode == "shm_cpu" else None) as ranks:
-        offloader.loads(runner, ranks)
+        offloader.set_runner(runner, ranks)
         original(runner)
-    plan = offloader.plan  # raises if nothing is offloaded
+    for line in offloader.summary():  # raises if nothing is offloaded
+        logger.info(f"headrace: {line}")
     runner.headrace_offloader = offloader
-    logger.info(
-        f"headrace: {format_size(plan.resident_bytes)} resident, {format_size(plan.prefetched_bytes)} prefetched in "
-        f"{len(plan.units)} units through {plan.num_slots} slots of {format_size(max(plan.slot_bytes, default=0))}, "
-        f"{format_size(plan.uva_bytes)} read in place; at rest in {plan.mode}"
-    )
-
-
-def _is_lookup(module: nn.Module) -> bool:
-    """Whether a forward looks rows up in ``module``."""
-    from sglang.srt.layers.vocab_parallel_embedding import ParallelLMHead, VocabParallelEmbedding
-
-    # ParallelLMHead derives from VocabParallelEmbedding, and reads its whole weight in a matrix product.
-    return isinstance(module, nn.Embedding | VocabParallelEmbedding) and not isinstance(module, ParallelLMHead)
 
 
 def _replica_group() -> ProcessGroup:
-    """The data-parallel ranks of this launch, which are worlds of their own and meet in a file, as SGLang's own do."""
+    """The data-parallel ranks of this launch, which are separate worlds and connect by a file, as SGLang's own do."""
     parallel = get_parallel()
     path = os.path.join(tempfile.gettempdir(), f"{os.environ['SGLANG_RUN_ID']}-headrace")
     store = FileStore(path, parallel.num_dp_ranks)
@@ -227,11 +214,11 @@ def _capture_one(
         offloader.sync_prev_onload()
 
     try:
-        # Each forward joins its own copies, also in the capture: the module that holds the layers is inside of it.
+        # Each forward joins its own copies, also in the capture, which includes the module that holds the layers.
         original(backend, shape_key, forward_fn, capture_inputs, before_capture)
     finally:
         offloader.prepare_next()
-    _require_all_ran(offloader)
+    offloader.require_all_ran()
 
 
 def _replay(original: Callable[..., Any], backend: Any, *args: Any, **kwargs: Any) -> Any:
@@ -258,21 +245,15 @@ def _forward(original: Callable[..., Any], runner: Any, forward_batch: Any, *arg
     result = original(runner, forward_batch, *args, **kwargs)
     offloader = _offloader_of(runner)
     if offloader is not None and not forward_batch.forward_mode.is_idle():
-        _require_all_ran(offloader)  # before the first result counts, where no graph was captured
+        offloader.require_all_ran()  # before the first result counts, where no graph was captured
     return result
 
 
-def _require_all_ran(offloader: SGLangOffloader) -> None:
-    if not offloader.all_ran:
-        offloader.require_all_ran()
-        offloader.all_ran = True
-
-
-# -- what would write or read slots -----------------------------------------------------------------------------------
+# -- calls that would write or read slots -----------------------------------------------------------------------------
 
 
 def _refuse_update(output: str) -> Callable[..., Any]:
-    """A hook of a method that would write weights, which answers with ``output``, a class of SGLang's."""
+    """A hook of a method that would write weights: it answers with ``output``, a class of SGLang's."""
 
     def answer(original: Callable[..., Any], manager: Any, recv_req: Any) -> Any:
         if _offloader_of(manager.tp_worker.model_runner) is None:
@@ -297,7 +278,7 @@ def _check_weights(original: Callable[..., Any], runner: Any, *args: Any, **kwar
 
 def _get_weights_by_name(original: Callable[..., Any], exporter: Any, name: str, *args: Any, **kwargs: Any) -> Any:
     if _has_slots(exporter.get_model()):
-        logger.error(f"weights of {name} are not shown: they may be in a slot, which holds other layers' weights, too")
+        logger.error(f"the weights of {name} are not returned: they may be in a slot, which other layers use, too")
         return None
     return original(exporter, name, *args, **kwargs)
 
@@ -314,7 +295,7 @@ def _has_slots(model: nn.Module) -> bool:
 
 
 def _internal_state(result: Any, scheduler: Any, recv_req: Any) -> Any:
-    """``/server_info`` shows what is offloaded, and what has moved."""
+    """``/server_info`` shows the metrics of the offload."""
     offloader = _offloader_of(scheduler.tp_worker.model_runner)
     if offloader is not None:
         result.internal_state["headrace"] = offloader.metrics()

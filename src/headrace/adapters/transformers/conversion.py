@@ -2,8 +2,8 @@
 
 The rules are transformers' own (``conversion_mapping``, ``core_model_loading``), called as ``from_pretrained`` calls
 them in ``convert_and_load_state_dict_in_model``, whose steps :func:`match` follows one by one: rename, collect per
-target, settle the dtype, convert. It differs in what the conversion code runs on: not data, but :class:`FileSpans`,
-which are ranges of the files.
+target, choose the dtype, convert. But the conversion code runs on :class:`FileSpans`, ranges of the files, and not on
+data.
 """
 
 from __future__ import annotations
@@ -45,14 +45,14 @@ if TYPE_CHECKING:
     from transformers import PreTrainedModel
     from transformers.quantizers.base import HfQuantizer
 
-__all__ = ["FileSpans", "Match", "NotStretchesError", "match"]
+__all__ = ["FileSpans", "Match", "NotSpansError", "match"]
 
 _COMPARED_BYTES = 1 << 20
-# What transformers' converters call the scale of quantised weights, and what is neither that nor the numbers.
+# Names in transformers' converters: scales of quantised weights, and the weights themselves.
 _SCALE = re.compile(".*(?<!activation)_scale")
 _NUMBERS = re.compile("(?!.*(scale|shape|zero_point))")
-# More and smaller pieces than this are no longer a stream: each costs a system call and some Python.
-_FEW_STRETCHES = 64
+# More and smaller pieces than this are too slow to stream: each costs a system call and some Python.
+_FEW_SPANS = 64
 _WORTH_A_READ_BYTES = 64 * 2**10
 
 
@@ -61,11 +61,11 @@ class Match:
     """A model on ``meta`` and the checkpoint that it is loaded from.
 
     Attributes:
-        weights: for every tensor of the model that can be streamed, its stretches of the files; for others recipes.
+        weights: for every tensor of the model that can be streamed, its ranges of the files; for others recipes.
         rearranged: names of the latter, which are made while loading, each with the reason in words.
-        missing: names in the model that nothing in the checkpoint provides, those transformers tolerates left out.
-        unexpected: names in the checkpoint that the model has no place for, those transformers tolerates left out.
-        untied: names that the configuration ties to others, but the checkpoint holds with other values.
+        missing: names in the model that nothing in the checkpoint provides, without those that transformers tolerates.
+        unexpected: names in the checkpoint that the model does not have, without those that transformers tolerates.
+        untied: names that the configuration ties to others, but that have other values in the checkpoint.
         inventory: of the model, as adapted to the checkpoint.
     """
 
@@ -85,12 +85,12 @@ class Match:
 def match(
     model: PreTrainedModel, checkpoint: Checkpoint, device: torch.device | None = None, *, as_stored: bool = False
 ) -> Match:
-    """Find the source of every tensor of ``model``, and adapt the model on ``meta`` to what ``from_pretrained`` makes.
+    """Find the source of every tensor of ``model``, and make the model on ``meta`` like that of ``from_pretrained``.
 
-    Three things depend on the checkpoint and are set in the model: the dtype of what transformers keeps in float32,
-    ties the configuration asks for while the checkpoint holds different values (those are cut), and quantised modules
-    that its library finishes for ``device`` (:func:`build_library_module`). ``as_stored``: to plan without that
-    library, they get the tensors of the files instead.
+    Three things depend on the checkpoint and are set in the model: the dtype of tensors that transformers keeps in
+    float32; ties of the configuration between tensors with different values in the checkpoint, which are cut; and
+    quantised modules, which their library finishes for ``device`` (:func:`build_library_module`). ``as_stored``: to
+    plan without that library, these get the tensors of the files instead.
 
     Raises:
         CheckpointError: nothing in common, or tensors of another shape; modules that cannot run here.
@@ -136,7 +136,7 @@ def match(
     keys: Any = SimpleNamespace(missing_keys=missing, unexpected_keys=unused)
     model._adjust_missing_and_unexpected_keys(keys)  # removes those that transformers tolerates
     if scales := sorted(name for name in keys.missing_keys if name.endswith(("_scale_inv", "activation_scale"))):
-        # Anything else that is missing is initialised; these say what loaded weights are worth.
+        # Other missing tensors are initialised, but without these scales the loaded weights have no values.
         raise checkpoint.lacks(scales[0], "Download or copy the checkpoint again.")
     return Match(
         WeightMap(checkpoint, sources, recipes),
@@ -155,8 +155,8 @@ class Assembly:
     Attributes:
         target: the first tensor of the model that they make.
         converter: what makes it; ``None`` means that it is the one file tensor, unchanged.
-        dtype: of the result, and of every part before it is converted; ``None``: parts come as they lie in the files,
-            and what is made of them has the dtype of the model's tensor.
+        dtype: of the result, and of every part before it is converted; ``None``: parts keep the dtypes of the files,
+            and the result has the dtype of the model's tensor.
         parts: the file tensors in natural order, each with the pattern of ``converter`` that it matched.
     """
 
@@ -187,7 +187,7 @@ class Assembly:
 def _collect(
     model: PreTrainedModel, checkpoint: Checkpoint, without: Collection[str] = ()
 ) -> tuple[dict[str, Assembly], set[str]]:
-    """The assemblies by their first target; and the keys, as renamed, that have no place in the model.
+    """The assemblies by their first target; and the keys, as renamed, that the model does not have.
 
     ``without``: names in the files that are left out.
     """
@@ -199,8 +199,8 @@ def _collect(
     dtype_of = _dtype_rule(model)
     collected: dict[str, Assembly] = {}
     unexpected: set[str] = set()
-    # Natural order, `experts.10` after `experts.9`: conversions stack the parts in the order in which they come. The
-    # rule treats the parts of a name one by one, and 46,000 names are made of a few hundred.
+    # Natural order, `experts.10` after `experts.9`: conversions stack the parts in the order in which they are added.
+    # The sort key of a name is made of those of its parts, of which 46,000 names have a few hundred.
     keys = [key for key in checkpoint.tensors if key not in without]
     order = {part: dot_natural_key(part)[0] for part in {part for key in keys for part in key.split(".")}}
     for key in sorted(keys, key=lambda key: [order[part] for part in key.split(".")]):
@@ -211,24 +211,24 @@ def _collect(
         if name not in collected:
             converter = of_pattern.get(pattern)
             collected[name] = Assembly(name, converter, dtype_of(name, converter, checkpoint.tensors[key]))
-        # A second tensor for the same target without a conversion is passed over, as in transformers.
+        # A second tensor for the same target without a conversion is ignored, as in transformers.
         if collected[name].converter is not None or not collected[name].parts:
             collected[name].parts.append((pattern or key, checkpoint.tensors[key]))
     for name, assembly in collected.items():
         _require_pairs(assembly)
         if assembly.dtype is None and len(assembly.parts) == 1 and not is_packed(assembly.parts[0][1]):
-            # What a quantizer leaves plain comes through its converter, too, and with the dtype that this gives it.
+            # Tensors that a quantizer leaves plain go through its converter, too, and get the dtype of its output.
             (value,) = assembly.run(
                 model, lambda part: torch.empty(part.shape, dtype=part.dtype, device="meta")
             ).values()
             collected[name] = Assembly(name, None, value.dtype, assembly.parts)
-    # save_pretrained turns back what was used.
+    # save_pretrained reverses the conversions that were used.
     vars(model)["_weight_conversions"] = [entry for entry in mapping if entry.was_used()]
     return collected, unexpected
 
 
 def _require_pairs(assembly: Assembly) -> None:
-    """Raise CheckpointError if a module of the files has quantised numbers and no scale of them, or the reverse."""
+    """Raise CheckpointError if a module of the files has quantised weights without a scale, or the reverse."""
     # transformers takes numbers without a scale for plain weights, and pairs those of experts by their order.
     if assembly.converter is None or assembly.dtype is not None:
         return
@@ -245,8 +245,8 @@ def _require_pairs(assembly: Assembly) -> None:
         lacks = next((attr for place, _, attr in kinds if place == path), None)
         if lacks is not None:
             raise CheckpointError(
-                f"{module}.{lacks}: expected it in the checkpoint beside {tensor.name} in {tensor.path}, which is of "
-                f"no use without it, found none; download or copy the checkpoint again"
+                f"{module}.{lacks}: expected it in the checkpoint beside {tensor.name} in {tensor.path}, which "
+                f"cannot be used without it, found none; download or copy the checkpoint again"
             )
 
 
@@ -269,9 +269,9 @@ def _renaming(model: PreTrainedModel, mapping: list[Any] | None = None) -> Calla
 def _dtype_rule(
     model: PreTrainedModel,
 ) -> Callable[[str, WeightConverter | None, FileTensor], torch.dtype | None]:
-    """The dtype a tensor of the state dict is loaded with: the model's, or float32 where the class insists on it.
+    """The dtype a tensor of the state dict is loaded with: the model's, or float32 where the class requires it.
 
-    Where it is quantised: what its quantizer says of the tensor of the file; ``None``: as it lies there.
+    If the model is quantised, its quantizer chooses the dtype for the tensor of the file; ``None``: as stored.
     """
     quantizer: HfQuantizer | None = getattr(model, "hf_quantizer", None)
     own = {name: tensor.dtype for name, tensor in model.state_dict().items()}
@@ -292,7 +292,7 @@ def _dtype_rule(
 
 
 def _cut_false_ties(model: PreTrainedModel, collected: Mapping[str, Assembly]) -> tuple[str, ...]:
-    """Cut the ties between tensors that the checkpoint holds both, with different values, as ``tie_weights`` does."""
+    """Cut ties between tensors with different values in the checkpoint, as ``tie_weights`` does."""
     ties: dict[str, str] = getattr(model, "all_tied_weights_keys", {})
     groups: dict[str, list[str]] = {}
     for target, source in ties.items():
@@ -309,7 +309,7 @@ def _cut_false_ties(model: PreTrainedModel, collected: Mapping[str, Assembly]) -
 
 
 def _equal(one: Assembly, other: Assembly) -> bool:
-    """Whether the files hold the same values for both."""
+    """Whether both have the same values in the files."""
     if one.dtype != other.dtype or len(one.parts) != len(other.parts):
         return False
     for (_, some), (_, others) in zip(one.parts, other.parts, strict=True):
@@ -327,26 +327,26 @@ def _equal(one: Assembly, other: Assembly) -> bool:
 
 
 def _stream(model: PreTrainedModel, assembly: Assembly) -> tuple[dict[str, TensorSource], str]:
-    """The sources of what ``assembly`` makes; or none, and why."""
+    """The sources of the tensors that ``assembly`` makes; or none, and the reason."""
     stored = {tensor.dtype for _, tensor in assembly.parts}
     if assembly.dtype is None:
         return {}, f"made by {assembly.operations}"
-    # Every operation that FileSpans allow only moves elements, so it may come before the conversion as well as after.
+    # All operations of FileSpans only move elements, so they may run before or after a conversion of the dtype.
     if len(stored) > 1 or not all(dtype == assembly.dtype or dtype.is_floating_point for dtype in stored):
         names = ", ".join(sorted(str(dtype).removeprefix("torch.") for dtype in stored))
         return {}, f"converted from {names} to {str(assembly.dtype).removeprefix('torch.')}"
     try:
         made = assembly.run(model, FileSpans.of)
         return {name: value.to_source(assembly.dtype) for name, value in made.items()}, ""
-    except Exception:  # NotStretchesError, or an error of any type of an operation that needs real tensors
+    except Exception:  # NotSpansError, or an error of any type of an operation that needs real tensors
         return {}, f"rearranged by {assembly.operations}"
 
 
 def _shapes(
     model: PreTrainedModel, assembly: Assembly, state: Mapping[str, torch.Tensor]
 ) -> dict[str, tuple[int, ...]]:
-    """Names and shapes of what ``assembly`` makes, by a run on ``meta``."""
-    if assembly.dtype is None:  # its code reads numbers, such as a shape that the file holds
+    """Names and shapes of the tensors that ``assembly`` makes, by a run on ``meta``."""
+    if assembly.dtype is None:  # its code reads values, such as a shape that the file holds
         return {assembly.target: tuple(state[assembly.target].shape)}
 
     def get(tensor: FileTensor) -> torch.Tensor:
@@ -391,38 +391,38 @@ def _recipe(model: PreTrainedModel, names: tuple[str, ...], assembly: Assembly) 
     def make(parts: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
         try:
             made = assembly.run(model, lambda tensor: parts[tensor.name].to(assembly.dtype))
-        except Exception as error:  # as in _shapes(), which does not run what reads numbers
+        except Exception as error:  # as in _shapes(), which does not run code that reads values
             raise _misfit(assembly, error) from error
         for name, tensor in expected.items():
-            if made[name].shape != tensor.shape:  # known now where it depends on what the files hold
+            if made[name].shape != tensor.shape:  # it may depend on values in the files
                 _fit(name, tuple(made[name].shape), assembly, tensor)
         return {name: made[name].to(tensor.dtype).contiguous() for name, tensor in expected.items()}
 
     return Conversion(names, tuple({tensor.name: tensor for _, tensor in assembly.parts}.values()), make)
 
 
-# -- stretches of files in place of tensors ---------------------------------------------------------------------------
+# -- ranges of files in place of tensors ------------------------------------------------------------------------------
 
 
-class NotStretchesError(Exception):
+class NotSpansError(Exception):
     """The operation does more than stack, concatenate and cut; internal, never seen by users."""
 
 
 class FileSpans:
     """Stands in for a tensor in ``torch.stack``, ``cat``, ``chunk``, ``split`` and ``.contiguous()``.
 
-    It has the shape, the dtype, and the stretches of files that hold the bytes in row-major order. transformers fuses,
-    splits and rearranges weights while it loads. Stacking, concatenating, cutting and reshaping stretches gives
-    stretches again, and the result can be read from the unmodified files into place; any other operation fails.
+    It has the shape, the dtype, and the ranges of files with the bytes in row-major order. transformers fuses, splits
+    and rearranges weights while it loads. Stacking, concatenating, cutting and reshaping ranges gives ranges again,
+    and the result can be read from the unmodified files directly; any other operation fails.
     """
 
     # Not by the names of conversions, which change from release to release; and not by a conversion of tensors of
     # running numbers, which takes eight bytes per element, several times the memory of the weights.
 
-    def __init__(self, shape: Sequence[int], dtype: torch.dtype, stretches: Iterable[FileTensor]) -> None:
+    def __init__(self, shape: Sequence[int], dtype: torch.dtype, spans: Iterable[FileTensor]) -> None:
         self.shape = torch.Size(shape)
         self.dtype = dtype
-        self.stretches = list(stretches)
+        self.spans = list(spans)
 
     @classmethod
     def of(cls, tensor: FileTensor) -> FileSpans:
@@ -433,10 +433,10 @@ class FileSpans:
     def __torch_function__(
         cls, function: Callable[..., Any], types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
-        # Only these keep rows of bytes whole. Any other operation, a new one too, makes the tensor a recipe.
+        # Only these keep runs of bytes together. Any other operation, also a new one, makes the tensor a recipe.
         handler = _HANDLERS.get(function)
         if handler is None:
-            raise NotStretchesError(getattr(function, "__name__", str(function)))
+            raise NotSpansError(getattr(function, "__name__", str(function)))
         return handler(*args, **(kwargs or {}))
 
     @property
@@ -453,42 +453,42 @@ class FileSpans:
         return self.shape.numel()
 
     def contiguous(self) -> FileSpans:
-        """Itself: stretches are in row-major order."""
+        """Itself: the ranges are in row-major order."""
         return self
 
     def reshape(self, *shape: Any) -> FileSpans:
-        """The same stretches in another shape, at most one length -1, as ``torch.Tensor.reshape`` has it."""
+        """The same ranges in another shape, as ``torch.Tensor.reshape``."""
         try:
             lengths = torch.empty(self.shape, device="meta").reshape(*shape).shape
         except RuntimeError as error:
-            raise NotStretchesError(f"reshape of {list(self.shape)} to {list(shape)}") from error
-        return FileSpans(lengths, self.dtype, self.stretches)
+            raise NotSpansError(f"reshape of {list(self.shape)} to {list(shape)}") from error
+        return FileSpans(lengths, self.dtype, self.spans)
 
     view = reshape
 
     def squeeze(self, dim: int) -> FileSpans:
         """Without a dimension of length one."""
         dim = range(self.ndim)[dim]
-        return self if self.shape[dim] != 1 else FileSpans(_without(self.shape, dim), self.dtype, self.stretches)
+        return self if self.shape[dim] != 1 else FileSpans(_without(self.shape, dim), self.dtype, self.spans)
 
     def to_source(self, dtype: torch.dtype | None = None) -> TensorSource:
         """Where the bytes are, neighbours joined, for a tensor of ``dtype`` (default that of the files).
 
         Raises:
-            NotStretchesError: in too many small pieces to be read in time.
+            NotSpansError: in too many small pieces to be read in time.
         """
         joined: list[FileTensor] = []
-        for stretch in self.stretches:
+        for span in self.spans:
             last = joined[-1] if joined else None
-            if last is not None and (last.path, last.offset + last.num_bytes) == (stretch.path, stretch.offset):
-                joined[-1] = _part(last, 0, last.num_bytes + stretch.num_bytes)
+            if last is not None and (last.path, last.offset + last.num_bytes) == (span.path, span.offset):
+                joined[-1] = _part(last, 0, last.num_bytes + span.num_bytes)
             else:
-                joined.append(stretch)
-        num_bytes = sum(stretch.num_bytes for stretch in joined)
-        if len(joined) > max(_FEW_STRETCHES, num_bytes // _WORTH_A_READ_BYTES):
-            raise NotStretchesError(f"{len(joined)} pieces of {num_bytes // len(joined)} bytes")
+                joined.append(span)
+        num_bytes = sum(span.num_bytes for span in joined)
+        if len(joined) > max(_FEW_SPANS, num_bytes // _WORTH_A_READ_BYTES):
+            raise NotSpansError(f"{len(joined)} pieces of {num_bytes // len(joined)} bytes")
         dtype = dtype or self.dtype
-        starts = itertools.accumulate((stretch.num_bytes // self.dtype.itemsize for stretch in joined), initial=0)
+        starts = itertools.accumulate((span.num_bytes // self.dtype.itemsize for span in joined), initial=0)
         offsets = (start * dtype.itemsize for start in starts)
         return TensorSource(tuple(map(FilePart, joined, offsets)), tuple(self.shape), dtype)
 
@@ -497,16 +497,16 @@ def _cat(tensors: Sequence[FileSpans], dim: int = 0) -> FileSpans:
     first = tensors[0]
     dim = range(first.ndim)[dim]
     if len({(_without(tensor.shape, dim), tensor.dtype) for tensor in tensors}) > 1:
-        raise NotStretchesError(f"cat of {', '.join(str(list(tensor.shape)) for tensor in tensors[:4])}")
+        raise NotSpansError(f"cat of {', '.join(str(list(tensor.shape)) for tensor in tensors[:4])}")
     shape = [*first.shape[:dim], sum(tensor.shape[dim] for tensor in tensors), *first.shape[dim + 1 :]]
     num_rows = math.prod(first.shape[:dim])
-    rows = [_cut(tensor.stretches, [_num_bytes(tensor) // num_rows] * num_rows) for tensor in tensors]
+    rows = [_cut(tensor.spans, [_num_bytes(tensor) // num_rows] * num_rows) for tensor in tensors]
     return FileSpans(shape, first.dtype, [piece for row in zip(*rows, strict=True) for part in row for piece in part])
 
 
 def _stack(tensors: Sequence[FileSpans], dim: int = 0) -> FileSpans:
     dim = range(tensors[0].ndim + 1)[dim]
-    return _cat([FileSpans([*t.shape[:dim], 1, *t.shape[dim:]], t.dtype, t.stretches) for t in tensors], dim)
+    return _cat([FileSpans([*t.shape[:dim], 1, *t.shape[dim:]], t.dtype, t.spans) for t in tensors], dim)
 
 
 def _split(tensor: FileSpans, sizes: int | Sequence[int], dim: int = 0) -> tuple[FileSpans, ...]:
@@ -516,11 +516,11 @@ def _split(tensor: FileSpans, sizes: int | Sequence[int], dim: int = 0) -> tuple
         sizes = [min(sizes, length - start) for start in range(0, length, sizes)]
     num_rows = math.prod(tensor.shape[:dim])
     unit = _num_bytes(tensor) // (num_rows * length)
-    pieces = _cut(tensor.stretches, [size * unit for _ in range(num_rows) for size in sizes])
+    pieces = _cut(tensor.spans, [size * unit for _ in range(num_rows) for size in sizes])
     parts = []
     for index, size in enumerate(sizes):
         shape = [*tensor.shape[:dim], size, *tensor.shape[dim + 1 :]]
-        of_every_row = [stretch for piece in pieces[index :: len(sizes)] for stretch in piece]
+        of_every_row = [span for piece in pieces[index :: len(sizes)] for span in piece]
         parts.append(FileSpans(shape, tensor.dtype, of_every_row))
     return tuple(parts)
 
@@ -545,24 +545,24 @@ def _without(shape: Sequence[int], dim: int) -> tuple[int, ...]:
     return (*shape[:dim], *shape[dim + 1 :])
 
 
-def _cut(stretches: Sequence[FileTensor], sizes: Sequence[int]) -> list[list[FileTensor]]:
-    """Cut the run of ``stretches`` into consecutive pieces of these sizes, in bytes."""
-    left = list(reversed(stretches))
+def _cut(spans: Sequence[FileTensor], sizes: Sequence[int]) -> list[list[FileTensor]]:
+    """Split the sequence of ``spans`` into consecutive pieces of these sizes, in bytes."""
+    left = list(reversed(spans))
     pieces: list[list[FileTensor]] = []
     for size in sizes:
         piece: list[FileTensor] = []
         while size:
-            stretch = left.pop()
-            if stretch.num_bytes > size:
-                left.append(_part(stretch, size, stretch.num_bytes - size))
-                stretch = _part(stretch, 0, size)
-            piece.append(stretch)
-            size -= stretch.num_bytes
+            span = left.pop()
+            if span.num_bytes > size:
+                left.append(_part(span, size, span.num_bytes - size))
+                span = _part(span, 0, size)
+            piece.append(span)
+            size -= span.num_bytes
         pieces.append(piece)
     return pieces
 
 
-def _part(stretch: FileTensor, start: int, num_bytes: int) -> FileTensor:
-    """Bytes from ``start`` of a stretch on; more than it has where its neighbour in the file follows."""
-    shape = (num_bytes // stretch.dtype.itemsize,)
-    return FileTensor(stretch.name, stretch.dtype, shape, stretch.path, stretch.offset + start, num_bytes)
+def _part(span: FileTensor, start: int, num_bytes: int) -> FileTensor:
+    """``num_bytes`` of a span from ``start``; they may go on into its neighbour in the file."""
+    shape = (num_bytes // span.dtype.itemsize,)
+    return FileTensor(span.name, span.dtype, shape, span.path, span.offset + start, num_bytes)

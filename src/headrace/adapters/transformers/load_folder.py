@@ -83,12 +83,12 @@ def load(
             leaves it, or the name of a model in the local cache of the Hugging Face Hub, such as ``"Qwen/Qwen3-8B"``
             (:func:`~headrace.checkpoint.model_folder.model_folder`).
         policy: as for :func:`headrace.offload`; on a CPU a size such as ``"20GiB"`` streams from the files (mode
-            ``disk``), for a GPU it fills pinned host memory from them (mode ``cpu``), and what that has no room for
-            streams from the files (mode ``disk``).
+            ``disk``), for a GPU it fills pinned host memory from them (mode ``cpu``), and weights that do not fit
+            there stream from the files (mode ``disk``).
         model_class: a transformers class, ``Auto`` classes included; default the one that config.json names.
         dtype: of the weights, a torch.dtype or its name such as ``"bfloat16"``; default, and ``"auto"``, the
-            checkpoint's own. What the files hold in another dtype is converted while it is read, at loading or at every
-            use; from files to a GPU it is not, so that there it rests in host memory.
+            checkpoint's own. Tensors of another dtype in the files are converted when they are read, at loading or at
+            every use; such tensors are not streamed from files to a GPU, but stored in host memory.
         attn_implementation: as for ``from_pretrained``: ``"sdpa"``, ``"eager"`` or another that transformers has, not
             the name of a kernel on the Hub; default the model's own choice.
         device: where compute runs; default a GPU where there is one, else the CPU.
@@ -107,14 +107,14 @@ def load(
             be loaded here.
         OptionError, OptionTypeError: an invalid policy, class, dtype or attention; a plan for another model or machine.
         LimitError: the device or the host has no room for the plan; found before anything is allocated.
-        PeerError: another rank of ``group`` failed, ended, or did not come in time.
+        PeerError: another rank of ``group`` failed, ended, or did not connect in time.
 
     To measure stalls, :func:`headrace.offload` a model that is built already.
     """
-    # The first statement: a wrong folder in one rank then raises in all ranks, instead of in one while others wait.
+    # First, so that a wrong folder in one rank raises in all ranks, instead of in one while the others wait.
     with open_ranks(group) as ranks:
         require_kinds(device, disk)
-        # Before the weights are read, unlike from_pretrained: the plan decides which of them are read at all.
+        # Unlike from_pretrained, nothing is read yet: the plan decides which weights are read at all.
         with gc_paused():
             target = compute_device(nn.Module(), device)
             model = build_meta_model(
@@ -208,7 +208,7 @@ def _refuse_many_layers(folder: Path, raw: dict[str, Any]) -> None:
         for key, count in part.items():
             if not key.endswith(_DEPTHS) or not isinstance(count, int) or count <= _MANY_LAYERS:
                 continue
-            # transformers builds every layer that it is asked for, which takes minutes for 100,000 of them.
+            # transformers would build them all, which takes minutes for 100,000 layers.
             held = len(Checkpoint.open(folder).tensors) if any(folder.glob("*.safetensors")) else 0
             if count > held:
                 raise CheckpointError(
@@ -231,7 +231,7 @@ def _refuse_unknown(folder: Path, raw: dict[str, Any]) -> None:
         raise CheckpointError(
             f"{folder}: model_type {kind!r} is not part of transformers {transformers.__version__} and comes with code "
             f"of its own (auto_map in config.json), which headrace does not run; load it with "
-            f"from_pretrained(..., trust_remote_code=True) and hand the model to headrace.offload"
+            f"from_pretrained(..., trust_remote_code=True) and pass the model to headrace.offload"
         )
     nearest = ", ".join(difflib.get_close_matches(str(kind), CONFIG_MAPPING.keys())) or "none"
     raise CheckpointError(
@@ -282,7 +282,7 @@ def _refuse_attention(name: str | None) -> None:
     if not isinstance(name, str):
         raise OptionTypeError(f"attn_implementation: expected a name such as 'sdpa', found {name!r}")
     known = ["eager", *ALL_ATTENTION_FUNCTIONS.valid_keys()]
-    if name not in known:  # the name of a repository too, from which transformers would download code and run it
+    if name not in known:  # for example the name of a repository, whose code transformers would download and run
         plain = sorted(each for each in known if not each.startswith("paged"))
         raise OptionError(
             f"attn_implementation {name!r}: expected one that transformers {transformers.__version__} has "
@@ -319,7 +319,7 @@ def _build(
         with torch.device("meta"), meta_device_safe_creation_ops():
             model: PreTrainedModel = make(config, dtype=dtype, **options)
         if any(tensor.device.type != "meta" for tensor in (*model.parameters(), *model.buffers())):
-            # Some classes create a tensor in a way that ignores the device asked for (`torch.Tensor(size)`).
+            # Some classes create a tensor in a way that ignores the default device (`torch.Tensor(size)`).
             nn.Module.to(model, torch.device("meta"))
             model.tie_weights(recompute_mapping=False)
     except Exception as error:  # model classes raise errors of any type for configurations that they do not expect
@@ -337,19 +337,19 @@ def _build(
     return model
 
 
-# -- what is not streamed ---------------------------------------------------------------------------------------------
+# -- tensors that are not streamed ------------------------------------------------------------------------------------
 
 
 def _materialise(model: PreTrainedModel, found: Match, prepared: Prepared) -> None:
-    """Allocate and initialise the tensors that the offload neither reads from the files nor converts."""
+    """Allocate and initialise the tensors that the offload neither reads from files nor converts."""
     plan, bound, inventory = prepared.plan, prepared.bound, prepared.inventory
     if plan.mode != "meta":
         for recipe in dict.fromkeys(found.weights.recipes.values()):
             storages = [inventory.by_name[name] for name in recipe.names]
-            # A rank that keeps a part of every tensor takes it from stretches of files or from live tensors.
+            # A rank that stores a part of every tensor reads it from ranges of files or from live tensors.
             split = plan.mode in SHARDED_MODES and any(plan.mechanism_of(s.name) != "resident" for s in storages)
             if not split and all(found.weights.recipe(storage) is not None for storage in storages):
-                continue  # the offload makes them straight into their places, tensor by tensor
+                continue  # the offload makes them directly in the store, tensor by tensor
             made = recipe.make({part.name: found.weights.checkpoint.read(part.name) for part in recipe.parts})
             for storage in storages:
                 _allocate(bound[storage.name])
@@ -359,13 +359,13 @@ def _materialise(model: PreTrainedModel, found: Match, prepared: Prepared) -> No
         for storage in inventory.storages:
             if found.loaded.isdisjoint(storage.names):
                 _allocate(bound[storage.name])
-        for name in inventory.empty:  # without elements, so that no storage of the inventory describes them
+        for name in inventory.empty:  # tensors without elements have no storage in the inventory
             owner, _, attr = name.rpartition(".")
             module = model.get_submodule(owner)
             tensor = getattr(module, attr)
             empty = torch.empty_like(tensor, device=prepared.device)  # kernels want all arguments on one device
             setattr(module, attr, nn.Parameter(empty, tensor.requires_grad) if attr in module._parameters else empty)
-    # Not state_dict(), in which bitsandbytes undoes what it has packed.
+    # Not state_dict(), in which bitsandbytes unpacks its weights.
     state = dict(chain(model.named_parameters(remove_duplicate=False), model.named_buffers(remove_duplicate=False)))
     loaded = found.loaded & state.keys()  # the inner tensors of a quantised one have no mark
     for name in loaded:
@@ -376,13 +376,10 @@ def _materialise(model: PreTrainedModel, found: Match, prepared: Prepared) -> No
 
 
 class _RefuseChanges(TorchDispatchMode):
-    """Refuses writes to loaded tensors while transformers initialises the others.
+    """Refuses writes to loaded tensors (``names``, by storage) while transformers initialises the others."""
 
-    ``names``: of loaded tensors, by storage.
-    """
-
-    # Some initialisers write a part of a loaded tensor (ChineseCLIP zeroes its padding rows). from_pretrained would
-    # then give other values than the files hold, unless these are zero already, and streaming would not.
+    # Some initialisers write a part of a loaded tensor (ChineseCLIP zeroes its padding rows). from_pretrained then has
+    # other values than the files, unless these are zero already, and streaming would have those of the files.
 
     def __init__(self, names: dict[int, str], weights: WeightMap) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
@@ -409,7 +406,7 @@ class _RefuseChanges(TorchDispatchMode):
 
 
 def _allocate(storage: BoundStorage) -> None:
-    """Move a storage from ``meta`` to the CPU, ties and views kept, filled with zeros."""
+    """Move a storage from ``meta`` to the CPU with its ties and views, filled with zeros."""
     if storage.on_meta:
         storage.adopt(new_buffer(storage.info.num_bytes).zero_())
 
@@ -418,9 +415,9 @@ def _allocate(storage: BoundStorage) -> None:
 
 
 def differences(model: PreTrainedModel, found: Match, *, is_chosen: bool = False) -> Iterator[str]:
-    """For warnings: what of the files is not used, or not as it lies there; what none of them holds; an assumed class.
+    """Warnings: tensors that are missing, unused, untied or not streamed, and an assumed class.
 
-    ``is_chosen``: the user said which class the model has.
+    ``is_chosen``: the user named the class of the model.
     """
     root = found.weights.checkpoint.root
     if not model.config.architectures and not is_chosen:
@@ -432,25 +429,25 @@ def differences(model: PreTrainedModel, found: Match, *, is_chosen: bool = False
         )
     if found.missing:
         yield (
-            f"{listed(found.missing, 'tensor')} of {type(model).__name__} not in {root}: initialised anew, as "
-            f"from_pretrained does; outputs that depend on them mean nothing until they are trained"
+            f"{listed(found.missing, 'tensor')} of {type(model).__name__} not in {root}: newly initialised, as "
+            f"from_pretrained does; outputs that depend on them are meaningless until they are trained"
         )
     if found.unexpected:
         yield (
-            f"{listed(found.unexpected, 'tensor')} in {root} not used: {type(model).__name__} has no place for "
+            f"{listed(found.unexpected, 'tensor')} in {root} not used: {type(model).__name__} does not have "
             f"{'it' if len(found.unexpected) == 1 else 'them'}"
         )
     if found.untied:
         yield (
             f"{listed(found.untied, 'tensor')} in {root} differ from the tensors that config.json ties them to: not "
-            f"tied, as from_pretrained does; say tie_word_embeddings: false in config.json"
+            f"tied, as from_pretrained does; set tie_word_embeddings to false in config.json"
         )
     if found.rearranged:
         tensors = {name: tensor for s in found.inventory.storages for tensor in s.tensors for name in tensor.names}
         sizes = {name: tensors[name].extent_bytes for name in found.rearranged if name in tensors}
         named = [f"{name} ({size} bytes, {found.rearranged[name]})" for name, size in sizes.items()]
         yield (
-            f"{listed(named, 'tensor')}, {format_size(sum(sizes.values()))} in all, cannot be streamed from the "
-            f"unmodified files: made while loading, tensor by tensor, and resident where the rest is streamed; a "
-            f"checkpoint saved in the form and dtype the model uses streams them"
+            f"{listed(named, 'tensor')}, {format_size(sum(sizes.values()))} in total, cannot be streamed from unmodified "
+            f"files: converted while loading, tensor by tensor, and resident in mode 'disk'; a checkpoint saved in the layout "
+            f"and dtype of the model streams them"
         )

@@ -1,4 +1,4 @@
-"""A model folder as the planner sees it: the model on ``meta``, matched with the headers of its files."""
+"""A model folder opened for planning: the model on ``meta``, matched with the headers of its files."""
 
 from __future__ import annotations
 
@@ -29,41 +29,41 @@ __all__ = ["OpenedModel", "open_model"]
 
 @dataclass(frozen=True)
 class OpenedModel:
-    """A model on ``meta`` with what is known about its weights; ``module`` has no data."""
+    """A model on ``meta`` and the sources of its weights; ``module`` has no data."""
 
     folder: Path
     module: PreTrainedModel
     match: Match
     base: ModelProfile
-    note: str | None = None  # why it is for planning alone
+    note: str | None = None  # why it can only be planned
 
     @property
     def weights(self) -> WeightMap:
-        """Where the files hold the tensors of the model."""
+        """The ranges of the files with the tensors of the model."""
         return self.match.weights
 
     @property
     def name(self) -> str:
-        """What people call the model, for output."""
+        """Of the model, for output."""
         return model_name(self.folder)
 
     @property
     def inventory(self) -> Inventory:
-        """Of the model as its files hold it."""
-        # Not take_inventory(): the checkpoint may hold different values for tied tensors, and match() cut these ties.
+        """Of the model as stored in its files."""
+        # Not take_inventory(): match() cut ties between tensors with different values in the checkpoint.
         return self.match.inventory
 
     @property
     def differences(self) -> list[str]:
-        """What of the files is not used, or not as it lies there, and what none of them holds: for warnings."""
+        """Warnings, as of :func:`differences`."""
         return [*([self.note] if self.note else []), *differences(self.module, self.match)]
 
     def profile(self, context: int = 0) -> ModelProfile:
-        """Beyond names and sizes; with a ``context``, memory too."""
+        """Facts beyond names and sizes; with a ``context``, memory too."""
         return measured(self.base, self.module) if context else self.base
 
     def facts(self, context: int) -> tuple[FolderFacts, set[str]]:
-        """What planning for ``context`` needs, to be kept, and the files with the code that it came from."""
+        """Everything that planning for ``context`` needs, for the cache, and the files with the code that made it."""
         described = (self.module.config, *self.module.modules())
         names = {base.__module__ for each in described for base in type(each).__mro__}
         names |= {conversion_mapping.__name__, core_model_loading.__name__}
@@ -86,7 +86,7 @@ def open_model(
 ) -> OpenedModel:
     """Read config and file headers of a model; arguments as for ``load``.
 
-    ``to_plan``: a quantised model that cannot run here, on ``device``, is described as its files hold it.
+    ``to_plan``: a quantised model that cannot run here, on ``device``, is described as stored in its files.
 
     Raises:
         CheckpointError: no folder of a model, or one without a config or safetensors files that fit together; without
@@ -103,7 +103,7 @@ def open_model(
             if not to_plan:
                 raise
             note = (
-                f"{folder}: planned from the headers of the files, with quantised weights as they lie there; not with "
+                f"{folder}: planned from the headers of the files, with quantised weights as stored there; not with "
                 f"their library, which cannot load them here ({error.why})"
             )
         module = build_meta_model(folder, dtype=dtype, attn_implementation=attn_implementation)

@@ -1,17 +1,30 @@
 """Quantised checkpoints of transformers: its own quantizer (``HfQuantizer``) replaces, fills and finishes modules.
 
-Three layouts, by method and device:
+There are three cases, by method and device.
 
 *As stored.* Packed weights and their scales are parameters of the quantizer's modules (fp8 on a GPU) and are matched
-with the files as those of any model.
+with the files like those of any model.
 
 *Dequantised.* The quantizer leaves the model plain and its converters dequantise tensor by tensor (fp8 and MXFP4 on a
 CPU, experts of compressed-tensors): recipes like any other conversion.
 
-*Made whole.* Everything else: a module is filled from its tensors in the files and finished by the code of its library,
-its first forward included, which repacks in some (GPTQ, AWQ and bitsandbytes on a CPU) and decompresses in others
-(compressed-tensors). The first module of a kind is made before the plan, so that the plan has the sizes as they run and
-what cannot run here is refused before anything is loaded; the others are made while loading, one at a time.
+*Built by the library.* Everything else. The first forward is included, because it repacks in some (GPTQ, AWQ and
+bitsandbytes on a CPU) and decompresses in others (compressed-tensors)::
+
+    tensors of the files (parts)     template: the quantizer's module, on meta
+                 |                          |
+                 +------------+-------------+
+                              v
+    _ModuleBuilder.make(): fill, decompress, finish, first forward
+                              |
+             finished module, with its bytes
+                 |                          |
+    the first of a signature:        every module, while loading:
+    copied on meta into the          values(), one module at a time,
+    model, so a plan has the         which a Conversion copies into
+    final sizes                      the store
+
+So what cannot run here is refused before anything is loaded.
 """
 
 from __future__ import annotations
@@ -62,21 +75,21 @@ __all__ = [
 
 # Their kernels need a GPU; on a CPU transformers dequantises such weights while it loads them.
 _DEQUANTISED_ON_CPU = ("fp8", "mxfp4")
-# Their modules compute with the tensors of the files as they lie there.
+# Their modules compute with the tensors of the files as stored.
 _AS_STORED = ("fp8",)
 # Their modules run on weights of the model's dtype, made in the first forward.
 _DECOMPRESSED = ("compressed-tensors",)
-# Their subclasses hold the tensors of the files as they lie there.
+# Their tensor subclasses hold the tensors of the files as stored.
 _WRAPPED = ("torchao",)
-# Those that were compared with the library's own model; another one may keep what was seen in the first forward.
+# Compared with the library's own model. Another method may keep state of the first forward.
 _COMPARED = {*_DEQUANTISED_ON_CPU, *_AS_STORED, *_DECOMPRESSED, *_WRAPPED, "gptq", "awq", "bitsandbytes"}
 Assembly: TypeAlias = Any  # that of .conversion, which imports this module
-INITIALISED = "_is_hf_initialized"  # transformers initialises what has no such mark
-_TRAITS = (type(None), bool, int, float, str, torch.dtype, torch.Size, Enum)
+INITIALISED = "_is_hf_initialized"  # transformers initialises tensors without this attribute
+_PLAIN = (type(None), bool, int, float, str, torch.dtype, torch.Size, Enum)
 
 
 class NotHereError(CheckpointError):
-    """Quantised weights that this machine cannot run, ``why``; they can be planned from headers. Internal."""
+    """This machine cannot run quantised weights, because of ``why``; headers are enough to plan them. Internal."""
 
     def __init__(self, message: str, why: str) -> None:
         super().__init__(message)
@@ -132,7 +145,7 @@ def open_quantizer(folder: Any, config: PretrainedConfig, device: torch.device) 
         raise refusal(folder, method, device, error) from error
     if method == "mxfp4" and not quantization.dequantize:
         own = "transformers' MXFP4 kernels keep weights in objects of their own, which cannot be moved"
-        raise refusal(folder, method, device, RuntimeError(f"{own} (without the package kernels it dequantises them)"))
+        raise refusal(folder, method, device, f"{own} (without the package kernels it dequantises them)")
     return quantizer
 
 
@@ -164,13 +177,13 @@ def _method(quantizer: HfQuantizer) -> str:
     return method_of(vars(quantizer.quantization_config))
 
 
-def refusal(folder: Any, method: str, device: Any, error: BaseException) -> NotHereError:
-    """The error for a method that does not run here, with what its library says of it."""
-    why = f"{method} for {device}: " + " ".join(str(error).split()).rstrip(".")
+def refusal(folder: Any, method: str, device: Any, reason: object) -> NotHereError:
+    """The error for a method that does not run here; ``reason``: in words, or the error of its library."""
+    why = f"{method} for {device}: " + " ".join(str(reason).split()).rstrip(".")
     return NotHereError(
         f"{folder}: expected weights that can be loaded here, found quantised ones (quantization_config in "
-        f"config.json) that cannot: {why}; mend that, or use the model's unquantised checkpoint (headrace plan sizes "
-        f"both)",
+        f"config.json) that cannot: {why}; fix that, or use the model's unquantised checkpoint (`headrace plan` "
+        f"sizes both)",
         why,
     )
 
@@ -225,11 +238,11 @@ def use_file_layout(
     return sources, set(held), []
 
 
-# -- modules made whole ------------------------------------------------------------------------------------------------
+# -- modules that the library builds -----------------------------------------------------------------------------------
 
 
 def select_library_modules(model: PreTrainedModel, collected: dict[str, Assembly]) -> dict[str, list[Assembly]]:
-    """Take out of ``collected`` what modules are filled from that have to be made whole; by module."""
+    """Take the assemblies of modules that the library has to build out of ``collected``; by module."""
     quantizer: Any = model.hf_quantizer
     if getattr(quantizer.quantization_config, "dequantize", False):
         return {}
@@ -237,29 +250,25 @@ def select_library_modules(model: PreTrainedModel, collected: dict[str, Assembly
         exponents = [name for name, found in collected.items() if found.parts[0][1].dtype == torch.uint8]
         if exponents:
             own = f"scales that are exponents alone, such as {exponents[0]}, were not compared yet"
-            raise refusal(model.config.name_or_path, _method(quantizer), "a GPU", RuntimeError(own))
+            raise refusal(model.config.name_or_path, _method(quantizer), "a GPU", own)
         return {}
     by_module: dict[str, list[Assembly]] = {}
     for target, assembly in collected.items():
         by_module.setdefault(target.rpartition(".")[0], []).append(assembly)
-    whole = {
+    chosen = {
         name: assemblies
         for name, assemblies in by_module.items()
         if hasattr(model.get_submodule(name), "in_features")
         and any(is_packed(tensor) for assembly in assemblies for _, tensor in assembly.parts)
     }
-    for assembly in (assembly for assemblies in whole.values() for assembly in assemblies):
+    for assembly in (assembly for assemblies in chosen.values() for assembly in assemblies):
         del collected[assembly.target]
-    packed = {name for name, module in model.named_modules() if hasattr(module, "quantization_scheme")} - whole.keys()
+    packed = {name for name, module in model.named_modules() if hasattr(module, "quantization_scheme")} - chosen.keys()
     packed |= {target for target, assembly in collected.items() if _is_packing(quantizer, assembly)}
     if packed:
-        raise refusal(
-            model.config.name_or_path,
-            _method(quantizer),
-            "any device",
-            RuntimeError(f"expected quantised weights in linear layers alone, found {', '.join(sorted(packed)[:4])}"),
-        )
-    return whole
+        why = f"expected quantised weights in linear layers alone, found {', '.join(sorted(packed)[:4])}"
+        raise refusal(model.config.name_or_path, _method(quantizer), "any device", why)
+    return chosen
 
 
 def _is_packing(quantizer: HfQuantizer, assembly: Assembly) -> bool:
@@ -270,82 +279,86 @@ def _is_packing(quantizer: HfQuantizer, assembly: Assembly) -> bool:
 
 
 def build_library_module(
-    model: PreTrainedModel, whole: Mapping[str, Sequence[Assembly]], checkpoint: Checkpoint, device: torch.device
+    model: PreTrainedModel, chosen: Mapping[str, Sequence[Assembly]], checkpoint: Checkpoint, device: torch.device
 ) -> tuple[dict[str, TensorSource], dict[str, Conversion]]:
-    """Replace modules of ``model`` by finished ones on ``meta``; the sources and recipes of their tensors, by name.
+    """Replace the ``chosen`` modules by finished ones on ``meta``; the sources and recipes of their tensors, by name.
 
     Raises:
-        NotHereError: the library cannot finish or run the first module of a kind here.
+        NotHereError: the library cannot finish or run the first module of a signature here.
         CheckpointError: a module keeps weights where they cannot be moved.
     """
     quantizer: Any = model.hf_quantizer
     device = device if device.type == "cpu" or torch.cuda.is_available() else torch.device("cpu")  # to plan for a GPU
     sources: dict[str, TensorSource] = {}
     recipes: dict[str, Conversion] = {}
-    first: dict[str, tuple[nn.Module, list[tuple[str, int | None]]]] = {}
-    blanks = {name: _on_meta(model.get_submodule(name), name) for name in whole}
-    if whole:  # what follows in the library is done module by module, on numbers
+    # By signature: a finished module on meta, and each of its tensors with the part that it is, if it is one unchanged.
+    finished: dict[str, tuple[nn.Module, list[tuple[str, int | None]]]] = {}
+    templates = {name: _on_meta(model.get_submodule(name), name) for name in chosen}
+    if chosen:  # make() calls it module by module, with bytes
         quantizer._process_model_after_weight_loading = lambda model, **_: model
     quantizer.postprocess_model(model)
     vars(quantizer).pop("_process_model_after_weight_loading", None)
-    for name, assemblies in whole.items():
-        work = _ModuleBuilder(model, quantizer, name, blanks[name], assemblies, device)
-        if work.kind not in first:
-            read = {part.name: checkpoint.read(part.name) for part in work.parts}
+    for name, assemblies in chosen.items():
+        builder = _ModuleBuilder(model, quantizer, name, templates[name], assemblies, device)
+        if builder.signature not in finished:
+            read = {part.name: checkpoint.read(part.name) for part in builder.parts}
             try:
-                made = work.make(read)
-                vars(model).update(work.marks)
+                made = builder.make(read)
+                vars(model).update(builder.model_attrs)
                 reject_self_managed_weights(name, made, device)
                 empty = _on_meta(made, name)
             except Exception as error:  # of any type: a kernel that is missing, a shape it does not support
                 raise refusal(f"{checkpoint.root}: {name}", _method(quantizer), device, error) from error
-            places = {read[part.name].data_ptr(): index for index, part in enumerate(work.parts)}
-            stored = places if _method(quantizer) in _WRAPPED else {}
-            first[work.kind] = empty, [(label, stored.get(tensor.data_ptr())) for label, tensor in _tensors(made)]
-        finished, origins = first[work.kind]
-        fresh = _on_meta(finished, name)
+            indices = {read[part.name].data_ptr(): index for index, part in enumerate(builder.parts)}
+            stored = indices if _method(quantizer) in _WRAPPED else {}
+            origins = [(label, stored.get(tensor.data_ptr())) for label, tensor in _tensors(made)]
+            finished[builder.signature] = empty, origins
+        like, origins = finished[builder.signature]
+        fresh = _on_meta(like, name)
         model.set_submodule(name, fresh)
-        work.traits = _traits(fresh)
-        sources |= {dotted_name(name, label): TensorSource.of(work.parts[o]) for label, o in origins if o is not None}
+        builder.expected_attrs = _plain_attrs(fresh)
+        sources |= {
+            dotted_name(name, label): TensorSource.of(builder.parts[o]) for label, o in origins if o is not None
+        }
         labels = tuple(dotted_name(name, label) for label, origin in origins if origin is None)
-        recipes |= dict.fromkeys(labels, Conversion(labels, work.parts, work.values))
+        recipes |= dict.fromkeys(labels, Conversion(labels, builder.parts, builder.values))
     return sources, recipes
 
 
 @dataclass(eq=False)
 class _ModuleBuilder:
-    """How one module is made: ``blank``, as the quantizer put it on ``meta``, filled and finished on ``device``."""
+    """Builds one module on ``device`` from ``template``, the module as the quantizer put it on ``meta``."""
 
     model: PreTrainedModel
     quantizer: HfQuantizer
     name: str
-    blank: nn.Module
+    template: nn.Module
     assemblies: Sequence[Assembly]
     device: torch.device
-    traits: Mapping[str, str] | None = None
-    marks: Mapping[str, Any] = field(default_factory=dict)  # attributes that the quantizer gave the model
+    expected_attrs: Mapping[str, str] | None = None  # plain attributes of the finished module in the plan
+    model_attrs: Mapping[str, Any] = field(default_factory=dict)  # that the quantizer gave the model
 
     @cached_property
     def parts(self) -> tuple[FileTensor, ...]:
-        """The tensors of the files that go in."""
+        """The tensors of the files that it is filled from."""
         return tuple({tensor.name: tensor for each in self.assemblies for _, tensor in each.parts}.values())
 
     @property
-    def kind(self) -> str:
-        """Equal for modules that become equal but for their numbers."""
+    def signature(self) -> str:
+        """Equal for modules that differ in the values of their tensors alone."""
         shapes = [(part.name.rpartition(self.name)[2], part.dtype, part.shape) for part in self.parts]
-        return repr((type(self.blank), _traits(self.blank), shapes))
+        return repr((type(self.template), _plain_attrs(self.template), shapes))
 
     @torch.no_grad()
     def make(self, parts: Mapping[str, torch.Tensor]) -> nn.Module:
         """The module as it is after its first forward."""
-        module = _on_meta(self.blank, self.name)
-        shell = _TemplateModule(self.model, self.name, module)
+        module = _on_meta(self.template, self.name)
+        model = _OneModuleModel(self.model, self.name, module)
         report: Any = SimpleNamespace(missing_keys=set(), unexpected_keys=set(), mismatched_keys=set())
         for assembly in self.assemblies:
-            made = assembly.run(shell, partial(self._part, parts, assembly.dtype))
+            made = assembly.run(model, partial(self._part, parts, assembly.dtype))
             for target, value in made.items():
-                set_param_for_module(shell, target, value, report, self.quantizer)  # type: ignore[arg-type]
+                set_param_for_module(model, target, value, report, self.quantizer)  # type: ignore[arg-type]
         if report.mismatched_keys or report.unexpected_keys:
             raise ValueError(f"{self.name} has no place for {report.mismatched_keys or report.unexpected_keys}")
         compressor = getattr(self.quantizer, "compressor", None)
@@ -353,13 +366,13 @@ class _ModuleBuilder:
             decompress_module = import_module("compressed_tensors.compressors.base").decompress_module
 
             decompress_module(module, compressor.force_compression_format)
-        before = set(vars(shell))
-        gc.freeze()  # gptqmodel collects garbage after each call, which then passes over all that was there before
+        before = set(vars(model))
+        gc.freeze()  # gptqmodel collects garbage after each call; this way it skips all older objects
         try:
-            self.quantizer._process_model_after_weight_loading(shell)  # type: ignore[arg-type]
+            self.quantizer._process_model_after_weight_loading(model)  # type: ignore[arg-type]
         finally:
             gc.unfreeze()
-        self.marks = {key: value for key, value in vars(shell).items() if key not in before}
+        self.model_attrs = {key: value for key, value in vars(model).items() if key not in before}
         module.eval()
         config: Any = self.model.config
         module(torch.zeros(1, cast(int, module.in_features), dtype=config.dtype, device=self.device))
@@ -378,33 +391,31 @@ class _ModuleBuilder:
         """The tensors of the module by name, in host memory.
 
         Raises:
-            CheckpointError: it is not of the kind that was planned.
+            CheckpointError: its attributes differ from those of the module in the plan.
         """
         try:
             module = self.make(parts)
-        except Exception as error:  # of any type, for numbers that the library does not expect
+        except Exception as error:  # of any type, for values that the library does not expect
             raise refusal(self.name, _method(self.quantizer), self.device, error) from error
-        if _traits(module) != self.traits:
-            found = sorted(dict(set(_traits(module).items()) ^ set((self.traits or {}).items())))
+        attrs, expected = _plain_attrs(module), self.expected_attrs or {}
+        if attrs != expected:
+            found = sorted(dict(attrs.items() ^ expected.items()))
             raise CheckpointError(
-                f"{self.name}: expected a module like the first of its kind, found others of {', '.join(found)}: its "
-                f"library chooses by the numbers in it; load the model with from_pretrained and offload it"
+                f"{self.name}: expected a module like the first of its kind, found another {', '.join(found)}: its "
+                f"library chooses by the values in it; load the model with from_pretrained and offload it"
             )
         return {dotted_name(self.name, label): tensor.cpu().contiguous() for label, tensor in _tensors(module)}
 
 
-class _TemplateModule(nn.Module):
-    """Stands in for the model where a quantizer treats one module of it, found by its own name."""
+class _OneModuleModel(nn.Module):
+    """The model with one of its modules, under its own name, for a quantizer that works on models."""
 
     def __init__(self, model: PreTrainedModel, name: str, module: nn.Module) -> None:
         super().__init__()
         self.config = model.config
-        *owners, attr = name.split(".")
-        holder: nn.Module = self
-        for owner in owners:
-            holder.add_module(owner, nn.Module())
-            holder = holder.get_submodule(owner)
-        holder.add_module(attr, module)
+        for owner in dotted_prefixes(name)[1:-1]:
+            self.set_submodule(owner, nn.Module())
+        self.set_submodule(name, module)
 
     get_parameter_or_buffer = PreTrainedModel.get_parameter_or_buffer
 
@@ -414,16 +425,16 @@ def _tensors(module: nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
     for attr, tensor in (*module._parameters.items(), *module._buffers.items()):
         if tensor is not None:
             for path, inner in inner_tensors(tensor):
-                if inner.numel():  # GPTQModel's Marlin leaves placeholders of what it does not need
+                if inner.numel():  # GPTQModel's Marlin leaves empty tensors in place of those it does not need
                     yield Location("", attr, "parameter", path).name, inner
 
 
-def _traits(module: nn.Module) -> dict[str, str]:
+def _plain_attrs(module: nn.Module) -> dict[str, str]:
     """The plain values among the attributes of ``module``, as text."""
     return {
         key: repr(value)
         for key, value in vars(module).items()
-        if (isinstance(value, _TRAITS) or hasattr(value, "model_dump")) and key != INITIALISED
+        if (isinstance(value, _PLAIN) or hasattr(value, "model_dump")) and key != INITIALISED
     }
 
 

@@ -1,9 +1,9 @@
 """Cached experts inside vLLM: its Triton kernel of experts reads the rows of a cache.
 
-vLLM runs the experts of a layer by one object (``FusedMoEExpertsModular``) that is given the weights, and the numbers
-of the experts of each token. The kernel indexes weights by these numbers, so it can be given a range with all rows of
-the cache in place of the weights, and rows in place of numbers. What else it reads per expert (scales, biases) comes
-from its quantisation config.
+vLLM runs the experts of a layer by one object (``FusedMoEExpertsModular``), with the weights and the expert numbers of
+each token as arguments. The kernel indexes weights by these numbers, so headrace passes a range with all rows of the
+cache in place of the weights, and rows in place of numbers. Its quantisation config has the other tensors that it reads
+per expert (scales, biases).
 """
 
 from __future__ import annotations
@@ -29,14 +29,14 @@ _PARTS = ("_a1", "_a2", "_w1", "_w2")  # of FusedMoEQuantConfig
 
 
 class KernelExperts:
-    """Has the kernel of one layer read the rows of a cache, from :meth:`attach` to :meth:`remove`."""
+    """Makes the kernel of one layer read the rows of a cache, from :meth:`attach` to :meth:`remove`."""
 
     def __init__(self, module: nn.Module, tensors: Mapping[str, torch.Tensor], cache: RowMap) -> None:
         """
         Args:
-            module: one that :meth:`find` gives no reason for.
+            module: one that :meth:`find` returns without a reason.
             tensors: by attribute of ``module``, all rows [rows, ...].
-            cache: says in which row each expert is.
+            cache: the row of each expert.
         """
         self._cache = cache
         self._kernel: Any = _kernel_of(module)
@@ -46,7 +46,7 @@ class KernelExperts:
             by_rows = {name: own.get(id(value), value) for name, value in vars(desc).items()}
             setattr(self._quant_config, part, replace(desc, **by_rows))
         self._w13, self._w2 = tensors["w13_weight"], tensors["w2_weight"]
-        # For expert parallelism: every row is its own, and one number more stands for experts of other ranks.
+        # For expert parallelism: a row maps to itself, and one further number stands for experts of other ranks.
         rows = torch.arange(len(self._w13) + 1, dtype=torch.int32, device=self._w13.device)
         self._map_of_rows = torch.where(rows < len(self._w13), rows, -1)
 
@@ -54,7 +54,7 @@ class KernelExperts:
     def find(model: nn.Module) -> dict[str, str | None]:
         """The modules of experts in ``model``: by name, why the kernel of each cannot read rows; ``None``: it can.
 
-        Before the weights are loaded there is no kernel yet, and its class alone is asked.
+        Before the weights are loaded there is no kernel yet, and the class of the kernel decides.
         """
         return {name: _why_not(module) for name, module in model.named_modules() if isinstance(module, RoutedExperts)}
 
@@ -67,23 +67,23 @@ class KernelExperts:
         vars(self._kernel).pop("apply", None)
 
     def _apply(self, *, w1: torch.Tensor, w2: torch.Tensor, topk_ids: torch.Tensor, **arguments: Any) -> Any:
-        """What vLLM calls, always by keywords. ``w1`` and ``w2`` say the shapes that a kernel is tuned for."""
+        """vLLM calls it by keywords. ``w1`` and ``w2`` have the shapes that a kernel is tuned for."""
         by_rows: Any = copy.copy(self._kernel)  # now, since vLLM sets attributes of it at any time
         vars(by_rows).pop("apply")
         by_rows.quant_config = self._quant_config
         hidden = arguments["hidden_states"]
         _, num_tokens, _, _, top_k = by_rows.moe_problem_size(hidden, w1, w2, topk_ids)
-        # The block sizes decide in which order products are added up, and vLLM chooses them by the number of experts.
+        # The block sizes set the order in which products are summed, and vLLM chooses them by the number of experts.
         dtype = by_rows.quant_config.config_name(hidden.dtype)
         config = try_get_optimal_moe_config(w1.size(), w2.size(), top_k, dtype, num_tokens, by_rows.block_shape)
-        # With more experts than slots the rest is read over the link, so once each and not once per token.
+        # Experts beyond the slots are read over the link, so once each and not once per token.
         mark_host_resident(self._w13, topk_ids.numel() > self._cache.num_slots)
         arguments |= self._rows_of(topk_ids, arguments["expert_map"])
         with override_config(config):
             return by_rows.apply(**{**arguments, "w1": self._w13, "w2": self._w2})
 
     def _rows_of(self, topk_ids: torch.Tensor, expert_map: torch.Tensor | None) -> dict[str, Any]:
-        """Rows in the place of numbers, of all ranks' experts where there is a map to those of this one."""
+        """Arguments with rows in place of numbers; with an ``expert_map``, numbers are of all ranks' experts."""
         num_rows = len(self._w13)
         if expert_map is None:
             return {"topk_ids": self._cache.admit(topk_ids.contiguous()), "global_num_experts": num_rows}
@@ -101,9 +101,9 @@ def _why_not(module: Any) -> str | None:
     kind = getattr(method, "experts_cls", None) if kernel is None else type(kernel)
     if kind is not TritonExperts:
         name = getattr(kind, "__name__", type(method).__name__)
-        return f"{name} runs them, which is not known to read rows: choose vLLM's Triton kernel (--moe-backend triton)"
+        return f"{name} runs them, which may not read rows: choose vLLM's Triton kernel (--moe-backend triton)"
     if layout.moe_parallel_config.use_all2all_kernels or layout.moe_parallel_config.enable_eplb:
-        return "tokens travel to their ranks, or they do (data and expert parallelism together, --enable-eplb)"
+        return "tokens or experts move between ranks (data and expert parallelism together, --enable-eplb)"
     if layout.is_lora_enabled:
         return "LoRA adapters of experts are read by their numbers (--enable-lora)"
     if kernel is None:
@@ -113,12 +113,12 @@ def _why_not(module: Any) -> str | None:
         for name, value in vars(desc).items():
             per_expert = isinstance(value, torch.Tensor) and value.dim() > 0 and len(value) == module.local_num_experts
             if per_expert and (id(value) not in own or value.dim() < 2):
-                return f"its kernel keeps {part.strip('_')}.{name} {list(value.shape)} of each of them for itself"
+                return f"its kernel has a {part.strip('_')}.{name} {list(value.shape)} per expert outside the module"
     return None
 
 
 def _kernel_of(module: Any) -> Any:
-    """What runs the experts of ``module``; ``None`` before their weights are final."""
+    """The kernel of the experts of ``module``; ``None`` before their weights are final."""
     made = getattr(module.quant_method, "moe_kernel", None)
     return None if made is None else made.fused_experts
 

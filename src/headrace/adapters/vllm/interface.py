@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from headrace.adapters.engine_interface import missing_hooks, version_number
+from headrace.adapters.engine_interface import require_hooks, version_number
 from headrace.errors import OptionError
 
 __all__ = ["HOOKS", "NEWEST", "OLDEST", "OLDEST_WITH_CACHE", "require_supported", "require_version"]
@@ -13,7 +13,7 @@ OLDEST_WITH_CACHE = (0, 32)  # experts can be cached
 
 _FIX = "install one of these (pip install 'vllm==0.33.0'), or leave --worker-cls out to run vLLM without headrace"
 
-# What a worker overrides, and the calls without which outputs would be wrong and nothing else would notice.
+# Methods that the worker overrides, and calls without which outputs would be wrong without any error.
 _OVERRIDDEN = (
     *("load_model", "determine_available_memory", "compile_or_warm_up_model", "execute_model", "sample_tokens"),
     *("sleep", "reload_weights", "save_tensorized_model", "apply_model"),
@@ -38,12 +38,8 @@ def require_supported(version: str) -> None:
         OptionError: names the supported versions, or what differs.
     """
     require_version(version)
-    # A version number says nothing about patched builds, where a function might no longer be called.
-    if found := missing_hooks(HOOKS):
-        raise OptionError(
-            f"vLLM {version} differs from the tested versions: {'; '.join(found)}. Use an unchanged vLLM "
-            f"{_range()}, or leave --worker-cls out to run it without headrace"
-        )
+    instead = f"vLLM {_range()}, or leave --worker-cls out to run it without"
+    require_hooks(f"vLLM {version}", HOOKS, instead)
 
 
 def require_version(version: str) -> None:
@@ -56,7 +52,7 @@ def require_version(version: str) -> None:
     if number is None:
         raise OptionError(f"vLLM calls itself {version!r}, which is no version number: expected {_range()}; {_FIX}")
     if number < OLDEST or number[:2] > NEWEST:
-        age = "too old" if number < OLDEST else "newer than what headrace knows"
+        age = "too old" if number < OLDEST else "newer than the tested ones"
         raise OptionError(f"vLLM {version} is {age}: expected {_range()}; {_FIX}")
 
 

@@ -7,7 +7,7 @@ key under "headrace"  meaning
 ``batch``             sequences per step that a budget is planned for, ``[1, 16, 256]``; default 1
 ``params``            name patterns that narrow what may be offloaded, as ``--offload-params``
 ``rules``             ``["experts=uva", ...]``: mechanisms that the planner may not choose; with a budget
-``expert_slots``      experts of each layer on the GPU, of what a rule says to cache; default: what there is room for
+``expert_slots``      experts of each layer on the GPU, for a rule ``=cache``; default: as many as fit the budget
 ``mode``              the store: ``cpu``, or ``shm_cpu`` for one copy per host among data-parallel ranks
 ``replicas``          with ``shm_cpu`` and a dense model: engines that ``--data-parallel-size`` starts on this host
 ``measure_stalls``    time every wait for a unit; costs two events each
@@ -16,13 +16,15 @@ key under "headrace"  meaning
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
-from dataclasses import dataclass, replace
+from collections.abc import Mapping
+from dataclasses import replace
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
+from headrace.adapters.engine_interface import Refusal, refuse_flags
 from headrace.config import UVA, count
 from headrace.errors import OptionError
-from headrace.flags import EngineKeys, EngineOptions, OffloadFlags, engine_surface, flag_of
+from headrace.flags import EngineKeys, EngineOptions, OffloadFlags, engine_surface
 
 if TYPE_CHECKING:
     from headrace.offloaders.layerwise import EnginePolicy
@@ -33,7 +35,6 @@ __all__ = [
     "KEYS",
     "REFUSED",
     "EngineOptions",
-    "Refusal",
     "engine_options",
     "read_options",
     "refuse_unsupported",
@@ -42,39 +43,11 @@ __all__ = [
 _HALVES = "runs parts of a batch through the layers at once, and they would share one slot"
 
 
-@dataclass(frozen=True)
-class Refusal:
-    """A flag of vLLM that is refused, before the model loads, while weights are offloaded.
-
-    Attributes:
-        field: of vLLM's configuration, dotted; its last word is that of the flag.
-        reason: what it would do, to be read after the flag.
-        values: whether a value is refused; by default every one that sets the flag.
-    """
-
-    field: str
-    reason: str
-    values: Callable[[Any], bool] | None = None
-
-    @property
-    def flag(self) -> str:
-        """As on the command line."""
-        return flag_of(self.field.rpartition(".")[2])
-
-    def found_in(self, config: Any) -> str | None:
-        """The flag as it was written, if it is refused. Older versions have no such field."""
-        for part in self.field.split("."):
-            config = getattr(config, part, None)
-        if self.values is None:
-            return self.flag if config else None
-        return f"{self.flag} {config}" if config is not None and self.values(config) else None
-
-
-# Features of vLLM that move or replace weights themselves, run a layer twice at once, or have no layers.
+# Features of vLLM that move or replace weights, run a layer twice at once, or build no layers.
 REFUSED = (
     Refusal("parallel_config.enable_eplb", "rearranges experts in place, which headrace keeps elsewhere"),
     Refusal("parallel_config.enable_dbo", _HALVES),
-    Refusal("parallel_config.ubatch_size", _HALVES, lambda size: bool(size > 1)),
+    Refusal("parallel_config.ubatch_size", _HALVES, lambda size: size > 1),
     Refusal(
         "weight_transfer_config",
         "writes new weights into slots, which the next copy overwrites, and not into the store",
@@ -82,14 +55,14 @@ REFUSED = (
     Refusal(
         "load_config.load_format",
         "maps weights that another process keeps on this GPU, so that offloading them would free nothing",
-        lambda name: bool(name == "ipc_cache"),
+        lambda name: name == "ipc_cache",
     ),
     Refusal(
         "model_config.multimodal_config.mm_encoder_only",
         "builds no layers of a language model, which are what headrace offloads",
     ),
 )
-# Models that run parts of a layer without calling it: nothing would wait for a copy of the layer.
+# Models that run parts of a layer without calling the layer: nothing would wait for its copy.
 _NEVER_CALLED = ("AliceAIForCausalLM",)
 FORM = """write it like --additional-config '{"headrace": {"device_memory": "20GiB"}}'"""
 _SHARED = ("device_memory", "batch", "params", "rules", "expert_slots", "mode", "measure_stalls")
@@ -125,19 +98,17 @@ def read_options(offload_config: Any, additional_config: Any) -> EngineOptions:
 
 
 def refuse_unsupported(config: Any, policy: EnginePolicy) -> None:
-    """Refuse what would read or write weights where ``policy`` does not keep them; to be asked before a model loads.
+    """Refuse features that would read or write offloaded weights, before a model loads.
 
     Args:
         config: vLLM's ``VllmConfig``.
-        policy: what the worker is to do.
+        policy: of the worker.
 
     Raises:
         OptionError: a flag of :data:`REFUSED`, a model whose layers are never called, another kind of additional
             configuration.
     """
-    for refusal in REFUSED:
-        if found := refusal.found_in(config):
-            raise OptionError(f"{found} {refusal.reason}; leave it out, or offload nothing")
+    refuse_flags(REFUSED, partial(getattr, config), "offload nothing")
     model = config.model_config.architecture
     if model in _NEVER_CALLED and not isinstance(policy, UVA):
         raise OptionError(

@@ -1,9 +1,9 @@
 """A worker of vLLM whose offloader is headrace's.
 
-vLLM's runners set an offloader of vLLM's, build the model, whose code calls it in ``make_layers``, and call its
-``post_init``; the graph code calls it to order copies. This worker sets headrace's offloader before the model is built,
+vLLM's runners set an offloader, build the model, whose code calls the offloader in ``make_layers``, and call its
+``post_init``; the graph code calls it to order copies. This worker sets headrace's offloader before the model is built
 and calls ``post_init`` as soon as the weights are final. It relies on neither call of the runners: before vLLM 0.28 the
-second one, the default by now, made none.
+second runner, which is the default now, made none.
 """
 
 from __future__ import annotations
@@ -35,9 +35,8 @@ from headrace.adapters.vllm.options import read_options, refuse_unsupported
 from headrace.config import Budget, peer_timeout_s
 from headrace.errors import OptionError, OutsideAccessError, PeerError, StateError
 from headrace.experts.rows import ExpertKernels
-from headrace.formatting import format_size
 from headrace.model.quirks import without_lora
-from headrace.offloaders.layerwise import EngineOffloader, EngineTraits
+from headrace.offloaders.layerwise import EngineOffloader, EngineTraits, lookup_rule
 from headrace.plan.cost_model import Rates
 from headrace.ranks.group import GRACE_S, RankGroup, call_within, json_digest
 from headrace.runtime.prepare import open_ranks
@@ -49,8 +48,16 @@ if TYPE_CHECKING:
 __all__ = ["OffloadingWorker", "Worker"]
 
 _LOG_EVERY_S = 10.0  # as vLLM's own line of statistics
+_DISCARDS = (
+    "would free the memory of slots and resident weights, and the weights that vLLM loads next would not reach the "
+    "store; use sleep level 1, which keeps them"
+)
+_WRITES_SLOTS = (
+    "would write into slots, which the next copy overwrites, and not into the store; start the engine again with the "
+    "new weights"
+)
 
-logger = init_logger("vllm.headrace")  # vLLM prints messages of its own loggers and their children
+logger = init_logger("vllm.headrace")  # vLLM prints records of its own loggers and their children
 
 
 _in_force: weakref.ref[EngineOffloader] | None = None  # of the process, as vLLM's own
@@ -73,11 +80,10 @@ class OffloadingWorker(_Base):  # type: ignore[misc,unused-ignore]
         require_supported(vllm.__version__)
         self._options = read_options(vllm_config.offload_config, vllm_config.additional_config)
         self._announces = False
-        self._link_bytes_per_s: float | None = None  # of this rank beside others that copy, where it was asked for
+        self._link_bytes_per_s: float | None = None  # of this rank while others copy; measured for a budget
         self._hits: _HitLog | None = None
-        self._all_ran = False  # whether every offloaded module has run at least once
         if self._options.policy is not None:
-            _refuse_second_engine()  # before its runner replaces the offloader that the graphs of the first one ask
+            _refuse_second_engine()  # before its runner replaces the offloader that graphs of the first engine call
             refuse_unsupported(vllm_config, self._options.policy)
             self._announces = _keep_units_out_of_pieces(vllm_config.compilation_config)
             # Changed below, and the user may start another engine with the same dict.
@@ -109,7 +115,7 @@ class OffloadingWorker(_Base):  # type: ignore[misc,unused-ignore]
                 self._options.policy,
                 self.model_runner.get_model,
                 EngineTraits(
-                    is_lookup=_is_lookup,
+                    is_lookup=lookup_rule(VocabParallelEmbedding, ParallelLMHead),
                     plain_name=without_lora,
                     announces_replays=self._announces,
                     break_capture=_break_capture,
@@ -121,26 +127,16 @@ class OffloadingWorker(_Base):  # type: ignore[misc,unused-ignore]
             )
             with self._in_force(self._offloader):
                 super().load_model(**kwargs)
-        plan = self._offloader.plan
-        logger.info(
-            f"headrace: {format_size(plan.resident_bytes)} resident, {format_size(plan.prefetched_bytes)} prefetched "
-            f"in {len(plan.units)} units through {plan.num_slots} slots of "
-            f"{format_size(max(plan.slot_bytes, default=0))}, {format_size(plan.uva_bytes)} read in place; at rest in "
-            f"{plan.mode}"
-        )
-        if plan.cached:
-            slots = sorted({f"{layer.num_slots} of {layer.num_experts}" for layer in plan.cached})
-            logger.info(
-                f"headrace: of {len(plan.cached)} layers, {' or '.join(slots)} experts on the GPU at a time, "
-                f"{format_size(plan.cache_bytes)}"
-            )
+        for line in self._offloader.summary():
+            logger.info(f"headrace: {line}")
+        if self._offloader.plan.cached:
             reader = self._offloader.counts_reader()
             self._hits = None if reader is None else _HitLog(reader)
 
     def _rates_of_ranks(self, replicas: RankGroup | None) -> Rates | None:
-        """What a budget is planned with where other ranks copy at the same time; ``None``: there are no others."""
+        """The rates for planning a budget while other ranks copy, too; ``None``: there are no others."""
         engine = get_world_group()
-        # Of engines that vLLM runs for themselves, but which share one copy.
+        # Of engines that vLLM runs separately, but which share one copy.
         others = None if get_dp_group().world_size > 1 else replicas
         if engine.world_size == 1 and others is None:
             return None
@@ -159,23 +155,23 @@ class OffloadingWorker(_Base):  # type: ignore[misc,unused-ignore]
     def _in_force(self, offloader: EngineOffloader) -> Iterator[None]:
         """Within, ``get_offloader()`` is ``offloader``, and loading ends with its ``post_init``.
 
-        If loading fails, vLLM gets its former offloader back, for the next model of this process.
+        If loading fails, vLLM's former offloader is set again, for the next model of this process.
         """
         runner = self.model_runner
         load = runner.load_model
 
         def load_and_offload(*args: Any, **kwargs: Any) -> None:
             load(*args, **kwargs)
-            # If the runner has called it (the second one does since 0.28) this has no effect. It runs inside the memory
-            # pool that vLLM loads in.
+            # No effect if the runner has called it, as the second one does since 0.28. It runs inside the memory pool
+            # that vLLM loads into.
             offloader.post_init()
             runner.model_memory_usage += offloader.added_device_bytes
             _refuse_loading(runner.get_model())
             # Compiled code waits for the units of the plan it was traced with. vLLM drops all guards, so with another
             # plan it would read slots that no copy has filled. The additional configuration is part of the key of
-            # vLLM's compile cache, and so are the units with it. Nothing else of headrace's is: a compiler chooses
-            # kernels by the time they take, so an engine that compiled for itself what its reference (one that copies
-            # nothing) has compiled could round differently.
+            # vLLM's compile cache, so the units are put there. Nothing else of headrace's is: a compiler chooses
+            # kernels by measured times, so an engine that compiled the same code again could round differently from
+            # its reference, which copies nothing.
             units = [(unit.module_fqn, [entry.storage for entry in unit.entries]) for unit in offloader.plan.units]
             _require_same_units([unit.module_fqn for unit in offloader.plan.units])
             self.vllm_config.additional_config.pop("headrace", None)
@@ -189,12 +185,12 @@ class OffloadingWorker(_Base):  # type: ignore[misc,unused-ignore]
         try:
             yield
         except BaseException:
-            self._give_up_offloader()
+            self._unset_offloader()
             raise
         finally:
-            del runner.load_model  # the method of the class is in force again
+            del runner.load_model  # from the instance: the method of the class is found again
 
-    def _give_up_offloader(self) -> None:
+    def _unset_offloader(self) -> None:
         global _in_force
         if self._offloader is not None:
             _in_force = None
@@ -204,7 +200,7 @@ class OffloadingWorker(_Base):  # type: ignore[misc,unused-ignore]
 
     def shutdown(self) -> None:
         """Like vLLM's; after it another engine of this process may set its own offloader."""
-        self._give_up_offloader()
+        self._unset_offloader()
         if shut_down := getattr(super(), "shutdown", None):
             shut_down()
 
@@ -214,20 +210,20 @@ class OffloadingWorker(_Base):  # type: ignore[misc,unused-ignore]
         Raises:
             OutsideAccessError: a model that is not compiled uses an offloaded weight outside of its module's forward.
         """
-        # Hooks tell when a module runs, and not that another one reads its weights: these would be those of any layer.
+        # Hooks see a module run, but not another module that reads its weights from a slot, which may hold any layer.
         is_compiled = self.vllm_config.compilation_config.mode != 0
         try:
             with nullcontext() if self._offloader is None or is_compiled else self._offloader.as_placeholders():
                 return super().determine_available_memory(*args, **kwargs)
         except OutsideAccessError:
-            self._give_up_offloader()
+            self._unset_offloader()
             raise
 
     def compile_or_warm_up_model(self, *args: Any, **kwargs: Any) -> Any:
         """Like vLLM's, the last step before it serves; a worker on a GPU has run its model by then.
 
         Raises:
-            StateError: the model does not run a module that is offloaded.
+            StateError: the model does not run an offloaded module.
         """
         result = super().compile_or_warm_up_model(*args, **kwargs)
         if self._offloader is not None and self._offloader.has_run:
@@ -238,16 +234,15 @@ class OffloadingWorker(_Base):  # type: ignore[misc,unused-ignore]
         try:
             offloader.require_all_ran()
         except StateError:
-            self._give_up_offloader()
+            self._unset_offloader()
             raise
-        self._all_ran = True
 
     def execute_model(self, scheduler_output: Any, *args: Any, **kwargs: Any) -> Any:
         """Like vLLM's; then the first copies of the next forward start, beside sampling and scheduling.
 
         Raises:
-            StateError: another engine of this process has replaced the offloader; the first step of a worker that has
-                run its model for nothing else (on a CPU) does not run a module that is offloaded.
+            StateError: another engine of this process has replaced the offloader; or the first run of the model, which
+                on a CPU is the first step, does not run an offloaded module.
         """
         if self._offloader is not None and get_offloader() is not self._offloader:
             raise StateError(
@@ -256,11 +251,11 @@ class OffloadingWorker(_Base):  # type: ignore[misc,unused-ignore]
             )
         try:
             result = super().execute_model(scheduler_output, *args, **kwargs)
-        finally:  # hooks do not see an interrupt, and the next replay needs the first units in their slots
+        finally:  # also after an interrupt: the next replay needs the first units in their slots
             if self._offloader is not None:
                 self._offloader.prepare_next()
         has_tokens = getattr(scheduler_output, "total_num_scheduled_tokens", 1) > 0
-        if self._offloader is not None and has_tokens and not self._all_ran:
+        if self._offloader is not None and has_tokens:
             self._require_all_ran(self._offloader)
         if self._hits is not None:
             self._hits.poll()
@@ -268,10 +263,8 @@ class OffloadingWorker(_Base):  # type: ignore[misc,unused-ignore]
 
     def sample_tokens(self, *args: Any, **kwargs: Any) -> Any:
         """Like vLLM's; graphs that are replayed inside it belong to a draft model, whose weights are not offloaded."""
-        if self._offloader is None:
-            return super().sample_tokens(*args, **kwargs)
-        # Counted as the model's own, each replay of the draft model would copy the first units again.
-        with self._offloader.replays_of_others():
+        # Without this, each replay of the draft model would copy the first units of the offloaded model again.
+        with nullcontext() if self._offloader is None else self._offloader.replays_of_others():
             return super().sample_tokens(*args, **kwargs)
 
     def headrace_stats(self) -> dict[str, Any]:
@@ -285,15 +278,15 @@ class OffloadingWorker(_Base):  # type: ignore[misc,unused-ignore]
         }
 
     def sleep(self, level: int = 1) -> None:
-        """Like vLLM's; slots and residents are kept and come back on ``wake_up``.
+        """Like vLLM's; slots and resident weights are saved and restored by ``wake_up``.
 
         Raises:
             StateError: level 2, which discards them.
         """
         if level != 1:
-            self._refuse_discard(f"sleep level {level}")
+            self._refuse_while_offloaded(f"sleep level {level} {_DISCARDS}")
         if self._offloader is not None and torch.cuda.is_available():
-            torch.cuda.synchronize()  # first copies of the next forward may still write to slots, which vLLM saves now
+            torch.cuda.synchronize()  # copies for the next forward may still write to slots, which vLLM saves now
         super().sleep(level)
 
     def discard(self, tags: tuple[str, ...]) -> None:
@@ -303,30 +296,29 @@ class OffloadingWorker(_Base):  # type: ignore[misc,unused-ignore]
             StateError: weights are to be discarded.
         """
         if "weights" in tags:
-            self._refuse_discard("a discard of weights")
+            self._refuse_while_offloaded(f"a discard of weights {_DISCARDS}")
         super().discard(tags)
 
     def reload_weights(self, *args: Any, **kwargs: Any) -> None:
         """Like vLLM's; refused while weights are offloaded."""
-        self._refuse_new_weights("reload_weights")
+        self._refuse_while_offloaded(f"reload_weights {_WRITES_SLOTS}")
         super().reload_weights(*args, **kwargs)
 
     def reset_weights(self) -> None:
         """Like vLLM's, where it has one; refused while weights are offloaded."""
-        self._refuse_new_weights("reset_weights")
+        self._refuse_while_offloaded(f"reset_weights {_WRITES_SLOTS}")
         super().reset_weights()
 
     def save_tensorized_model(self, *args: Any, **kwargs: Any) -> None:
         """Like vLLM's; refused while weights are offloaded, because it reads parameters, and not ``state_dict()``."""
-        if self._offloader is not None:
-            raise StateError(
-                "save_tensorized_model would save what slots hold at this moment; save_sharded_state saves the weights "
-                "themselves, or run this engine without headrace to serialise it"
-            )
+        self._refuse_while_offloaded(
+            "save_tensorized_model would save what slots hold at this moment; save_sharded_state saves the weights "
+            "themselves, or run this engine without headrace to serialise it"
+        )
         super().save_tensorized_model(*args, **kwargs)
 
     def apply_model(self, fn: Callable[[nn.Module], Any]) -> Any:
-        """Like vLLM's: ``fn`` of the model. Of offloaded weights it may ask ``state_dict()`` alone.
+        """Like vLLM's: ``fn`` of the model. It may read offloaded weights by ``state_dict()`` alone.
 
         Raises:
             OutsideAccessError: it reads or writes an offloaded weight.
@@ -335,7 +327,7 @@ class OffloadingWorker(_Base):  # type: ignore[misc,unused-ignore]
             return super().apply_model(fn)
 
     def compute_weight_checksums(self) -> dict[str, str]:
-        """Like vLLM's, where it has one, of the bytes in the store: a slot may hold those of another layer."""
+        """Like vLLM's, where it has one, over the bytes in the store: a slot may hold those of another layer."""
         if self._offloader is None:
             return super().compute_weight_checksums()  # type: ignore[no-any-return]
         runner = self.model_runner
@@ -344,28 +336,19 @@ class OffloadingWorker(_Base):  # type: ignore[misc,unused-ignore]
         try:
             return super().compute_weight_checksums()  # type: ignore[no-any-return]
         finally:
-            del runner.get_model  # the method of the class is in force again
+            del runner.get_model
 
     def checkpoint_prepare(self) -> None:
         """Like vLLM's, where it has one; refused while weights are offloaded."""
-        if self._offloader is not None:
-            raise StateError(
-                "checkpoint_prepare makes the process ready for a CUDA checkpoint, and headrace keeps weights in host "
-                "memory that is registered with the driver, which none has been tried with; run this engine without "
-                "headrace to checkpoint it"
-            )
+        self._refuse_while_offloaded(
+            "checkpoint_prepare prepares the process for a CUDA checkpoint, which was not tried with weights in host "
+            "memory that is registered with the driver; run this engine without headrace to checkpoint it"
+        )
         super().checkpoint_prepare()
 
-    def _refuse_new_weights(self, what: str) -> None:
+    def _refuse_while_offloaded(self, message: str) -> None:
         if self._offloader is not None:
-            raise _no_new_weights(what)
-
-    def _refuse_discard(self, what: str) -> None:
-        if self._offloader is not None:
-            raise StateError(
-                f"{what} would give the memory of slots and residents away, and the weights that vLLM loads next would "
-                f"not reach the store; use sleep level 1, which keeps them"
-            )
+            raise StateError(message)
 
 
 class _HitLog:
@@ -381,7 +364,7 @@ class _HitLog:
         self._logged = (0, 0, 0)
 
     def poll(self) -> None:
-        """To be called behind each step; never makes the host wait for the GPU."""
+        """Call it after each step; the host never waits for the GPU."""
         if not self._is_asked:
             if time.monotonic() >= self._next:
                 self._reader.begin()
@@ -401,18 +384,11 @@ class _HitLog:
         self._logged, self._is_asked, self._next = now, False, time.monotonic() + _LOG_EVERY_S
 
 
-def _no_new_weights(what: str) -> StateError:
-    return StateError(
-        f"{what} would write into slots, which the next copy overwrites, and not into the store; start the engine "
-        f"again with the new weights"
-    )
-
-
 def _refuse_loading(model: nn.Module) -> None:
-    """Have ``load_weights`` of ``model`` and its modules raise: worker extensions call it without asking the worker."""
+    """Make ``load_weights`` of ``model`` and its modules raise: worker extensions call it past the worker."""
 
     def refuse(*args: Any, **kwargs: Any) -> None:
-        raise _no_new_weights("load_weights")
+        raise StateError(f"load_weights {_WRITES_SLOTS}")
 
     for module in model.modules():
         if hasattr(module, "load_weights"):
@@ -420,13 +396,13 @@ def _refuse_loading(model: nn.Module) -> None:
 
 
 class _StoredWeights:
-    """The parameters of ``model`` by name, with their true bytes, for code that asks ``named_parameters`` alone."""
+    """The parameters of ``model`` by name, with the bytes of the store, for code that calls ``named_parameters``."""
 
     def __init__(self, model: nn.Module) -> None:
         self._model = model
 
     def named_parameters(self) -> Iterator[tuple[str, torch.Tensor]]:
-        # One module at a time, because state_dict() copies what is offloaded, and all of it may not fit the host again.
+        # One module at a time: state_dict() copies offloaded weights, and the host may have no room for all of them.
         last, state = None, {}
         for name, _ in self._model.named_parameters():
             module, _, attr = name.rpartition(".")
@@ -446,9 +422,9 @@ def _break_capture(action: Callable[[], None]) -> bool:
 
 
 def _keep_units_out_of_pieces(compilation: Any) -> bool:
-    """Have vLLM cut the compiled model at headrace's ops, as it does at attention; returns whether it can."""
-    # Each piece between two cuts may be a CUDA graph. If a unit began and ended inside one, its copy would have to be
-    # joined before that graph ends, with no compute beside it.
+    """Make vLLM split the compiled model at headrace's ops, as it does at attention; returns whether it can."""
+    # Each piece between two splits may be a CUDA graph. If a unit began and ended inside one, its copy would have to
+    # join before that graph ends, and could not overlap compute.
     if compilation.use_inductor_graph_partition:
         return False
     if compilation.splitting_ops:  # empty: the model is one piece
@@ -462,18 +438,12 @@ class Worker(OffloadingWorker, gpu_worker.Worker):  # type: ignore[misc,unused-i
 
 
 def _expert_kernels() -> ExpertKernels | None:
-    """What runs experts in this vLLM; ``None``: nothing that could read them by rows."""
+    """The kernels of experts that read a cache, if this vLLM has them."""
     if (version_number(vllm.__version__) or NEWEST) < OLDEST_WITH_CACHE:
         return None
     from headrace.adapters.vllm.experts import KernelExperts
 
     return KernelExperts
-
-
-def _is_lookup(module: nn.Module) -> bool:
-    """Whether a forward looks rows up in ``module``."""
-    # ParallelLMHead derives from VocabParallelEmbedding, and reads its whole weight in a matrix product.
-    return isinstance(module, nn.Embedding | VocabParallelEmbedding) and not isinstance(module, ParallelLMHead)
 
 
 def _refuse_second_engine() -> None:
@@ -488,7 +458,7 @@ def _refuse_other_offloader(offloader: Any) -> None:
     """Refuse an offloader that is in use; vLLM's own, which its runner has set for the same flags, is replaced."""
     if not type(offloader).__module__.startswith("vllm."):
         raise StateError(
-            f"{type(offloader).__module__}.{type(offloader).__name__} is set as vLLM's offloader, and headrace would "
+            f"{type(offloader).__module__}.{type(offloader).__name__} is vLLM's offloader already, and headrace would "
             f"replace it: use one of the two"
         )
     if getattr(offloader, "module_offloaders", None) or getattr(offloader, "cpu_offload_bytes", 0):
@@ -501,8 +471,8 @@ def _refuse_other_offloader(offloader: Any) -> None:
 def _require_same_units(modules: list[str]) -> None:
     """Refuse units that differ among tensor-parallel ranks; ``modules``: those of this rank. Collective.
 
-    vLLM's compiler joins a collective with what follows it, unless a unit's boundary lies between them. So with other
-    boundaries ranks would call other collectives, and wait for each other for ever.
+    vLLM's compiler fuses a collective with the op after it, unless a unit's boundary is between them. So with different
+    boundaries ranks would call different collectives, and wait for each other for ever.
     """
     group = get_tp_group()
     for rank, theirs in enumerate(_gathered(modules, group)):
@@ -510,13 +480,13 @@ def _require_same_units(modules: list[str]) -> None:
             differ = sorted(set(theirs) ^ set(modules)) or modules
             raise OptionError(
                 f"tensor-parallel ranks would offload different modules: rank {group.rank_in_group} {len(modules)} and "
-                f"rank {rank} {len(theirs)}, such as {differ[0]}, because their shards have other sizes: name what is "
-                f"offloaded (--offload-group-size, headrace.params), or give every rank as much to hold"
+                f"rank {rank} {len(theirs)}, such as {differ[0]}, because their shards differ in size: select what is "
+                f"offloaded by name (--offload-group-size, headrace.params), or give every rank shards of one size"
             )
 
 
 def _gathered(value: Any, group: Any) -> list[Any]:
-    """``value`` of every rank of a group of vLLM's."""
+    """``value`` of every rank of ``group``, one of vLLM's."""
     found = [value] * group.world_size
     if group.world_size > 1:
         dist.all_gather_object(found, value, group.cpu_group)
@@ -524,16 +494,16 @@ def _gathered(value: Any, group: Any) -> list[Any]:
 
 
 def _replica_group(replicas: int | None, parallel: Any, rank: int) -> ProcessGroup:
-    """The workers of this host that hold the same weights as this one: one copy can serve them in mode ``shm_cpu``.
+    """The workers of this host with the same weights as this one, which share one copy in mode ``shm_cpu``.
 
     Args:
-        replicas: engines of a dense model that one command starts on this host; not asked where vLLM has the group.
+        replicas: engines of a dense model that one command starts on this host; unused where vLLM has the group.
         parallel: vLLM's ``ParallelConfig``.
         rank: of this worker in its engine; tensor-parallel ranks hold different weights.
 
     Raises:
         OptionError: there are none, or their number was not given.
-        PeerError: another engine did not come in time.
+        PeerError: another engine did not connect in time.
     """
     group = get_dp_group()
     # Data-parallel ranks of a mixture of experts are ranks of one world, and vLLM has a group of them. Those of a dense
@@ -544,38 +514,37 @@ def _replica_group(replicas: int | None, parallel: Any, rank: int) -> ProcessGro
     if replicas is None or index is None:
         raise OptionError(
             "headrace.mode 'shm_cpu' keeps one copy for data-parallel ranks, and this engine is the only one that it "
-            "knows of: start vLLM with --data-parallel-size N. For a dense model, whose ranks vLLM runs as engines "
-            'of their own, also add how many of them this host has ("replicas": N). Or leave the mode out'
+            "knows of: start vLLM with --data-parallel-size N. For a dense model, whose ranks vLLM runs as separate "
+            'engines, also give their number on this host ("replicas": N). Or leave the mode out'
         )
     if index >= replicas:
         raise OptionError(
-            f"headrace.replicas = {replicas}, and this is engine {index} of this host, counted from 0: write how many "
-            f"--data-parallel-size starts here"
+            f"headrace.replicas = {replicas}, and this is engine {index} of this host, counted from 0: set it to the "
+            f"number that --data-parallel-size starts here"
         )
     # vLLM sets this port aside for the ranks of a launch, and engines of a dense model leave it unused.
-    store = _meeting_place(parallel.data_parallel_master_port, index == rank == 0, replicas)
+    store = _replica_store(parallel.data_parallel_master_port, index == rank == 0, replicas)
     return ProcessGroup(PrefixStore(f"headrace/replicas/{rank}", store), index, replicas)
 
 
-def _meeting_place(port: int, keeps_it: bool, replicas: int) -> Store:
-    """The store of all workers of the launch, kept by one of them."""
+def _replica_store(port: int, is_master: bool, replicas: int) -> Store:
+    """The key-value store of all workers of the launch, in the process of one of them."""
     patience = timedelta(seconds=peer_timeout_s())
     try:
         # The timeout of TCPStore does not apply while another program holds the port and never answers.
         return call_within(
             patience.total_seconds() + GRACE_S,
-            lambda: TCPStore("127.0.0.1", port, is_master=keeps_it, timeout=patience, wait_for_workers=False),
+            lambda: TCPStore("127.0.0.1", port, is_master=is_master, timeout=patience, wait_for_workers=False),
         )
     except RuntimeError as error:  # the base class of DistNetworkError and DistStoreError
         reason = str(error).splitlines()[0]
-        if keeps_it:
+        if is_master:
             raise PeerError(
                 f"the first of {replicas} engines that share one copy (headrace.replicas) cannot open port {port}, "
-                f"where they are to meet ({reason}): start vLLM again, which looks for a free one each time"
+                f"where they connect ({reason}): start vLLM again, which looks for a free one each time"
             ) from error
         raise PeerError(
-            f"the {replicas} engines that share one copy (headrace.replicas) did not meet at port {port} within "
-            f"{patience.total_seconds():.0f} s ({reason}): one `vllm serve --data-parallel-size` "
-            f"has to start all of them. Look at the errors of the first; if it is only slow, raise "
-            f"HEADRACE_PEER_TIMEOUT"
+            f"the {replicas} engines that share one copy (headrace.replicas) did not all connect to port {port} "
+            f"within {patience.total_seconds():.0f} s ({reason}): one `vllm serve --data-parallel-size` has to start "
+            f"all of them. Look at the errors of the first; if it is only slow, raise HEADRACE_PEER_TIMEOUT"
         ) from error
