@@ -61,7 +61,7 @@ def nothing_is_loaded(monkeypatch: pytest.MonkeyPatch) -> None:
         (["--measure-stalls"], "--measure-stalls has no effect without --engine vllm"),
         (["--additional-config", "{}"], "--additional-config has no effect without --engine vllm"),
         (["--dtype", "int8"], "--dtype 'int8': expected bfloat16, float16 or float32"),
-        (["--generation-config", "vllm"], "--generation-config 'vllm': expected auto or none"),
+        (["--generation-config", "vllm"], "--generation-config 'vllm': expected one of auto, none"),
         (["--offload-mode", "meta", "--device-memory", "2MiB"], "--offload-mode 'meta': expected one of cpu, disk of"),
         (["--offload-mode", "shm_cpu", "--device-memory", "2MiB"], "'shm_cpu': expected one of cpu, disk of headrace"),
         (["--batch", "0"], "--batch '0': expected numbers of rows"),

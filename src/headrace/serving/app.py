@@ -466,14 +466,16 @@ def bind(host: str, port: int) -> socket.socket:
         OptionError: the address is no address of this machine, is taken, or may not be used.
     """
     try:
-        found = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE)
-        family, kind, _, _, address = found[0]
+        family, kind, _, _, address = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE)[
+            0
+        ]
         bound = socket.socket(family, kind)
         bound.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
         bound.bind(address)
-    except OSError as error:
+    except (OSError, OverflowError) as error:  # the latter: no port is as large
+        found = getattr(error, "strerror", None) or error
         raise OptionError(
-            f"--host {host} --port {port}: expected a free address of this machine, found: {error.strerror or error}; "
+            f"--host {host} --port {port}: expected a free address of this machine, found: {found}; "
             f"choose another port, or 0 for a free one"
         ) from error
     return bound
