@@ -259,7 +259,7 @@ def test_the_key_of_the_environment_reaches_vllm(monkeypatch: pytest.MonkeyPatch
 
 
 def test_engines() -> None:
-    assert "--engine 'sglang': expected transformers or vllm" in error_of("--engine", "sglang", "M")
+    assert "--engine 'sglang': expected one of transformers, vllm" in error_of("--engine", "sglang", "M")
 
 
 def test_flags_of_vllm_in_front_of_the_model() -> None:

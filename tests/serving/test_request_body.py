@@ -160,6 +160,10 @@ def test_what_a_completion_cannot_have(fields: dict[str, Any], message: str) -> 
             {"messages": [{"role": "assistant", "content": "", "tool_calls": [{"id": "1"}]}]},
             "messages.0.tool_calls.0.function: Field required",
         ),
+        (
+            {"messages": [{"role": "assistant", "tool_calls": [{"function": {"name": "f", "arguments": "{"}}]}]},
+            "messages.0.tool_calls.0.function.arguments: Invalid JSON",
+        ),
     ],
 )  # fmt: skip
 def test_what_a_chat_cannot_have(fields: dict[str, Any], message: str) -> None:

@@ -61,7 +61,7 @@ def nothing_is_loaded(monkeypatch: pytest.MonkeyPatch) -> None:
         (["--measure-stalls"], "--measure-stalls has no effect without --engine vllm"),
         (["--additional-config", "{}"], "--additional-config has no effect without --engine vllm"),
         (["--dtype", "int8"], "--dtype 'int8': expected bfloat16, float16 or float32"),
-        (["--generation-config", "vllm"], "--generation-config 'vllm': expected auto or none"),
+        (["--generation-config", "vllm"], "--generation-config 'vllm': expected one of auto, none"),
         (["--offload-mode", "meta", "--device-memory", "2MiB"], "--offload-mode 'meta': expected one of cpu, disk of"),
         (["--offload-mode", "shm_cpu", "--device-memory", "2MiB"], "'shm_cpu': expected one of cpu, disk of headrace"),
         (["--batch", "0"], "--batch '0': expected numbers of rows"),
@@ -194,7 +194,7 @@ HEAD = b"POST /v1/completions HTTP/1.1\r\nHost: h\r\nContent-Type: application/j
 IMPATIENT = """
 from headrace.cli import main
 from headrace.serving import app
-app._ARRIVAL_S, app._STOP_S = {}, {}
+app._RECEIVE_S, app._STOP_S = {}, {}
 {}
 main()
 """
@@ -224,7 +224,7 @@ def test_requests_that_do_not_come(model: Path) -> None:
         for body, half in zip(bodies, halves, strict=True):
             answer = rest_of(half)
             assert answer.startswith(b"HTTP/1.1 408 ")
-            assert b"of the body %d bytes came within 1 s" % len(body) in answer
+            assert b"the body is incomplete: %d bytes came within 1 s" % len(body) in answer
         assert [len(rest_of(head)) > 0 for head in heads] == [False, False, True]
         assert time.monotonic() - begin < 30
         assert ask(url, 4, "")["usage"]["completion_tokens"] == 4

@@ -145,8 +145,8 @@ class TestChats:
     @pytest.mark.parametrize(
         ("fields", "message"),
         [
-            ({"messages": [{"role": "\ud800", "content": "hi"}]}, "tools or chat_template_kwargs: Unicode"),
-            ({"messages": [{"role": "user", "content": "\ud800"}]}, "tools or chat_template_kwargs: Unicode"),
+            ({"messages": [{"role": "\ud800", "content": "hi"}]}, "chat_template_kwargs: TypeError: TextEncodeInput"),
+            ({"messages": [{"role": "user", "content": "\ud800"}]}, "chat_template_kwargs: TypeError: TextEncodeInput"),
             ({"messages": [{"role": "tool", "content": "hi"}]}, "tools or chat_template_kwargs: Temp"),
             *(
                 ({"chat_template_kwargs": {name: value}}, "chat_template_kwargs")

@@ -1,38 +1,101 @@
-"""``headrace serve``: a server of its own, or with ``--engine vllm`` vLLM with headrace as its weight offloader."""
+"""``headrace serve``: headrace's own server, or with ``--engine vllm`` vLLM with headrace as its weight offloader."""
 
 from __future__ import annotations
 
+import json
+import logging
 import os
+import shlex
+from contextlib import suppress
+from dataclasses import dataclass, replace
+from functools import partial
 from importlib.util import find_spec
-from typing import Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from headrace.cli.arguments import DTYPE_HELP, VERB_FLAGS, check_dtype, refuse_idle, with_offload_flags
+from headrace.checkpoint.model_folder import is_quantised, model_folder
+from headrace.cli.arguments import (
+    DTYPE_HELP,
+    VERB_FLAGS,
+    check_dtype,
+    disk_options,
+    refuse_idle,
+    requested,
+    target_device,
+    with_offload_flags,
+)
+from headrace.cli.commands_generate import open_tokenizer
+from headrace.cli.terminal import byte_bar, stderr
 from headrace.cli.vllm_launcher import KEY_VARIABLE, serve_in_vllm
+from headrace.config import Workload, count, one_of
 from headrace.errors import OptionError
-from headrace.flags import OffloadFlags
+from headrace.flags import OffloadFlags, Surface, counts, flag_of, row
+from headrace.formatting import format_size
+
+if TYPE_CHECKING:
+    from headrace.adapters.transformers.opened_model import OpenedModel
+    from headrace.planning import PlanResult
 
 __all__ = ["serve"]
 
 _PACKAGES = ("transformers", "fastapi", "uvicorn", "openai", "prometheus_client", "jinja2")
+_SURFACE = Surface(modes=("cpu", "disk"), inside=" of headrace serve", needs={"batch": (), "context": ()})
+_BATCH = "1,8"
+_CONTEXT = 2048
+_MAX_QUEUE = 256
 
 
-def _flag(name: str, metavar: str | None, text: str, panel: str | None = "Server", **bounds: Any) -> Any:
-    return typer.Option(name, metavar=metavar, help=text, rich_help_panel=panel, **bounds)
+def _check_blanks(flag: str, value: str | list[str]) -> None:
+    """Refuse an empty text, as of a shell variable that is not set, and blanks around one, as of a file with CRLF."""
+    for text in [value] if isinstance(value, str) else value:
+        if not text or text != text.strip():
+            found = "one with some" if text else "an empty one"
+            raise OptionError(
+                f"{flag}: expected a text without blanks around it, found {found}; set it, or leave {flag} out"
+            )
+
+
+@dataclass(frozen=True)
+class _ServeOptions:
+    """The flags of the verb itself; ``None`` stands for the default of either engine."""
+
+    engine: str | None = row(
+        "NAME", "transformers (default) or vllm, which is faster on a GPU.", one_of(("transformers", "vllm"))
+    )
+    host: str | None = row("ADDRESS", "Address to listen on (default 127.0.0.1: this machine only).", _check_blanks)
+    port: int | None = row("N", "Default 8000; 0: a free one.", partial(count, at_least=0))
+    api_key: str | None = row(
+        "KEY",
+        f"Bearer token that requests need; {KEY_VARIABLE} sets it without showing it to other users.",
+        _check_blanks,
+    )
+    served_model_name: list[str] | None = row(
+        "NAME...", "Names of the model in requests (default MODEL).", _check_blanks
+    )
+    max_queue: int | None = row("N", "Requests that may wait (default 256); others are answered with 429.", count)
+    cors: bool = row("", "Allow pages of any origin (Access-Control-Allow-Origin: *); not in vLLM.", off=False)
+    generation_config: str | None = row(
+        "auto|none",
+        "Sampling of requests that set none: auto (default), as in the model's generation_config.json; none, greedy.",
+    )
+    dtype: str | None = row("NAME", DTYPE_HELP)
+    additional_config: str | None = row("JSON", "vLLM's; headrace's flags are added to it.")
+    dry_run: bool = row("", "Print the plan, or the command of vLLM, and start nothing.", off=False)
 
 
 @with_offload_flags(
     (*VERB_FLAGS, "measure_stalls"),
     {
-        "batch": "Sequences of --context tokens that run together (default 8); more shorter ones do, too. In vLLM: "
-        "rows of a step to plan for, e.g. 1,16,256.",
+        "batch": "Sequences of --context tokens that run together (default 8), or more shorter ones. In vLLM: rows of "
+        "a step to plan for, e.g. 1,16,256.",
         "context": "Tokens of the longest sequence, prompt and answer (default 2048, or the model's own if less). If "
         "given, the cache counts in --device-memory.",
         "offload_mode": "Where offloaded weights are stored: cpu or disk. In vLLM: cpu (default), pinned host memory; "
         "shm_cpu, one copy per host for data-parallel ranks.",
-        "measure_stalls": "Time every wait for a unit; in vLLM alone.",
+        "measure_stalls": "Time every wait for a unit; in vLLM only.",
     },
+    _ServeOptions,
 )
 def serve(
     call: typer.Context,
@@ -41,47 +104,11 @@ def serve(
         typer.Argument(
             metavar="MODEL [VLLM FLAGS]",
             help="Folder of a causal language model, or a name in the Hub's cache; with --engine vllm as vLLM takes "
-            "it, with any flags of vLLM behind.",
+            "it, followed by any flags of vLLM.",
         ),
     ],
     *,
-    engine: Annotated[
-        str | None, _flag("--engine", "NAME", "transformers (default) or vllm, the faster one on a GPU.", None)
-    ] = None,
-    host: Annotated[
-        str | None, _flag("--host", "ADDRESS", "Where to listen (default 127.0.0.1: this machine).")
-    ] = None,
-    port: Annotated[int | None, _flag("--port", "N", "Default 8000; 0: a free one.", min=0, max=65535)] = None,
-    api_key: Annotated[
-        str | None,
-        _flag("--api-key", "KEY", f"A bearer token that requests need; {KEY_VARIABLE} says it unseen by other users."),
-    ] = None,
-    served_model_name: Annotated[
-        list[str] | None, _flag("--served-model-name", "NAME...", "What requests call the model (default MODEL).")
-    ] = None,
-    max_queue: Annotated[
-        int | None,
-        _flag("--max-queue", "N", "Requests that may wait (default 256); others are answered with 429.", min=1),
-    ] = None,
-    cors: Annotated[
-        bool, _flag("--cors", None, "Answer pages of any origin (Access-Control-Allow-Origin: *); not in vLLM.")
-    ] = False,
-    generation_config: Annotated[
-        str | None,
-        _flag(
-            "--generation-config",
-            "auto|none",
-            "Sampling of requests that do not say it: auto (default), as the model's generation_config.json; none, "
-            "greedy.",
-        ),
-    ] = None,
-    dtype: Annotated[str | None, _flag("--dtype", "NAME", DTYPE_HELP, None)] = None,
-    additional_config: Annotated[
-        str | None, _flag("--additional-config", "JSON", "vLLM's; what the flags here say is added to it.", None)
-    ] = None,
-    dry_run: Annotated[
-        bool, _flag("--dry-run", None, "Print the plan, or the command of vLLM, and start nothing.", None)
-    ] = False,
+    options: _ServeOptions,
     flags: OffloadFlags,
 ) -> None:
     """Serve a model that does not fit the device, with OpenAI's API.
@@ -89,41 +116,25 @@ def serve(
     By default with transformers' server, in this process, on a GPU or on a CPU. With --engine vllm inside vLLM, whose
     flags follow MODEL; `--` may stand between.
     """
-    if engine not in (None, "transformers", "vllm"):
-        raise OptionError(f"--engine {engine!r}: expected transformers or vllm")
-    key = os.environ.get(KEY_VARIABLE) if api_key is None else api_key
-    key_flag = KEY_VARIABLE if api_key is None else "--api-key"
-    named = [("--served-model-name", name) for name in served_model_name or []]
-    for flag, text in [("--host", host), (key_flag, key), *named]:
-        if text is not None and text != (text.strip() or None):  # of a variable that is not set, or a file with CRLF
-            raise OptionError(
-                f"{flag}: expected a text without blanks around it, found "
-                f"{'one with some' if text else 'an empty one'}; set it, or leave {flag} out"
-            )
-    if engine == "vllm":
-        shared = {
-            "--host": host,
-            "--port": port,
-            "--api-key": api_key,
-            "--served-model-name": served_model_name,
-            "--generation-config": generation_config,
-            "--dtype": dtype,
-            "--device": flags.device,
-        }
-        refuse_idle({"--max-queue": max_queue, "--cors": cors or None}, "inside vLLM; leave it out")
-        serve_in_vllm(model, call.args, shared, additional_config, dry_run, flags)
+    if options.api_key is None and KEY_VARIABLE in os.environ:
+        _check_blanks(KEY_VARIABLE, os.environ[KEY_VARIABLE])
+    if options.engine == "vllm":
+        refuse_idle({"--max-queue": options.max_queue, "--cors": options.cors}, "inside vLLM; leave it out")
+        names = ("host", "port", "api_key", "served_model_name", "generation_config", "dtype")
+        shared: dict[str, Any] = {flag_of(name): getattr(options, name) for name in names}
+        shared["--device"] = flags.device
+        serve_in_vllm(model, call.args, shared, options.additional_config, options.dry_run, flags)
         return
     if call.args:
         raise OptionError(
             f"{call.args[0]}: headrace serve has no such flag; flags of vLLM need --engine vllm, and "
-            f"`headrace serve --help` shows those here"
+            f"`headrace serve --help` lists the others"
         )
-    refuse_idle(
-        {"--additional-config": additional_config, "--measure-stalls": flags.measure_stalls}, "without --engine vllm"
-    )
-    check_dtype("--dtype", dtype)
-    if generation_config not in (None, "auto", "none"):
-        raise OptionError(f"--generation-config {generation_config!r}: expected auto or none")
+    vllm_only = {"--additional-config": options.additional_config, "--measure-stalls": flags.measure_stalls}
+    refuse_idle(vllm_only, "without --engine vllm")
+    check_dtype("--dtype", options.dtype)
+    if options.generation_config is not None:
+        one_of(("auto", "none"))("--generation-config", options.generation_config)
     missing = [name for name in _PACKAGES if find_spec(name) is None]
     if missing:
         raise OptionError(
@@ -131,17 +142,129 @@ def serve(
             f"pip install 'headrace[serve]'"
         )
     os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")  # as main() does for the verbs that become no other program
-    from headrace.cli.own_server import ServerOptions, run_server
+    _run_server(model, flags, replace(options, api_key=options.api_key or os.environ.get(KEY_VARIABLE)))
 
-    options = ServerOptions(
-        host or "127.0.0.1",
-        8000 if port is None else port,
-        key,
-        served_model_name or [model],
-        max_queue or 256,
-        cors,
-        is_plain=generation_config == "none",
-        dtype=dtype,
-        dry_run=dry_run,
+
+# -- the own server ----------------------------------------------------------------------------------------------------
+
+
+def _run_server(model: str, flags: OffloadFlags, options: _ServeOptions) -> None:
+    """Load ``model`` as the flags ask for, and serve it until a signal ends the server.
+
+    Raises:
+        OptionError, CheckpointError: anything that cannot be served, before it is loaded.
+    """
+    folder = model_folder(model)
+    device = target_device(flags.device)
+    batch = _BATCH if flags.batch is None else flags.batch
+    sequences = max(counts("--batch", batch))
+    if flags.device_memory is not None:
+        flags = replace(flags, batch=batch)
+    policy = requested(flags, device, _SURFACE)
+    from headrace.adapters.transformers.load_folder import load_matched
+    from headrace.adapters.transformers.opened_model import open_model
+    from headrace.plan.report import render
+    from headrace.planning import plan_model
+    from headrace.runtime.this_machine import PlanRequest
+    from headrace.serving.admission import Pool
+    from headrace.serving.app import bind, make_app, run_app
+    from headrace.serving.batches import BLOCK_TOKENS, Batches
+
+    if is_quantised(folder):
+        raise OptionError(
+            f"{folder}: expected plain weights, found quantised ones (quantization_config in config.json), which this "
+            f"server is not tested with; use headrace serve --engine vllm, or the model's unquantised checkpoint"
+        )
+    opened = open_model(folder, options.dtype, device=device)
+    tokenizer = open_tokenizer(folder)
+    settings = _default_settings(opened, greedy=options.generation_config == "none")
+    request = PlanRequest(opened, policy, device=device, disk=disk_options(flags))
+    planned = plan_model(request)
+    longest = _longest(flags, planned)
+    pool = Pool.of(sequences, longest, BLOCK_TOKENS)
+    request = replace(request, policy=planned.plan, workload=Workload([sequences], longest))
+    planned = plan_model(request)  # again, to measure the cache of that workload
+    if planned.shortage:
+        raise OptionError(f"the plan {planned.shortage}; use a smaller --batch or --context, or less --device-memory")
+    stderr.print(render(planned.plan, opened.name))
+    cache = format_size(planned.planner.profile.cache_bytes(sequences, longest))
+    stderr.print(
+        f"cache: {pool.num_tokens} tokens, i.e. {sequences} sequences of {longest} or more shorter ones; {cache} "
+        f"{'counted in --device-memory' if planned.plan.context else 'beside the weights'}",
+        highlight=False,
+        soft_wrap=True,
     )
-    run_server(model, flags, options)
+    if options.dry_run:
+        return
+    if device.type == "cuda" and find_spec("vllm") is not None:
+        stderr.print("vLLM is installed, and faster on a GPU: headrace serve --engine vllm", soft_wrap=True)
+    bound = bind(options.host or "127.0.0.1", 8000 if options.port is None else options.port)
+    with byte_bar("loading", stderr) as progress:
+        request = replace(request, model=opened.module, policy=planned.plan)
+        handle = load_matched(folder, request, opened.match, progress)
+    module: Any = opened.module
+    module.generation_config = settings
+    for name in ("transformers", "ContinuousBatchingLogger"):  # they warn in every request and batch
+        logging.getLogger(name).setLevel(logging.ERROR)
+    batches = Batches(module, pool, options.max_queue or _MAX_QUEUE)
+    names = options.served_model_name or [model]
+    app = make_app(module, handle, tokenizer, names, batches, options.api_key, options.cors)
+    run_app(app, bound, lambda: _print_address(bound.getsockname(), names[0], options.api_key is not None))
+
+
+def _default_settings(opened: OpenedModel, *, greedy: bool) -> Any:
+    """The generation config that requests start from; ``greedy``: without the sampling of the model's own.
+
+    Raises:
+        OptionError: the model generates no text, or in a way that continuous batching does not support.
+    """
+    from transformers import GenerationConfig
+
+    from headrace.serving.batches import batch_settings, pool_blocks
+
+    module: Any = opened.module
+    if not module.can_generate() or module.config.is_encoder_decoder:
+        raise OptionError(
+            f'headrace serve needs a causal language model (architectures ["...ForCausalLM"] in config.json), found '
+            f"{type(module).__name__}"
+        )
+    pool_blocks(module.config.get_text_config(), 1)
+    settings: Any = module.generation_config
+    with suppress(OSError):  # the folder has no generation_config.json
+        settings = GenerationConfig.from_pretrained(opened.folder, local_files_only=True)
+    if greedy:
+        make: Any = GenerationConfig
+        settings = make(**{name: getattr(settings, name) for name in ("bos_token_id", "eos_token_id", "pad_token_id")})
+    try:
+        batch_settings(module, settings)
+    except OptionError as error:
+        raise OptionError(
+            f"{opened.folder}/generation_config.json: {error}; leave its sampling out with --generation-config none, "
+            f"or use --engine vllm"
+        ) from None
+    return settings
+
+
+def _longest(flags: OffloadFlags, planned: PlanResult) -> int:
+    """Tokens of the longest sequence: as the flags or the plan set it, else a default."""
+    limit = planned.planner.profile.max_context
+    asked = int(flags.context) if flags.context is not None else planned.plan.context
+    if asked and limit and asked > limit:
+        raise OptionError(
+            f"--context {asked}: expected at most {limit}, the tokens that the model was made for "
+            f"(max_position_embeddings in its configuration)"
+        )
+    return asked or min(_CONTEXT, limit or _CONTEXT)
+
+
+def _print_address(address: Any, name: str, has_key: bool) -> None:
+    host, port = address[:2]
+    url = f"http://{f'[{host}]' if ':' in host else host}:{port}"
+    body = json.dumps({"model": name, "prompt": "Water", "max_tokens": 16})
+    key = " -H 'Authorization: Bearer KEY'" if has_key else ""
+    lines = [f"serving {name} at {url}/v1, Ctrl-C ends it; in another terminal:"]
+    lines += [f"  curl {url}/v1/completions{key} -H 'Content-Type: application/json' -d {shlex.quote(body)}"]
+    if not has_key and not host.startswith("127.") and host != "::1":
+        lines.append(f"anyone who can reach {host} may use it; --api-key or HEADRACE_API_KEY requires a key")
+    for line in lines:
+        stderr.print(line, highlight=False, markup=False, soft_wrap=True)

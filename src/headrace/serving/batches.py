@@ -297,7 +297,8 @@ class Batches(BaseGenerateManager):
             RequestError: for a request that can never run, and if the queue is full.
             CBWorkerDeadError: the batch ended with an error.
         """
-        job = _Job(list(inputs["input_ids"]), gen_config, processor, processor.is_parsed, False)
+        is_raw = processor.response_template is not None
+        job = _Job(list(inputs["input_ids"]), gen_config, processor, is_raw, False)
         self._enter(request_id, job)
         try:
             while (item := await job.queue.get()) is not None:
@@ -305,7 +306,9 @@ class Batches(BaseGenerateManager):
                     raise CBWorkerDeadError(job.error)
         finally:
             self.cancel_request(request_id)  # of a client that has gone; else it has ended already
-        processor.answer = job.text
+        # So that handlers parse the answer as it was cut, not the tokens behind a stop string.
+        parse = processor.parse_response
+        processor.parse_response = lambda _, *args, **options: parse(job.text, *args, **options)
         return job.text, len(job.prompt), job.tokens
 
     def cancel_request(self, request_id: str) -> None:

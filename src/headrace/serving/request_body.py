@@ -13,7 +13,7 @@ from collections.abc import Collection, Mapping
 from difflib import get_close_matches
 from typing import Annotated, Any, Literal, TypeVar
 
-from pydantic import AliasChoices, BaseModel, BeforeValidator, ConfigDict, Field, ValidationError, model_validator
+from pydantic import AliasChoices, BaseModel, BeforeValidator, ConfigDict, Field, Json, ValidationError, model_validator
 
 from headrace.errors import OptionError
 
@@ -102,7 +102,7 @@ class _TextPart(_Object):
 
 class _Function(_Object):
     name: str
-    arguments: str
+    arguments: Json[Any]  # as objects, which templates read
 
 
 class _ToolCall(_Object):
