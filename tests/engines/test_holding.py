@@ -194,7 +194,7 @@ def repacked(pool: BuildTimePool, way: str, apart: bool) -> tuple[nn.Module, tor
     expected = layer[0].weight.detach() * 2
     with torch.no_grad():
         layer[0].quant_method.process_weights_after_loading(layer[0])
-    pool.settle()
+    pool.compact()
     assert "process_weights_after_loading" not in vars(method)
     return layer, expected.half() if way == "half" else expected
 
@@ -309,7 +309,7 @@ def test_what_becomes_of_cached_experts_is_mapped_too(pool: BuildTimePool) -> No
     assert held is not None
     assert isinstance(held.memory, Mapped)
     assert torch.equal(layer.up, expected)
-    pool.settle()
+    pool.compact()
 
 
 def test_mapped_memory_is_no_registered_memory() -> None:

@@ -31,11 +31,11 @@ from headrace.runtime.this_machine import (
     Limits,
     Needs,
     check_limits,
+    finalize_plan,
     gpu_memory_kind,
     needs_of,
     read_limits,
     require_disk,
-    settle,
 )
 from models import Stack, all_layers, rows, save, state_of
 
@@ -411,12 +411,12 @@ class TestWhereMemoryIsTheHosts:
         plan, machine = build_plan(inventory, Prefetch(1, 1, 2, params=["layers"])), Machine("cpu")
         in_files = build_plan(inventory, Prefetch(1, 1, 2, params=["layers"], mode="disk"))
         with pytest.warns(HeadraceWarning, match=r"computes in the host's memory, .* frees nothing: .*mode disk"):
-            settle(plan, inventory, device, machine)
+            finalize_plan(plan, inventory, device, machine)
         with warnings.catch_warnings():
             warnings.simplefilter("error")
-            settle(in_files, inventory, device, machine)
+            finalize_plan(in_files, inventory, device, machine)
             gpu.is_integrated = 0
-            settle(plan, inventory, device, machine)
+            finalize_plan(plan, inventory, device, machine)
 
     def test_wsl(self, monkeypatch: pytest.MonkeyPatch) -> None:
         assert "ulimit -l" in pinning_fix()

@@ -12,7 +12,7 @@ from headrace.errors import OptionError
 from headrace.plan.build import Planner
 from headrace.plan.cost_model import NOMINAL_CPU, NOMINAL_GPU
 from headrace.plan.plan import Machine
-from headrace.runtime.this_machine import make_planner, settle
+from headrace.runtime.this_machine import finalize_plan, make_planner
 from plans import memory_curve
 
 CPU, GPU = torch.device("cpu"), torch.device("cuda")
@@ -68,7 +68,7 @@ def test_a_gpu_keeps_what_is_converted_in_host_memory(opened: dict[str, OpenedMo
     converted, same = opened.values()
     budget = Budget("300KiB", params=[ALL_MODEL_PARAMS], host_memory="1GiB")
     made = planner(converted, GPU).plan(budget)
-    assert settle(made, converted.inventory, GPU, Machine("cuda"), converted.weights) == made
+    assert finalize_plan(made, converted.inventory, GPU, Machine("cuda"), converted.weights) == made
     assert made.offloaded_bytes > 0
     assert not made.staged_units
     spill = planner(converted, GPU).spill
@@ -76,5 +76,9 @@ def test_a_gpu_keeps_what_is_converted_in_host_memory(opened: dict[str, OpenedMo
     assert spill.unstreamable == {storage.name for storage in converted.inventory.storages}
     policy = Prefetch(params=[ALL_MODEL_PARAMS], mode="disk")
     with pytest.raises(OptionError, match="have another dtype in the files than in the model, and what a GPU reads"):
-        settle(planner(converted, GPU).plan(policy), converted.inventory, GPU, Machine("cuda"), converted.weights)
-    assert settle(planner(same, GPU).plan(policy), same.inventory, GPU, Machine("cuda"), same.weights).staged_units
+        finalize_plan(
+            planner(converted, GPU).plan(policy), converted.inventory, GPU, Machine("cuda"), converted.weights
+        )
+    assert finalize_plan(
+        planner(same, GPU).plan(policy), same.inventory, GPU, Machine("cuda"), same.weights
+    ).staged_units

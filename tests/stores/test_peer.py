@@ -36,17 +36,18 @@ from headrace.plan.candidates import Spill
 from headrace.plan.cost_model import NOMINAL_GPU, Curve, Forecaster
 from headrace.plan.plan import Machine, Plan
 from headrace.plan.units import move_on_demand
-from headrace.runtime import session, this_machine
-from headrace.runtime.session import open_pinned
+from headrace.runtime import this_machine
 from headrace.runtime.this_machine import (
     DeviceName,
     Limits,
     check_limits,
+    finalize_plan,
     needs_of,
     peer_of,
     require_one_process,
-    settle,
 )
+from headrace.stores import open_store
+from headrace.stores.pinned_host import open_pinned
 from headrace.testing import assert_moved, assert_same_bits, offload_over
 from models import MoE, OddStack, QuantStack, ScaledStack, Stack, aligned, all_layers, rows, save
 from peers import NEAR, on_peer, stand_in
@@ -260,7 +261,9 @@ class TestCarriedOut:
         resident = QuantStack().eval()
         save(resident, tmp_path)
         expected, ledger = resident(rows()), Ledger()
-        monkeypatch.setattr(session, "_host_store", lambda plan, bound, device, held: open_pinned(plan, bound, ledger))
+        monkeypatch.setattr(
+            open_store, "_host_store", lambda plan, bound, device, held: open_pinned(plan, bound, ledger)
+        )
         with torch.device("meta"):
             model = QuantStack().eval()
         plan = staged(planned(model, slots, 2), 1, 3)
@@ -330,9 +333,9 @@ class TestCarriedOut:
         def full(*_: Any) -> torch.Tensor:
             raise BudgetError("no room", 1)
 
-        close = session.CpuStore.close
-        monkeypatch.setattr(session.CpuStore, "close", lambda store: (closed.append(store), close(store)))
-        monkeypatch.setattr(session, "peer_memory", full)
+        close = open_store.CpuStore.close
+        monkeypatch.setattr(open_store.CpuStore, "close", lambda store: (closed.append(store), close(store)))
+        monkeypatch.setattr(open_store, "peer_memory", full)
         with pytest.raises(BudgetError, match="no room"):
             headrace.offload(model, planned(model))
         assert closed
@@ -426,8 +429,8 @@ class TestRefused:
         with pytest.raises(
             OptionError, match=r"memory cuda:1 can address \(nvidia-smi topo -p2p r\), found none among 3"
         ):
-            settle(planned(Stack(6)), inventory, device, Machine("gpu"))
-        settle(build_plan(inventory, all_layers(2)), inventory, device, Machine("gpu"))
+            finalize_plan(planned(Stack(6)), inventory, device, Machine("gpu"))
+        finalize_plan(build_plan(inventory, all_layers(2)), inventory, device, Machine("gpu"))
 
     def test_several_processes(self, monkeypatch: pytest.MonkeyPatch) -> None:
         plan = planned(Stack(6))
