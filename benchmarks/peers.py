@@ -27,7 +27,7 @@ from torch import nn
 import headrace
 from harness import append, capture, writable_file
 from headrace.cli.bench_step import QWEN3_8B, build_stack
-from headrace.runtime import rank_stores
+from headrace.stores import rank_stores
 
 WAYS = {"alone": "cpu", "each": "cpu", "pooled": "sharded_cpu", "sharded": "sharded_gpu"}  # and their modes
 BUDGETS = ("budget", "idle")

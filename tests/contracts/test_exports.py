@@ -37,7 +37,6 @@ ROOMS = [
     ("plan",),
     ("checkpoint",),
     ("stores",),
-    ("loading",),
     ("experts",),
     ("transfer",),
     ("runtime",),

@@ -22,7 +22,7 @@ from commands import TINY, run
 from headrace import Prefetch
 from headrace.cli.demo_run import ensure_model
 from headrace.errors import OptionError, TransferError
-from headrace.runtime import rank_stores
+from headrace.stores import rank_stores
 from headrace.stores.sharded import ShardedStore
 from headrace.testing import assert_moved
 from headrace.transfer.measuring import COPY_SIZES, mutual_peers, peer_rates

@@ -26,8 +26,6 @@ from headrace import Prefetch
 from headrace.checkpoint.safetensors_header import Checkpoint
 from headrace.checkpoint.weight_map import WeightMap
 from headrace.errors import StateError, TransferError
-from headrace.loading.loader import WeightLoader
-from headrace.loading.read_pool import Delivery, Read, deliver
 from headrace.memory.pinned import CudaRegistrar
 from headrace.model.inventory import take_inventory
 from headrace.model.live_tensors import bind
@@ -35,6 +33,7 @@ from headrace.plan.plan import Plan
 from headrace.runtime.prepare import prepare
 from headrace.runtime.session import OffloadSession, SessionOptions
 from headrace.runtime.this_machine import PlanRequest
+from headrace.stores.loader import Delivery, Read, WeightLoader, deliver
 from headrace.stores.pinned_host import PinnedStore
 from headrace.stores.sources import ByteRange, Copy, Source, writable_view
 from headrace.stores.store import DiskStore, Load, Store
@@ -253,7 +252,7 @@ class TestOffload:
 
     def test_so_is_one_that_is_put_back_before_the_end(self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
         pin_by(Ledger(), monkeypatch)
-        monkeypatch.setattr("headrace.loading.loader.PIECE_BYTES", 1 << 16)  # most is read after the write
+        monkeypatch.setattr("headrace.stores.loader.PIECE_BYTES", 1 << 16)  # most is read after the write
         folder = save(nn.Sequential(*(nn.Linear(1 << 10, 1 << 10, bias=False) for _ in range(12))), tmp_path)
         (file,) = Checkpoint.open(folder).files
         content, at = file.read_bytes(), file.stat()
@@ -411,8 +410,8 @@ class TestUploads:
     def load(self, monkeypatch: pytest.MonkeyPatch) -> Callable[[Store], Any]:
         made: list[tuple[torch.device, Any]] = []
         monkeypatch.setattr(Uploads, "made", made, raising=False)
-        monkeypatch.setattr("headrace.loading.loader.CudaUploader", Uploads)
-        monkeypatch.setattr("headrace.loading.loader.cpus_near", lambda device: None)
+        monkeypatch.setattr("headrace.stores.loader.CudaUploader", Uploads)
+        monkeypatch.setattr("headrace.stores.loader.cpus_near", lambda device: None)
         model = nn.Linear(4, 4, bias=False)
         bound = bind(model, take_inventory(model).storages)
         residents = {"weight": torch.empty(64, dtype=torch.uint8, device="meta")}

@@ -23,8 +23,8 @@ from headrace.adapters.transformers.conversion import match
 from headrace.checkpoint.safetensors_header import Checkpoint
 from headrace.checkpoint.weight_map import Conversion
 from headrace.errors import HeadraceWarning, TransferError
-from headrace.loading.loader import TensorConverter
 from headrace.runtime.prepare import Prepared
+from headrace.stores.loader import TensorConverter
 from headrace.stores.sources import Copy, DiskOptions, ReadCounter, writable_view
 from registrars import Ledger, pin_by
 from shm_ranks import ranks
@@ -65,7 +65,7 @@ class TestSameBits:
     def test_made_into_host_memory(self, transposed: Path, pinned: bool, monkeypatch: pytest.MonkeyPatch) -> None:
         if pinned:
             pin_by(Ledger(), monkeypatch)
-        monkeypatch.setattr("headrace.loading.loader._LIVE_PIECE_BYTES", 1 << 14)
+        monkeypatch.setattr("headrace.stores.loader._LIVE_PIECE_BYTES", 1 << 14)
         reference = resident(transposed)
         seen: list[tuple[int, int]] = []
         model, handle = load(transposed, experts("cpu"), progress=lambda done, total: seen.append((done, total)))

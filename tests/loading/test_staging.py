@@ -16,8 +16,8 @@ import pytest
 import torch
 
 from headrace.errors import CheckpointError, TransferError
-from headrace.loading.read_pool import _BUFFER_BYTES, BUFFER_BYTES, NUM_BUFFERS, CudaUploader, Read, UploadRing
 from headrace.memory.pages import map_pages
+from headrace.stores.loader import _BUFFER_BYTES, BUFFER_BYTES, NUM_BUFFERS, CudaUploader, Read, UploadRing
 from headrace.stores.sources import ByteRange, DiskOptions, File, MemorySource, Source, writable_view
 from registrars import Ledger
 

@@ -15,8 +15,8 @@ import numpy as np
 import pytest
 import torch
 
-from headrace.memory.memfd import SharedMemory
 from headrace.memory.pages import HUGE_PAGE_BYTES, TOUCH_BYTES, collapse, collapse_parallel, map_file
+from headrace.memory.shared import SharedMemory
 from headrace.stores.shared_host import SharedStore, shared_bytes
 
 NAME = "headrace-test-mapping"

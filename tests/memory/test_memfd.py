@@ -21,7 +21,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from headrace.errors import BudgetError, OptionError, PeerError
-from headrace.memory.memfd import SharedMemory
+from headrace.memory.shared import SharedMemory
 from headrace.ranks.group import RankGroup
 from headrace.stores.shared_host import SharedStore, share_out, shared_bytes
 from plans import unit
@@ -105,7 +105,7 @@ class TestSharedMemory:
 
     def test_the_address_of_a_dead_process(self) -> None:
         code = (
-            "import json; from headrace.memory.memfd import SharedMemory\n"
+            "import json; from headrace.memory.shared import SharedMemory\n"
             "memory = SharedMemory.create(4096); print(json.dumps(memory.describe()))"
         )
         address = json.loads(subprocess.run([sys.executable, "-c", code], capture_output=True, check=True).stdout)

@@ -26,11 +26,11 @@ from commands import TINY, run
 from headrace import Prefetch
 from headrace.cli.demo_run import ensure_model
 from headrace.errors import HeadraceWarning, OptionError, PeerError, TransferError
-from headrace.memory.symmetric import SymmetricMemory
+from headrace.memory.shared import SymmetricMemory
 from headrace.plan.plan import Striping
 from headrace.ranks.group import RankGroup
-from headrace.runtime import rank_stores
-from headrace.runtime.rank_stores import checksum
+from headrace.stores import rank_stores
+from headrace.stores.rank_stores import checksum
 from headrace.stores.sharded import ShardedStore
 from headrace.testing import assert_moved, assert_same_bits, boundaries
 from models import MoE, OddStack, ScaledStack, Stack, aligned, all_layers, rows, save
@@ -353,8 +353,8 @@ class TestDevicesWithoutPeerAccess:
             raise RuntimeError("CUDASymmetricMemory: peer access from device 0 to device 1 is not supported\n  at ...")
 
         memory: Any = type("Fake", (), {"empty_strided_p2p": staticmethod(empty)})
-        monkeypatch.setattr("headrace.memory.symmetric._SymmetricMemory", memory)
-        monkeypatch.setattr("headrace.memory.symmetric.symm.rendezvous", rendezvous)
+        monkeypatch.setattr("headrace.memory.shared._SymmetricMemory", memory)
+        monkeypatch.setattr("headrace.memory.shared.symm.rendezvous", rendezvous)
         monkeypatch.setattr(torch.cuda, "device", contextlib.nullcontext)
         group: Any = type("Group", (), {"group_name": "0"})
         ranks: Any = SimpleNamespace(

@@ -16,10 +16,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from headrace.errors import CheckpointError, TransferError
-from headrace.loading.read_pool import Delivery, deliver, read_staged
 from headrace.memory.pages import map_file, map_pages, resident_bytes
 from headrace.stats import ReadStats
 from headrace.stores import sources as files
+from headrace.stores.loader import Delivery, deliver, read_staged
 from headrace.stores.sources import ALIGN_BYTES, ByteRange, ConvertedFile, Copy, DiskOptions, File, writable_view
 from models import open_files
 

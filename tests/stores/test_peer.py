@@ -36,8 +36,7 @@ from headrace.plan.candidates import Spill
 from headrace.plan.cost_model import NOMINAL_GPU, Curve, Forecaster
 from headrace.plan.plan import Machine, Plan
 from headrace.plan.units import move_on_demand
-from headrace.runtime import session, this_machine
-from headrace.runtime.session import open_pinned
+from headrace.runtime import this_machine
 from headrace.runtime.this_machine import (
     DeviceName,
     Limits,
@@ -47,6 +46,8 @@ from headrace.runtime.this_machine import (
     peer_of,
     require_one_process,
 )
+from headrace.stores import open_store
+from headrace.stores.pinned_host import open_pinned
 from headrace.testing import assert_moved, assert_same_bits, offload_over
 from models import MoE, OddStack, QuantStack, ScaledStack, Stack, aligned, all_layers, rows, save
 from peers import NEAR, on_peer, stand_in
@@ -260,7 +261,9 @@ class TestCarriedOut:
         resident = QuantStack().eval()
         save(resident, tmp_path)
         expected, ledger = resident(rows()), Ledger()
-        monkeypatch.setattr(session, "_host_store", lambda plan, bound, device, held: open_pinned(plan, bound, ledger))
+        monkeypatch.setattr(
+            open_store, "_host_store", lambda plan, bound, device, held: open_pinned(plan, bound, ledger)
+        )
         with torch.device("meta"):
             model = QuantStack().eval()
         plan = staged(planned(model, slots, 2), 1, 3)
@@ -330,9 +333,9 @@ class TestCarriedOut:
         def full(*_: Any) -> torch.Tensor:
             raise BudgetError("no room", 1)
 
-        close = session.CpuStore.close
-        monkeypatch.setattr(session.CpuStore, "close", lambda store: (closed.append(store), close(store)))
-        monkeypatch.setattr(session, "peer_memory", full)
+        close = open_store.CpuStore.close
+        monkeypatch.setattr(open_store.CpuStore, "close", lambda store: (closed.append(store), close(store)))
+        monkeypatch.setattr(open_store, "peer_memory", full)
         with pytest.raises(BudgetError, match="no room"):
             headrace.offload(model, planned(model))
         assert closed

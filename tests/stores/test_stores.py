@@ -24,9 +24,9 @@ from headrace.plan.plan import Machine, Plan
 from headrace.plan.report import PlanPrediction, render
 from headrace.plan.schedule import lay_out_ring, steady_order
 from headrace.plan.units import move_on_demand
-from headrace.runtime import session
-from headrace.runtime.session import open_pinned
 from headrace.runtime.this_machine import Needs, needs_of
+from headrace.stores import open_store
+from headrace.stores.pinned_host import open_pinned
 from headrace.testing import assert_moved, assert_same_bits, offload_over
 from models import MoE, QuantStack, Stack, all_layers, rows, save
 from plans import layered
@@ -217,7 +217,9 @@ class TestCarriedOut:
         save(resident, tmp_path)
         expected = resident(rows())
         ledger = Ledger()
-        monkeypatch.setattr(session, "_host_store", lambda plan, bound, device, held: open_pinned(plan, bound, ledger))
+        monkeypatch.setattr(
+            open_store, "_host_store", lambda plan, bound, device, held: open_pinned(plan, bound, ledger)
+        )
         with torch.device("meta" if from_meta else "cpu"):
             model = QuantStack().eval()
         if not from_meta:
@@ -243,7 +245,7 @@ class TestCarriedOut:
     ) -> None:
         model = Stack(6).eval()
         before = [parameter.data_ptr() for parameter in model.parameters()]
-        monkeypatch.setattr("headrace.runtime.session._host_store", lambda *args: pytest.fail("allocates"))
+        monkeypatch.setattr("headrace.stores.open_store._host_store", lambda *args: pytest.fail("allocates"))
         with pytest.raises(OptionError, match=r"2 of the plan's 6 units \(.* KiB\) rest in safetensors.*checkpoint="):
             headrace.offload(model, two_stores(model))
         assert [parameter.data_ptr() for parameter in model.parameters()] == before

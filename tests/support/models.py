@@ -16,7 +16,7 @@ from torch import nn
 
 from headrace import Prefetch
 from headrace.model.inventory import inner_tensors
-from headrace.transfer.machine_probe import ALIGNMENT_BYTES
+from headrace.stores.sources import TENSOR_ALIGN_BYTES
 
 DIM = 32
 
@@ -30,7 +30,7 @@ def aligned(model: Any) -> Any:
     moved: dict[object, torch.Tensor] = {}
     for weight in (*model.parameters(), *model.buffers()):
         for _, tensor in inner_tensors(weight):
-            if tensor.device.type == "cpu" and tensor.data_ptr() % ALIGNMENT_BYTES:
+            if tensor.device.type == "cpu" and tensor.data_ptr() % TENSOR_ALIGN_BYTES:
                 place = tensor.data_ptr(), tensor.shape, tensor.stride(), tensor.dtype
                 tensor.data = moved.setdefault(place, tensor.detach().clone())
     return model

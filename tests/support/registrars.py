@@ -6,8 +6,8 @@ import pytest
 import torch
 
 from headrace.runtime.prepare import Prepared
-from headrace.runtime.session import open_pinned
-from headrace.stores.pinned_host import PinnedStore
+from headrace.stores.open_store import OpenedStore
+from headrace.stores.pinned_host import PinnedStore, open_pinned
 
 
 class Ledger:
@@ -47,11 +47,11 @@ def pin_by(ledger: Ledger, monkeypatch: pytest.MonkeyPatch) -> list[PinnedStore]
     """Offloads on the CPU use the store of a GPU; returns the stores made."""
     stores: list[PinnedStore] = []
 
-    def opened(prepared: Prepared) -> tuple[PinnedStore, dict[str, torch.Tensor]]:
+    def opened(prepared: Prepared) -> OpenedStore:
         names = prepared.plan.offloaded_names
         store, destinations = open_pinned(prepared.plan, {name: prepared.bound[name] for name in names}, ledger)
         stores.append(store)
-        return store, destinations
+        return OpenedStore(store, destinations, {})
 
     monkeypatch.setattr("headrace.runtime.session.open_store", opened)
     return stores

@@ -16,7 +16,7 @@ from safetensors.torch import save_file
 
 from headrace.checkpoint.safetensors_header import Checkpoint
 from headrace.checkpoint.weight_map import FilePart, TensorSource
-from headrace.memory.memfd import SharedMemory
+from headrace.memory.shared import SharedMemory
 from headrace.model.inventory import Inventory, Location, StorageInfo, TensorInfo
 from headrace.plan.plan import Plan, UnitDraft, assemble
 from headrace.plan.schedule import WORD_BYTES, RingLayout

@@ -30,8 +30,8 @@ from hypothesis import strategies as st
 
 from faulty_readers import Faults
 from headrace.errors import OptionError, StateError, TransferError
-from headrace.memory.memfd import SharedMemory
 from headrace.memory.pinned import PinnedBuffer
+from headrace.memory.shared import SharedMemory
 from headrace.plan.schedule import WORD_BYTES
 from headrace.stores.sources import DiskOptions
 from headrace.stores.store import Store

@@ -19,13 +19,14 @@ import errno
 import mmap
 import os
 import threading
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
 from headrace.errors import BudgetError
+from headrace.memory.system import round_up
 
 if TYPE_CHECKING:
     import torch
@@ -41,7 +42,6 @@ __all__ = [
     "map_pages",
     "map_parts",
     "pack",
-    "pieces",
     "populate",
     "populate_parallel",
     "resident_bytes",
@@ -226,7 +226,7 @@ def populate(buffer: torch.Tensor) -> None:
 def populate_parallel(buffer: torch.Tensor, num_threads: int, piece_bytes: int = TOUCH_BYTES) -> None:
     """:func:`populate` by ``num_threads`` threads, ``piece_bytes`` at a time."""
     with ThreadPoolExecutor(num_threads) as pool:
-        list(pool.map(populate, (buffer[start:end] for start, end in pieces(buffer.numel(), piece_bytes))))
+        list(pool.map(populate, buffer.split(piece_bytes)))
 
 
 def collapse(memory: Bytes) -> bool:
@@ -253,12 +253,12 @@ def collapse_parallel(buffer: torch.Tensor, num_threads: int) -> None:
     memory = buffer.numpy()[-buffer.data_ptr() % HUGE_PAGE_BYTES :]
     refused = threading.Event()
 
-    def touch(start: int, end: int) -> None:
-        if not refused.is_set() and not collapse(memory[start:end]):
+    def touch(start: int) -> None:
+        if not refused.is_set() and not collapse(memory[start : start + TOUCH_BYTES]):
             refused.set()
 
     with ThreadPoolExecutor(num_threads) as pool:
-        list(pool.map(lambda ends: touch(*ends), pieces(memory.size, TOUCH_BYTES)))
+        list(pool.map(touch, range(0, memory.size, TOUCH_BYTES)))
 
 
 # -- sizes ------------------------------------------------------------------------------------------------------------
@@ -266,13 +266,7 @@ def collapse_parallel(buffer: torch.Tensor, num_threads: int) -> None:
 
 def whole_pages(num_bytes: int) -> int:
     """``num_bytes`` rounded up to whole pages."""
-    return -(-num_bytes // mmap.PAGESIZE) * mmap.PAGESIZE
-
-
-def pieces(num_bytes: int, piece_bytes: int) -> Iterator[tuple[int, int]]:
-    """Start and end of consecutive pieces of at most ``piece_bytes``."""
-    for start in range(0, num_bytes, piece_bytes):
-        yield start, min(start + piece_bytes, num_bytes)
+    return round_up(num_bytes, mmap.PAGESIZE)
 
 
 def pack(sizes: Sequence[int], limit: int) -> list[range]:

@@ -20,7 +20,7 @@ from headrace.config import pin_memory_disabled
 from headrace.errors import OptionError, StateError, warn_user
 from headrace.formatting import format_size
 from headrace.memory.pages import RawMemory, map_pages, populate_parallel
-from headrace.memory.system import cpus_near, is_wsl, reader_threads
+from headrace.memory.system import cpus_near, is_wsl, touch_threads
 
 __all__ = [
     "MIN_ADOPTED_BYTES",
@@ -31,7 +31,6 @@ __all__ = [
     "is_anonymous",
     "new_pinned",
     "pin_shared",
-    "pin_threads",
     "pinned_region",
     "pinning_disabled",
     "pinning_fix",
@@ -39,7 +38,6 @@ __all__ = [
     "warn_refused",
 ]
 
-MAX_TOUCH_THREADS = 16
 # glibc never raises its threshold for mappings above this (DEFAULT_MMAP_THRESHOLD_MAX, mallopt(3)), so a larger tensor
 # shares no page with anything else that may be pinned one day.
 MIN_ADOPTED_BYTES = 32 << 20
@@ -152,11 +150,6 @@ def _unregister_late() -> None:
 # -- making ------------------------------------------------------------------------------------------------------------
 
 
-def pin_threads(at_least: int = 1) -> int:
-    """Threads that touch or fill host memory, see :func:`reader_threads`; more than sixteen are no faster."""
-    return min(MAX_TOUCH_THREADS, reader_threads(at_least))
-
-
 def pinning_disabled() -> bool:
     """Whether ``HEADRACE_DISABLE_PIN_MEMORY=1``; warns of what that costs."""
     if pin_memory_disabled():
@@ -201,7 +194,7 @@ def new_pinned(num_bytes: int, registrar: CudaRegistrar) -> tuple[PinnedBuffer, 
         StateError: a graph is being captured.
     """
     memory = PinnedBuffer(torch.from_numpy(map_pages(num_bytes)))
-    populate_parallel(memory.buffer, pin_threads())
+    populate_parallel(memory.buffer, touch_threads())
     return memory, memory.register(registrar)
 
 
@@ -213,7 +206,7 @@ def pin_shared(memory: PinnedBuffer, registrar: CudaRegistrar, fix: str) -> None
         OptionError: the driver refuses to register it; ``fix``: what to do besides checking limits.
         StateError: a graph is being captured.
     """
-    populate_parallel(memory.buffer, pin_threads())  # pages may exist, but not yet in this process's tables
+    populate_parallel(memory.buffer, touch_threads())  # pages may exist, but not yet in this process's tables
     code = memory.register(registrar)
     if code != 0:
         raise OptionError(

@@ -32,13 +32,16 @@ __all__ = [
     "parse_cpu_list",
     "peak_rss_bytes",
     "reader_threads",
+    "round_up",
     "rss_bytes",
+    "touch_threads",
     "trim_heap",
 ]
 
 _SYSFS = Path("/sys")
 _CGROUP_ROOT = Path("/sys/fs/cgroup")
 _MOST_READERS = 1024
+_MOST_TOUCHING = 16
 _CAP_IPC_LOCK = 14  # capabilities(7), linux/capability.h
 
 
@@ -73,6 +76,16 @@ def reader_threads(at_least: int = 1, at_most: int | None = None, spare_one_in: 
     if spare_one_in is not None:
         cores -= cores // spare_one_in
     return max(at_least, cores if at_most is None else min(cores, at_most))
+
+
+def touch_threads(at_least: int = 1) -> int:
+    """Threads that touch or fill host memory, see :func:`reader_threads`; more than sixteen are no faster."""
+    return min(_MOST_TOUCHING, reader_threads(at_least))
+
+
+def round_up(number: int, step: int) -> int:
+    """The least multiple of ``step`` that is not below ``number``."""
+    return -(-number // step) * step
 
 
 def trim_heap() -> None:

@@ -15,6 +15,7 @@ from dataclasses import dataclass, replace
 from functools import cached_property
 
 from headrace.codec import Positive
+from headrace.memory.system import round_up
 from headrace.model.records import Inventory, StorageInfo
 
 __all__ = [
@@ -85,12 +86,12 @@ class CachedLayer:
             end = self.overflow_start(name) + self.overflow_bytes(name)
             least = max(least, -(-end // self.row_bytes(name)))
         whole = math.lcm(*(PIECE_BYTES // math.gcd(row, PIECE_BYTES) for row in self.split_row_bytes))
-        return -(-least // whole) * whole if whole <= _MOST_ROWS else least
+        return round_up(least, whole) if whole <= _MOST_ROWS else least
 
     @cached_property
     def first_overflow_row(self) -> int:
         """The first row behind the last piece of the slots, of all tensors alike."""
-        ends = (-(-_whole(self.num_slots * row) // row) for row in self.split_row_bytes)
+        ends = (-(-round_up(self.num_slots * row, PIECE_BYTES) // row) for row in self.split_row_bytes)
         return max(ends, default=self.num_slots)
 
     def overflow_start(self, storage: str) -> int:
@@ -101,7 +102,7 @@ class CachedLayer:
         """Device memory of the overflow rows of ``storage``, of the same size wherever in a piece they begin."""
         if self.overflow_rows == 0 or not self.is_split(storage):
             return 0
-        return _whole(self.overflow_rows * self.row_bytes(storage)) + PIECE_BYTES
+        return round_up(self.overflow_rows * self.row_bytes(storage), PIECE_BYTES) + PIECE_BYTES
 
     @property
     def overflow_memories(self) -> dict[str, tuple[int, int]]:
@@ -117,7 +118,7 @@ class CachedLayer:
     def slots_bytes(self, storage: str) -> int:
         """Device memory of ``storage``."""
         row = self.row_bytes(storage)
-        return _whole(self.num_slots * row) if self.is_split(storage) else self.num_rows * row
+        return round_up(self.num_slots * row, PIECE_BYTES) if self.is_split(storage) else self.num_rows * row
 
     def host_start(self, storage: str) -> int:
         """Bytes from the beginning of the range of ``storage`` to that of its host memory."""
@@ -126,7 +127,7 @@ class CachedLayer:
     def range_bytes(self, storage: str) -> int:
         """Addresses of ``storage``."""
         num_bytes = self.num_rows * self.row_bytes(storage)
-        return _whole(num_bytes) if self.is_split(storage) else num_bytes
+        return round_up(num_bytes, PIECE_BYTES) if self.is_split(storage) else num_bytes
 
     @property
     def device_bytes(self) -> int:
@@ -145,10 +146,6 @@ class CachedLayer:
     def num_bytes(self) -> int:
         """Bytes of all experts."""
         return sum(self.storages.values())
-
-
-def _whole(num_bytes: int) -> int:
-    return -(-num_bytes // PIECE_BYTES) * PIECE_BYTES
 
 
 def cached_layers(inventory: Inventory, names: Collection[str], num_slots: int) -> list[CachedLayer]:

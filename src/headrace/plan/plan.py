@@ -17,6 +17,7 @@ from headrace.codec import FormatError, Positive, decode, encode, parse, read_fi
 from headrace.config import Mechanism, Mode, StoreKind
 from headrace.errors import OptionError, OptionTypeError, PlanFileError
 from headrace.formatting import format_size, listed, pluralize
+from headrace.memory.system import round_up
 from headrace.model.records import Inventory, StorageInfo
 from headrace.plan.cached_experts import CachedLayer, cache_bytes, cached_layers, why_not_cached
 from headrace.plan.schedule import ENTRY_BYTES, MAX_ENTRIES, RingLayout, chain, lay_out_ring, slot_of
@@ -526,18 +527,14 @@ def assemble(
 
 def _lay_out(index: int, fqn: str, sizes: Mapping[str, int], num_slots: int, store: StoreKind) -> Unit:
     """The unit of the storages of these sizes, one after the other, each aligned."""
-    *offsets, end = accumulate(map(_aligned, sizes.values()), initial=0)
+    *offsets, end = accumulate((slab_bytes([size]) for size in sizes.values()), initial=0)
     entries = tuple(SlabEntry(name, at, size) for (name, size), at in zip(sizes.items(), offsets, strict=True))
     return Unit(index, fqn, slot_of(index, num_slots), entries, end, store)
 
 
 def slab_bytes(sizes: Iterable[int]) -> int:
     """Size of a slab that holds storages of these sizes, each aligned."""
-    return sum(map(_aligned, sizes))
-
-
-def _aligned(num_bytes: int) -> int:
-    return -(-num_bytes // SLAB_ALIGNMENT_BYTES) * SLAB_ALIGNMENT_BYTES
+    return sum(round_up(size, SLAB_ALIGNMENT_BYTES) for size in sizes)
 
 
 # -- slabs split over ranks --------------------------------------------------------------------------------------------
@@ -579,7 +576,7 @@ class Striping:
     def of(cls, num_bytes: int, num_ranks: int, max_chunk_bytes: int | None = None) -> Striping:
         """As few stripes as ``max_chunk_bytes`` allows (``None``: one), all of the same length but the last."""
         stripes = 1 if max_chunk_bytes is None else max(1, -(-num_bytes // (num_ranks * max_chunk_bytes)))
-        return cls(num_bytes, num_ranks, _aligned(-(-num_bytes // (num_ranks * stripes))))
+        return cls(num_bytes, num_ranks, slab_bytes([-(-num_bytes // (num_ranks * stripes))]))
 
     def stretches(self, rank: int) -> Iterator[Stripe]:
         """What ``rank`` keeps, in order."""

@@ -32,6 +32,8 @@ from functools import cached_property
 from itertools import chain as concatenate
 from itertools import pairwise
 
+from headrace.memory.system import round_up
+
 __all__ = [
     "ENTRY_BYTES",
     "MAX_ENTRIES",
@@ -220,8 +222,8 @@ def lay_out_ring(
     through = set(range(len(unit_bytes)) if staged is None else staged)
     moving = [unit for unit in dict.fromkeys(steady_order(len(unit_bytes), num_slots)) if unit in through]
     staying = sorted(through.difference(moving))
-    cuts = {unit: cut(unit_bytes[unit], _whole_pages(entry_bytes)) for unit in through}
-    entry_bytes = _whole_pages(max(num_bytes for pieces in cuts.values() for _, num_bytes in pieces))
+    cuts = {unit: cut(unit_bytes[unit], round_up(entry_bytes, _PAGE_BYTES)) for unit in through}
+    entry_bytes = round_up(max(num_bytes for pieces in cuts.values() for _, num_bytes in pieces), _PAGE_BYTES)
     length = sum(len(cuts[unit]) for unit in moving)
     laps = -(-length // max_entries)
     bounds = [lap * length // laps for lap in range(laps + 1)] if laps else []
@@ -248,7 +250,7 @@ def cut(num_bytes: int, most: int) -> list[tuple[int, int]]:
     if not num_bytes:
         return []
     count = -(-num_bytes // most)
-    size = min(most, _whole_pages(-(-num_bytes // count)))
+    size = min(most, round_up(-(-num_bytes // count), _PAGE_BYTES))
     return [(start, min(size, num_bytes - start)) for start in range(0, num_bytes, size)]
 
 
@@ -256,7 +258,3 @@ def _behind(position: int, pieces: Sequence[Piece]) -> int | None:
     """Within a unit that stays in its slot: its next piece. After its last piece nothing is expected."""
     same = position + 1 < len(pieces) and pieces[position + 1].unit == pieces[position].unit
     return position + 1 if same else None
-
-
-def _whole_pages(num_bytes: int) -> int:
-    return -(-num_bytes // _PAGE_BYTES) * _PAGE_BYTES

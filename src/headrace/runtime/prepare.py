@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from contextlib import AbstractContextManager, nullcontext
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from functools import partial
 
 import torch
@@ -21,15 +21,14 @@ from headrace.config import Budget, as_policy, warn_about_variables
 from headrace.errors import OptionError, OptionTypeError
 from headrace.memory.pinned import PinnedBuffer
 from headrace.model.inventory import Inventory, reject_self_managed_weights, take_inventory
-from headrace.model.live_tensors import BoundStorage, bind
+from headrace.model.live_tensors import bind
 from headrace.model.memory_profile import profile_of
 from headrace.plan.plan import Plan, slab_bytes
 from headrace.ranks.group import RankGroup
 from headrace.runtime.this_machine import PlanContext, PlanRequest, Target, describe_device, peer_of
 from headrace.runtime.under_construction import storages_in_engine_memory
 from headrace.stores.expert_ranges import mappable
-from headrace.stores.pinned_host import AlreadyPinned
-from headrace.stores.sources import DiskOptions
+from headrace.stores.store import AlreadyPinned, StoreRequest
 
 __all__ = [
     "Prepared",
@@ -40,42 +39,21 @@ __all__ = [
 ]
 
 
-@dataclass(frozen=True)
-class Prepared:
+@dataclass(frozen=True, kw_only=True)
+class Prepared(StoreRequest):
     """A checked plan and everything that carrying it out needs.
 
     Attributes:
         model: on any one device; tensors on ``meta`` are filled from ``weights``.
         inventory: of the model.
-        plan: checked against the inventory and the machine, and within its limits.
-        device: where compute runs.
-        bound: the live tensors of every storage, by storage name.
-        weights: the checkpoint; needed for weights stored in ``disk`` and for tensors on ``meta``.
-        disk: how its files are read.
-        ranks: of the same offload, for stores and links that span processes.
         budget_bytes: device memory that weights may take, also when a tensor is promoted; ``None``: no such limit.
-        pooled: storages that are in pinned memory already; those that are offloaded stay there.
         on_host: storages whose device is a GPU although the engine keeps their bytes in host memory.
-        peer: the GPU whose memory holds the units of store ``peer``; ``None``: there are none.
     """
 
     model: nn.Module
     inventory: Inventory
-    plan: Plan
-    device: torch.device
-    bound: dict[str, BoundStorage] = field(repr=False)
-    weights: WeightMap | None = None
-    disk: DiskOptions | None = None
-    ranks: RankGroup | None = None
     budget_bytes: int | None = None
-    pooled: Mapping[str, AlreadyPinned] = field(default_factory=dict, repr=False)
     on_host: frozenset[str] = frozenset()
-    peer: torch.device | None = None
-
-    @property
-    def offloaded(self) -> dict[str, BoundStorage]:
-        """Those of ``bound`` that the plan offloads."""
-        return {name: self.bound[name] for name in self.plan.offloaded_names}
 
     def must_move(self, name: str) -> bool:
         """Whether the storage ``name`` is not in the memory of the device; as a resident it has to go there."""
@@ -103,19 +81,20 @@ def prepare(request: PlanRequest, *, allocates: bool = True) -> Prepared:
     context = module_context(request, Target(device, describe_device(device)))
     plan, bound = context.plan(), dict(context.bound)
     prepared = Prepared(
-        request.model,
-        context.inventory,
         plan,
         device,
         bound,
         context.weights,
         request.disk,
         ranks,
-        budget_bytes=given.num_bytes if isinstance(given, Budget) else None,
-        pooled={} if pool is None else pool.find_storages(bound),
-        on_host=frozenset() if pool is None else storages_in_engine_memory(bound),
         peer=peer_of(device) if plan.peer_bytes else None,
+        model=request.model,
+        inventory=context.inventory,
+        budget_bytes=given.num_bytes if isinstance(given, Budget) else None,
     )
+    if pool is not None:
+        on_host = storages_in_engine_memory(bound)
+        prepared = replace(prepared, pooled=pool.find_storages(bound), on_host=on_host)
     if allocates:
         context.require_room(plan, {*prepared.pooled, *prepared.on_host}, _already_pinned_bytes(plan, prepared.pooled))
     return prepared

@@ -1,65 +1,50 @@
 """A plan in force on a model: tensors pointed at slots, files or host memory, hooks in place, copies running.
 
 The handle and the engines' offloaders own an :class:`OffloadSession` each. It opens the store of its plan
-(:func:`open_store`), makes the link that brings units from there, fills the store, and puts the hooks on the model.
+(:func:`open_store`) and the link that copies units from it (:func:`open_link`), fills the store, and puts the hooks on
+the model.
 """
 
 from __future__ import annotations
 
-import gc
 import logging
 import time
-from collections import ChainMap
-from collections.abc import Collection, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import asdict, dataclass, replace
-from typing import TYPE_CHECKING, Any, Protocol, cast
+from typing import TYPE_CHECKING, Any, Protocol
 
 import torch
 from torch import nn
 from torch.utils.hooks import RemovableHandle
 
-from headrace.config import RANK_MODES, debug_enabled
-from headrace.errors import BudgetError, CheckpointError, OptionError, StateError, TransferError
+from headrace.config import debug_enabled
+from headrace.errors import BudgetError, StateError, TransferError
 from headrace.experts.rows import CachedExperts, CacheStreamOrder, ExpertHook, ReadsRows
 from headrace.formatting import format_size
-from headrace.loading.loader import WeightLoader, require_weights
-from headrace.loading.read_pool import Progress
-from headrace.memory.pinned import (
-    CudaRegistrar,
-    can_pin_in_place,
-    device_view,
-    pinning_disabled,
-    refuse_capture,
-)
-from headrace.model.live_tensors import BoundStorage, resident_rule, used_elsewhere
+from headrace.memory.pinned import device_view
+from headrace.model.live_tensors import BoundStorage, used_elsewhere
 from headrace.model.patterns import compile_pattern
 from headrace.plan.cached_experts import CachedLayer
-from headrace.plan.plan import SLAB_ALIGNMENT_BYTES, Plan, slab_bytes
+from headrace.plan.plan import Plan, slab_bytes
 from headrace.runtime.debug import AddressGuard
 from headrace.runtime.hooks import CalledForwardHook, ForwardHook, UnitHook, new_token, unhooked_modules
 from headrace.runtime.outside_use import NotCopyable, Promoter, StateGuard, TableGuard
 from headrace.runtime.prefetcher import Prefetcher, release_left
 from headrace.runtime.prepare import Prepared
-from headrace.runtime.rank_stores import compare_ranks, open_sharded, open_shared
 from headrace.runtime.slot import BreakCapture
-from headrace.stats import ExpertStats, Recorder, Stats
+from headrace.stats import ExpertStats, ReadStats, Recorder, Stats
 from headrace.stores.expert_ranges import ExpertRanges
-from headrace.stores.peer import PeerStore, peer_memory
-from headrace.stores.pinned_host import AlreadyPinned, PinnedStore
-from headrace.stores.sharded import ShardedStore
-from headrace.stores.store import CpuStore, DiskStore, MetaStore, Store, TwoStores, new_buffer
-from headrace.transfer.cuda_stream import StreamLink
-from headrace.transfer.link import Link, ThreadLink
-from headrace.transfer.machine_probe import ALIGNMENT_BYTES
-from headrace.transfer.measuring import same_bits_at
-from headrace.transfer.ring_streams import RingLink
-from headrace.transfer.sharded_copy import sharded_link
+from headrace.stores.loader import Progress, WeightLoader
+from headrace.stores.open_store import OpenedStore, open_store, rounds_in_place
+from headrace.stores.store import new_buffer
+from headrace.transfer.link import Link
+from headrace.transfer.open_link import open_link
 
 if TYPE_CHECKING:  # it needs Triton, which machines without a GPU may lack
     from headrace.experts.cache import CountsReader, ExpertCache
 
-__all__ = ["OffloadSession", "Progress", "SessionOptions", "open_pinned", "open_store"]
+__all__ = ["OffloadSession", "Progress", "SessionOptions"]
 
 
 # A note of stats(), by the implementation of experts in transformers that reads them in place.
@@ -81,7 +66,7 @@ class SessionOptions:
 
     Attributes:
         progress: called with (bytes loaded, bytes to load) while weights are read or moved.
-        link: moves the units; by default the link that fits store and device (``_make_link``).
+        link: moves the units; by default the link that fits store and device (:func:`open_link`).
         entry: the module whose forward begins a forward of the model; default the model itself.
         called: the module whose forward is one of the model, where an engine calls ``called.forward`` past its hooks.
         measure_stalls: on a GPU, time every wait (two event records each); a CPU always does.
@@ -132,6 +117,7 @@ class OffloadSession(NotCopyable):
         self._caches: list[tuple[CachedLayer, ExpertCache]] = []
         self._ranges: ExpertRanges | None = None
         self._prefetcher: Prefetcher | None = None
+        self._reads = ReadStats()
         self._link = options.link
         self._in_force = False
         self.own_graphs: Removable | None = None
@@ -147,17 +133,12 @@ class OffloadSession(NotCopyable):
         prepared, ranks = self._prepared, self._prepared.ranks
         on_cpu = self._device.type == "cpu"
         viewed = {bound.info.name for bound in used_elsewhere(self._bound.values())} if on_cpu else set()
-        self._store, made = open_store(prepared)
-        destinations: Mapping[str, torch.Tensor] = made
-        if self.plan.cached:
-            destinations = ChainMap(
-                made, cast("dict[str, torch.Tensor]", self._open_ranges(prepared.pooled).destinations)
-            )
-        on_peer = {} if prepared.peer is None else self._open_peer(prepared.peer)
+        opened = open_store(prepared)
+        self._store, self._ranges = opened.store, opened.ranges
         self._in_force = True
         try:
             self._start_link()
-            self._load(prepared, destinations, on_peer)
+            self._load(prepared, opened)
             self._store.finish()
             self._account = self._store.account
             self._attach_hooks()
@@ -328,65 +309,31 @@ class OffloadSession(NotCopyable):
 
     # -- building ---------------------------------------------------------------------------------------------------
 
-    def _open_ranges(self, held: Mapping[str, AlreadyPinned]) -> ExpertRanges:
-        """Begin to take the memory of cached experts."""
-        try:
-            self._ranges = ExpertRanges(self.plan.cached, self._device, held)
-        except BaseException:
-            self._store.close()
-            raise
-        names = [name for layer in self.plan.cached for name in layer.storages]
-        self._store = TwoStores(self._store, self._ranges, names)
-        return self._ranges
-
-    def _open_peer(self, peer: torch.device) -> dict[str, torch.Tensor]:
-        """Take the memory of ``peer`` for the units that rest there; where each storage goes."""
-        try:
-            memory = peer_memory(self.plan.peer_bytes, self._device, peer)
-        except BaseException:
-            self._store.close()
-            raise
-        store = PeerStore([unit for unit in self.plan.units if unit.store == "peer"], memory)
-        self._store = TwoStores(self._store, store, store.places)
-        _log.info("%s keeps %s of units", peer, format_size(self.plan.peer_bytes))
-        return store.places
-
     def _start_link(self) -> None:
         """Called before weights are loaded: the readers of a ring start in the meantime."""
         if not self.plan.units:
             return
         if self._link is None:  # the session has it at once: an interrupt must find it
-            self._link = self._make_link()
+            self._link = open_link(self._store, self.plan, self._device, self.recorder, self._options.measure_stalls)
         self._link.start(self.plan, [self._store.load(unit) for unit in self.plan.units])
         _log.info("link opened: %s to %s for %d units", type(self._link).__name__, self._device, len(self.plan.units))
 
-    def _make_link(self) -> Link:
-        """The link that brings the store's units. Collective where ranks hold their parts."""
-        device, recorder, measure_stalls = self._device, self.recorder, self._options.measure_stalls
-        if isinstance(self._store, ShardedStore):
-            return sharded_link(self._store, device, recorder, measure_stalls)
-        if device.type == "cpu":
-            return ThreadLink(recorder=recorder)
-        if self.plan.staged_units:
-            return RingLink(device, measure_stalls=measure_stalls)
-        return StreamLink(device, measure_stalls=measure_stalls)
-
-    def _load(
-        self, prepared: Prepared, destinations: Mapping[str, torch.Tensor], on_peer: Mapping[str, torch.Tensor]
-    ) -> None:
+    def _load(self, prepared: Prepared, opened: OpenedStore) -> None:
         moving = [self._bound[name] for name in self.plan.resident if prepared.must_move(name)]
-        places = {**self._resident_places(moving), **on_peer}  # to the loader both are memory of the device
+        # To the loader both are memory of the device.
+        places = {**self._resident_places(moving), **opened.on_peer}
         without_bytes = {b.info.name for b in moving if self.plan.mode == "meta" and b.on_meta}
         for name in without_bytes:
             places[name].zero_()  # the memory is used, like that of the slots
-        num_bytes = sum(self._bound[name].info.num_bytes for name in (*destinations, *places))
-        if num_bytes:  # on a CPU, nothing is loaded that host memory or files hold already
-            _log.info("loading begins: %d bytes", num_bytes)
+        if not opened.on_host and not places:  # as on a CPU, where host memory or files hold everything already
+            return
+        num_bytes = sum(self._bound[name].info.num_bytes for name in (*opened.on_host, *places))
+        _log.info("loading begins: %d bytes", num_bytes)
         begin = time.perf_counter()
         self._reads = WeightLoader(
             self._bound,
             self._store,
-            destinations,
+            opened.on_host,
             {name: place for name, place in places.items() if name not in without_bytes},
             device=self._device,
             weights=prepared.weights,
@@ -394,9 +341,8 @@ class OffloadSession(NotCopyable):
             progress=self._options.progress,
         ).run()
         seconds = time.perf_counter() - begin
-        if num_bytes:
-            rate = num_bytes / seconds / 1e9
-            _log.info("loading ended: %.3f s, %.2f GB/s; read from files: %s", seconds, rate, self._reads)
+        rate = num_bytes / seconds / 1e9
+        _log.info("loading ended: %.3f s, %.2f GB/s; read from files: %s", seconds, rate, self._reads)
         for bound in moving:
             bound.point_at(places[bound.info.name])
 
@@ -406,9 +352,10 @@ class OffloadSession(NotCopyable):
         if self._link is not None and plan.units:
             self._attach_units(self._link)
         tables = []  # whose rows are the same at any address, and products with them are not
+        is_mapped = self._device.type == "cpu" and plan.mode == "disk"
         for name in plan.uva:
             buffer, bound = self._store.in_place(name), self._bound[name]
-            if self._device.type == "cpu" and plan.mode == "disk" and bound.info.is_lookup and _rounds(bound, buffer):
+            if is_mapped and bound.info.is_lookup and rounds_in_place(bound, buffer):
                 bound.point_at_slot(buffer, self._promoter.on_table_access)
                 tables.append(bound)
             else:
@@ -425,7 +372,7 @@ class OffloadSession(NotCopyable):
             for layer in plan.cached:
                 self._attach_cached(layer, turn)
             turn.follow(self._device)  # the first forward may run on another stream than what made the caches
-        if plan.uva and plan.mode == "disk" and self._device.type == "cpu":
+        if plan.uva and is_mapped:
             # A page that a shorter file has no longer ends the program (SIGBUS, mmap(2)), so files are compared before.
             self._hooks.append(self._model.register_forward_pre_hook(self._compare_mapped_files, prepend=True))
             self._hooks.append(self._model.register_forward_hook(self._compare_mapped_files))
@@ -628,166 +575,3 @@ class OffloadSession(NotCopyable):
 def _stats_of(layer: CachedLayer, cache: ExpertCache) -> ExpertStats:
     counts, expert_bytes = cache.counts(), layer.num_bytes // layer.num_experts
     return ExpertStats(layer.module_fqn, layer.num_experts, layer.num_slots, expert_bytes, **asdict(counts))
-
-
-# -- the store of a plan ----------------------------------------------------------------------------------------------
-
-
-def open_store(prepared: Prepared) -> tuple[Store, dict[str, torch.Tensor]]:
-    """The store of a prepared plan. The model is not touched.
-
-    Returns:
-        the store, and by storage name the memory in it that is still to be filled (uint8, 1-D, host).
-
-    Raises:
-        CheckpointError, OptionError: files or a mode that will not do; ranks that differ.
-        PeerError: another rank failed, ended or did not come in time.
-        StateError: a graph is being captured.
-    """
-    plan, device, weights, ranks = prepared.plan, prepared.device, prepared.weights, prepared.ranks
-    if device.type == "cuda":
-        refuse_capture(CudaRegistrar(device))
-    for stamp in weights.checkpoint.stamps if weights is not None else ():
-        stamp.check()  # offsets come from headers read earlier
-    # Cached experts and units on a peer have stores of their own beside this one.
-    beside = {name for name, place in plan.placements.items() if place.mechanism == "cache" or place.store == "peer"}
-    offloaded = {name: bound for name, bound in prepared.offloaded.items() if name not in beside}
-    hosts = [] if ranks is None else compare_ranks(prepared, ranks)
-    if plan.mode == "meta":
-        return MetaStore({name: bound.info.num_bytes for name, bound in offloaded.items()}), {}
-    if plan.mode in RANK_MODES:
-        if ranks is None:
-            raise OptionError(
-                f"mode {plan.mode!r} spans processes and no process group was given: pass "
-                f"group=torch.distributed.group.WORLD (after torch.distributed.init_process_group) to headrace.offload"
-            )
-        if plan.mode == "shm_cpu":
-            return open_shared(plan, _registrar(device), ranks, hosts)
-        return open_sharded(prepared, ranks, hosts), {}
-    staged = {entry.storage for unit in plan.staged_units for entry in unit.entries}
-    in_files = {name: bound for name, bound in offloaded.items() if plan.mode == "disk" or name in staged}
-    # Files first: if they will not do, no host memory is taken.
-    files = _disk_store(prepared, in_files) if in_files else None
-    if files is not None and plan.mode == "disk":
-        return files, {}
-    on_host = {name: bound for name, bound in offloaded.items() if name not in in_files}
-    try:
-        host, destinations = _host_store(plan, on_host, device, prepared.pooled)
-    except BaseException:
-        if files is not None:
-            files.close()
-        raise
-    return host if files is None else TwoStores(host, files, in_files), destinations
-
-
-def _registrar(device: torch.device) -> CudaRegistrar | None:
-    """What pins memory for ``device``; ``None`` where nothing does."""
-    return CudaRegistrar(device) if device.type == "cuda" and not pinning_disabled() else None
-
-
-def _host_store(
-    plan: Plan, offloaded: dict[str, BoundStorage], device: torch.device, held: Mapping[str, AlreadyPinned] | None
-) -> tuple[Store, dict[str, torch.Tensor]]:
-    if device.type == "cuda":
-        return open_pinned(plan, offloaded, _registrar(device), held)
-    made = {name: new_buffer(bound.info.num_bytes) for name, bound in offloaded.items() if bound.on_meta}
-    adopted = {name: bound.original_bytes() for name, bound in offloaded.items() if name not in made}
-    return CpuStore({**adopted, **made}, made), made
-
-
-def open_pinned(
-    plan: Plan,
-    offloaded: dict[str, BoundStorage],
-    registrar: CudaRegistrar | None,
-    held: Mapping[str, AlreadyPinned] | None = None,
-) -> tuple[PinnedStore, dict[str, torch.Tensor]]:
-    """A pinned store for ``plan``, and its destinations still to be filled.
-
-    Large live tensors are pinned in place, and storages ``held`` in pinned memory stay there.
-    """
-    if registrar is not None:
-        refuse_capture(registrar)
-    live = {name: storage.original_bytes() for name, storage in offloaded.items() if storage.home.type == "cpu"}
-    adopt = {
-        name: buffer
-        for name, buffer in live.items()
-        if can_pin_in_place(buffer, SLAB_ALIGNMENT_BYTES if name in plan.uva else 1)
-    }
-    units = [unit for unit in plan.units if unit.store == plan.mode]
-    store = PinnedStore(units, plan.uva, registrar, adopt=adopt, held=held)
-    if registrar is not None and any(storage.home.type == "cuda" for storage in offloaded.values()):
-        store.pin_now()
-    return store, {name: store.destination(name) for name in offloaded if name not in store.adopted | store.kept}
-
-
-def _disk_store(prepared: Prepared, offloaded: dict[str, BoundStorage]) -> DiskStore:
-    plan, weights = prepared.plan, prepared.weights
-    if weights is None and plan.spilled_bytes:
-        raise OptionError(
-            f"{len(plan.staged_units)} of the plan's {len(plan.units)} units ({format_size(plan.spilled_bytes)}) rest "
-            f"in safetensors files, and none were given: pass checkpoint=FOLDER to headrace.offload, or make a plan "
-            f"with all of them in host memory: mode 'cpu' (--offload-mode cpu)"
-        )
-    weights = require_weights(weights)
-    on_gpu = prepared.device.type == "cuda"
-    sources = {name: weights.source(bound.info) for name, bound in offloaded.items()}
-    lookups = {name for name, bound in offloaded.items() if bound.info.is_lookup}
-    stamps = weights.checkpoint.stamps
-    # A model that is moved to another device leaves its aliases behind, offloaded or not.
-    stays = {name: bound for name, bound in offloaded.items() if bound.home == prepared.device}
-    kept = _kept_by_others(prepared.bound, stays)
-    if kept and on_gpu:
-        raise OptionError(
-            f"the memory of {kept[0]} (of {len(kept)} weights) has another user (an alias such as .detach() or a "
-            f"state_dict(), an array of .numpy(), a list of views), and files are to replace it, so that a write there "
-            f"would be lost: drop it first (del), use mode 'cpu', or keep it resident ({resident_rule(kept[0])})"
-        )
-    # Their memory stays in any case; what is written there is read from it.
-    adopted = {name: offloaded[name].original_bytes() for name in kept}
-    store = DiskStore(sources, prepared.disk, stamps=stamps, pin_in_place=on_gpu, lookups=lookups, adopted=adopted)
-    for name in () if on_gpu or plan.mode != "disk" else plan.uva:
-        _refuse_other_bits(offloaded[name], store.in_place(name))
-    for bound in offloaded.values():
-        _compare_with_files(bound, store)
-    return store
-
-
-def _rounds(bound: BoundStorage, buffer: torch.Tensor) -> bool:
-    """Whether products with a tensor that is read in place in ``buffer`` may be summed in another order."""
-    info, offset = bound.info.tensors[0], buffer.data_ptr() % ALIGNMENT_BYTES
-    is_exact = not info.shape or (len(info.shape) == 1 and not info.dtype.is_floating_point)
-    return offset > 0 and not is_exact and not same_bits_at(offset, info.shape, info.dtype)
-
-
-def _refuse_other_bits(bound: BoundStorage, buffer: torch.Tensor) -> None:
-    info, offset = bound.info, buffer.data_ptr() % ALIGNMENT_BYTES
-    if info.is_lookup or not _rounds(bound, buffer):  # rows of a table are the same at any address
-        return
-    raise OptionError(
-        f"{info.name} starts {offset} bytes after a multiple of {ALIGNMENT_BYTES} in its file, and products that read "
-        f"it in place there may round differently; prefetch it instead (--offload-rule '{info.name}=prefetch'), or "
-        f"rewrite the checkpoint aligned"
-    )
-
-
-def _kept_by_others(bound: Mapping[str, BoundStorage], in_files: Mapping[str, BoundStorage]) -> list[str]:
-    """Storages of ``in_files`` whose live memory something else views, and may write to."""
-    names: list[str] = []
-    for _ in range(2):
-        names = [storage.info.name for storage in used_elsewhere(bound.values()) if storage.info.name in in_files]
-        if not names or not gc.collect():
-            break
-    return names
-
-
-def _compare_with_files(bound: BoundStorage, store: DiskStore) -> None:
-    """Require that the files hold the weights of a live model, which are dropped because the files replace them."""
-    if bound.on_meta:
-        return
-    buffer = new_buffer(bound.info.num_bytes)
-    store.read(bound.info.name, buffer)
-    if not torch.equal(buffer, bound.original_bytes().cpu()):
-        raise CheckpointError(
-            f"{bound.info.name}: the model's values differ from the checkpoint's; save the model first "
-            f"(save_pretrained), or use mode 'cpu'"
-        )

@@ -29,7 +29,7 @@ from headrace.config import (
 )
 from headrace.errors import CheckpointError, LimitError, OptionError, OptionTypeError, warn_user
 from headrace.formatting import format_size
-from headrace.memory.system import cgroup_available_bytes, host_available_bytes, memlock_bytes
+from headrace.memory.system import cgroup_available_bytes, host_available_bytes, memlock_bytes, round_up
 from headrace.model.records import Inventory, ModelProfile, StorageInfo
 from headrace.plan.build import Planner
 from headrace.plan.cached_experts import why_not_cached
@@ -37,8 +37,8 @@ from headrace.plan.candidates import MappedFiles, Spill
 from headrace.plan.cost_model import Rates
 from headrace.plan.plan import Machine, Plan, assemble, slab_bytes
 from headrace.plan.units import move_on_demand
-from headrace.stores.sources import DiskOptions
-from headrace.transfer.machine_probe import ALIGNMENT_BYTES, DeviceName, planning_rates
+from headrace.stores.sources import TENSOR_ALIGN_BYTES, DiskOptions
+from headrace.transfer.machine_probe import DeviceName, planning_rates
 
 if TYPE_CHECKING:
     import torch
@@ -420,7 +420,7 @@ def _mapped_files(inventory: Inventory, weights: WeightMap) -> MappedFiles:
     mappings = 0
     for storage, source in _sources_of(inventory, weights):
         why, pieces = source.why_not_mappable, len(source.parts)
-        misaligned = source.parts[0].tensor.offset % ALIGNMENT_BYTES
+        misaligned = source.parts[0].tensor.offset % TENSOR_ALIGN_BYTES
         # What is tried are products; a convolution over one dimension has a weight of three, as fused experts have.
         convolves = any(inventory.modules[module].startswith("Conv") for module in storage.modules)
         is_scalar, itemsize = not source.shape, source.dtype.itemsize
@@ -429,7 +429,7 @@ def _mapped_files(inventory: Inventory, weights: WeightMap) -> MappedFiles:
         differs = not is_scalar and itemsize > 2 and misaligned % _VECTOR_BYTES > 0
         if not why and misaligned and (untried or differs) and not storage.is_lookup:
             why = (
-                f"starts {misaligned} bytes after a multiple of {ALIGNMENT_BYTES} in its file, where kernels "
+                f"starts {misaligned} bytes after a multiple of {TENSOR_ALIGN_BYTES} in its file, where kernels "
                 f"for {len(source.shape)} dimensions of {source.dtype} may round differently"
             )
         if not why and pieces > 1:
@@ -721,7 +721,7 @@ def _fitting_budget(plan: Plan, limit: str, missing: int, limits: Limits, needs:
     more = (missing + staging) * (plan.num_ranks if plan.mode == "sharded_cpu" else 1)
     if plan.mode not in HOST_MODES or more > min(plan.offloaded_bytes, limits.device_free_bytes - needs.device_bytes):
         return None
-    return -(-(plan.device_bytes + more) // _MIB) * _MIB
+    return round_up(plan.device_bytes + more, _MIB)
 
 
 def require_disk(folder: str | os.PathLike[str], num_bytes: int, fix: str) -> None:

@@ -26,13 +26,14 @@ from headrace.errors import BudgetError, OptionError, warn_user
 from headrace.memory.pages import RawMemory
 from headrace.memory.pinned import CudaRegistrar, PinnedBuffer, device_view, new_pinned, pinning_fix
 from headrace.memory.split_range import MappedMemory
+from headrace.memory.system import round_up
 from headrace.model.inventory import take_inventory
 from headrace.model.live_tensors import BoundStorage
 from headrace.model.patterns import compile_pattern, is_segments
 from headrace.plan.cached_experts import PIECE_BYTES
 from headrace.plan.plan import slab_bytes
 from headrace.plan.units import TINY_BYTES
-from headrace.stores.pinned_host import AlreadyPinned
+from headrace.stores.store import AlreadyPinned
 
 __all__ = [
     "BuildTimeFilter",
@@ -263,7 +264,7 @@ class BuildTimePool:
     def _allocate(self, num_bytes: int, device: torch.device, mapped: bool) -> PinnedBuffer | MappedMemory:
         memory: PinnedBuffer | MappedMemory
         if mapped:
-            memory = self._make_mapped(-(-num_bytes // PIECE_BYTES) * PIECE_BYTES, device)
+            memory = self._make_mapped(round_up(num_bytes, PIECE_BYTES), device)
         else:
             memory, code = new_pinned(num_bytes, self._make_registrar(device))
             if code != 0:

@@ -13,9 +13,8 @@ import torch
 
 from headrace.memory.split_range import MappedMemory, SplitRange
 from headrace.plan.cached_experts import CachedLayer, overflow_memories
-from headrace.stores.pinned_host import AlreadyPinned
 from headrace.stores.sources import ByteRange, Copy
-from headrace.stores.store import Store, new_buffer
+from headrace.stores.store import AlreadyPinned, Store, new_buffer
 
 __all__ = ["ExpertRanges", "mappable"]
 

@@ -8,6 +8,7 @@ from itertools import accumulate
 import torch
 
 from headrace.memory.split_range import MappedMemory
+from headrace.memory.system import round_up
 from headrace.plan.cached_experts import PIECE_BYTES
 from headrace.plan.plan import Unit
 from headrace.stores.sources import ByteRange, Copy, Source
@@ -28,7 +29,7 @@ def peer_memory(num_bytes: int, device: torch.device, peer: torch.device) -> tor
     if device.type == "cpu":  # which has one memory
         return torch.empty(num_bytes, dtype=torch.uint8)
     torch.cuda.empty_cache()  # the driver cannot use what torch's allocator holds without need, on either GPU
-    return MappedMemory(-(-num_bytes // PIECE_BYTES) * PIECE_BYTES, device, peer).on_device[:num_bytes]
+    return MappedMemory(round_up(num_bytes, PIECE_BYTES), device, peer).on_device[:num_bytes]
 
 
 class PeerStore(Store):

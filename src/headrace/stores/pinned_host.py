@@ -19,25 +19,23 @@ from typing import ClassVar, NamedTuple
 import torch
 
 from headrace.memory.pages import map_pages, pack, populate_parallel
-from headrace.memory.pinned import CudaRegistrar, PinnedBuffer, pin_threads, warn_refused
-from headrace.memory.split_range import MappedMemory
-from headrace.plan.plan import SlabEntry, Unit, slab_bytes
+from headrace.memory.pinned import (
+    CudaRegistrar,
+    PinnedBuffer,
+    can_pin_in_place,
+    refuse_capture,
+    warn_refused,
+)
+from headrace.memory.system import touch_threads
+from headrace.model.live_tensors import BoundStorage
+from headrace.plan.plan import SLAB_ALIGNMENT_BYTES, Plan, SlabEntry, Unit, slab_bytes
 from headrace.stores.sources import ByteRange, Copy
-from headrace.stores.store import Load, Store
+from headrace.stores.store import AlreadyPinned, Load, Store
 
-__all__ = ["AlreadyPinned", "PinnedStore", "SlabRange", "slab_sizes"]
+__all__ = ["PinnedStore", "SlabRange", "open_pinned", "slab_sizes"]
 
 # One registration: large enough to cost nothing by itself, small enough that the last one is short.
 SLAB_BYTES = 1 << 30
-
-
-@dataclass(frozen=True)
-class AlreadyPinned:
-    """A storage that is in pinned memory already, in memory made for it: it is neither copied nor pinned again."""
-
-    memory: PinnedBuffer | MappedMemory
-    start: int
-    num_bytes: int
 
 
 @dataclass(frozen=True)
@@ -183,7 +181,7 @@ class PinnedStore(Store):
         """
         for index, missing in enumerate(self._missing):
             if missing:
-                populate_parallel(self._slabs[index].buffer, pin_threads())
+                populate_parallel(self._slabs[index].buffer, touch_threads())
                 self._register(index)
         self.finish()
 
@@ -260,3 +258,28 @@ class PinnedStore(Store):
         self._codes.clear()
         self._storages.clear()
         self._slabs.clear()
+
+
+def open_pinned(
+    plan: Plan,
+    offloaded: dict[str, BoundStorage],
+    registrar: CudaRegistrar | None,
+    held: Mapping[str, AlreadyPinned] | None = None,
+) -> tuple[PinnedStore, dict[str, torch.Tensor]]:
+    """A pinned store for ``plan``, and its destinations still to be filled.
+
+    Large live tensors are pinned in place, and storages ``held`` in pinned memory stay there.
+    """
+    if registrar is not None:
+        refuse_capture(registrar)
+    live = {name: storage.original_bytes() for name, storage in offloaded.items() if storage.home.type == "cpu"}
+    adopt = {
+        name: buffer
+        for name, buffer in live.items()
+        if can_pin_in_place(buffer, SLAB_ALIGNMENT_BYTES if name in plan.uva else 1)
+    }
+    units = [unit for unit in plan.units if unit.store == plan.mode]
+    store = PinnedStore(units, plan.uva, registrar, adopt=adopt, held=held)
+    if registrar is not None and any(storage.home.type == "cuda" for storage in offloaded.values()):
+        store.pin_now()
+    return store, {name: store.destination(name) for name in offloaded if name not in store.adopted | store.kept}

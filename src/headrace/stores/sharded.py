@@ -12,7 +12,7 @@ from collections.abc import Iterator, Sequence
 import torch
 
 from headrace.errors import OptionError, StateError
-from headrace.memory.symmetric import SymmetricMemory
+from headrace.memory.shared import SymmetricMemory
 from headrace.plan.plan import PartLayout, Unit
 from headrace.ranks.group import GlooChannel, RankGroup
 from headrace.stores.sources import ByteRange, Copy

@@ -1,6 +1,6 @@
 """Store ``shm_cpu``: one copy in host memory for all ranks of a host.
 
-The ranks of a host share anonymous memory (:mod:`headrace.memory.memfd`) with the layout of the pinned slabs of the
+The ranks of a host share anonymous memory (:mod:`headrace.memory.shared`) with the layout of the pinned slabs of the
 ``cpu`` store. Each rank loads an equal share of the bytes, so that files are read once and by the reader threads of all
 ranks at the same time. An offload succeeds in all ranks or in none: until every rank is attached, the failure or death
 of one is an error in all (:mod:`headrace.ranks.group`). From then on no rank needs another.
@@ -19,9 +19,10 @@ from itertools import accumulate
 
 import torch
 
-from headrace.memory.memfd import SharedMemory
 from headrace.memory.pages import collapse_parallel, whole_pages
-from headrace.memory.pinned import CudaRegistrar, PinnedBuffer, pin_shared, pin_threads
+from headrace.memory.pinned import CudaRegistrar, PinnedBuffer, pin_shared
+from headrace.memory.shared import SharedMemory
+from headrace.memory.system import touch_threads
 from headrace.plan.plan import Unit
 from headrace.ranks.group import RankGroup
 from headrace.stores.pinned_host import SLAB_BYTES, PinnedStore, SlabRange, slab_sizes
@@ -103,7 +104,7 @@ class SharedStore(PinnedStore):
             by_slab.setdefault(place.slab, []).append(place)
         for slab, places in by_slab.items():  # in each slab they are neighbours
             start, end = min(p.start for p in places), max(p.start + p.num_bytes for p in places)
-            collapse_parallel(self._slabs[slab].buffer[start:end], pin_threads())
+            collapse_parallel(self._slabs[slab].buffer[start:end], touch_threads())
 
     def on_loaded(self, storage: str) -> None:
         """Nothing to do: a slab is complete when all ranks have loaded their shares."""

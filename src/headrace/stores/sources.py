@@ -31,8 +31,8 @@ import numpy as np
 
 from headrace.checkpoint.safetensors_header import FileFingerprint, require_file, too_many_open
 from headrace.errors import CheckpointError, TransferError
-from headrace.memory.pages import Bytes, map_file, pieces, resident_bytes
-from headrace.memory.system import dup_above_stdio
+from headrace.memory.pages import Bytes, map_file, resident_bytes
+from headrace.memory.system import dup_above_stdio, round_up
 from headrace.stats import ReadStats
 
 if TYPE_CHECKING:
@@ -40,6 +40,7 @@ if TYPE_CHECKING:
 
 __all__ = [
     "ALIGN_BYTES",
+    "TENSOR_ALIGN_BYTES",
     "ByteRange",
     "ConvertedFile",
     "Copy",
@@ -50,6 +51,7 @@ __all__ = [
     "Source",
     "clip",
     "fill",
+    "pieces",
     "writable_view",
 ]
 
@@ -57,6 +59,8 @@ _log = logging.getLogger(__name__)
 
 # For O_DIRECT: a multiple of the logical block of every disk (512 or 4096 bytes).
 ALIGN_BYTES = 4096
+# Vectors of AVX-512; torch allocates, and libraries of kernels expect, memory that starts at a multiple of it.
+TENSOR_ALIGN_BYTES = 64
 BLOCK_BYTES = 2 << 20
 # Whether a range is in the page cache is judged by its beginning: what put it there read in large steps.
 _SAMPLE_BYTES = 64 << 10
@@ -106,6 +110,11 @@ class MemorySource(Source):
         if len(part) != len(into):  # a slice beyond the end is short, without an error
             raise TransferError(f"host memory: expected {len(into)} bytes at {offset}, found {len(part)}")
         np.copyto(np.frombuffer(into, dtype=np.uint8), part)
+
+
+def pieces(num_bytes: int, most: int) -> Iterator[tuple[int, int]]:
+    """Start and end of consecutive pieces of at most ``most`` bytes."""
+    return ((start, min(start + most, num_bytes)) for start in range(0, num_bytes, most))
 
 
 @dataclass(frozen=True, slots=True)
@@ -292,7 +301,7 @@ class File(Source):
     def read_around(self, offset: int, num_bytes: int, buffer: memoryview) -> int:
         """See :class:`Source`; a direct read needs a ``buffer`` that starts at a page and has 8 KiB to spare."""
         skip = offset % ALIGN_BYTES
-        span = _round_up(skip + num_bytes)
+        span = round_up(skip + num_bytes, ALIGN_BYTES)
         aligned = np.frombuffer(buffer, np.uint8).ctypes.data % ALIGN_BYTES == 0
         if self._direct_fd is None or not aligned or span > len(buffer) or self._is_cached(offset, num_bytes):
             self.read(offset, buffer[:num_bytes])
@@ -360,7 +369,7 @@ class File(Source):
         for start, end in pieces(num_bytes, BLOCK_BYTES):
             skip, size = (offset + start) % ALIGN_BYTES, end - start
             # The last page of a file is shorter than the aligned request; only the wanted bytes must be there.
-            self._read_fully(fd, offset + start - skip, [bounce[: _round_up(skip + size)]], skip + size)
+            self._read_fully(fd, offset + start - skip, [bounce[: round_up(skip + size, ALIGN_BYTES)]], skip + size)
             while size:
                 count = min(size, len(left[0]))
                 # numpy drops the interpreter lock for the copy, a slice assignment of memoryviews does not.
@@ -458,10 +467,6 @@ def _behind(views: Sequence[memoryview], num_bytes: int) -> list[memoryview]:
             return [view[num_bytes:], *views[index + 1 :]]
         num_bytes -= len(view)
     return []
-
-
-def _round_up(num_bytes: int) -> int:
-    return -(-num_bytes // ALIGN_BYTES) * ALIGN_BYTES
 
 
 def _close_all(descriptors: set[int]) -> None:

@@ -8,18 +8,22 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Collection, Iterable, Mapping
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import ClassVar
 
 import torch
 
 from headrace.checkpoint.safetensors_header import FileFingerprint, FileTensor
-from headrace.checkpoint.weight_map import TensorSource
-from headrace.errors import CheckpointError
+from headrace.checkpoint.weight_map import TensorSource, WeightMap
+from headrace.errors import CheckpointError, OptionError
 from headrace.memory.pages import map_parts
-from headrace.memory.pinned import pin_threads, pinned_region
-from headrace.plan.plan import Unit
+from headrace.memory.pinned import PinnedBuffer, pinned_region
+from headrace.memory.split_range import MappedMemory
+from headrace.memory.system import touch_threads
+from headrace.model.live_tensors import BoundStorage
+from headrace.plan.plan import Plan, Unit
+from headrace.ranks.group import RankGroup
 from headrace.stores.sources import (
     ByteRange,
     ConvertedFile,
@@ -32,9 +36,51 @@ from headrace.stores.sources import (
     writable_view,
 )
 
-__all__ = ["CpuStore", "DiskStore", "Load", "MetaStore", "Store", "TwoStores", "new_buffer"]
+__all__ = [
+    "AlreadyPinned", "CpuStore", "DiskStore", "Load", "MetaStore", "Store", "StoreRequest", "TwoStores", "new_buffer",
+    "require_weights",
+]  # fmt: skip
 
 PINNED_PIECE_BYTES = 8 << 20
+
+
+@dataclass(frozen=True)
+class AlreadyPinned:
+    """A storage that is in pinned memory already, in memory made for it: it is neither copied nor pinned again."""
+
+    memory: PinnedBuffer | MappedMemory
+    start: int
+    num_bytes: int
+
+
+@dataclass(frozen=True)
+class StoreRequest:
+    """What the store of a plan is opened for.
+
+    Attributes:
+        plan: checked against model and machine.
+        device: where compute runs.
+        bound: the live tensors of every storage, by storage name.
+        weights: the checkpoint; needed for tensors on ``meta`` and for what is stored in files.
+        disk: how its files are read.
+        ranks: of the same offload, for stores and links that span processes.
+        pooled: storages that are in pinned memory already; those that are offloaded stay there.
+        peer: the GPU whose memory holds the units of store ``peer``; ``None``: there are none.
+    """
+
+    plan: Plan
+    device: torch.device
+    bound: dict[str, BoundStorage] = field(repr=False)
+    weights: WeightMap | None = None
+    disk: DiskOptions | None = None
+    ranks: RankGroup | None = None
+    pooled: Mapping[str, AlreadyPinned] = field(default_factory=dict, repr=False)
+    peer: torch.device | None = None
+
+    @property
+    def offloaded(self) -> dict[str, BoundStorage]:
+        """Of ``bound``, what the plan offloads."""
+        return {name: self.bound[name] for name in self.plan.offloaded_names}
 
 
 @dataclass(frozen=True)
@@ -143,6 +189,16 @@ class Store(ABC):
 def new_buffer(num_bytes: int) -> torch.Tensor:
     """Uninitialised host memory: uint8, 1-D, 64-byte aligned by torch's allocator."""
     return torch.empty(num_bytes, dtype=torch.uint8)
+
+
+def require_weights(weights: WeightMap | None) -> WeightMap:
+    """Return ``weights``; OptionError if there are none."""
+    if weights is None:
+        raise OptionError(
+            "this offload reads weights from safetensors files, and none were given: pass checkpoint=FOLDER to "
+            "headrace.offload (model.save_pretrained(FOLDER) or safetensors.torch.save_model writes one)"
+        )
+    return weights
 
 
 class CpuStore(Store):
@@ -314,7 +370,7 @@ class DiskStore(Store):
         buffer = pinned_region(sum(copy.num_bytes for copy in copies))
         view = writable_view(buffer)
         pieces = (piece for copy in copies for piece in copy.pieces(PINNED_PIECE_BYTES))
-        with ThreadPoolExecutor(pin_threads()) as pool:
+        with ThreadPoolExecutor(touch_threads()) as pool:
             list(pool.map(lambda piece: piece.src.read(view[piece.dst_offset : piece.dst_end]), pieces))
         return buffer
 

@@ -30,7 +30,6 @@ if TYPE_CHECKING:
     import torch
 
 __all__ = [
-    "ALIGNMENT_BYTES",
     "MACHINES",
     "DeviceName",
     "Probe",
@@ -46,8 +45,6 @@ __all__ = [
 ]
 
 MIB = 1 << 20
-# Vectors of AVX-512; torch allocates, and libraries of kernels expect, memory that starts at a multiple of it.
-ALIGNMENT_BYTES = 64
 SCHEMA_VERSION = 2
 
 

@@ -5,7 +5,6 @@ Every figure is the median of a few timed runs over buffers far larger than cach
 
 from __future__ import annotations
 
-import math
 import mmap
 import os
 import statistics
@@ -14,7 +13,7 @@ import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
-from functools import cache, partial
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -30,7 +29,6 @@ from headrace.ranks.group import this_host
 from headrace.stores.expert_ranges import ExpertRanges
 from headrace.stores.sources import DiskOptions, File
 from headrace.transfer.machine_probe import (
-    ALIGNMENT_BYTES,
     Probe,
     describe_machine,
     load_shared_link,
@@ -47,7 +45,6 @@ __all__ = [
     "mutual_peers",
     "peer_rates",
     "rates_among",
-    "same_bits_at",
     "slowed",
 ]
 
@@ -62,9 +59,6 @@ _PRODUCT_ROWS = (1, 4, 16, 64, 128, 256, 512, 1024, 2048, 4096, 8192)
 _EXPERTS_SHAPE = (64, 2816, 2048)
 _EXPERT_ROWS = (1, 4, 16, 64, 128, 256, 1024)
 _CPU_PRODUCT_ROWS = (1, 16, 256)
-
-_TRIED_ROWS = (1, 4, 64)
-_TRIED_BYTES = 16 * MIB
 
 
 def measure(folder: Path | None = None, num_bytes: int = 1024 * MIB) -> Probe:
@@ -389,53 +383,3 @@ def _gather(devices: Sequence[torch.device], size: int) -> float:
 def _wait_for(devices: Sequence[torch.device]) -> None:
     for device in devices:
         torch.cuda.synchronize(device)
-
-
-# -- bits of a CPU's products ------------------------------------------------------------------------------------------
-
-
-@cache
-@torch.no_grad()
-def same_bits_at(offset: int, shape: tuple[int, ...], dtype: torch.dtype) -> bool:
-    """Whether this CPU's products with a weight ``offset`` bytes past a multiple of 64 have the bits of one at it.
-
-    Tried on random values with few rows and with many, as vectors of the weight's rows and of its columns, and for
-    [experts, ., .] in a batch and in groups. Kernels go by shape, dtype and address, not by values. ``False`` also for
-    what was not tried: more than three dimensions (convolutions), and dtypes that are no plain floating point.
-    """
-    if len(shape) > 3 or not dtype.is_floating_point or dtype.itemsize < 2:
-        return False
-    *experts, out, size = (1, *shape)[-max(2, len(shape)) :]
-    out = min(out, max(1, _TRIED_BYTES // (size * dtype.itemsize)))
-    # As many of them as start at different bytes, and for a batch two.
-    apart = ALIGNMENT_BYTES // math.gcd(ALIGNMENT_BYTES, out * size * dtype.itemsize) if experts else 1
-    count = min(experts[0], max(2, apart)) if experts else 1
-    made = torch.Generator("cpu").manual_seed(0)
-    weight = torch.randn(count, out, size, generator=made, device="cpu").to(dtype)
-    memory = torch.empty(weight.nbytes + offset, dtype=torch.uint8, device="cpu")  # torch aligns it to 64 bytes
-    found: list[list[torch.Tensor]] = []
-    for start in (0, offset):
-        place = memory[start : start + weight.nbytes].view(dtype).view(weight.shape)
-        found.append(_tried_products(place.copy_(weight), apart))
-    return all(torch.equal(one, other) for one, other in zip(*found, strict=True))
-
-
-def _tried_products(weight: torch.Tensor, apart: int) -> list[torch.Tensor]:
-    """Products with each of the first ``apart`` experts of ``weight`` [experts, out, in], and with all of them."""
-    made = torch.Generator("cpu").manual_seed(1)
-    count, out, size = weight.shape
-    products = []
-    for rows in _TRIED_ROWS:
-        x = torch.randn(count, rows, size, generator=made, device="cpu").to(weight.dtype)
-        y = torch.randn(count, rows, out, generator=made, device="cpu").to(weight.dtype)
-        for each, mine, others in list(zip(weight, x, y, strict=True))[:apart]:
-            products += [F.linear(mine, each), others @ each]
-            if out == 1:  # a vector has products of its own
-                products += [mine @ each[0], each[0] @ mine.mT, torch.dot(mine[0], each[0])]
-        if count > 1:
-            products += [x @ weight.mT, y @ weight, weight @ x[:, 0, :, None]]
-        # What grouped products ask for.
-        if count > 1 and weight.dtype.itemsize <= 4 and weight.dtype.itemsize * math.gcd(out, size) % 16 == 0:
-            ends = torch.arange(rows, count * rows + 1, rows, dtype=torch.int32, device="cpu")
-            products += [F.grouped_mm(x.flatten(0, 1), weight.mT, offs=ends)]
-    return products

@@ -29,10 +29,10 @@ import torch
 
 from headrace.config import pin_memory_disabled
 from headrace.errors import OptionError, StateError, TransferError
-from headrace.memory.memfd import SharedMemory
 from headrace.memory.pages import collapse_parallel
-from headrace.memory.pinned import CudaRegistrar, PinnedBuffer, pin_shared, pin_threads, refuse_capture
-from headrace.memory.system import reader_threads
+from headrace.memory.pinned import CudaRegistrar, PinnedBuffer, pin_shared, refuse_capture
+from headrace.memory.shared import SharedMemory
+from headrace.memory.system import reader_threads, touch_threads
 from headrace.plan.plan import Plan
 from headrace.plan.schedule import ENTRY_BYTES, MAX_ENTRIES, WORD_BYTES, RingLayout, cut
 from headrace.stats import StagingStats
@@ -124,7 +124,7 @@ class RingLink(StreamLink):
             assert self._ring is not None
             assert self._memory is not None
             buffer = self._memory.buffer
-            collapse_parallel(buffer, pin_threads())
+            collapse_parallel(buffer, touch_threads())
             pin_shared(self._memory, CudaRegistrar(self._device), "use mode 'cpu'")
             self._copies = CudaCopyStream(self._stream, buffer[self._ring.memory.layout.words_at :].data_ptr())
             self._copies.try_out()  # before the readers poll the words

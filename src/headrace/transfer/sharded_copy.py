@@ -32,7 +32,7 @@ from concurrent.futures import ThreadPoolExecutor
 import torch
 
 from headrace.errors import TransferError
-from headrace.memory.symmetric import SymmetricMemory
+from headrace.memory.shared import SymmetricMemory
 from headrace.plan.plan import PartLayout
 from headrace.ranks.group import GlooChannel, RankGroup
 from headrace.stats import Recorder

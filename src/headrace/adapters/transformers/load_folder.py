@@ -447,7 +447,7 @@ def differences(model: PreTrainedModel, found: Match, *, is_chosen: bool = False
         sizes = {name: tensors[name].extent_bytes for name in found.rearranged if name in tensors}
         named = [f"{name} ({size} bytes, {found.rearranged[name]})" for name, size in sizes.items()]
         yield (
-            f"{listed(named, 'tensor')}, {format_size(sum(sizes.values()))} in total, cannot be streamed from unmodified "
-            f"files: converted while loading, tensor by tensor, and resident in mode 'disk'; a checkpoint saved in the layout "
-            f"and dtype of the model streams them"
+            f"{listed(named, 'tensor')}, {format_size(sum(sizes.values()))} in total, cannot be streamed from "
+            f"unmodified files: converted while loading, tensor by tensor, and resident in mode 'disk'; a checkpoint "
+            f"saved in the layout and dtype of the model streams them"
         )

@@ -18,21 +18,18 @@ import torch
 from headrace.checkpoint.weight_map import WeightMap
 from headrace.config import RANK_MODES, debug_enabled
 from headrace.errors import OptionError, PeerError, warn_user
-from headrace.loading.loader import require_weights
-from headrace.loading.read_pool import CudaUploader, Delivery, deliver
-from headrace.memory.memfd import SharedMemory
-from headrace.memory.pinned import CudaRegistrar, pin_threads, pinned_region, pinning_disabled
-from headrace.memory.symmetric import SymmetricMemory
-from headrace.memory.system import cpus_near
+from headrace.memory.pinned import CudaRegistrar, pinned_region, pinning_disabled
+from headrace.memory.shared import SharedMemory, SymmetricMemory
+from headrace.memory.system import cpus_near, touch_threads
 from headrace.model.live_tensors import BoundStorage
 from headrace.model.records import StorageInfo
 from headrace.plan.plan import CHUNK_BYTES, PartLayout, Plan
 from headrace.ranks.group import GlooChannel, RankGroup, json_digest, this_host
-from headrace.runtime.prepare import Prepared
+from headrace.stores.loader import CudaUploader, Delivery, deliver
 from headrace.stores.sharded import DeviceShardedStore, HostShardedStore, ShardedStore
 from headrace.stores.shared_host import SharedStore, shared_bytes
 from headrace.stores.sources import ByteRange, Copy, clip
-from headrace.stores.store import DiskStore, new_buffer
+from headrace.stores.store import DiskStore, StoreRequest, new_buffer, require_weights
 
 __all__ = ["checksum", "compare_ranks", "open_sharded", "open_shared"]
 
@@ -46,7 +43,7 @@ _PRIME = (1 << 61) - 1
 # -- what ranks compare ------------------------------------------------------------------------------------------------
 
 
-def compare_ranks(prepared: Prepared, ranks: RankGroup) -> list[list[str]]:
+def compare_ranks(request: StoreRequest, ranks: RankGroup) -> list[list[str]]:
     """Exchange what every rank is about to do, and require the same of all; returns the hosts, by rank.
 
     Where no rank uses a store that spans ranks, nothing is required.
@@ -56,8 +53,8 @@ def compare_ranks(prepared: Prepared, ranks: RankGroup) -> list[list[str]]:
         CheckpointError: tensors on ``meta`` and no files for them.
         PeerError: another rank failed, ended or did not come in time.
     """
-    mode = prepared.plan.mode
-    mine = {"mode": mode, **(_summary(prepared) if mode in RANK_MODES else {})}
+    mode = request.plan.mode
+    mine = {"mode": mode, **(_summary(request) if mode in RANK_MODES else {})}
     everything = ranks.exchange("plan", {"host": this_host(), "plan": mine})
     hosts: list[list[str]] = [other["host"] for other in everything]
     if any(other["plan"]["mode"] in RANK_MODES for other in everything):
@@ -66,8 +63,8 @@ def compare_ranks(prepared: Prepared, ranks: RankGroup) -> list[list[str]]:
     return hosts
 
 
-def _summary(prepared: Prepared) -> dict[str, object]:
-    plan, offloaded, weights = prepared.plan, prepared.offloaded, prepared.weights
+def _summary(request: StoreRequest) -> dict[str, object]:
+    plan, offloaded, weights = request.plan, request.offloaded, request.weights
     on_meta = {name: bound.info for name, bound in offloaded.items() if bound.on_meta}
     sources = {name: _origin(require_weights(weights), storage) for name, storage in on_meta.items()}
     files = weights.checkpoint.stamps if weights is not None and on_meta else ()
@@ -86,7 +83,7 @@ def _checksums(offloaded: Mapping[str, BoundStorage]) -> dict[str, int]:
     """Of every storage that has bytes, by name."""
     live = {name: bound.original_bytes() for name, bound in offloaded.items() if not bound.on_meta}
     # torchrun leaves torch one thread per rank. On a device the caller's stream counts, which is this thread's.
-    with ThreadPoolExecutor(pin_threads(), "headrace-checksum") as pool:
+    with ThreadPoolExecutor(touch_threads(), "headrace-checksum") as pool:
         on_host = {name: pool.submit(checksum, data) for name, data in live.items() if data.is_cpu}
         return {name: on_host[name].result() if name in on_host else checksum(live[name]) for name in live}
 
@@ -208,11 +205,11 @@ def _join_memory(plan: Plan, ranks: RankGroup, leader: int) -> SharedMemory:
 # -- a part of every unit in each rank ---------------------------------------------------------------------------------
 
 
-def open_sharded(prepared: Prepared, ranks: RankGroup, hosts: list[list[str]]) -> ShardedStore:
+def open_sharded(request: StoreRequest, ranks: RankGroup, hosts: list[list[str]]) -> ShardedStore:
     """This rank's part of every unit, filled. Collective; the model is not touched.
 
     Args:
-        prepared: in all ranks with the same plan.
+        request: in all ranks with the same plan.
         ranks: which have been compared.
         hosts: of all ranks (:func:`compare_ranks`).
 
@@ -224,12 +221,12 @@ def open_sharded(prepared: Prepared, ranks: RankGroup, hosts: list[list[str]]) -
         raise OptionError("the ranks of group= are on several hosts; give each host a group of its own")
     if debug_enabled():
         warn_user("HEADRACE_DEBUG=1 checks no units that are split over ranks: no rank has a whole one to compare with")
-    device = prepared.device
+    device = request.device
     # Symmetric memory is taken from the current device.
     with torch.cuda.device(device) if device.type == "cuda" else nullcontext():
-        store = _allocate(prepared.plan, device, ranks)
+        store = _allocate(request.plan, device, ranks)
         try:
-            _fill(store, prepared)
+            _fill(store, request)
             ranks.exchange("loaded")
         except BaseException:
             store.close()
@@ -249,8 +246,8 @@ def _allocate(plan: Plan, device: torch.device, ranks: RankGroup) -> ShardedStor
     return HostShardedStore(plan.units, layout, ranks, memory, GlooChannel(ranks, "parts"))
 
 
-def _fill(store: ShardedStore, prepared: Prepared) -> None:
-    offloaded, device, weights, disk = prepared.offloaded, prepared.device, prepared.weights, prepared.disk
+def _fill(store: ShardedStore, request: StoreRequest) -> None:
+    offloaded, device, weights, disk = request.offloaded, request.device, request.weights, request.disk
     on_device = {name: bound for name, bound in offloaded.items() if bound.home.type == "cuda"}
     for name, bound in on_device.items():
         for start, into in store.own_runs(name):
@@ -271,7 +268,7 @@ def _fill(store: ShardedStore, prepared: Prepared) -> None:
         )
         deliver(
             deliveries,
-            num_threads=pin_threads(),
+            num_threads=touch_threads(),
             uploader=None if store.local.is_cpu else CudaUploader(device, CudaRegistrar(device)),
             cpus=cpus_near(device),
         )

@@ -1,13 +1,19 @@
-"""Anonymous shared memory that processes of one host pass to each other by descriptor.
+"""Memory that processes of one host share: host memory by descriptor, and device memory that ranks can address.
 
-``memfd_create(2)`` makes a file in memory that has no name: two models cannot collide, it cannot be found by guessing,
-and the kernel frees it with the last process that maps it, however that process ends. A segment of ``shm_open`` would
-need a name and a tracker to unlink it, would outlive a kill of all processes, and would count against the size of
-``/dev/shm``, which containers limit to 64 MiB.
+*Host memory.* ``memfd_create(2)`` makes a file in memory that has no name: two models cannot collide, it cannot be
+found by guessing, and the kernel frees it with the last process that maps it, however that process ends. A segment of
+``shm_open`` would need a name and a tracker to unlink it, would outlive a kill of all processes, and would count
+against the size of ``/dev/shm``, which containers limit to 64 MiB.
 
 Other processes open it as ``/proc/PID/fd/N`` (proc(5)), which the kernel allows only to processes of the same user that
 may inspect PID: the mode is 0600. The label of that link contains a random token, which shows when the number has been
 reused for another file. The size is sealed, so an access to a mapping can never fault.
+
+*Device memory.* torch's symmetric memory, over NVLink or PCIe peer access: every rank allocates the same size at the
+same time. A rank's view of a peer's memory is an ordinary tensor on its own device, so a copy between the two is one
+that copy engines carry out and graphs can capture. The physical memory stays until the last rank has closed its mapping
+(CUDA driver API, virtual memory management: an imported handle keeps the allocation), so a view outlives the process
+that it was made with.
 """
 
 from __future__ import annotations
@@ -23,12 +29,15 @@ from contextlib import suppress
 from typing import Any
 
 import torch
+import torch.distributed._symmetric_memory as symm
+from torch._C._distributed_c10d import _SymmetricMemory
 
-from headrace.errors import BudgetError, PeerError
+from headrace.errors import BudgetError, OptionError, PeerError
 from headrace.memory.pages import map_file
 from headrace.memory.system import dup_above_stdio
+from headrace.ranks.group import RankGroup
 
-__all__ = ["SharedMemory"]
+__all__ = ["SharedMemory", "SymmetricMemory"]
 
 _MFD_NOEXEC_SEAL = 0x0008  # <linux/memfd.h>, Linux 6.3; required where vm.memfd_noexec = 2
 _F_SEAL_FUTURE_WRITE = 0x0010  # <linux/fcntl.h>, Linux 5.1
@@ -150,3 +159,58 @@ def _new_file(name: str) -> int:
         if error.errno != errno.EINVAL:
             raise
         return dup_above_stdio(os.memfd_create(name, flags))  # an older kernel
+
+
+# -- device memory ---------------------------------------------------------------------------------------------------
+
+
+class SymmetricMemory:
+    """``num_bytes`` on each rank's device.
+
+    Attributes:
+        rank: this process.
+        views: the memory of each rank as a tensor on ``device`` (uint8, 1-D).
+    """
+
+    def __init__(self, num_bytes: int, device: torch.device, ranks: RankGroup) -> None:
+        """Collective; uninitialised.
+
+        Raises:
+            OptionError: the devices cannot address one another.
+            PeerError: another rank failed, ended or did not come in time.
+            torch.OutOfMemoryError: no room on this one.
+        """
+        self.rank = ranks.rank
+        self._timeout_ms = int(ranks.timeout_s * 1e3)
+        with torch.cuda.device(device):
+            try:
+                # What symm.empty calls. That takes it from a pool, which would keep what is given back.
+                local = _SymmetricMemory.empty_strided_p2p((num_bytes,), (1,), torch.uint8, device)
+            except RuntimeError as error:
+                raise torch.OutOfMemoryError(f"{device}: no room for {num_bytes} bytes: {error}") from error
+            ranks.exchange("allocate")  # torch's rendezvous does not notice a rank that had no memory
+            try:
+                self._handle = symm.rendezvous(local, ranks.process_group.group_name)
+            except RuntimeError as error:
+                raise OptionError(
+                    f"{device} and the devices of the other ranks cannot address one another's memory "
+                    f"({str(error).strip().splitlines()[0]}); give every rank a device of its own, all of one host "
+                    f"with peer access (nvidia-smi topo -p2p r), or offload without group="
+                ) from error
+            self.views = [
+                local if rank == self.rank else self._handle.get_buffer(rank, (num_bytes,), torch.uint8)
+                for rank in range(ranks.size)
+            ]
+
+    @property
+    def local(self) -> torch.Tensor:
+        """This rank's memory: uint8, 1-D."""
+        return self.views[self.rank]
+
+    def barrier(self) -> None:
+        """Let the current stream wait until the current streams of all ranks have come here.
+
+        A rank that does not come within the timeout of the group makes the kernel trap: the next call that waits for
+        this device raises, in graphs too, and nothing that was to follow runs.
+        """
+        self._handle.barrier(channel=0, timeout_ms=self._timeout_ms)

@@ -1,1 +1,0 @@
-"""From files and live tensors into stores and onto the device, in one pass."""
