@@ -20,7 +20,7 @@ from headrace.plan.build import Planner
 from headrace.plan.cost_model import NOMINAL_GPU
 from headrace.plan.traces import ExpertHits, FixedHits, Recorded, seeded_trace
 from headrace.runtime.this_machine import make_planner
-from headrace.transfer.machine_probe import DeviceName
+from headrace.transfer.machine_probe import DeviceName, named_machine
 
 MIB = 2**20
 
@@ -138,3 +138,12 @@ def test_cached_only_where_the_rate_is_known(device: str, fetch: float | None, i
     rates = replace(NOMINAL_GPU, fetch_bytes_per_s=fetch)
     made = make_planner(planner().inventory, planner().profile, DeviceName(device), rates=rates)
     assert bool(made.plan(Budget(WEIGHTS // 3)).cached) == is_cached
+
+
+@pytest.mark.parametrize("machine", ["h200", "h100", "4090", None])
+def test_machines_without_a_probe_cache_too(machine: str | None) -> None:
+    """Kernels that fetch experts get the share of the nominal link that they have of an H200's."""
+    rates = NOMINAL_GPU if machine is None else named_machine(machine)[1]
+    assert rates.fetch_bytes_per_s == pytest.approx(0.92 * rates.copy_bytes_per_s.points[-1][1], rel=0.01)
+    made = make_planner(planner().inventory, planner().profile, DeviceName("cuda"), rates=rates)
+    assert made.plan(Budget(WEIGHTS // 3)).cached

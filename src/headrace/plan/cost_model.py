@@ -216,6 +216,7 @@ class Rates:
 # A PCIe 4.0 x16 link and a device of 1 TB/s and 150 TFLOP/s: the order of the workstation cards that most people have.
 _NOMINAL_PRODUCT = Curve.of({1: 1.1e-12, 64: 1.2e-12, 256: 2e-12, 1024: 7e-12, 8192: 55e-12})
 _NOMINAL_IN_PLACE = Curve.of({1: 45e-12, 128: 45e-12, 256: 70e-12, 2048: 360e-12, 8192: 1440e-12})
+_FETCH_SHARE = 0.92  # of the link's rate: kernels that fetch experts, by the probe of an H200 (51.2 of 55.5 GB/s)
 NOMINAL_GPU = Rates(
     machine="a nominal GPU on PCIe 4.0 x16 (no probe was run)",
     copy_bytes_per_s=Curve.of({2**18: 16e9, 2**20: 21e9, 2**24: 24e9, 2**26: 25e9}),
@@ -227,6 +228,7 @@ NOMINAL_GPU = Rates(
     device_bytes_per_s=0.8e12,
     is_measured=False,
     file_bytes_per_s=3e9,  # one NVMe drive on PCIe 3.0 x4
+    fetch_bytes_per_s=_FETCH_SHARE * 25e9,
 )
 
 
@@ -249,6 +251,7 @@ def nominal_rates(device: str, link_bytes_per_s: float, memory_bytes_per_s: floa
         in_place_s_per_byte=in_place,
         in_place_grouped_s_per_byte=in_place,
         device_bytes_per_s=0.86 * memory_bytes_per_s,
+        fetch_bytes_per_s=_FETCH_SHARE * link,
     )
 
 
