@@ -1,8 +1,8 @@
-"""Files of headrace's own: dataclasses as JSON, written whole or not at all, and read back with every value checked.
+"""Files of headrace's own: dataclasses as JSON, written atomically and read back with every value checked.
 
 Plan files, probes and the cache of model metadata are read by the same rules: a file may have been cut off, edited or
-put there by somebody else. A field's type hint says what it may hold: whole numbers are not negative and fit 64 bits
-(:data:`Positive`: nor 0), other numbers are positive and finite, the rest is as the hint says. Keys that no field has
+put there by somebody else. A field's type hint says what it may hold: ints are not negative and fit 64 bits
+(:data:`Positive`: nor 0), floats are positive and finite, everything else is as the hint says. Keys that no field has
 are ignored; a field with a default may be missing.
 """
 
@@ -31,7 +31,7 @@ _MAX_DIGITS = 18
 
 
 class FormatError(ValueError):
-    """A file holds something else than what is read from it; the text says where, what was expected, what was found."""
+    """A file does not hold what is read from it; the text says where, what was expected and what was found."""
 
     def __init__(self, problem: str, place: str = "") -> None:
         super().__init__(f"{place or 'the file'}: {problem}")
@@ -109,7 +109,7 @@ def _without_doubles(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
 
 
 def encode(value: Any, *, as_rows: bool = False) -> Any:
-    """``value`` in what JSON has; ``as_rows``: dataclasses as lists of their fields, which take less room."""
+    """``value`` as JSON types; ``as_rows``: dataclasses as lists of their fields, which take less room."""
     if is_dataclass(value):
         found = {each.name: encode(getattr(value, each.name), as_rows=as_rows) for each in fields(value) if each.init}
         return list(found.values()) if as_rows else found

@@ -136,8 +136,8 @@ class ExpertStats:
         steps: runs of the module.
         hits: experts that were on the device.
         fetched: experts that were copied to the device.
-        in_place: experts for which no slot was free: read in host memory, or in a overflow row (copied once).
-        evicted: experts that gave up their slot for another one.
+        in_place: experts for which no slot was free: read in host memory, or in an overflow row (copied once).
+        evicted: experts whose slot another one took.
     """
 
     module_fqn: str
@@ -200,9 +200,9 @@ class Stats:
         store_bytes: where bytes are: ``resident`` and ``slots`` on the device, ``host``, ``host_pinned``,
             ``host_shared`` (one for all ranks of the host), ``adopted`` (host memory the model came with), ``file``,
             ``peer`` (the memory of another GPU).
-        staging: where units in files come to a GPU; ``None`` elsewhere.
+        staging: the ring between files and a GPU; ``None`` where there is none.
         loading: how the files were read when the offload began, for residents and for stores in memory.
-        experts: of each layer of cached experts; empty in what does not wait for the device.
+        experts: of each layer of cached experts; empty in ``counters()``, which does not synchronize.
     """
 
     units: tuple[UnitStats, ...] = field(repr=False)
@@ -265,7 +265,7 @@ class Stats:
         return ", ".join(parts)
 
     def _waits(self) -> str:
-        """Waits block the host on a CPU alone, where they are counted; a GPU's are measured on request."""
+        """Stalls as text: counted on a CPU, where they block the host; measured on request on a GPU."""
         latest = [unit.last_stall_s for unit in self.units if unit.last_stall_s is not None]
         if self.stalls or not any(unit.runs for unit in self.units) or (latest and not any(latest)):
             return f"{pluralize(self.stalls, 'stall')} ({format_time(self.stall_s)})"
