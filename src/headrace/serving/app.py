@@ -22,7 +22,7 @@ import time
 import uuid
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
-from functools import cached_property
+from functools import cached_property, partial
 from types import SimpleNamespace
 from typing import Any
 
@@ -288,13 +288,9 @@ class _Metrics(Collector):
         text = "Requests by path and HTTP status; 499: the client has left."
         self.requests = Counter("headrace_requests", text, ("path", "status"), registry=registry)
         buckets = (0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10, 30, 60, 120, 300, 600)
-        self.first_byte, self.request = (
-            Histogram(f"headrace_{name}_seconds", text, registry=registry, buckets=buckets)
-            for name, text in (
-                ("first_byte", "From a request to the first byte of its answer."),
-                ("request", "From a request to the end of its answer."),
-            )
-        )
+        seconds = partial(Histogram, unit="seconds", registry=registry, buckets=buckets)
+        self.first_byte = seconds("headrace_first_byte", "From a request to the first byte of its answer.")
+        self.request = seconds("headrace_request", "From a request to the end of its answer.")
         registry.register(self)
 
     def answer(self) -> Response:
