@@ -93,7 +93,7 @@ class TestErrors:
             ("/v1/chat/completions", {"messages": []}, 404, "has no chat template; send texts to /v1/completions"),
             ("/v1/responses", {"input": "hi"}, 404, "has no chat template; send texts to /v1/completions"),
             ("/v1/systemone", {}, 404, "there are /v1/chat/completions, /v1/completions, /v1/responses, /v1/models"),
-            ("/v1/completions", {"prompt": "hi", "max_tokens": 1, "max_output_tokens": 1}, 400, "expected one of"),
+            ("/v1/completions", {"prompt": "hi", "max_tokens": 1, "max_output_tokens": 1}, 400, "expected only one of"),
             ("/reset", {}, 404, "POST /reset: Not Found"),
             ("/load_model", {"model": "other"}, 404, "POST /load_model: Not Found"),
             ("/v1/models", {}, 405, "POST /v1/models: Method Not Allowed"),
@@ -138,7 +138,7 @@ class TestErrors:
         assert statuses.count(200) >= 4
         texts = {json.loads(text)["choices"][0]["text"] for status, text in answers if status == 200}
         assert len(texts) == 1
-        assert "wait, as many as may (--max-queue)" in next(text for status, text in answers if status == 429)
+        assert "wait, the limit of --max-queue" in next(text for status, text in answers if status == 429)
 
 
 class TestChats:
@@ -231,7 +231,8 @@ class TestFigures:
 def test_a_key(folder: Path) -> None:
     with serving(folder, "2MiB", key=KEY) as served:
         asked, before = {"prompt": "hi", "max_tokens": 2}, served.handle.stats().bytes_moved
-        for headers in ({}, {"Authorization": "Bearer"}, {"Authorization": f"Bearer {KEY}x"}, {"X-Api-Key": KEY}):
+        wrong = ({"Authorization": "Bearer"}, {"Authorization": f"Bearer {KEY}x"}, {"X-Api-Key": KEY}, {"Host": "h/#"})
+        for headers in ({}, *wrong):
             for path, body in (("/v1/completions", asked), ("/v1/models", None), ("/v1/other", None)):
                 status, text = error_of(served.send(path, body, headers))
                 assert status == 401

@@ -44,10 +44,10 @@ _CHECK_S = 1.0
 
 
 def settings_of(request: GenerationRequest, default: GenerationConfig) -> GenerationConfig:
-    """The generation config of a request: the model's own, changed by the fields of the request.
+    """The generation config of a request: the default, changed by the fields of the request.
 
     Raises:
-        RequestError: for sampling that greedy decoding would ignore.
+        RequestError: a field has no effect on greedy decoding.
     """
     settings: Any = copy.deepcopy(default)
     settings.max_new_tokens, settings.max_length = request.max_tokens, None
@@ -67,7 +67,7 @@ def settings_of(request: GenerationRequest, default: GenerationConfig) -> Genera
 
 
 def _sampling_of(settings: Any) -> dict[str, Any]:
-    """The arguments of transformers' processors for one request; greedy decoding is the first of one token."""
+    """The arguments of transformers' processors for one request; greedy decoding is a ``top_k`` of 1."""
     if not settings.do_sample:
         return {"temperature": 1.0, "top_k": 1, "top_p": 1.0}
     top_k = settings.top_k if settings.top_k and settings.top_k > 0 else 2**31 - 1
@@ -84,7 +84,7 @@ def batch_settings(model: Any, default: GenerationConfig) -> GenerationConfig:
     settings.use_cache = False  # the manager has its own
     # A value that changes nothing would leave the processor out.
     settings.do_sample, settings.temperature, settings.top_k, settings.top_p = True, 0.5, 50, 0.5
-    # It leaves out, with a warning in the log, what it does not support.
+    # The manager drops unsupported processors, with a warning in the log.
     unfit = [each for each in model._get_logits_processor(settings) if not each.supports_continuous_batching]
     if unfit:
         names = ", ".join(type(each).__name__ for each in unfit)
@@ -93,7 +93,7 @@ def batch_settings(model: Any, default: GenerationConfig) -> GenerationConfig:
 
 
 class _TopK(ContinuousBatchingTopKLogitsWarper):
-    """transformers' own, but a ``top_k`` of 1 keeps the one token that greedy decoding takes, not all equal ones."""
+    """transformers' own, but a ``top_k`` of 1 keeps only the token of greedy decoding, not all equally likely ones."""
 
     def __call__(self, scores: torch.Tensor, tensor_arg: torch.Tensor) -> torch.Tensor:
         top_k = tensor_arg[: scores.size(0)].clamp(max=scores.size(-1))  # up to 5.23 theirs needs it
@@ -106,16 +106,16 @@ class _TopK(ContinuousBatchingTopKLogitsWarper):
 
 
 def pool_blocks(config: Any, num_blocks: int) -> int:
-    """The blocks that transformers' cache needs to hold ``num_blocks`` of every layer, whatever the layers' kinds.
+    """The blocks that transformers' cache needs to hold ``num_blocks`` of every layer, for layers of any kinds.
 
     Raises:
-        OptionError: layers that continuous batching has no cache for.
+        OptionError: continuous batching has no cache for some layers.
     """
     try:
         grouped: Any = group_layers_by_attn_type(config)
     except ValueError as error:
         raise OptionError(
-            f"{config.model_type}: transformers' server batches models of full and sliding attention alone ({error}); "
+            f"{config.model_type}: transformers' server batches only models of full and sliding attention ({error}); "
             f"use --engine vllm, or headrace generate"
         ) from error
     if isinstance(grouped, tuple):  # up to transformers 5.19: groups of layers share the blocks
@@ -123,14 +123,14 @@ def pool_blocks(config: Any, num_blocks: int) -> int:
     sizes = [len(layers) for layers in grouped.values()]
     if len(sizes) == 1:
         return num_blocks
-    # Kinds of layers are given whole sectors, which blocks of each kind fill: one sector of each may be begun.
+    # Each kind of layers is given sectors, which its blocks fill; the last sector of each may be partly filled.
     return num_blocks + len(sizes) * -(-math.lcm(*sizes) // sum(sizes))
 
 
 def _new_manager(model: Any, pool: Pool, seed: int | None) -> Any:
     known = {row.name for row in fields(ContinuousBatchingConfig)}
     options: dict[str, Any] = {
-        # Graphs and asynchronous batches would double the memory, and change nothing where the link decides.
+        # Graphs and asynchronous batches would double the memory, and save nothing where the link is the limit.
         "use_cuda_graph": False,
         "use_async_batching": False,
         "auto_switch_to_flash": False,
@@ -148,7 +148,7 @@ def _new_manager(model: Any, pool: Pool, seed: int | None) -> Any:
     processors = manager.logit_processor.logits_processor
     for index, processor in enumerate(processors):
         if isinstance(processor, ContinuousBatchingTopKLogitsWarper):
-            processors[index] = _TopK(processor)  # type: ignore[arg-type] # has what it reads of transformers' own
+            processors[index] = _TopK(processor)  # type: ignore[arg-type] # it has the attributes that are copied
     manager.start()
     return manager
 
@@ -157,9 +157,9 @@ def _new_manager(model: Any, pool: Pool, seed: int | None) -> Any:
 
 
 class _Job:
-    """One request and its answer, up to a stop string, as texts in a queue that ends with ``None``.
+    """One request, and its answer up to a stop string: a queue of texts that ends with ``None``.
 
-    For transformers' handlers it is the streamer, too.
+    transformers' handlers use it as the streamer.
     """
 
     def __init__(self, inputs: Any, settings: Any, tokenizer: Any, is_streaming: bool, parser: Any = None) -> None:
@@ -183,7 +183,7 @@ class _Job:
         return len(self.tokens)
 
     def cancel(self) -> None:
-        """Nothing: the middleware cancels a request when its client has left."""
+        """Nothing: :class:`RequestMiddleware` cancels the request when its client has left."""
 
     def add(self, tokens: list[int], is_last: bool) -> bool:
         """Append further tokens; whether the answer has ended with them."""
@@ -203,7 +203,7 @@ class _Job:
         if is_stopped or self.tokens[-1] in (ends if isinstance(ends, list) else [ends]):
             self.settings.max_new_tokens = None  # by it transformers' handlers tell "length" from "stop"
         has_ended = is_last or is_stopped
-        # The beginning of a stop string has to wait for the next tokens.
+        # Text that may begin a stop string has to wait for the next tokens.
         num_held = (
             0 if has_ended else max((_overlap(self.text[self._num_sent :], stop) for stop in self.stops), default=0)
         )
@@ -235,12 +235,12 @@ class _Job:
 
 
 def _overlap(text: str, stop: str) -> int:
-    """Characters at the end of a text that a stop string begins with."""
+    """The number of characters at the end of ``text`` that ``stop`` begins with."""
     return next((size for size in range(min(len(stop) - 1, len(text)), 0, -1) if text.endswith(stop[:size])), 0)
 
 
 class Batches(BaseGenerateManager):
-    """Runs requests of the handlers of transformers' server; belongs to one event loop.
+    """Runs the requests of transformers' handlers; belongs to one event loop.
 
     Args:
         model: a causal language model, offloaded or not.
@@ -296,7 +296,7 @@ class Batches(BaseGenerateManager):
         return job.text, len(job.prompt), job.tokens
 
     def cancel_request(self, request_id: str) -> None:
-        """End a request that has ended or that nobody waits for; an unknown one is ignored."""
+        """End a request, and free its part of the cache; an unknown one is ignored."""
         job = self._jobs.pop(request_id, None)
         if job is None:
             return
@@ -307,7 +307,7 @@ class Batches(BaseGenerateManager):
         self._admit()
 
     def stop(self) -> None:
-        """End the batch; requests that still run fail."""
+        """Stop the engine; requests that still run or wait fail."""
         self._fail_all("the server stops")
         if self._starter is not None:
             self._starter.cancel()
@@ -358,7 +358,7 @@ class Batches(BaseGenerateManager):
                 if name in self._jobs:  # else it was cancelled meanwhile
                     await self._start(name, self._jobs[name])
                 while self._manager is not None and self._manager.get_result(timeout=0) is not None:
-                    pass  # the last tokens of requests that were cancelled
+                    pass  # drop the last tokens of cancelled requests
         except Exception as error:  # no manager can be made
             self._error = f"no batch can be made: {type(error).__name__}: {error}"
         self._fail_all(str(self._error))
@@ -366,11 +366,11 @@ class Batches(BaseGenerateManager):
     async def _start(self, name: str, job: _Job) -> None:
         alone = None if job.settings.seed is None else name
         if self._manager is None or self._alone != alone:
-            # All of its requests have ended. Removed first, or requests that come meanwhile would find it ended.
+            # Its requests have ended. It is removed first, or requests that come meanwhile would find a dead engine.
             ended, self._manager = self._manager, None
             if ended is not None:
                 await asyncio.to_thread(ended.stop, block=True)
-            del ended  # with its cache, before the next one is allocated, which takes a while
+            del ended  # and its cache, before the next one is allocated
             self._manager = await asyncio.to_thread(_new_manager, self.model, self.admission.pool, job.settings.seed)
             self._alone = alone
             if name not in self._jobs:

@@ -22,7 +22,7 @@ __all__ = ["Chat", "Completion", "GenerationRequest", "Message", "RequestError",
 
 logger = logging.getLogger(__name__)
 
-_LEAST_TEMPERATURE = 0.01  # below, quotients of logits leave the range of float32
+_LEAST_TEMPERATURE = 0.01  # logits divided by less leave the range of float32
 
 # Fields that are not supported, by the values (besides null) that change nothing.
 _NEUTRAL: dict[str, tuple[object, ...]] = {
@@ -208,7 +208,7 @@ def _log_ignored(name: str) -> None:
 
 def _require_neutral(name: str, value: object, supported: Collection[str]) -> None:
     if name in _LENGTHS:
-        raise RequestError(f"{name}: expected one of {', '.join(_LENGTHS)} alone; leave the others out", name)
+        raise RequestError(f"{name}: expected only one of {', '.join(_LENGTHS)}; leave the others out", name)
     if name not in _NEUTRAL:
         near = get_close_matches(name, [*supported, *_NEUTRAL], n=1)
         hint = f"did you mean {near[0]!r}?" if near else "leave it out"
