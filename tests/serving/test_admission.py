@@ -1,4 +1,4 @@
-"""The promise: a request starts when its whole length fits the cache, in order of arrival, in a batch of its kind."""
+"""The promise: requests start in order, each when its full length fits the cache, in a batch of its kind."""
 
 from __future__ import annotations
 

@@ -82,14 +82,12 @@ class Admission:
     def start(self) -> list[str]:
         """Take the requests out of the queue that may run from now on, in order; all belong to one batch."""
         started = []
-        for name, (num_blocks, batch) in self._waiting.items():
+        for name, (num_blocks, batch) in list(self._waiting.items()):
             running = next(iter(self._running.values()), (0, batch))
             if running[1] != batch or num_blocks > self.pool.num_blocks - self._reserved_blocks:
                 break
-            self._running[name] = num_blocks, batch
+            self._running[name] = self._waiting.pop(name)
             started.append(name)
-        for name in started:
-            del self._waiting[name]
         return started
 
     def leave(self, name: str) -> None:

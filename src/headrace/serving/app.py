@@ -253,7 +253,7 @@ _ERROR_HEADERS = {
 }
 
 
-def _answer_error(request: Request | None, error: Exception) -> JSONResponse:
+def _answer_error(request: Request, error: Exception) -> JSONResponse:
     """Any error in OpenAI's form."""
     status, message, field = 500, f"{type(error).__name__}: {error}", None
     match error:
@@ -266,8 +266,7 @@ def _answer_error(request: Request | None, error: Exception) -> JSONResponse:
             status, message = 400, "the body: objects and lists are nested too deeply"
         case HTTPException():
             paths = f"; there are {', '.join(_ROUTES)}" if error.status_code == 404 else ""
-            path = "" if request is None else f"{request.method} {request.url.path}: "
-            status, message = error.status_code, f"{path}{error.detail}{paths}"
+            status, message = error.status_code, f"{request.method} {request.url.path}: {error.detail}{paths}"
         case CBWorkerDeadError():
             status, message = 503, str(error)
     shown = {"message": message, "type": _ERROR_TYPES.get(status, "invalid_request_error"), "param": field}
@@ -367,14 +366,12 @@ class RequestMiddleware:
             # Only the end of the connection is left to receive.
             connection = asyncio.ensure_future(receive())
             connection.add_done_callback(lambda _: has_ended or answer.cancel())
-            try:
-                await answer
-            finally:
-                connection.cancel()
+            answer.add_done_callback(lambda _: connection.cancel())
+            await answer
         except (ClientDisconnect, asyncio.CancelledError):
             pass
         except RequestError as refusal:
-            await _answer_error(None, refusal)(scope, receive, observe)
+            await _answer_error(Request(scope), refusal)(scope, receive, observe)
         finally:
             self._batches.cancel_request(request_id)
             self._metrics.requests.labels(path if path in _ROUTES else "other", status if has_ended else 499).inc()
@@ -422,10 +419,9 @@ def bind(host: str, port: int) -> socket.socket:
         bound = socket.socket(family, kind)
         bound.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
         bound.bind(address)
-    except (OSError, OverflowError) as error:  # the latter for a port above 65535
-        found = getattr(error, "strerror", None) or error
+    except OSError as error:
         raise OptionError(
-            f"--host {host} --port {port}: expected a free address of this machine, found: {found}; "
+            f"--host {host} --port {port}: expected a free address of this machine, found: {error.strerror or error}; "
             f"choose another port, or 0 for a free one"
         ) from error
     return bound
@@ -450,16 +446,14 @@ class _Connection(AutoHTTPProtocol):  # type: ignore[misc,valid-type]
 class _Server(uvicorn.Server):
     """Calls ``ready`` once it listens, and ``stop`` of the application when it shuts down."""
 
-    def __init__(self, config: uvicorn.Config, app: RequestMiddleware, ready: Callable[[], None]) -> None:
-        super().__init__(config)
-        self._app, self._ready = app, ready
+    ready: Callable[[], None]
 
     async def startup(self, sockets: list[socket.socket] | None = None) -> None:
         await super().startup(sockets)
-        self._ready()
+        self.ready()
 
     async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:
-        self._app.stop()
+        self.config.app.stop()  # type: ignore[union-attr] # a RequestMiddleware
         # Python waits for the thread of the batching loop, which does not end if a forward hangs.
         faulthandler.dump_traceback_later(2 * _STOP_S, exit=True)
         await super().shutdown(sockets)
@@ -477,7 +471,8 @@ def run_app(app: RequestMiddleware, bound: socket.socket, ready: Callable[[], No
     for handler in logging.getLogger("uvicorn.access").handlers:
         if isinstance(handler, logging.StreamHandler):
             handler.setStream(sys.stderr)
-    server = _Server(settings, app, ready)
+    server = _Server(settings)
+    server.ready = ready
     # transformers collects garbage at the end of every batch, which takes seconds where torch's objects count.
     gc.collect()
     gc.freeze()
