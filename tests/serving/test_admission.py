@@ -1,4 +1,4 @@
-"""The promise: a request starts when its whole length fits the cache, in order of arrival, in a batch of its kind."""
+"""The promise: requests start in order, each when its full length fits the cache, in a batch of its kind."""
 
 from __future__ import annotations
 
@@ -34,9 +34,7 @@ def test_a_full_queue_is_not() -> None:
     queue = admission()
     for name in "abc":
         queue.enter(name, 20, 44, "greedy")
-    with pytest.raises(
-        RequestError, match=r"0 requests run and 3 wait, as many as may \(--max-queue\); try again"
-    ) as caught:
+    with pytest.raises(RequestError, match=r"0 requests run and 3 wait, the limit of --max-queue; try again") as caught:
         queue.enter("d", 1, 1, "greedy")
     assert caught.value.status == 429
     assert queue.start() == ["a", "b"]

@@ -9,7 +9,15 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from headrace.serving.request_body import Chat, Completion, GenerationRequest, RequestError, Response, read
+from headrace.serving.request_body import (
+    Chat,
+    Completion,
+    GenerationRequest,
+    RequestError,
+    Response,
+    _log_ignored,
+    read,
+)
 
 CHAT: dict[str, Any] = {"messages": [{"role": "user", "content": "hi"}]}
 
@@ -80,9 +88,8 @@ def test_what_changes_no_answer(
     body: dict[str, Any],
     name: str,
     caplog: pytest.LogCaptureFixture,
-    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr("headrace.serving.request_body._ignored_before", set())
+    _log_ignored.cache_clear()
     with caplog.at_level("INFO"):
         for _ in range(3):
             read(kind, {**body, name: "anything"})

@@ -68,6 +68,8 @@ def nothing_is_loaded(monkeypatch: pytest.MonkeyPatch) -> None:
         (["--context", "5000"], "--context 5000: expected at most 4096, the tokens that the model was made for"),
         (["--device-memory", "1KiB"], "1.0 KiB"),
         (["--batch", "100000000"], "the plan does not fit this machine"),
+        (["--port", "65536"], "--port 65536: expected a port from 1 to 65535, or 0 for a free one"),
+        (["--max-queue", "0"], "--max-queue = 0: expected at least 1"),
         (["--host", "1.2.3.4"], "--host 1.2.3.4 --port 8000: expected a free address of this machine"),
     ],
 )  # fmt: skip
@@ -124,7 +126,7 @@ def test_without_the_extra(model: Path, monkeypatch: pytest.MonkeyPatch) -> None
     assert "needs packages that are not installed (uvicorn): pip install 'headrace[serve]'" in message
 
 
-def test_a_dry_run_says_plan_and_cache(model: Path) -> None:
+def test_a_dry_run_prints_plan_and_cache(model: Path) -> None:
     result = run("serve", model, "--device-memory", "2MiB", "--batch", "4", "--dry-run")
     assert result.exit_code == 0, result.output
     assert "3.26 MiB of weights in 1.94 MiB of device memory" in result.stderr
@@ -190,7 +192,7 @@ def test_sigterm_lets_requests_finish(model: Path) -> None:
 
 
 HEAD = b"POST /v1/completions HTTP/1.1\r\nHost: h\r\nContent-Type: application/json\r\n"
-# The command with seconds instead of minutes: for requests to arrive, and for a stop.
+# The command with shorter limits, in seconds: to receive a request, and to stop.
 IMPATIENT = """
 from headrace.cli import main
 from headrace.serving import app
@@ -208,37 +210,37 @@ def opened(url: str, sent: bytes) -> socket.socket:
     return connection
 
 
-def rest_of(connection: socket.socket) -> bytes:
-    """What the server says until it closes the connection."""
+def received_from(connection: socket.socket) -> bytes:
+    """What the server sends until it closes the connection."""
     with connection:
         return b"".join(iter(lambda: connection.recv(65536), b""))
 
 
 def test_requests_that_do_not_come(model: Path) -> None:
-    """Whoever sends half a head, half a body or, behind an answer, half a second head is left in limited time."""
+    """Half a head, half a body and, after an answer, half a second head end the connection in limited time."""
     with command(model, "-c", IMPATIENT.format(1, 60, "")) as (_, url):
         begin = time.monotonic()
         bodies = [b"", b'{"prompt": "W']
         halves = [opened(url, HEAD + b"Content-Length: 40\r\n\r\n" + body) for body in bodies]
         heads = [opened(url, b""), opened(url, HEAD), opened(url, b"GET /health HTTP/1.1\r\nHost: h\r\n\r\nGET /he")]
         for body, half in zip(bodies, halves, strict=True):
-            answer = rest_of(half)
+            answer = received_from(half)
             assert answer.startswith(b"HTTP/1.1 408 ")
             assert b"the body is incomplete: %d bytes came within 1 s" % len(body) in answer
-        assert [len(rest_of(head)) > 0 for head in heads] == [False, False, True]
+        assert [len(received_from(head)) > 0 for head in heads] == [False, False, True]
         assert time.monotonic() - begin < 30
         assert ask(url, 4, "")["usage"]["completion_tokens"] == 4
 
 
 def test_sigterm_beside_half_a_request(model: Path) -> None:
-    """The server ends at once, and stayed for as long as the client liked."""
+    """The server ends at once; it used to stay for as long as the client liked."""
     with command(model) as (process, url):
         head, body = opened(url, HEAD), opened(url, HEAD + b"Content-Length: 40\r\n\r\n{")
         assert ask(url, 4, "")["usage"]["completion_tokens"] == 4
         begin = time.monotonic()
         process.send_signal(signal.SIGTERM)
-        assert rest_of(body).startswith(b"HTTP/1.1 408 ")
-        assert rest_of(head) == b""
+        assert received_from(body).startswith(b"HTTP/1.1 408 ")
+        assert received_from(head) == b""
         _, err = process.communicate(timeout=60)
         assert time.monotonic() - begin < 20
     assert process.returncode == 0
@@ -254,7 +256,7 @@ def test_a_stop_ends_requests_that_take_too_long(model: Path) -> None:
         while b"headrace_running_requests 1.0" not in urllib.request.urlopen(f"{url}/metrics").read():
             pass
         process.send_signal(signal.SIGTERM)
-        answer = rest_of(asked)
+        answer = received_from(asked)
         assert answer.startswith(b"HTTP/1.1 503 ")
         assert b"the server stops" in answer
         _, err = process.communicate(timeout=60)

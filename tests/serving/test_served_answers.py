@@ -1,4 +1,4 @@
-"""The promise: streamed and whole answers of every endpoint say the same, and end alike."""
+"""The promise: answers of every endpoint are the same streamed and not streamed, and end alike."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ def served(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Served]:
 
 @pytest.fixture
 def says(served: Served, monkeypatch: pytest.MonkeyPatch) -> Says:
-    """Makes the model say a text in the next answers, and then nothing but x."""
+    """Makes the model generate a text in the next answers, and then only x."""
 
     def say(text: str) -> None:
         tokens = served.tokenizer(text).input_ids
@@ -183,7 +183,7 @@ class TestTools:
         assert (whole["text"], whole["thought"], whole["calls"]) == ("", "hm", [])
 
     def test_a_chat_after_a_call(self, served: Served) -> None:
-        """The template is given all that the messages say."""
+        """The template receives all fields of the messages."""
         call = {"id": "1", "type": "function", "function": {"name": "f", "arguments": '{"x": 7}'}}
         messages = [
             {"role": "user", "content": "hi"},

@@ -1,4 +1,4 @@
-"""The promise: a served model answers what ``generate`` says of the resident one, whoever asks and however."""
+"""The promise: a served model answers as ``generate`` of the resident one does, whoever asks and however."""
 
 from __future__ import annotations
 
@@ -112,7 +112,7 @@ class TestEqualsGenerate:
 
     @pytest.mark.skipif(shutil.which("curl") is None, reason="there is no curl here")
     def test_curl(self, served: Served, expected: dict[str, list[int]]) -> None:
-        """As the line that the command prints says it."""
+        """The line that the command prints."""
         body = json.dumps({"model": NAME, "prompt": "Water", "max_tokens": TOKENS})
         command = ["curl", "-s", f"{served.url}/v1/completions", "-H", "Content-Type: application/json", "-d", body]
         done = subprocess.run(command, capture_output=True, text=True, check=True, timeout=60)

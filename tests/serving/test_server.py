@@ -1,4 +1,4 @@
-"""The promise: a server that says what is wrong, forgets who has left, and tells the truth about itself."""
+"""The promise: a server that names errors, cancels requests of clients that have left, and reports its own state."""
 
 from __future__ import annotations
 
@@ -54,7 +54,7 @@ def chatting(folder: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator
         yield running
 
 
-def figures(served: Served) -> dict[str, float]:
+def metrics(served: Served) -> dict[str, float]:
     status, text = served.send("/metrics")
     assert status == 200
     lines = [line for line in text.splitlines() if not line.startswith("#") and "_created" not in line]
@@ -93,7 +93,7 @@ class TestErrors:
             ("/v1/chat/completions", {"messages": []}, 404, "has no chat template; send texts to /v1/completions"),
             ("/v1/responses", {"input": "hi"}, 404, "has no chat template; send texts to /v1/completions"),
             ("/v1/systemone", {}, 404, "there are /v1/chat/completions, /v1/completions, /v1/responses, /v1/models"),
-            ("/v1/completions", {"prompt": "hi", "max_tokens": 1, "max_output_tokens": 1}, 400, "expected one of"),
+            ("/v1/completions", {"prompt": "hi", "max_tokens": 1, "max_output_tokens": 1}, 400, "expected only one of"),
             ("/reset", {}, 404, "POST /reset: Not Found"),
             ("/load_model", {"model": "other"}, 404, "POST /load_model: Not Found"),
             ("/v1/models", {}, 405, "POST /v1/models: Method Not Allowed"),
@@ -116,7 +116,7 @@ class TestErrors:
             error_of(served.send("/v1/completions", b'{"prompt": "hi", "%s": %s}' % (name.encode(), nested)))[0] == 400
         )
 
-    def test_a_body_of_a_type_that_is_not_said(self, served: Served) -> None:
+    def test_a_body_without_a_content_type(self, served: Served) -> None:
         """As curl sends it without -H."""
         form = {"Content-Type": "application/x-www-form-urlencoded"}
         status, text = error_of(served.send("/v1/completions", {"prompt": "hi"}, form))
@@ -138,7 +138,7 @@ class TestErrors:
         assert statuses.count(200) >= 4
         texts = {json.loads(text)["choices"][0]["text"] for status, text in answers if status == 200}
         assert len(texts) == 1
-        assert "wait, as many as may (--max-queue)" in next(text for status, text in answers if status == 429)
+        assert "wait, the limit of --max-queue" in next(text for status, text in answers if status == 429)
 
 
 class TestChats:
@@ -186,12 +186,12 @@ class TestLeaving:
         connection = http.client.HTTPConnection(str(address.hostname), address.port)
         body = json.dumps({"prompt": "hi", "max_tokens": 250, "stream": stream})
         connection.request("POST", "/v1/completions", body, {"Content-Type": "application/json"})
-        until(lambda: figures(served)["headrace_running_requests"] == 1)
-        assert figures(served)["headrace_cache_reserved_tokens"] >= 250
+        until(lambda: metrics(served)["headrace_running_requests"] == 1)
+        assert metrics(served)["headrace_cache_reserved_tokens"] >= 250
         connection.sock.shutdown(socket.SHUT_RDWR)
         connection.close()
-        until(lambda: figures(served)["headrace_running_requests"] == 0)
-        assert figures(served)["headrace_cache_reserved_tokens"] == 0
+        until(lambda: metrics(served)["headrace_running_requests"] == 0)
+        assert metrics(served)["headrace_cache_reserved_tokens"] == 0
         assert served.batches._manager.output_router.result_handlers == {}
         assert served.complete("hi", max_tokens=2)["usage"]["completion_tokens"] == 2
 
@@ -210,12 +210,12 @@ class TestLeaving:
         assert len({answer["id"] for answer in answers}) == 2
 
 
-class TestFigures:
+class TestMetrics:
     def test_counts(self, served: Served) -> None:
-        before = figures(served)
+        before = metrics(served)
         served.complete("hi", max_tokens=5)
         served.send("/v1/completions", b"{")
-        after = figures(served)
+        after = metrics(served)
         ok = 'headrace_requests_total{path="/v1/completions",status="200"}'
         assert after[ok] == before.get(ok, 0) + 1
         wrong = 'headrace_requests_total{path="/v1/completions",status="400"}'
@@ -231,7 +231,8 @@ class TestFigures:
 def test_a_key(folder: Path) -> None:
     with serving(folder, "2MiB", key=KEY) as served:
         asked, before = {"prompt": "hi", "max_tokens": 2}, served.handle.stats().bytes_moved
-        for headers in ({}, {"Authorization": "Bearer"}, {"Authorization": f"Bearer {KEY}x"}, {"X-Api-Key": KEY}):
+        wrong = ({"Authorization": "Bearer"}, {"Authorization": f"Bearer {KEY}x"}, {"X-Api-Key": KEY}, {"Host": "h/#"})
+        for headers in ({}, *wrong):
             for path, body in (("/v1/completions", asked), ("/v1/models", None), ("/v1/other", None)):
                 status, text = error_of(served.send(path, body, headers))
                 assert status == 401
@@ -267,7 +268,7 @@ def test_a_key_that_is_no_utf8(folder: Path) -> None:
         assert served.send("/v1/models", None, {"Authorization": f"Bearer {given.decode('latin-1')}"})[0] == 200
 
 
-def test_the_end_of_the_batching_loop_is_said(folder: Path) -> None:
+def test_the_end_of_the_batching_loop_is_reported(folder: Path) -> None:
     """To those who wait, to those who come, and to whoever asks for the health."""
     with serving(folder, "2MiB") as served:
         assert served.send("/health") == (200, '{"status":"ok"}')
@@ -284,7 +285,7 @@ def test_the_end_of_the_batching_loop_is_said(folder: Path) -> None:
         status, text = error_of(served.send("/v1/completions", {"prompt": "hi", "stream": True}))
         assert status == 503
         assert re.search('the batching loop has ended: out of "luck"', text)
-        assert figures(served)["headrace_alive"] == 0
+        assert metrics(served)["headrace_alive"] == 0
 
 
 def test_an_address_that_is_taken() -> None:

@@ -8,7 +8,6 @@ import os
 import shlex
 from contextlib import suppress
 from dataclasses import dataclass, replace
-from functools import partial
 from importlib.util import find_spec
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -56,6 +55,11 @@ def _check_blanks(flag: str, value: str | list[str]) -> None:
             )
 
 
+def _check_port(flag: str, value: int) -> None:
+    if not 0 <= value <= 65535:
+        raise OptionError(f"{flag} {value}: expected a port from 1 to 65535, or 0 for a free one")
+
+
 @dataclass(frozen=True)
 class _ServeOptions:
     """The flags of the verb itself; ``None`` stands for the default of either engine."""
@@ -64,7 +68,7 @@ class _ServeOptions:
         "NAME", "transformers (default) or vllm, which is faster on a GPU.", one_of(("transformers", "vllm"))
     )
     host: str | None = row("ADDRESS", "Address to listen on (default 127.0.0.1: this machine only).", _check_blanks)
-    port: int | None = row("N", "Default 8000; 0: a free one.", partial(count, at_least=0))
+    port: int | None = row("N", "Default 8000; 0: a free one.", _check_port)
     api_key: str | None = row(
         "KEY",
         f"Bearer token that requests need; {KEY_VARIABLE} sets it without showing it to other users.",

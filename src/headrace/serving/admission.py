@@ -1,8 +1,8 @@
-"""Which requests run together: the pool of cache blocks they share, and the queue of those that wait for it.
+"""Admission of requests: the pool of cache blocks that they share, and the queue of those that wait for it.
 
-A request reserves the blocks of its prompt and of its longest answer before it starts, so that no request that runs
-is ever short of one. Requests start in the order they came. A request that has to run alone starts when the others
-have ended, and those behind it wait with it.
+A request reserves the blocks for its prompt and its longest answer before it starts, so a running request never runs
+out of blocks. Requests start in the order in which they came. A request that has to run alone starts when the others
+have ended, and those behind it wait, too.
 """
 
 from __future__ import annotations
@@ -20,8 +20,8 @@ class Pool:
     """The cache that requests share.
 
     Attributes:
-        num_blocks: of all requests together.
-        block_tokens: tokens that a block holds, of one request.
+        num_blocks: blocks of all requests together.
+        block_tokens: tokens that a block holds, all of one request.
         longest: tokens of the longest sequence, prompt and answer.
     """
 
@@ -31,7 +31,7 @@ class Pool:
 
     @classmethod
     def of(cls, sequences: int, longest: int, block_tokens: int) -> Pool:
-        """A pool for so many sequences of the longest kind, or for more shorter ones."""
+        """A pool for that many sequences of the longest length, or for more shorter ones."""
         return cls(sequences * -(-longest // block_tokens), block_tokens, longest)
 
     @property
@@ -40,60 +40,58 @@ class Pool:
         return self.num_blocks * self.block_tokens
 
     def blocks_of(self, num_tokens: int) -> int:
-        """Blocks that a sequence takes."""
+        """Blocks that a sequence of that length takes."""
         return -(-num_tokens // self.block_tokens)
 
 
 class Admission:
-    """The queue and the reservations; knows requests by their names. Not thread-safe.
+    """The queue and the reservations of requests, which it knows by name. Not thread-safe.
 
     Args:
-        pool: what requests reserve parts of.
-        max_waiting: requests in the queue.
+        pool: the blocks to reserve.
+        max_waiting: requests that may wait in the queue.
     """
 
     def __init__(self, pool: Pool, max_waiting: int) -> None:
         self.pool, self.max_waiting = pool, max_waiting
-        # Each with its blocks, and what it shares with the requests that it may run beside.
+        # By name: the blocks of a request, and the batch that it belongs to.
         self._waiting: dict[str, tuple[int, Hashable]] = {}
         self._running: dict[str, tuple[int, Hashable]] = {}
 
     def enter(self, name: str, prompt_tokens: int, max_tokens: int, batch: Hashable) -> None:
-        """Put a request into the queue; ``batch``: it runs beside those alone that gave an equal one.
+        """Put a request into the queue; it runs only beside requests of an equal ``batch``.
 
         Raises:
-            RequestError: with status 400 for one that can never run, 429 if the queue is full.
+            RequestError: with status 400 if the request can never run, 429 if the queue is full.
         """
         if prompt_tokens + max_tokens > self.pool.longest:
             left = self.pool.longest - prompt_tokens
             fix = f"send max_tokens of {left} or less" if left > 0 else "send a shorter prompt"
             raise RequestError(
-                f"the prompt has {prompt_tokens} tokens, and max_tokens asks for {max_tokens}: together more than the "
+                f"the prompt has {prompt_tokens} tokens, and max_tokens is {max_tokens}: together more than the "
                 f"{self.pool.longest} that a sequence may have here (--context); {fix}",
                 "max_tokens" if left > 0 else None,
             )
         if self.waiting >= self.max_waiting:
             raise RequestError(
-                f"{self.running} requests run and {self.waiting} wait, as many as may (--max-queue); try again later",
+                f"{self.running} requests run and {self.waiting} wait, the limit of --max-queue; try again later",
                 status=429,
             )
         self._waiting[name] = self.pool.blocks_of(prompt_tokens + max_tokens), batch
 
     def start(self) -> list[str]:
-        """The requests that may run from now on, in their order; all of them belong to one batch."""
+        """Take the requests out of the queue that may run from now on, in order; all belong to one batch."""
         started = []
-        for name, (num_blocks, batch) in self._waiting.items():
+        for name, (num_blocks, batch) in list(self._waiting.items()):
             running = next(iter(self._running.values()), (0, batch))
             if running[1] != batch or num_blocks > self.pool.num_blocks - self._reserved_blocks:
                 break
-            self._running[name] = num_blocks, batch
+            self._running[name] = self._waiting.pop(name)
             started.append(name)
-        for name in started:
-            del self._waiting[name]
         return started
 
     def leave(self, name: str) -> None:
-        """A request has ended, or is not wanted any longer; one that is not known is none."""
+        """Free the blocks of a request that has ended or was cancelled; an unknown one is ignored."""
         self._running.pop(name, None)
         self._waiting.pop(name, None)
 
@@ -109,7 +107,7 @@ class Admission:
 
     @property
     def reserved_tokens(self) -> int:
-        """Of the pool, by those that run."""
+        """Tokens of the pool that running requests have reserved."""
         return self._reserved_blocks * self.pool.block_tokens
 
     @property

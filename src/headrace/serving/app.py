@@ -1,7 +1,7 @@
-"""transformers' server over one model: its handlers and routes, with what they lack around them.
+"""transformers' server for one model: its handlers and routes, and what they lack.
 
-Added here: an API key, ``/metrics``, errors in OpenAI's form, checks before anything runs, limits of time and length,
-and the end of a request whose client has gone. Removed: routes that load, drop or need other models.
+Added here: an API key, ``/metrics``, errors in OpenAI's form, checks before anything runs, limits on time and length,
+and cancellation when a client leaves. Removed: routes that load, unload or need other models.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ import time
 import uuid
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
-from functools import cached_property
+from functools import cached_property, partial
 from types import SimpleNamespace
 from typing import Any
 
@@ -53,7 +53,7 @@ __all__ = ["bind", "make_app", "run_app"]
 
 _GENERATES = ("/v1/chat/completions", "/v1/completions", "/v1/responses")
 _ROUTES = (*_GENERATES, "/v1/models", "/health", "/metrics")
-# More than any text of so many tokens has, so a longer body is neither read nor tokenised.
+# More than any text of that many tokens has, so that a longer body is neither read nor tokenised.
 _BYTES_PER_TOKEN = 256
 _BODY_BYTES = 2**20
 _RECEIVE_S = 30  # for the head of a request, and then for its body
@@ -73,9 +73,9 @@ def make_app(
 
     Args:
         model: the model that ``batches`` runs.
-        handle: of its offload, for metrics; ``None``: it is resident.
-        tokenizer: of the model.
-        names: that requests may call the model by; answers have the first.
+        handle: the handle of its offload, for metrics; ``None``: it is resident.
+        tokenizer: the tokenizer of the model.
+        names: names of the model in requests; answers contain the first.
         batches: runs the requests; stopped when the application stops.
         key: requests to ``/v1`` need ``Authorization: Bearer KEY``; ``None``: they need none.
         cors: whether pages of any origin may send requests.
@@ -149,7 +149,7 @@ class SingleModelManager:
 
 
 class _CheckedHandler:
-    """In front of a handler of transformers: checks a request, and gives the handler what it has checked."""
+    """Checks a request before the handler of transformers that it is mixed into serves it."""
 
     kind: type[GenerationRequest]
     is_chat = True
@@ -179,15 +179,15 @@ class _CheckedHandler:
         return await super(_CheckedHandler, handler).handle_request(given, request_id)  # type: ignore[misc]
 
     def _validate_request(self, body: Any) -> None:
-        """Nothing: :func:`read` has done it."""
+        """Nothing: :func:`read` has validated it."""
 
     def _resolve_model(self, body: Any) -> tuple[str, Any, Any]:
         manager = self.model_manager
         tokenizer = copy.copy(manager.tokenizer)  # each request has its own, because Batches changes it, too
         tokenizer.apply_chat_template = self._apply_chat_template
-        # Handlers look for a template here, and then by the type of the model.
         tokenizer.response_template = manager.response_template if self.is_chat else None
-        config = SimpleNamespace(model_type=None)
+        # Handlers look for a template in the tokenizer, and then by the type of the model.
+        config = SimpleNamespace(model_type=None) if tokenizer.response_template is None else manager.model.config
         model = SimpleNamespace(config=config, generation_config=manager.model.generation_config)
         return manager.names[0], model, tokenizer
 
@@ -205,7 +205,7 @@ class _CheckedHandler:
     def get_processor_inputs_from_messages(self, messages: Any, modality: Any) -> Any:
         inputs = super().get_processor_inputs_from_messages(messages, modality)  # type: ignore[misc]
         for message, shown in zip(messages, inputs, strict=True):
-            # transformers leaves these out, and templates read them.
+            # transformers drops these, and templates read them.
             shown |= {name: message[name] for name in ("name", "reasoning_content") if name in message}
             if "tool_calls" in message:
                 shown["content"] = " ".join(part["text"] for part in message.get("content", []))
@@ -238,7 +238,7 @@ class _Response(_CheckedHandler, ResponseHandler):
         try:
             messages = super()._normalize_input(body)
         except (LookupError, TypeError, AttributeError, HTTPException) as error:
-            raise RequestError(f"input: expected a text or a list of messages and calls of tools ({error})") from None
+            raise RequestError(f"input: expected a text or a list of messages and tool calls ({error})") from None
         return [read(request_body.Message, message).model_dump(exclude_none=True) for message in messages]
 
 
@@ -253,7 +253,7 @@ _ERROR_HEADERS = {
 }
 
 
-def _answer_error(request: Request | None, error: Exception) -> JSONResponse:
+def _answer_error(request: Request, error: Exception) -> JSONResponse:
     """Any error in OpenAI's form."""
     status, message, field = 500, f"{type(error).__name__}: {error}", None
     match error:
@@ -263,11 +263,10 @@ def _answer_error(request: Request | None, error: Exception) -> JSONResponse:
             found = "; ".join(str(each["msg"]) for each in error.errors())
             status, message = 400, f"the body: expected an object, Content-Type: application/json ({found})"
         case RecursionError():
-            status, message = 400, "the body: expected objects and lists of less depth"
+            status, message = 400, "the body: objects and lists are nested too deeply"
         case HTTPException():
             paths = f"; there are {', '.join(_ROUTES)}" if error.status_code == 404 else ""
-            path = "" if request is None else f"{request.method} {request.url.path}: "
-            status, message = error.status_code, f"{path}{error.detail}{paths}"
+            status, message = error.status_code, f"{request.method} {request.url.path}: {error.detail}{paths}"
         case CBWorkerDeadError():
             status, message = 503, str(error)
     shown = {"message": message, "type": _ERROR_TYPES.get(status, "invalid_request_error"), "param": field}
@@ -288,13 +287,9 @@ class _Metrics(Collector):
         text = "Requests by path and HTTP status; 499: the client has left."
         self.requests = Counter("headrace_requests", text, ("path", "status"), registry=registry)
         buckets = (0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10, 30, 60, 120, 300, 600)
-        self.first_byte, self.request = (
-            Histogram(f"headrace_{name}_seconds", text, registry=registry, buckets=buckets)
-            for name, text in (
-                ("first_byte", "From a request to the first byte of its answer."),
-                ("request", "From a request to the end of its answer."),
-            )
-        )
+        seconds = partial(Histogram, unit="seconds", registry=registry, buckets=buckets)
+        self.first_byte = seconds("headrace_first_byte", "From a request to the first byte of its answer.")
+        self.request = seconds("headrace_request", "From a request to the end of its answer.")
         registry.register(self)
 
     def answer(self) -> Response:
@@ -324,18 +319,18 @@ class _Metrics(Collector):
 
 
 class RequestMiddleware:
-    """The outermost application: checks key and length of a request, names, measures and cancels it."""
+    """The outermost application: checks the key and the length of a request, counts it, and cancels it."""
 
     def __init__(self, app: ASGIApp, batches: Batches, metrics: _Metrics, key: str | None, cors: bool) -> None:
         self._app, self._batches, self._metrics, self._key = app, batches, metrics, key
         self._longest_body = _BODY_BYTES + _BYTES_PER_TOKEN * batches.admission.pool.longest
         self._body_timeouts: set[asyncio.Timeout] = set()
-        # Around the check of the key, because a browser asks without it whether it may send requests.
+        # Outside the check of the key, which the preflight requests of browsers do not carry.
         everything: Any = {"allow_origins": ["*"], "allow_methods": ["*"], "allow_headers": ["*"]}
         self._entrance: ASGIApp = CORSMiddleware(self._answer, **everything) if cors else self._answer
 
     def stop(self) -> None:
-        """Refuse requests whose bodies are incomplete, and limit the time of the others."""
+        """Refuse requests whose bodies are incomplete, and limit how long the others may run."""
         for timeout in self._body_timeouts:
             if not timeout.expired():
                 timeout.reschedule(0)
@@ -371,14 +366,12 @@ class RequestMiddleware:
             # Only the end of the connection is left to receive.
             connection = asyncio.ensure_future(receive())
             connection.add_done_callback(lambda _: has_ended or answer.cancel())
-            try:
-                await answer
-            finally:
-                connection.cancel()
+            answer.add_done_callback(lambda _: connection.cancel())
+            await answer
         except (ClientDisconnect, asyncio.CancelledError):
             pass
         except RequestError as refusal:
-            await _answer_error(None, refusal)(scope, receive, observe)
+            await _answer_error(Request(scope), refusal)(scope, receive, observe)
         finally:
             self._batches.cancel_request(request_id)
             self._metrics.requests.labels(path if path in _ROUTES else "other", status if has_ended else 499).inc()
@@ -387,8 +380,9 @@ class RequestMiddleware:
                 self._metrics.request.observe(time.perf_counter() - begin)
 
     async def _read(self, request: Request) -> bytes:
-        """The body of a request that has the key."""
-        if self._key is not None and request.url.path.startswith("/v1"):
+        """The body of a request, after a check of its key."""
+        # Not request.url, on which the header Host has an influence.
+        if self._key is not None and request.scope["path"].startswith("/v1"):
             given = dict(request.scope["headers"]).get(b"authorization", b"")
             if not secrets.compare_digest(given, b"Bearer " + os.fsencode(self._key)):
                 text = "the API key is missing or wrong: send the header Authorization: Bearer KEY"
@@ -400,7 +394,7 @@ class RequestMiddleware:
                 async for part in request.stream():
                     body += part
                     if len(body) > self._longest_body:
-                        text = f"the body is longer than {self._longest_body} bytes, more than a prompt that fits has"
+                        text = f"the body is longer than {self._longest_body} bytes, more than any prompt that fits"
                         raise RequestError(text, status=413)
         except TimeoutError:
             text = f"the body is incomplete: {len(body)} bytes came within {_RECEIVE_S} s, or before the server stopped"
@@ -417,19 +411,17 @@ def bind(host: str, port: int) -> socket.socket:
     """A socket that holds the address, and refuses connections until :func:`run_app` listens on it.
 
     Raises:
-        OptionError: the address is no address of this machine, is taken, or may not be used.
+        OptionError: the address does not belong to this machine, is taken, or may not be used.
     """
     try:
-        family, kind, _, _, address = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE)[
-            0
-        ]
+        addresses = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE)
+        family, kind, _, _, address = addresses[0]
         bound = socket.socket(family, kind)
         bound.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
         bound.bind(address)
-    except (OSError, OverflowError) as error:  # the latter: no port is as large
-        found = getattr(error, "strerror", None) or error
+    except OSError as error:
         raise OptionError(
-            f"--host {host} --port {port}: expected a free address of this machine, found: {found}; "
+            f"--host {host} --port {port}: expected a free address of this machine, found: {error.strerror or error}; "
             f"choose another port, or 0 for a free one"
         ) from error
     return bound
@@ -443,7 +435,7 @@ class _Connection(AutoHTTPProtocol):  # type: ignore[misc,valid-type]
         self.loop.call_later(_RECEIVE_S, self._check, None)
 
     def _check(self, last: object) -> None:
-        """``last``: the request that was answered at the previous check; the connection itself: one was not."""
+        """``last``: the request that had been answered at the previous check; ``self`` if one was running."""
         request = self if self.cycle is not None and not self.cycle.response_complete else self.cycle
         if request is last is not self:
             self.transport.close()
@@ -452,19 +444,17 @@ class _Connection(AutoHTTPProtocol):  # type: ignore[misc,valid-type]
 
 
 class _Server(uvicorn.Server):
-    """Calls ``ready`` once it listens, and the application's ``stop`` when it no longer does."""
+    """Calls ``ready`` once it listens, and ``stop`` of the application when it shuts down."""
 
-    def __init__(self, config: uvicorn.Config, app: RequestMiddleware, ready: Callable[[], None]) -> None:
-        super().__init__(config)
-        self._app, self._ready = app, ready
+    ready: Callable[[], None]
 
     async def startup(self, sockets: list[socket.socket] | None = None) -> None:
         await super().startup(sockets)
-        self._ready()
+        self.ready()
 
     async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:
-        self._app.stop()
-        # If a forward never ends, neither does the thread of the batching loop, which Python would wait for.
+        self.config.app.stop()  # type: ignore[union-attr] # a RequestMiddleware
+        # Python waits for the thread of the batching loop, which does not end if a forward hangs.
         faulthandler.dump_traceback_later(2 * _STOP_S, exit=True)
         await super().shutdown(sockets)
 
@@ -472,7 +462,7 @@ class _Server(uvicorn.Server):
 def run_app(app: RequestMiddleware, bound: socket.socket, ready: Callable[[], None]) -> None:
     """Serve until SIGINT or SIGTERM, then finish the running requests, in limited time; a second SIGINT ends at once.
 
-    ``ready``: called once requests are answered.
+    ``ready`` is called once the server listens.
     """
     limit_s = _STOP_S + 5  # for clients that do not read their answers, which are complete by then
     settings = uvicorn.Config(
@@ -481,11 +471,12 @@ def run_app(app: RequestMiddleware, bound: socket.socket, ready: Callable[[], No
     for handler in logging.getLogger("uvicorn.access").handlers:
         if isinstance(handler, logging.StreamHandler):
             handler.setStream(sys.stderr)
-    server = _Server(settings, app, ready)
+    server = _Server(settings)
+    server.ready = ready
     # transformers collects garbage at the end of every batch, which takes seconds where torch's objects count.
     gc.collect()
     gc.freeze()
-    # At its end uvicorn raises the signal that ended it once more, for its caller; there is none here.
+    # uvicorn raises the signal again when it returns, which would end the process as if by the signal.
     before = {number: signal.signal(number, signal.SIG_IGN) for number in (signal.SIGINT, signal.SIGTERM)}
     try:
         server.run(sockets=[bound])

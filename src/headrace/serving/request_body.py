@@ -1,8 +1,8 @@
-"""What the body of a request may ask for: the whitelist of fields, per endpoint.
+"""The whitelist of fields in the body of a request, per endpoint.
 
 Field names are those of OpenAI's API (https://platform.openai.com/docs/api-reference), and of vLLM's additions to it.
-A field that is not carried out may have its neutral value, one that leaves the answer as it is without the field, and
-is refused with any other; what cannot change an answer whatever its value is ignored, with one line in the log.
+A field that is not supported may have a neutral value, which leaves the answer as it is without the field; any other
+value is an error. A field that cannot change an answer, whatever its value, is ignored with one line in the log.
 """
 
 from __future__ import annotations
@@ -11,6 +11,7 @@ import json
 import logging
 from collections.abc import Collection, Mapping
 from difflib import get_close_matches
+from functools import cache
 from typing import Annotated, Any, Literal, TypeVar
 
 from pydantic import AliasChoices, BaseModel, BeforeValidator, ConfigDict, Field, Json, ValidationError, model_validator
@@ -21,57 +22,39 @@ __all__ = ["Chat", "Completion", "GenerationRequest", "Message", "RequestError",
 
 logger = logging.getLogger(__name__)
 
-_LEAST_TEMPERATURE = 0.01  # below, quotients of logits leave the range of float32
+_LEAST_TEMPERATURE = 0.01  # logits divided by less leave the range of float32
 
-# Fields that are not carried out, and the values besides null that change nothing.
+# Fields that are not supported, by the values (besides null) that change nothing.
 _NEUTRAL: dict[str, tuple[object, ...]] = {
-    "allowed_token_ids": ([],),
-    "audio": (),
-    "add_generation_prompt": (True,),
-    "background": (False,),
-    "bad_words": ([],),
-    "best_of": (1,),
-    "echo": (False,),
-    "frequency_penalty": (0,),
-    "function_call": ("none",),
-    "functions": ([],),
-    "include": ([],),
-    "length_penalty": (1,),
-    "logit_bias": ({},),
-    "logprobs": (False,),
-    "max_tool_calls": (),
-    "min_p": (0,),
-    "min_tokens": (0,),
-    "modalities": (["text"],),
-    "n": (1,),
-    "parallel_tool_calls": (True,),
-    "prediction": (),
-    "presence_penalty": (0,),
-    "previous_response_id": (),
-    "reasoning": ({},),
-    "reasoning_effort": (),
-    "repetition_penalty": (1,),
-    "response_format": ({"type": "text"},),
-    "skip_special_tokens": (True,),
-    "stop_token_ids": ([],),
-    "suffix": ("",),
-    "text": ({}, {"format": {"type": "text"}}),
-    "tool_choice": ("auto",),
-    "top_logprobs": (0,),
-    "truncation": ("disabled",),
-    "use_beam_search": (False,),
-    "web_search_options": (),
+    name: values
+    for names, values in (
+        ("audio max_tool_calls prediction previous_response_id reasoning_effort web_search_options", ()),
+        ("allowed_token_ids bad_words functions include stop_token_ids", ([],)),
+        ("frequency_penalty min_p min_tokens presence_penalty top_logprobs", (0,)),
+        ("best_of length_penalty n repetition_penalty", (1,)),
+        ("background echo logprobs use_beam_search", (False,)),
+        ("add_generation_prompt parallel_tool_calls skip_special_tokens", (True,)),
+        ("logit_bias reasoning", ({},)),
+        ("modalities", (["text"],)),
+        ("response_format", ({"type": "text"},)),
+        ("text", ({}, {"format": {"type": "text"}})),
+        ("suffix", ("",)),
+        ("function_call", ("none",)),
+        ("tool_choice", ("auto",)),
+        ("truncation", ("disabled",)),
+    )
+    for name in names.split()
 }
-# Labels, and hints to caches of other servers.
-_IGNORED = {
-    *("cache_prompt", "metadata", "num_ctx", "prompt_cache_key", "safety_identifier", "service_tier", "store", "user"),
-}
-_ignored_before: set[str] = set()
+# Labels, and hints for the caches of other servers.
+_IGNORED = (
+    "cache_prompt", "metadata", "num_ctx", "prompt_cache_key", "safety_identifier", "service_tier", "store", "user",
+)  # fmt: skip
 _LENGTHS = ("max_tokens", "max_completion_tokens", "max_output_tokens")
+_STRICT = ConfigDict(strict=True, allow_inf_nan=False, extra="allow")
 
 
 class RequestError(OptionError):
-    """A request that is not served.
+    """A request that is refused.
 
     Attributes:
         status: the HTTP status of the answer.
@@ -85,10 +68,10 @@ class RequestError(OptionError):
 
 
 class _Object(BaseModel):
-    model_config = ConfigDict(strict=True, allow_inf_nan=False, extra="allow")
+    model_config = _STRICT
 
     @model_validator(mode="after")
-    def _has_no_more(self) -> _Object:
+    def _check_others(self) -> _Object:
         for name, value in (self.model_extra or {}).items():
             if value not in (None, [], "", False):
                 raise ValueError(f"{name[:80]} = {_shown(value)} is not supported; leave it out")
@@ -125,7 +108,7 @@ class Message(_Object):
     tool_call_id: str | None = None
 
     @model_validator(mode="after")
-    def _says_something(self) -> Message:
+    def _check(self) -> Message:
         if self.content is None and not self.tool_calls:
             raise ValueError("content: expected a text")
         return self
@@ -136,13 +119,13 @@ class _StreamOptions(_Object):
 
 
 class GenerationRequest(BaseModel):
-    """What a request to any endpoint may ask for.
+    """Fields of every endpoint; ``None``: the model's own.
 
-    ``temperature`` of 0 is greedy; ``top_k`` of 0 or -1 is all tokens; ``seed``: the answer depends on it alone, not on
-    what else runs; ``None``: the model's own.
+    ``temperature`` of 0 is greedy; ``top_k`` of 0 or -1: all tokens; with ``seed`` the answer does not depend on other
+    requests.
     """
 
-    model_config = ConfigDict(strict=True, allow_inf_nan=False, extra="allow")
+    model_config = _STRICT
 
     model: str | None = None
     stream: bool | None = None
@@ -185,7 +168,7 @@ class Chat(GenerationRequest):
 
 
 class Response(GenerationRequest):
-    """A request to ``/v1/responses``; its input becomes messages in transformers' handler."""
+    """A request to ``/v1/responses``; transformers' handler makes messages of its input."""
 
     input: str | list[dict[str, Any]]
     instructions: str | None = None
@@ -210,34 +193,34 @@ def read(kind: type[_Model], body: Mapping[str, Any]) -> _Model:
         message = first["msg"].removeprefix("Value error, ")
         found = f"{'.'.join(where)}: {message}, found {_shown(first['input'])}" if where else message
         raise RequestError(found, where[0] if where else message.partition(":")[0]) from None
-    _refuse_or_ignore(request.model_extra or {}, type(request).model_fields)
+    for name, value in (request.model_extra or {}).items():
+        if name in _IGNORED:
+            _log_ignored(name)
+        elif value is not None:
+            _require_neutral(name, value, type(request).model_fields)
     return request
 
 
-def _refuse_or_ignore(others: Mapping[str, Any], used: Collection[str]) -> None:
-    """What is to be done with the fields that are not carried out."""
-    for name, value in others.items():
-        if name in _IGNORED:
-            if name not in _ignored_before:
-                _ignored_before.add(name)
-                logger.warning("%s in requests is ignored: it changes no answer", name)
-            continue
-        if value is None:
-            continue
-        if name in _LENGTHS:
-            raise RequestError(f"{name}: expected one of {', '.join(_LENGTHS)} alone; leave the others out", name)
-        if name not in _NEUTRAL:
-            near = get_close_matches(name, [*used, *_NEUTRAL], n=1)
-            hint = f"did you mean {near[0]!r}?" if near else "leave it out"
-            raise RequestError(f"{name[:80]!r} is not supported; {hint}", name[:80])
-        # A truth value and a number may be equal in Python; "logprobs": 0 asks for something, and false does not.
-        if not any(value == other and isinstance(value, bool) == isinstance(other, bool) for other in _NEUTRAL[name]):
-            allowed = " or ".join(_shown(other) for other in _NEUTRAL[name]) or "null"
-            raise RequestError(
-                f"{name} = {_shown(value)} is not supported (expected {allowed}); leave it out, or use a server that "
-                f"has it: headrace serve --engine vllm",
-                name,
-            )
+@cache  # once per name
+def _log_ignored(name: str) -> None:
+    logger.warning("%s in requests is ignored: it changes no answer", name)
+
+
+def _require_neutral(name: str, value: object, supported: Collection[str]) -> None:
+    if name in _LENGTHS:
+        raise RequestError(f"{name}: expected only one of {', '.join(_LENGTHS)}; leave the others out", name)
+    if name not in _NEUTRAL:
+        near = get_close_matches(name, [*supported, *_NEUTRAL], n=1)
+        hint = f"did you mean {near[0]!r}?" if near else "leave it out"
+        raise RequestError(f"{name[:80]!r} is not supported; {hint}", name[:80])
+    # In Python False == 0, but "logprobs": 0 asks for something, and false does not.
+    if not any(value == other and isinstance(value, bool) == isinstance(other, bool) for other in _NEUTRAL[name]):
+        allowed = " or ".join(map(_shown, _NEUTRAL[name])) or "null"
+        raise RequestError(
+            f"{name} = {_shown(value)} is not supported (expected {allowed}); leave it out, or use a server that "
+            f"has it: headrace serve --engine vllm",
+            name,
+        )
 
 
 def _shown(value: object) -> str:
