@@ -50,13 +50,13 @@ class Prepared:
         plan: checked against the inventory and the machine, and within its limits.
         device: where compute runs.
         bound: the live tensors of every storage, by storage name.
-        weights: the checkpoint; needed for weights stored in ``disk`` and for tensors on ``meta``.
+        weights: the checkpoint; needed for what rests in ``disk`` and for tensors on ``meta``.
         disk: how its files are read.
         ranks: of the same offload, for stores and links that span processes.
         budget_bytes: device memory that weights may take, also when a tensor is promoted; ``None``: no such limit.
-        pooled: storages that are in pinned memory already; those that are offloaded stay there.
+        pooled: where storages wait in pinned memory already; what of it is offloaded stays there.
         on_host: storages whose device is a GPU although the engine keeps their bytes in host memory.
-        peer: the GPU whose memory holds the units of store ``peer``; ``None``: there are none.
+        peer: the GPU whose memory holds units that rest in ``peer``; ``None``: there are none.
     """
 
     model: nn.Module
@@ -74,7 +74,7 @@ class Prepared:
 
     @property
     def offloaded(self) -> dict[str, BoundStorage]:
-        """Those of ``bound`` that the plan offloads."""
+        """Of ``bound``, what the plan offloads."""
         return {name: self.bound[name] for name in self.plan.offloaded_names}
 
     def must_move(self, name: str) -> bool:
@@ -86,7 +86,7 @@ def prepare(request: PlanRequest, *, allocates: bool = True) -> Prepared:
     """The plan for a module, checked against the model, the machine and its limits.
 
     Args:
-        request: of which ``machine``, ``dtype`` and ``expert_trace`` have no meaning here.
+        request: without what is for other machines or for folders.
         allocates: the plan will be carried out, so the machine must have room for it.
 
     Raises:
@@ -102,20 +102,13 @@ def prepare(request: PlanRequest, *, allocates: bool = True) -> Prepared:
     request = replace(request, num_ranks=1 if ranks is None else ranks.size)
     context = module_context(request, Target(device, describe_device(device)))
     plan, bound = context.plan(), dict(context.bound)
-    prepared = Prepared(
-        request.model,
-        context.inventory,
-        plan,
-        device,
-        bound,
-        context.weights,
-        request.disk,
-        ranks,
-        budget_bytes=given.num_bytes if isinstance(given, Budget) else None,
-        pooled={} if pool is None else pool.find_storages(bound),
-        on_host=frozenset() if pool is None else storages_in_engine_memory(bound),
-        peer=peer_of(device) if plan.peer_bytes else None,
-    )
+    facts = (request.model, context.inventory, plan, device, bound, context.weights, request.disk, ranks)
+    budget_bytes = given.num_bytes if isinstance(given, Budget) else None
+    peer = peer_of(device) if plan.peer_bytes else None
+    prepared = Prepared(*facts, budget_bytes, peer=peer)
+    if pool is not None:
+        on_host = storages_in_engine_memory(bound)
+        prepared = replace(prepared, pooled=pool.find_storages(bound), on_host=on_host)
     if allocates:
         context.require_room(plan, {*prepared.pooled, *prepared.on_host}, _already_pinned_bytes(plan, prepared.pooled))
     return prepared
