@@ -506,7 +506,7 @@ class Family:
                 np.maximum(slot_bytes[slot], slab, out=slot_bytes[slot], where=here)
                 np.copyto(first[slot], size, where=here & (num_units < wanted))
             num_units += has
-            if ranks is not None:  # rounded as by Striping.of
+            if ranks is not None:  # as Plan.part_bytes
                 parts_bytes += np.ceil(slab / (ranks * SLAB_ALIGNMENT_BYTES)) * SLAB_ALIGNMENT_BYTES
             moved += size
         # A unit that has its slot alone is copied once and stays.

@@ -26,12 +26,9 @@ __all__ = [
     "SCHEMA_VERSION",
     "SLAB_ALIGNMENT_BYTES",
     "Machine",
-    "PartLayout",
     "Placement",
     "Plan",
     "SlabEntry",
-    "Stripe",
-    "Striping",
     "Unit",
     "UnitDraft",
     "assemble",
@@ -248,8 +245,9 @@ class Plan:
 
     @property
     def part_bytes(self) -> int:
-        """Bytes of all units that one rank stores."""
-        return sum(Striping.of(unit.num_bytes, self.num_ranks).part_bytes(0) for unit in self.units)
+        """Bytes of all units that one rank stores: as :class:`headrace.stores.sharded.Striping` splits them."""
+        parts = ((slab_bytes([-(-unit.num_bytes // self.num_ranks)]), unit.num_bytes) for unit in self.units)
+        return sum(map(min, parts))
 
     @property
     def spilled_bytes(self) -> int:
@@ -537,81 +535,6 @@ def slab_bytes(sizes: Iterable[int]) -> int:
 
 def _aligned(num_bytes: int) -> int:
     return -(-num_bytes // SLAB_ALIGNMENT_BYTES) * SLAB_ALIGNMENT_BYTES
-
-
-# -- slabs split over ranks --------------------------------------------------------------------------------------------
-
-
-@dataclass(frozen=True)
-class Stripe:
-    """Bytes ``start`` to ``end`` of a slab, which lie at ``offset`` of the part of their rank."""
-
-    start: int
-    end: int
-    offset: int
-
-    @property
-    def num_bytes(self) -> int:
-        """Length."""
-        return self.end - self.start
-
-
-@dataclass(frozen=True)
-class Striping:
-    """One slab over ``num_ranks`` ranks: chunks in turn, as in a striped array of disks.
-
-    Chunk ``k * ranks + r`` belongs to rank ``r``: ``ranks`` chunks in a row are a stripe. With one stripe every rank
-    has one contiguous part. With several, what a rank has brought first can be passed on while it brings the next, and
-    the slab fills from the front on every rank. All chunks of a unit but the last ones are equally long, so the parts
-    are equal but for the alignment, and no rank keeps padding.
-
-    Attributes:
-        num_bytes: of the slab; a multiple of 256.
-        chunk_bytes: a multiple of 256.
-    """
-
-    num_bytes: int
-    num_ranks: int
-    chunk_bytes: int
-
-    @classmethod
-    def of(cls, num_bytes: int, num_ranks: int, max_chunk_bytes: int | None = None) -> Striping:
-        """As few stripes as ``max_chunk_bytes`` allows (``None``: one), all of the same length but the last."""
-        stripes = 1 if max_chunk_bytes is None else max(1, -(-num_bytes // (num_ranks * max_chunk_bytes)))
-        return cls(num_bytes, num_ranks, _aligned(-(-num_bytes // (num_ranks * stripes))))
-
-    def stretches(self, rank: int) -> Iterator[Stripe]:
-        """What ``rank`` keeps, in order."""
-        offset = 0
-        for start in range(rank * self.chunk_bytes, self.num_bytes, self.num_ranks * self.chunk_bytes):
-            end = min(start + self.chunk_bytes, self.num_bytes)
-            yield Stripe(start, end, offset)
-            offset += end - start
-
-    def in_order(self) -> Iterator[tuple[int, Stripe]]:
-        """(rank, stretch) of the whole slab, from its first byte to its last."""
-        every = ((rank, stretch) for rank in range(self.num_ranks) for stretch in self.stretches(rank))
-        return iter(sorted(every, key=lambda item: item[1].start))
-
-    def part_bytes(self, rank: int) -> int:
-        """Bytes that ``rank`` keeps."""
-        return sum(stretch.num_bytes for stretch in self.stretches(rank))
-
-
-class PartLayout:
-    """Where the parts of all units lie in a rank's memory, at the same offsets on every rank.
-
-    Attributes:
-        stripings: by unit.
-        offsets: by unit, where its part begins.
-        num_bytes: of the memory of each rank: the longest part of every unit.
-    """
-
-    def __init__(self, units: Sequence[Unit], num_ranks: int, max_chunk_bytes: int | None = None) -> None:
-        self.stripings = [Striping.of(unit.num_bytes, num_ranks, max_chunk_bytes) for unit in units]
-        # Rank 0's part is the longest of each unit, and equal offsets let a rank address another's part by its own.
-        *self.offsets, self.num_bytes = accumulate((s.part_bytes(0) for s in self.stripings), initial=0)
-        self.num_ranks = num_ranks
 
 
 # -- reading a plan's JSON ---------------------------------------------------------------------------------------------

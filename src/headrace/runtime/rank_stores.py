@@ -26,10 +26,10 @@ from headrace.memory.symmetric import SymmetricMemory
 from headrace.memory.system import cpus_near
 from headrace.model.live_tensors import BoundStorage
 from headrace.model.records import StorageInfo
-from headrace.plan.plan import CHUNK_BYTES, PartLayout, Plan
+from headrace.plan.plan import CHUNK_BYTES, Plan
 from headrace.ranks.group import GlooChannel, RankGroup, json_digest, this_host
 from headrace.runtime.prepare import Prepared
-from headrace.stores.sharded import DeviceShardedStore, HostShardedStore, ShardedStore
+from headrace.stores.sharded import DeviceShardedStore, HostShardedStore, PartLayout, ShardedStore
 from headrace.stores.shared_host import SharedStore, shared_bytes
 from headrace.stores.sources import ByteRange, Copy, clip
 from headrace.stores.store import DiskStore, new_buffer
