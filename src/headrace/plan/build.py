@@ -24,6 +24,7 @@ import numpy as np
 from headrace.config import HOST_MODES, SHARDED_MODES, UVA, Budget, Mechanism, Mode, Policy, Prefetch, Rules, Workload
 from headrace.errors import BudgetError, OptionError, RuleError, SelectionError, warn_user
 from headrace.formatting import format_size, listed
+from headrace.model.layers import find_layers, find_stacks
 from headrace.model.patterns import matching
 from headrace.model.records import Inventory, ModelProfile, StorageInfo
 from headrace.plan.alternatives import Alternative, Alternatives
@@ -43,8 +44,6 @@ from headrace.plan.report import CachePoint, PlanPrediction, WorkloadBytes
 from headrace.plan.traces import ExpertHits, FixedHits
 from headrace.plan.units import (
     draft_units,
-    find_layers,
-    find_stacks,
     plan_group_rule,
     read_in_place,
     resolve_rules,

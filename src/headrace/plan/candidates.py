@@ -36,13 +36,14 @@ import numpy as np
 import numpy.typing as npt
 
 from headrace.config import HOST_MODES, Budget, Mechanism, Mode, StoreKind
+from headrace.model.layers import find_layers
 from headrace.model.records import Inventory, ModelProfile, StorageInfo
 from headrace.plan.cached_experts import CachedLayer, cache_bytes, cached_layers
 from headrace.plan.cost_model import Bools, Floats, Forecaster, Ints, Rates, StepModel, experts_in, find_stages
 from headrace.plan.plan import SLAB_ALIGNMENT_BYTES, Plan, UnitDraft, assemble, slab_bytes
 from headrace.plan.schedule import RING_BYTES
 from headrace.plan.traces import ExpertHits, FixedHits
-from headrace.plan.units import find_layers, outside_units, stranded
+from headrace.plan.units import outside_units, stranded
 
 __all__ = ["CandidateTable", "Family", "MappedFiles", "Spill", "mean_log", "spill_order"]
 

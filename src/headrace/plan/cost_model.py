@@ -52,12 +52,12 @@ import numpy as np
 import numpy.typing as npt
 
 from headrace.config import SHARDED_MODES, Mode
+from headrace.model.layers import find_layers, reader_of
 from headrace.model.records import Inventory, ModelProfile, StorageInfo, dotted_prefixes
 from headrace.plan.cached_experts import CachedLayer
 from headrace.plan.plan import CHUNK_BYTES, Plan, Unit, UnitDraft
 from headrace.plan.schedule import RING_BYTES
 from headrace.plan.traces import ExpertHits, FixedHits
-from headrace.plan.units import find_layers, reader_of
 
 __all__ = [
     "NOMINAL_CPU",

@@ -36,7 +36,7 @@ from headrace.config import Budget, peer_timeout_s
 from headrace.errors import OptionError, OutsideAccessError, PeerError, StateError
 from headrace.experts.rows import ExpertKernels
 from headrace.formatting import format_size
-from headrace.model.quirks import without_lora
+from headrace.model.inventory import without_lora
 from headrace.offloaders.layerwise import EngineOffloader, EngineTraits
 from headrace.plan.cost_model import Rates
 from headrace.ranks.group import GRACE_S, RankGroup, call_within, json_digest
