@@ -85,7 +85,7 @@ class TestRefusals:
     def test_a_rule_behind_a_wider_one(self) -> None:
         message = refusal([("mlp", "prefetch"), ("experts", "uva")])
         assert (
-            "rule 'experts=uva' can never apply: all that it matches is settled by 'mlp=prefetch' before it" in message
+            "rule 'experts=uva' can never apply: all that it matches is matched by 'mlp=prefetch' before it" in message
         )
         assert "--offload-rule" in message
 

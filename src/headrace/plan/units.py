@@ -57,13 +57,13 @@ def group_rule(num_layers: int, group_size: int, num_in_group: int) -> list[int]
 
 
 def worth_moving(storages: Iterable[StorageInfo]) -> list[StorageInfo]:
-    """What is offloaded when no names are given: storages that hold weights, are not tiny and no adapter's."""
+    """Offloaded by default: storages that hold weights, are not tiny and are no adapter's."""
     large = (s for s in weights_of(storages) if s.num_bytes >= TINY_BYTES)
     return [s for s in large if not _ADAPTER.fullmatch(s.name)]
 
 
 def outside_units(inventory: Inventory, candidates: Sequence[StorageInfo], layers: Collection[str]) -> list[UnitDraft]:
-    """Units for candidates outside ``layers`` (those that have units themselves): an untied lm_head, say.
+    """Units for candidates outside ``layers`` (those that have units themselves): for example an untied lm_head.
 
     Each is hooked on the innermost module that every path to it leads through and that is called. Left out, hence
     resident: what no module but the root is called around, and what would be hooked inside or around another unit's
@@ -121,7 +121,7 @@ def split_by_part(inventory: Inventory, layers: Sequence[UnitDraft]) -> list[Uni
     """Each of ``layers`` as one unit per child that holds any of its storages, in the order of the children.
 
     Part i of a layer then shares its slots with part i of the others. So all of them have to have as many parts, each
-    with a forward, none of these tiny, and nothing that belongs to two; otherwise the layers stay whole.
+    with a forward, none of these tiny, and nothing that belongs to two; otherwise the layers are not split.
     """
     every: list[UnitDraft] = []
     counts = set()
@@ -158,16 +158,16 @@ def resolve_rules(
 
     Raises:
         SelectionError: a pattern matches nothing.
-        RuleError: a rule can never apply, or cannot be obeyed for anything it settles.
+        RuleError: a rule can never apply, or no plan can carry it out for any of its storages.
     """
     owners: dict[str, int] = {}  # index of the first rule that matches a storage
     for index, (pattern, _) in enumerate(rules):
         matched = matching(inventory, pattern)
         left = matched - owners.keys()
         if not left:
-            settled = " and ".join(_shown(rules[other]) for other in sorted({owners[name] for name in matched}))
+            earlier = " and ".join(_shown(rules[other]) for other in sorted({owners[name] for name in matched}))
             raise RuleError(
-                f"rule {_shown(rules[index])} can never apply: all that it matches is settled by {settled} before it. "
+                f"rule {_shown(rules[index])} can never apply: all that it matches is matched by {earlier} before it. "
                 f"The first rule that matches counts: put the narrower one first, e.g. --offload-rule "
                 f"'re:.*\\.layers\\.0\\..*=resident' mlp=prefetch"
             )
@@ -179,7 +179,7 @@ def resolve_rules(
         stay = {name: reasons[name] for name in mine if name in reasons}
         if stay:
             message = (
-                f"rule {_shown(rule)}: {len(stay)} of the {len(mine)} tensors that it settles ({listed(stay)}) "
+                f"rule {_shown(rule)}: {len(stay)} of the {len(mine)} tensors that it decides ({listed(stay)}) "
                 f"cannot leave the device: {'; '.join(dict.fromkeys(stay.values()))}"
             )
             if len(stay) == len(mine):
@@ -247,10 +247,10 @@ def plan_group_rule(
         inventory: of the model.
         policy: the group rule.
         stacks: what it counts.
-        in_place: what of its candidates is read where it rests, because no layer of these stacks brings it.
-        by_part: let the parts of a layer (attention, feed-forward) travel one by one, each through a slot of its own,
-            in the same device memory: a part can be refilled while the next computes.
-        candidates: what may move; default what ``policy`` selects.
+        in_place: whether a candidate is read in place, because it is in no layer of these stacks.
+        by_part: copy the parts of a layer (attention, feed-forward) one by one, each into a slot of its own, in the
+            same device memory: a part can be refilled while the next computes.
+        candidates: storages that may move; default those that ``policy`` selects.
     """
     candidates = selected(inventory, policy.params) if candidates is None else candidates
     uva = [s for s in candidates if in_place(s)]
@@ -291,7 +291,7 @@ def move_on_demand(inventory: Inventory, plan: Plan, num_slots: int = 1) -> Plan
     moving = [storage for storage in inventory.storages if storage.name in wanted]
     drafts = draft_units(inventory, moving)
     warn_of_stranded(inventory, stranded(inventory, moving, {s.name for draft in drafts for s in draft.storages}))
-    # What joins a unit comes from where that rests.
+    # A storage that joins a unit has the unit's store.
     places = {unit.module_fqn: unit.store for unit in plan.units}
     stores = [replace(draft, store=places.get(draft.module_fqn)) for draft in drafts]
     # A plan that read everything in place had no slot.
@@ -299,7 +299,7 @@ def move_on_demand(inventory: Inventory, plan: Plan, num_slots: int = 1) -> Plan
 
 
 def selected(inventory: Inventory, params: Sequence[str]) -> list[StorageInfo]:
-    """What the name patterns ``params`` select; without any, what is worth moving."""
+    """The storages that the name patterns ``params`` select; without any, those worth moving."""
     return select(inventory, params) if params else worth_moving(inventory.storages)
 
 
