@@ -91,7 +91,7 @@ class TestRefusals:
 
     def test_a_rule_behind_several(self) -> None:
         message = refusal([("up_proj", "prefetch"), ("down_proj", "resident"), ("embed", "uva"), ("experts", "uva")])
-        assert "settled by 'up_proj=prefetch' and 'down_proj=resident' before it" in message
+        assert "matched by 'up_proj=prefetch' and 'down_proj=resident' before it" in message
 
     def test_the_same_rule_twice(self) -> None:
         assert "can never apply" in refusal([("experts", "uva"), ("experts", "uva")])
