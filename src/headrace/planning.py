@@ -155,7 +155,8 @@ def plan_model(request: PlanRequest) -> PlanResult:
                 File(path, request.disk).close()  # the file system may refuse O_DIRECT
         if plan.offloaded_bytes and plan.reads_files and context.weights is None:
             warn_user(
-                "the plan reads safetensors files, and none were given: pass checkpoint=FOLDER here and to offload"
+                "the plan reads safetensors files, and none were given: pass checkpoint=FOLDER here and to "
+                "headrace.offload"
             )
         return PlanResult(replace(plan, model_name=plan.model_name or context.name), context)
 

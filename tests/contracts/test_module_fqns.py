@@ -19,9 +19,10 @@ import headrace
 from headrace.config import ALL_MODEL_PARAMS, UVA, Budget, Prefetch, Rules
 from headrace.errors import CheckpointError, HeadraceWarning, OptionError, RuleError, SelectionError
 from headrace.model.inventory import take_inventory
+from headrace.model.layers import find_stacks
 from headrace.plan.build import build_plan
 from headrace.plan.plan import Plan, UnitDraft, assemble
-from headrace.plan.units import find_stacks, plan_group_rule
+from headrace.plan.units import plan_group_rule
 from headrace.testing import assert_same_bits
 from models import DIM, Reader, ReaderDict, all_layers, rows, save
 

@@ -21,7 +21,7 @@ import torch
 import headrace
 from headrace.errors import BudgetError, CheckpointError, HeadraceWarning, OptionError, OptionTypeError, StateError
 from headrace.model.inventory import take_inventory
-from headrace.plan.units import find_stacks
+from headrace.model.layers import find_stacks
 from headrace.testing import assert_same_bits
 
 if importlib.util.find_spec("diffusers") is None or importlib.util.find_spec("peft") is None:

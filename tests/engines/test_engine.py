@@ -17,7 +17,7 @@ import engines
 from engines import EngineModel, Layer, Linear, Wrapped, build, ids, is_lookup
 from headrace import UVA, Budget, Prefetch
 from headrace.errors import BudgetError, OptionError, SelectionError, StateError
-from headrace.model.quirks import without_lora
+from headrace.model.inventory import without_lora
 from headrace.model.records import Inventory, ModelProfile
 from headrace.offloaders.layerwise import EngineOffloader, EnginePolicy, EngineTraits
 from headrace.plan.units import TINY_BYTES

@@ -356,7 +356,7 @@ class TestRefusals:
 
     def test_another_store(self) -> None:
         policy = Rules([("experts", "cache")], expert_slots=3, mode="meta")
-        with pytest.raises(OptionError, match="rest in 'meta'; expected 'cpu'"):
+        with pytest.raises(OptionError, match="stored in 'meta'; expected 'cpu'"):
             headrace.offload(qwen(), policy)
 
 

@@ -20,10 +20,11 @@ from headrace.config import ALL_MODEL_PARAMS, UVA, Budget, Mode, Prefetch
 from headrace.errors import BudgetError, HeadraceWarning, OptionError, SelectionError
 from headrace.formatting import in_unit, size_unit
 from headrace.model.inventory import Inventory, take_inventory
+from headrace.model.layers import find_stacks
 from headrace.plan.build import build_plan
 from headrace.plan.plan import Plan
 from headrace.plan.report import render
-from headrace.plan.units import find_stacks, group_rule
+from headrace.plan.units import group_rule
 from models import MoE, OddStack, Reader, ReaderDict, ScaledStack, Stack, all_layers
 from plans import KIB, check_plan, holder, models, plan_for
 

@@ -85,13 +85,13 @@ class TestRefusals:
     def test_a_rule_behind_a_wider_one(self) -> None:
         message = refusal([("mlp", "prefetch"), ("experts", "uva")])
         assert (
-            "rule 'experts=uva' can never apply: all that it matches is settled by 'mlp=prefetch' before it" in message
+            "rule 'experts=uva' can never apply: all that it matches is matched by 'mlp=prefetch' before it" in message
         )
         assert "--offload-rule" in message
 
     def test_a_rule_behind_several(self) -> None:
         message = refusal([("up_proj", "prefetch"), ("down_proj", "resident"), ("embed", "uva"), ("experts", "uva")])
-        assert "settled by 'up_proj=prefetch' and 'down_proj=resident' before it" in message
+        assert "matched by 'up_proj=prefetch' and 'down_proj=resident' before it" in message
 
     def test_the_same_rule_twice(self) -> None:
         assert "can never apply" in refusal([("experts", "uva"), ("experts", "uva")])

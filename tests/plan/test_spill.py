@@ -236,7 +236,7 @@ class TestWhoMaySpill:
 
     def test_host_memory_without_effect_is_said(self) -> None:
         budget = Budget(self.INVENTORY.num_bytes // 2, mode="disk", host_memory="1GiB")
-        with pytest.warns(HeadraceWarning, match="--host-memory has no effect: in mode 'disk'"):
+        with pytest.warns(HeadraceWarning, match="--host-memory has no effect: mode 'disk' stores"):
             build_plan(self.INVENTORY, budget, rates=DISK)
 
     def test_ranks_do_not(self) -> None:
@@ -257,7 +257,7 @@ class TestWhoMaySpill:
             self.INVENTORY, caught.value.minimum_bytes, None, Spill(names, 1000, ring_bytes=0), zero_copy=False
         )
         assert host_bytes(found) <= 1000
-        size = str(caught.value).split("allow --host-memory ")[1].split("MiB")[0]
+        size = str(caught.value).split("--host-memory ")[1].split("MiB")[0]
         allowed = spilling(self.INVENTORY, half, int(size) * MIB, Spill(names, ring_bytes=0), zero_copy=False)
         assert not allowed.staged_units
 

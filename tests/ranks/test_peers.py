@@ -27,11 +27,10 @@ from headrace import Prefetch
 from headrace.cli.demo_run import ensure_model
 from headrace.errors import HeadraceWarning, OptionError, PeerError, TransferError
 from headrace.memory.shared import SymmetricMemory
-from headrace.plan.plan import Striping
 from headrace.ranks.group import RankGroup
 from headrace.stores import rank_stores
 from headrace.stores.rank_stores import checksum
-from headrace.stores.sharded import ShardedStore
+from headrace.stores.sharded import ShardedStore, Striping
 from headrace.testing import assert_moved, assert_same_bits, boundaries
 from models import MoE, OddStack, ScaledStack, Stack, aligned, all_layers, rows, save
 from ranks import outcomes, run_ranks

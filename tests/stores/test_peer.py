@@ -91,10 +91,10 @@ class TestWhatAPlanSays:
     def test_beside_host_memory_alone(self) -> None:
         made = planned(Stack(6))
         made.check(take_inventory(Stack(6)))
-        with pytest.raises(OptionError, match=r"unit 0 \(layers.0\) rests in 'cpu' and the plan in 'disk'"):
+        with pytest.raises(OptionError, match=r"unit 0 \(layers.0\) is stored in 'cpu', and the plan has mode 'disk'"):
             replace(made, mode="disk").check(take_inventory(Stack(6)))
         units = [replace(unit, store="disk" if unit.store == "cpu" else "peer") for unit in made.units]
-        with pytest.raises(OptionError, match=r"unit 1 \(layers.1\) rests in 'peer' and the plan in 'disk'"):
+        with pytest.raises(OptionError, match=r"unit 1 \(layers.1\) is stored in 'peer', and the plan has mode 'disk'"):
             replace(made, mode="disk", units=tuple(units)).check(take_inventory(Stack(6)))
 
     def test_what_moves_on_demand_joins_the_unit_where_it_rests(self) -> None:

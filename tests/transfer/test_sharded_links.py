@@ -13,8 +13,8 @@ import pytest
 import torch
 
 from headrace.errors import TransferError
-from headrace.plan.plan import PartLayout, SlabEntry, Unit
-from headrace.stores.sharded import DeviceShardedStore, HostShardedStore, ShardedStore
+from headrace.plan.plan import SlabEntry, Unit
+from headrace.stores.sharded import DeviceShardedStore, HostShardedStore, PartLayout, ShardedStore
 from headrace.transfer.cuda_stream import StreamLink
 from headrace.transfer.sharded_copy import DeviceShardLink, HostShardLink
 

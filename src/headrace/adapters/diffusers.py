@@ -29,8 +29,7 @@ from headrace.checkpoint.safetensors_header import Checkpoint, FileFingerprint, 
 from headrace.checkpoint.weight_map import TensorSource, WeightMap
 from headrace.config import Budget, Policy, as_policy
 from headrace.errors import CheckpointError, OptionError, OptionTypeError, StateError
-from headrace.model.inventory import take_inventory
-from headrace.model.quirks import without_lora
+from headrace.model.inventory import take_inventory, without_lora
 from headrace.plan.plan import Plan
 from headrace.runtime.prepare import prepare
 from headrace.runtime.session import Progress

@@ -16,7 +16,6 @@ from torch import nn
 from torch.nn.parameter import is_lazy
 
 from headrace.errors import OptionError, StateError
-from headrace.model.quirks import SIDE_OBJECTS, self_managed
 from headrace.model.records import (
     Inventory,
     Kind,
@@ -28,7 +27,13 @@ from headrace.model.records import (
 )
 
 # With the records that it makes.
-__all__ = ["Inventory", "Location", "ModuleAlias", "StorageInfo", "TensorInfo", "take_inventory"]
+__all__ = ["Inventory", "Location", "ModuleAlias", "StorageInfo", "TensorInfo", "take_inventory", "without_lora"]
+
+# Attributes of a parameter that are objects with further tensors of it: scales and codes of bitsandbytes' 4 bits, and
+# scales of these that are quantised themselves.
+_SIDE_OBJECTS = ("quant_state", "state2")
+
+_REPACKS = "support_avx512bf16_for_cpu"  # of bitsandbytes' layers, which repack in eval() on such a CPU
 
 # Shared modules inside shared modules have exponentially many names; beyond so many per module only the shortest count.
 _NAMES_PER_MODULE = 4
@@ -122,7 +127,7 @@ def inner_tensors(tensor: torch.Tensor) -> Iterator[tuple[tuple[str, ...], torch
 
 def _beside(attributes: Mapping[str, Any], path: tuple[str, ...]) -> Iterator[tuple[tuple[str, ...], torch.Tensor]]:
     """The tensors in objects that a tensor has as attributes, such as scales, with the path to each."""
-    for name in SIDE_OBJECTS:
+    for name in _SIDE_OBJECTS:
         if inside := getattr(attributes.get(name), "__dict__", None):
             found = ((key, value) for key, value in inside.items() if isinstance(value, torch.Tensor))
             yield from (((*path, name, key), value) for key, value in found)
@@ -135,12 +140,41 @@ def reject_self_managed_weights(name: str, module: nn.Module, device: torch.devi
     Raises:
         OptionError: such a module, with what to do instead.
     """
-    if (found := self_managed(module, device)) is not None:
+    if (found := _self_managed(module, device)) is not None:
         how, fix = found
         raise OptionError(
             f"{f'module {name!r}' if name else 'the model'} ({type(module).__name__}): expected weights that stay "
             f"where they are put, found a module that {how}; {fix}"
         )
+
+
+def _self_managed(module: nn.Module, device: torch.device) -> tuple[str, str] | None:
+    """How ``module``, recognised by its attributes, manages its weights itself on ``device``, and the fix."""
+    weight: Any = module._parameters.get("weight")
+    state = getattr(weight, "quant_state", None)
+    packed = getattr(state, "packing_format_for_cpu", False)
+    if not isinstance(module._parameters, dict) or hasattr(module, "ct_decompress_hook"):
+        how = "has its weights exchanged by compressed-tensors in the first forward"
+        return how, "load it with headrace's load(), or with CompressedTensorsConfig(dequantize=True)"
+    if type(weight).__name__ == "Int8Params":
+        how = "(bitsandbytes, 8 bits) writes its weight in every forward"
+        return how, "quantise it to 4 bits, or with torchao"
+    if packed and device.type != "cpu":
+        how = "(bitsandbytes, 4 bits) has packed its weight for a CPU"
+        return how, "offload it before its first forward there"
+    if state is not None and not packed and device.type == "cpu" and getattr(module, _REPACKS, False):
+        return "(bitsandbytes, 4 bits) repacks its weight in its first forward", "run the model once before"
+    if getattr(module, "q_handle", None) is not None:
+        return "(ExLlama, of GPTQModel) runs on addresses that it took once", "load it with another backend"
+    if getattr(module, "gate_up_proj_precision_config", None) is not None:
+        how = "(MXFP4, of transformers) keeps its weights in objects of triton_kernels, which cannot be moved"
+        return how, "load it with Mxfp4Config(dequantize=True)"
+    return None
+
+
+def without_lora(name: str) -> str:
+    """The name of a tensor before LoRA wrapped its module in one that has it as a child ``base_layer``."""
+    return name.replace(".base_layer.", ".")
 
 
 class _Walk:

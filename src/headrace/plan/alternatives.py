@@ -1,4 +1,4 @@
-"""Alternatives to a plan: what a little more memory on either side, or a larger batch, would bring."""
+"""Alternatives to a plan: a little more memory on either side, or a larger batch."""
 
 from __future__ import annotations
 
@@ -17,20 +17,20 @@ from headrace.plan.plan import Plan
 __all__ = ["Alternative", "Alternatives", "Point", "curve"]
 
 GIB = 2**30
-# A step that much faster is worth asking for more memory.
+# More memory is suggested for steps that are this many times as fast.
 _WORTHWHILE = 1.3
 # A step is as good as resident within this.
 _AT_FULL_SPEED = 1.02
-# A larger batch is as good as free if a step takes no more than this much longer.
+# A larger batch is suggested if its step takes at most this many times as long.
 _NEARLY_FREE = 1.1
 _LARGEST_BATCH = 1024
-# Ranges of device memory of which the curve has a point each at most.
+# Ranges of device memory; the curve has at most one point in each.
 _CURVE_BINS = 256
 
 
 @dataclass(frozen=True)
 class Point:
-    """A candidate that no other beats: none is as fast with less device memory.
+    """A candidate on the Pareto front: none is as fast with less device memory.
 
     Attributes:
         device_bytes: for weights.
@@ -42,10 +42,10 @@ class Point:
 
 
 def curve(table: CandidateTable, host_bytes: int | None = None) -> list[Point]:
-    """Nearly the best step times for every amount of device memory, ascending: what a little more would buy.
+    """Nearly the best step times for every amount of device memory, ascending.
 
-    ``host_bytes``: host memory that the weights may take. Of the candidates of a family only those that move the fewest
-    bytes in each of ``_CURVE_BINS`` ranges of memory are timed.
+    ``host_bytes``: host memory that the weights may take. Of each family, only candidates that move the fewest bytes
+    in each of ``_CURVE_BINS`` ranges of memory are timed.
     """
     points: list[tuple[float, float, Floats]] = []
     for family in table.families:
@@ -77,11 +77,11 @@ def _fewest_moved(family: Family, host_bytes: int | None) -> Ints:
 
 @dataclass(frozen=True)
 class Alternative:
-    """One other choice.
+    """A change of the request that makes it faster.
 
     Attributes:
         text: for people, without a full stop.
-        device_bytes: device memory it takes in all.
+        device_bytes: device memory in all.
         batch: rows of its step.
         speedup: tokens per second compared with the plan's.
         step_s: its predicted step.
@@ -95,7 +95,7 @@ class Alternative:
 
 
 class Alternatives:
-    """What else ``plan``, which is that for ``budget``, could be."""
+    """The alternatives to ``plan``, which is the one for ``budget``."""
 
     def __init__(self, table: CandidateTable, budget: Budget, plan: Plan) -> None:
         self._table, self._budget, self._plan = table, budget, plan
@@ -129,7 +129,7 @@ class Alternatives:
             if extra <= seen:
                 continue
             seen = extra
-            # With the memory rounded up to whole GiB, what is best within it.
+            # The best within that memory, rounded up to whole GiB.
             total = self._budget.num_bytes + extra * GIB
             within = [point for point in points if point.device_bytes <= total - self._reserved]
             better = max(within, key=lambda point: point.device_bytes)
@@ -140,12 +140,12 @@ class Alternatives:
             yield Alternative(text, total, self._table.batch_sizes[0], ratio, better.step_s[0])
 
     def _more_host_memory(self, ring_bytes: int) -> Iterator[Alternative]:
-        """The least host memory that is worthwhile when units in files take it, or else all that they would take.
+        """The least host memory that is worthwhile for units in files, or else all that they would take.
 
-        The plan is otherwise unchanged: with that much memory the planner may find a better one.
+        The plan is otherwise unchanged; the planner may find a better one.
         """
         staged = self._plan.staged_units
-        # By halving, since a unit fewer in files never makes a step slower.
+        # By bisection: a unit fewer in files never makes a step slower.
         counts = range(1, len(staged) + 1)
         found = bisect_left(counts, _WORTHWHILE, key=lambda count: self._speedup(self._times(self._brought_in(count))))
         better = self._brought_in(min(found + 1, len(staged)))
@@ -154,21 +154,21 @@ class Alternatives:
         if ratio >= _AT_FULL_SPEED:
             taken = sum(unit.num_bytes for unit in staged) - sum(unit.num_bytes for unit in better.staged_units)
             extra = max(1, math.ceil((taken - (0 if better.staged_units else ring_bytes)) / GIB))
-            rest = "" if better.staged_units else " (nothing is left on disk)"
-            text = f"{extra} GiB more host memory: {ratio:.1f}x faster{rest}"
+            none = "" if better.staged_units else " (nothing is left on disk)"
+            text = f"{extra} GiB more host memory: {ratio:.1f}x faster{none}"
             yield Alternative(text, self._budget.num_bytes, self._table.batch_sizes[0], ratio, times[0])
 
     def _brought_in(self, count: int) -> Plan:
-        """The plan with ``count`` of its units in files in host memory: those that a higher limit would bring there."""
+        """The plan with the ``count`` units in files that a higher limit would store in host memory."""
         plan, order = self._plan, {fqn: index for index, fqn in enumerate(self._table.spill_order)}
         staged = sorted(plan.staged_units, key=lambda unit: order[unit.module_fqn])
-        # The last of the order: the first of it are in files under every limit.
+        # The first of the order stay in files.
         chosen = {unit.index for unit in staged[len(staged) - count :]}
         units = (replace(unit, store=plan.mode) if unit.index in chosen else unit for unit in plan.units)
         return replace(plan, units=tuple(units))
 
     def _larger_batch(self) -> Iterator[Alternative]:
-        """The largest batch whose steps take hardly longer, as far as the budget has room for its cache."""
+        """The largest batch that the budget has room for and whose steps take hardly longer."""
 
         def device_bytes(rows: int) -> int:
             return self._plan.device_bytes + self._table.profile.workload_bytes(rows, self._table.context)

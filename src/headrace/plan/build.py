@@ -1,18 +1,14 @@
 """From a policy and an inventory to a plan, and the predicted cost of the plan.
 
-The :class:`Planner` holds everything that a plan is made from. A :class:`Forecast` is the time of a step, its floor and
-what bounds it.
-
 A byte budget gets the fastest plan within it. Offloading a quarter of *every* layer beats offloading every fourth
-layer: slots are a quarter of the size, and every stretch of compute has a copy that runs beside it. So
+layer: slots are a quarter of the size, and all compute has a copy that runs beside it. So
 :mod:`headrace.plan.candidates` offers sets of roles, the same in every layer, with evenly spaced layers that keep more;
-here each is timed by the cost model and the fastest is taken. Memory that is left over goes into residency, because
-every byte that stays is a byte that is not copied.
+here each is timed by the cost model and the fastest is taken. Memory that is left over keeps more weights resident.
 
 Of equally fast candidates: slots that divide the units, then fewer bytes moved, then less device memory.
 
-Where units may rest in files (:class:`headrace.plan.candidates.Spill`), host memory comes first: a candidate leaves as
-many units in files as do not fit into it, and is timed with them there.
+Where units may be stored in files (:class:`headrace.plan.candidates.Spill`), host memory comes first: a candidate
+leaves as many units in files as do not fit into it, and is timed with them there.
 """
 
 from __future__ import annotations
@@ -28,6 +24,7 @@ import numpy as np
 from headrace.config import HOST_MODES, SHARDED_MODES, UVA, Budget, Mechanism, Mode, Policy, Prefetch, Rules, Workload
 from headrace.errors import BudgetError, OptionError, RuleError, SelectionError, warn_user
 from headrace.formatting import format_size, listed
+from headrace.model.layers import find_layers, find_stacks
 from headrace.model.patterns import matching
 from headrace.model.records import Inventory, ModelProfile, StorageInfo
 from headrace.plan.alternatives import Alternative, Alternatives
@@ -47,8 +44,6 @@ from headrace.plan.report import CachePoint, PlanPrediction, WorkloadBytes
 from headrace.plan.traces import ExpertHits, FixedHits
 from headrace.plan.units import (
     draft_units,
-    find_layers,
-    find_stacks,
     plan_group_rule,
     read_in_place,
     resolve_rules,
@@ -61,30 +56,27 @@ __all__ = ["Planner", "build_plan"]
 
 # To join a piece to the one before it: two system calls, and a page that is read and copied (2 GHz Xeon, cached file).
 _JOIN_S = 50e-6
-# Shares of the experts that the device holds, and of those in use that are found there, in the outlook of a cache.
+# Shares of the experts that the device holds, and hit rates, in the predictions for a cache.
 _SHOWN_SHARES, _SHOWN_HITS = (0.25, 0.4, 0.5, 0.75), (0.5, 0.8, 0.9, 1.0)
 
 
 @dataclass(frozen=True)
 class Planner:
-    """Makes plans from policies, predicts their cost, and suggests alternatives; pure, loads nothing.
+    """Makes plans from policies, predicts their cost, and suggests alternatives; loads nothing.
 
     Attributes:
         inventory: of the model, which may be on ``meta``.
         rates: of the machine, one rank alone; those of units that are split are derived from them.
         profile: of the model beyond names and sizes.
-        zero_copy: whether a budget may have compute read any tensor in place, and not only lookups.
+        zero_copy: whether a budget may read any tensor in place, and not only lookups.
         default_mode: the store of a :class:`~headrace.config.Budget` that names none.
         unstreamable: storages whose bytes are in no checkpoint file unchanged; mode ``disk`` keeps them resident.
-        stored_bytes: by storage, its bytes in the files where these are not its own size: mode ``disk`` converts them
-            while it reads.
-        num_ranks: over how many ranks a budget's units are split in a sharded mode, where no rank has whole tensors
-            to read in place.
+        stored_bytes: by storage, its bytes in the files if they differ from its size: mode ``disk`` converts them.
+        num_ranks: ranks that a budget's units are split over in a sharded mode, in which nothing is read in place.
         mapped: the files that a CPU reads in place in mode ``disk``; ``None``: there are none, or a GPU computes.
         cacheable: experts that a budget may cache, by name.
-        hits: what a cache of experts is expected to hit.
-        spill: the files in which a budget that names no store leaves what host memory has no room for; ``None``: there
-            are none.
+        hits: the expected hit rate of a cache of experts.
+        spill: the files for units that host memory has no room for, of a budget without a store; ``None``: none.
     """
 
     inventory: Inventory
@@ -110,7 +102,7 @@ class Planner:
         Args:
             movable: of a :class:`~headrace.config.UVA` or a budget, names of the storages that may leave the device;
                 default those that its patterns select.
-            forced: of a budget, the mechanisms of storages by name, where its rules settle none.
+            forced: of a budget, the mechanisms of storages by name; its rules override them.
 
         Raises:
             SelectionError: a pattern, or the policy as a whole, selects nothing that can be offloaded.
@@ -136,8 +128,8 @@ class Planner:
             drafts = draft_units(self.inventory, moving)
             if not drafts and not uva and not cached:
                 raise RuleError(
-                    f"the {len(policy.rules)} rule(s) keep everything resident: without a budget at least one has to "
-                    f"say prefetch, uva or cache, e.g. --offload-rule experts=uva (or give --device-memory)"
+                    f"the {len(policy.rules)} rule(s) keep everything resident: without a budget at least one must be "
+                    f"prefetch, uva or cache, e.g. --offload-rule experts=uva (or give --device-memory)"
                 )
             num_slots = usable_slots(policy.prefetch_step, len(drafts))
             made = assemble(self.inventory, drafts, num_slots, policy.mode, uva=uva, cached=cached)
@@ -151,7 +143,7 @@ class Planner:
         return replace(made, num_ranks=self.num_ranks)
 
     def _movable(self, policy: Budget | Prefetch | UVA, names: Collection[str] | None = None) -> list[StorageInfo]:
-        """What ``policy`` selects (or ``names``), without what its store cannot hold."""
+        """The storages that ``policy`` (or ``names``) selects and that its store can hold."""
         if names is None:
             candidates = selected(self.inventory, policy.params)
         else:
@@ -165,20 +157,19 @@ class Planner:
         movable = [s for s in candidates if s.name not in fixed]
         if candidates and not movable and not isinstance(policy, Budget):
             raise SelectionError(
-                f"all {len(candidates)} selected tensors ({candidates[0].name}, ...) are made or rearranged while "
-                f"loading, or in no state dict, and cannot be streamed from the files; use mode 'cpu' "
-                f"(--offload-mode cpu) or select other names"
+                f"the files do not hold {listed((s.name for s in candidates), 'tensor')}, all that are selected, in "
+                f"this form; use mode 'cpu' (--offload-mode cpu) or select other names"
             )
         return movable
 
     def _fixed(self, mode: Mode) -> frozenset[str]:
-        """Names of what mode ``disk`` keeps resident: its bytes are in no file unchanged, or it is in no state dict."""
+        """Names of storages that mode ``disk`` keeps resident: in no file unchanged, or in no state dict."""
         if mode != "disk":
             return frozenset()
         return frozenset(self.unstreamable).union(s.name for s in self.inventory.storages if not s.is_saved)
 
     def _refused(self, mode: Mode) -> Mapping[str, str]:
-        """What cannot be read in place in ``mode``, with the reason."""
+        """Storages that cannot be read in place in ``mode``, with the reason."""
         return self.mapped.refused if self.mapped is not None and mode == "disk" else {}
 
     # -- budgets -------------------------------------------------------------------------------------------------------
@@ -186,10 +177,10 @@ class Planner:
     def candidates(
         self, budget: Budget, names: Collection[str] | None = None, forced: Mapping[str, Mechanism] | None = None
     ) -> CandidateTable:
-        """All plans that are considered for ``budget``, whatever its size; the other arguments as for :meth:`plan`."""
+        """All candidates for ``budget``, whatever its size; the other arguments as for :meth:`plan`."""
         if names is not None or forced:
             return self._make_table(budget, names, forced)
-        # Without the sizes of device and host memory, which candidates do not depend on.
+        # Candidates do not depend on the sizes of device and host memory.
         key = (budget.params, budget.mode, budget.rules, budget.workload, budget.expert_slots, budget.peer_memory)
         if key not in self._tables:
             self._tables[key] = self._make_table(budget)
@@ -202,8 +193,8 @@ class Planner:
         self.profile.check_context(workload.context)
         if budget.peer_memory is not None and mode != "cpu":
             raise OptionError(
-                f"peer_memory: expected mode 'cpu', since units rest on another GPU before host memory, found "
-                f"{mode!r}; leave one of the two out (--peer-memory, --offload-mode)"
+                f"peer_memory: expected mode 'cpu', since it is used before host memory, found {mode!r}; leave one of "
+                f"the two out (--peer-memory, --offload-mode)"
             )
         movable = self._movable(budget, names)
         forced = resolve_rules(self.inventory, budget.rules, self._fixed(mode), self._refused(mode))
@@ -218,7 +209,7 @@ class Planner:
             forced,
             split_rates(self.rates, mode, self.num_ranks),
             self.profile,
-            # Read in place on a GPU, bytes of files have to be in pinned memory: lookups at most, or nothing is saved.
+            # A GPU reads files in place only from pinned memory, so lookups alone save any.
             zero_copy=self.zero_copy and has_bytes and mode != "disk",
             lookups_in_place=has_bytes,
             mapped=self.mapped if mode == "disk" else None,
@@ -227,7 +218,6 @@ class Planner:
             context=workload.context,
             ranks_on_device=self.num_ranks if mode == "sharded_gpu" else None,
             mode=mode,
-            # A budget that names a store gets that one alone.
             spill=self.spill if budget.mode is None and mode == "cpu" else None,
             cacheable=self.cacheable if mode == "cpu" else (),
             expert_slots=budget.expert_slots,
@@ -236,7 +226,7 @@ class Planner:
         )
 
     def _run_once(self, movable: Sequence[StorageInfo], workload: Workload) -> list[StorageInfo]:
-        """Of ``movable``, what units can hold of modules that a call runs once, and not once per step."""
+        """Those of ``movable`` that units can hold, of modules that a call runs once, and not once per step."""
         steps = {name for pattern in workload.repeated for name in matching(self.inventory, pattern)}
         once = [s for s in movable if s.name not in steps and not s.is_lookup]
         return [s for draft in draft_units(self.inventory, once) for s in draft.storages]
@@ -244,19 +234,19 @@ class Planner:
     # -- predictions ---------------------------------------------------------------------------------------------------
 
     def forecast(self, plan: Plan, rows: int, context: int = 0) -> Forecast:
-        """What a step of ``rows`` rows will take under ``plan``, with ``context`` tokens per sequence in the cache."""
+        """A step of ``rows`` rows under ``plan``, with ``context`` tokens per sequence in the KV cache."""
         rates = split_rates(self.rates, plan.mode, plan.num_ranks)
         stored_bytes = self.stored_bytes if plan.mode == "disk" else {}
         return Forecaster(self.inventory, rates, self.profile, rows, context, stored_bytes, self.hits)(plan)
 
     def alternatives(self, budget: Budget, plan: Plan) -> list[Alternative]:
-        """What more memory or rows would bring; ``plan`` is the one for ``budget``."""
+        """Gains by more memory or rows; ``plan`` is the one for ``budget``."""
         return list(Alternatives(self.candidates(budget), budget, plan).find())
 
     def outlook(self, policy: Policy | Plan | None, plan: Plan, workload: Workload | None = None) -> PlanPrediction:
-        """What ``plan`` will cost for ``workload`` (default that of ``policy``); alternatives too for a budget.
+        """The cost of ``plan`` for ``workload`` (default that of ``policy``); for a budget also alternatives.
 
-        Without a policy, the smallest budget there is.
+        Without a policy, the smallest budget.
         """
         budget = policy if isinstance(policy, Budget) else None
         workload = workload or (Workload() if budget is None else budget.workload)
@@ -281,12 +271,12 @@ class Planner:
     def least_budget_bytes(self, workload: Workload) -> int:
         """The smallest budget that has a plan."""
         try:
-            return self.plan(Budget(1, workload=workload)).device_bytes  # where nothing has to be on the device
+            return self.plan(Budget(1, workload=workload)).device_bytes  # 0 or 1
         except BudgetError as error:
             return error.minimum_bytes
 
     def _caches(self, plan: Plan, rows: int, context: int) -> Iterator[CachePoint]:
-        """What the experts that ``plan`` caches would bring with other numbers of slots, and at given hits."""
+        """``plan`` with other numbers of slots for cached experts, and at given hit rates."""
         if not plan.cached:
             return
         shares = (layer.num_slots / layer.num_experts for layer in plan.cached)
@@ -304,20 +294,19 @@ class Planner:
             )
 
     def _notes(self, plan: Plan, context: int) -> Iterator[str]:
-        """That no cache is counted; what cached experts are expected to hit; what reading experts in place in mapped
-        files takes, and why some of them cannot be."""
+        """Sentences on the KV cache, the expected hits of cached experts, and experts read in place in files."""
         if context and not self.profile.cache_bytes(1, context):
             yield "no KV cache is counted: the model's forward returns none"
         if plan.cached:
-            yield f"hits of cached experts are those of {self.hits.source}; misses cross the link before they are used"
+            yield f"expected hit rate of cached experts from {self.hits.source}; misses are fetched before use"
         if self.mapped is None or plan.mode != "disk":
             return
         if joined := {name: self.mapped.joined_bytes[name] for name in plan.uva if name in self.mapped.joined_bytes}:
             num_bytes = sum(joined.values())
             seconds = num_bytes // mmap.PAGESIZE * _JOIN_S
             yield (
-                f"{listed(joined, 'tensor')} in pieces in the files: loading maps the pieces and joins them, which "
-                f"takes {format_size(num_bytes)} of host memory for the pages in which they meet and {seconds:.2f} s"
+                f"{listed(joined, 'tensor')} in pieces in the files: loading maps and joins them, which takes "
+                f"{format_size(num_bytes)} of host memory for the pages in which they meet and {seconds:.2f} s"
             )
         layered = (s for layer in find_layers(self.inventory) for s in self.inventory.under(layer))
         experts = [s.name for s in layered if experts_in(self.inventory, s) > 1 and s.name in self.mapped.refused]
@@ -349,8 +338,8 @@ def solve(table: CandidateTable, budget: Budget) -> Plan:
     """
     if budget.host_limit_bytes is not None and table.mode not in HOST_MODES:
         warn_user(
-            f"--host-memory has no effect: in mode {table.mode!r} no weights rest in host memory; leave it out, or "
-            f"say --offload-mode cpu"
+            f"--host-memory has no effect: mode {table.mode!r} stores no weights in host memory; leave it out, or use "
+            f"--offload-mode cpu"
         )
     weights_budget = budget.num_bytes - table.reserved_bytes(budget)
     num_bytes = table.inventory.num_bytes
@@ -367,15 +356,14 @@ def solve(table: CandidateTable, budget: Budget) -> Plan:
         raise _too_small(table, budget)
     if budget.peer_limit_bytes and not best.peer_bytes:
         warn_user(
-            "--peer-memory has no effect: no unit fits into it, or reading host memory is as fast by the rates of this "
-            "machine; leave it out, or run `headrace probe` if it was not run"
+            "--peer-memory has no effect: it is too small for any unit, or not faster than host memory by the rates of "
+            "this machine; leave it out, or run `headrace probe` if it was not run"
         )
     return best
 
 
 def _best(table: CandidateTable, device_bytes: int, host_bytes: int | None) -> Plan | None:
-    # By slots for cached experts, of which there are few: what is left of the memory becomes more of them, and then
-    # another number may be the best.
+    # The best by number of slots for cached experts: these get the memory that is left, which may change the order.
     best: dict[int, tuple[tuple[float, ...], Family, int]] = {}
     rates = [table.rates.copy_bytes_per_s, *[table.rates.from_peer_bytes_per_s] * bool(table.peer_bytes)]
     copy_bytes_per_s = max(rate for curve in rates for _, rate in curve.points)
@@ -428,34 +416,42 @@ def _with_more_experts(plan: Plan, device_bytes: int) -> Plan:
 
 
 def _too_small(table: CandidateTable, budget: Budget) -> BudgetError:
-    """The refusal of a budget within which there is no candidate, with a budget that has one."""
-    work = budget.workload
+    """The refusal of a budget that no candidate fits, with one that some candidate fits."""
+    work, given, families = budget.workload, format_size(budget.num_bytes), table.families
     beside, limit = table.reserved_bytes(budget), table.host_limit(budget)
-    least = beside + min(int(family.memory.device_bytes.min()) for family in table.families)
-    # Under the limit of host memory; everything resident needs none, unless rules take some.
-    fitting = [
-        int(family.memory.device_bytes[rows].min())
-        for family in table.families
-        if len(rows := family.fitting(np.inf, limit))
-    ]
-    if not fitting and not budget.rules:
+    least = beside + min(int(family.memory.device_bytes.min()) for family in families)
+    rows_of = [(family, family.fitting(np.inf, limit)) for family in families]
+    fitting = [int(family.memory.device_bytes[rows].min()) for family, rows in rows_of if len(rows)]
+    if not fitting and not budget.rules:  # everything resident needs no host memory
         fitting = [table.inventory.num_bytes]
-    minimum = beside + min(fitting) if fitting else None
+    enough = max(least, budget.num_bytes)
+    rows_of = [(family, family.fitting(enough - beside)) for family in families]
+    least_host = int(min(float(family.least_host_bytes[rows].min()) for family, rows in rows_of if len(rows)))
+    use = beside + min(fitting) if fitting else enough
+    device, host = (
+        f"--{kind}-memory {-(-size // 2**20)}MiB or more" for kind, size in (("device", use), ("host", least_host))
+    )
     if budget.num_bytes >= least:
-        return _too_little_host(table, budget, limit or 0, minimum)
-    besides = f" for the cache and activations of batch {max(work.batch_sizes)} at {work.context} tokens"
-    besides = f", {format_size(beside)} of it{besides}" if beside else ""
-    use, too = least, ""
-    if minimum is None:
-        too = f", with --host-memory {_mib_up(_least_host_bytes(table, least - beside))}MiB or more"
-    elif minimum > least:
-        use, too = minimum, ", which leaves little enough to host memory"
-    smaller = _smaller_workload(table, budget, least - beside) if beside else ""
+        limit = limit or 0
+        whose = "--host-memory" if budget.host_limit_bytes is not None else "the free host memory of"
+        ring = " with the staging ring, beside units in the checkpoint's files" if table.spill is not None else ""
+        files = "" if ring else ", or leave units in files: checkpoint=FOLDER without a mode (on a CPU mode 'disk')"
+        return BudgetError(
+            f"a budget of {given} leaves more than {whose} {format_size(limit)} to be offloaded: at least "
+            f"{format_size(least_host)}{ring}, {format_size(least_host - limit)} too much; use "
+            f"{f'{device}, or ' if fitting else ''}{host}{files}",
+            use,
+        )
     most = "as much offloaded as the rules allow" if budget.rules else "everything offloaded"
+    cache, smaller = "", ""
+    if beside:
+        largest = f"batch {max(work.batch_sizes)} at {work.context} tokens"
+        cache = f", {format_size(beside)} of it for the cache and activations of {largest}"
+        smaller = _smaller_workload(table, budget, least - beside)
     return BudgetError(
-        f"a budget of {format_size(budget.num_bytes)} ({budget.num_bytes} bytes) is too small: this model's weights "
-        f"are {format_size(table.inventory.num_bytes)} and with {most} headrace still needs "
-        f"{format_size(least)} ({least} bytes){besides}; use --device-memory {_mib_up(use)}MiB or more{too}{smaller}",
+        f"a budget of {given} ({budget.num_bytes} bytes) is too small: this model's weights are "
+        f"{format_size(table.inventory.num_bytes)} and with {most} headrace still needs {format_size(least)} ({least} "
+        f"bytes){cache}; use {device}{'' if fitting else f' with {host}'}{smaller}",
         use,
     )
 
@@ -464,38 +460,9 @@ def _smaller_workload(table: CandidateTable, budget: Budget, weights_bytes: int)
     """The largest batch and the longest context that leave ``weights_bytes`` of the budget, as the end of a message."""
     batch, context = max(budget.workload.batch_sizes), budget.workload.context
     room, needed_bytes = budget.num_bytes - weights_bytes, table.profile.workload_bytes
-    # By halving, since caches and activations grow with both.
+    # By bisection: caches and activations grow with both.
     rows = bisect_right(range(batch), room, key=lambda rows: needed_bytes(rows, context)) - 1
     tokens = bisect_right(range(1, context), room, key=lambda tokens: needed_bytes(batch, tokens))
     fitting = [f"--batch {rows} at {context} tokens"] if rows > 0 else []
     fitting += [f"--context {tokens} with batch {batch}"] if tokens > 0 else []
     return f". Within this budget fits {', or '.join(fitting)}" if fitting else ""
-
-
-def _too_little_host(table: CandidateTable, budget: Budget, limit: int, minimum: int | None) -> BudgetError:
-    least = _least_host_bytes(table, budget.num_bytes - table.reserved_bytes(budget))
-    whose = "--host-memory" if budget.host_limit_bytes is not None else "the free host memory of"
-    more = "" if minimum is None else f"use --device-memory {_mib_up(minimum)}MiB or more, "
-    ring, files = " with the staging ring, beside what can rest in the checkpoint's files", ""
-    if table.spill is None:
-        ring = ""
-        files = (
-            ", or let the rest stay in files: pass checkpoint=FOLDER and no mode, where compute runs on a GPU, or mode "
-            "'disk' (--offload-mode disk)"
-        )
-    return BudgetError(
-        f"a budget of {format_size(budget.num_bytes)} leaves more than {whose} {format_size(limit)} to be offloaded: "
-        f"at least {format_size(least)}{ring}, {format_size(least - limit)} too much; {more}allow --host-memory "
-        f"{_mib_up(least)}MiB{files}",
-        budget.num_bytes if minimum is None else minimum,
-    )
-
-
-def _least_host_bytes(table: CandidateTable, device_bytes: int) -> int:
-    """The smallest limit of host memory with which something fits ``device_bytes``."""
-    fitting = ((family, family.fitting(device_bytes)) for family in table.families)
-    return int(min(float(family.least_host_bytes[rows].min()) for family, rows in fitting if len(rows)))
-
-
-def _mib_up(num_bytes: int) -> int:
-    return -(-num_bytes // 2**20)

@@ -1,4 +1,4 @@
-"""Layers of experts of which a part lies on the device at a time: their tensors, and where rows of these lie.
+"""Layers of cached experts: their tensors, and the addresses of their rows.
 
 Each tensor of such a layer is one range of rows: rows 0 to S - 1 are slots on the device, the next ones overflow rows,
 and from row H on lie all experts in host memory. Overflow rows are on the device, in memory that all layers share: a
@@ -46,14 +46,14 @@ _MOST_KERNEL_ROWS = 992
 
 @dataclass(frozen=True)
 class CachedLayer:
-    """The experts of one module, of which some are on the device at a time.
+    """The cached experts of one module: some of them are on the device at a time.
 
     Attributes:
         module_fqn: dotted name of the module that holds their tensors.
         num_experts: of the module; the first dimension of each of its tensors.
         num_slots: experts that the device holds, at most ``num_experts``.
         storages: names of the tensors, each with the bytes of all experts.
-        overflow_rows: experts beyond the slots that a step brings to the device, until the next layer does.
+        overflow_rows: experts beyond the slots that a step copies to the device, until the next layer does.
     """
 
     module_fqn: str
@@ -67,12 +67,12 @@ class CachedLayer:
         return self.storages[storage] // self.num_experts
 
     def is_split(self, storage: str) -> bool:
-        """Whether ``storage`` lies in two memories; else all of it is on the device."""
+        """Whether ``storage`` is in two memories; else all of it is on the device."""
         return self.row_bytes(storage) >= _MIN_ROW_BYTES
 
     @property
     def split_row_bytes(self) -> list[int]:
-        """Bytes of one expert in each tensor that lies in two memories."""
+        """Bytes of one expert in each tensor that is in two memories."""
         return [self.row_bytes(name) for name in self.storages if self.is_split(name)]
 
     @cached_property
@@ -191,7 +191,7 @@ def overflow_memories(layers: Iterable[CachedLayer]) -> set[tuple[int, int]]:
 
 
 def why_not_cached(inventory: Inventory, names: Collection[str]) -> dict[str, str]:
-    """Of the storages ``names``, those that a cache of experts cannot hold, each with the reason."""
+    """Those of the storages ``names`` that a cache of experts cannot hold, each with the reason."""
     reasons: dict[str, str] = {}
     wanted: dict[str, list[StorageInfo]] = {}
     for storage in inventory.storages:

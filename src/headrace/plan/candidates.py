@@ -3,21 +3,22 @@
 A *role* is a tensor's name inside its layer (``mlp.down_proj.weight``), the same in every layer. A candidate says
 
 * which roles leave the device: the set B in ``k`` layers, evenly spaced, and the next smaller set A (or none) in the
-  others; so that sizes between two sets of roles are reached without bunching;
-* how they are reached: all by prefetch, all in place, or experts in place everywhere and the rest by prefetch; where
-  units may rest in files also experts prefetched in ``k`` layers, which then are those in files, resident in some
-  others and in place in the rest;
-* what happens to the modules outside the layers: resident, prefetched or in place;
+  others, which reaches sizes between two sets of roles without bunching;
+* their mechanism: all prefetched, all in place, or experts in place everywhere and the others prefetched; where units
+  may be stored in files also experts prefetched in ``k`` layers, which then are those in files, resident in some other
+  layers and in place in the remaining ones;
+* the mechanism of the modules outside the layers: resident, prefetched or in place;
 * the number of slots;
 * whether experts are cached, and how many of each layer: a few numbers; memory that is left over is added to them.
 
 None of this depends on the budget. So more memory only ever adds candidates, and the best one gets no slower.
 
-What host memory has no room for stays in the checkpoint's files (:class:`Spill`). Reading files is many times slower
-than the link, so as little as possible is left in them, spread over the forward: while units of host memory are copied,
-the readers get a staging ring ahead. Units go to the files in one order, whatever the limit (:func:`spill_order`), so
-those in files under a larger limit are among those under a smaller one. Every unit fewer in files makes no copy later
-(:mod:`headrace.plan.cost_model` uses only sums and maxima), and so more host memory is never predicted slower.
+Units that host memory has no room for stay in the checkpoint's files (:class:`Spill`). Reading files is many times
+slower than the link, so as few as possible are left in them, spread over the forward: while units of host memory are
+copied, the readers get a staging ring ahead. Units go to the files in one order, whatever the limit
+(:func:`spill_order`), so those in files under a larger limit are among those under a smaller one. A unit fewer in files
+makes no copy later (:mod:`headrace.plan.cost_model` uses only sums and maxima), so more host memory is never predicted
+to be slower.
 
 The memory of a peer, which is another GPU, comes before host memory, because a copy from there takes less time. Units
 go to it in the reverse of that order, each for which there is room.
@@ -35,13 +36,14 @@ import numpy as np
 import numpy.typing as npt
 
 from headrace.config import HOST_MODES, Budget, Mechanism, Mode, StoreKind
+from headrace.model.layers import find_layers
 from headrace.model.records import Inventory, ModelProfile, StorageInfo
 from headrace.plan.cached_experts import CachedLayer, cache_bytes, cached_layers
 from headrace.plan.cost_model import Bools, Floats, Forecaster, Ints, Rates, StepModel, experts_in, find_stages
 from headrace.plan.plan import SLAB_ALIGNMENT_BYTES, Plan, UnitDraft, assemble, slab_bytes
 from headrace.plan.schedule import RING_BYTES
 from headrace.plan.traces import ExpertHits, FixedHits
-from headrace.plan.units import find_layers, outside_units, stranded
+from headrace.plan.units import outside_units, stranded
 
 __all__ = ["CandidateTable", "Family", "MappedFiles", "Spill", "mean_log", "spill_order"]
 
@@ -50,10 +52,10 @@ MAX_SLOTS = 3
 _MAX_ATOMS = 6
 # Shares of its experts that a layer may have slots for.
 _CACHED_SHARES = (1 / 16, 1 / 8, 1 / 4, 1 / 2, 3 / 4)
-# What a layer is: one of the evenly spaced, one of the others, one of them that keeps what these read in place.
+# A layer is one of the evenly spaced, one of the others, or one of these that keeps resident what they read in place.
 LOW, HIGH, KEPT = range(3)
 _REFUSED = " (not in place)"
-# As a size: any sum with it is below zero.
+# A size with which any sum is below zero.
 _NEVER = -1e30
 
 Kinds = npt.NDArray[np.int8]
@@ -61,12 +63,12 @@ Kinds = npt.NDArray[np.int8]
 
 @dataclass(frozen=True)
 class Spill:
-    """Files that units may rest in, for a plan whose store is host memory.
+    """Files that units may be stored in, for a plan whose store is host memory.
 
     Attributes:
-        unstreamable: storages whose bytes are in no file unchanged; units with one of them rest in host memory.
-        free_bytes: host memory that can be had, for budgets that set no limit; ``None``: not known, or not limited.
-        ring_bytes: host memory of the staging ring, which the first unit in files asks for; 0 on a CPU, which has none.
+        unstreamable: storages whose bytes are in no file unchanged; units with one of them stay in host memory.
+        free_bytes: available host memory, for budgets that set no limit; ``None``: not known, or not limited.
+        ring_bytes: host memory of the staging ring, needed from the first unit in files on; 0 on a CPU.
     """
 
     unstreamable: Collection[str] = ()
@@ -79,7 +81,7 @@ class MappedFiles:
     """Files that compute on a CPU can read in place, because they are mapped into memory.
 
     Attributes:
-        refused: storages that cannot be read so, each with the reason; it follows the name.
+        refused: storages that cannot be read in place, each with the reason; it follows the name.
         joined_bytes: of storages in pieces, by name: memory for the pages in which the mapped pieces meet.
     """
 
@@ -96,37 +98,37 @@ def spill_order(count: int) -> list[int]:
 
 @dataclass(eq=False)
 class CandidateTable:
-    """What the solver is asked, the storages by the part they play, and the families of candidates over them.
+    """A request to the solver, the storages by their role, and the families of candidates over them.
 
     Attributes:
         inventory: of the model.
         movable: storages that may leave the device; the others stay.
-        forced: storages whose mechanism a rule has settled; not among ``movable``.
+        forced: storages whose mechanism a rule decides; not among ``movable``.
         rates: of the machine, and of the links that units come over (:func:`headrace.plan.cost_model.split_rates`).
         profile: of the model beyond names and sizes.
         zero_copy: whether compute may read any tensor in place, and not lookups alone.
         lookups_in_place: whether rows of lookup tables may be; mode ``meta`` has no rows to read.
-        mapped: files that lookups and experts are read in place from; ``None``: weights rest elsewhere.
-        stored_bytes: by storage, what is read from the files for it, where that is not its own size.
+        mapped: files that lookups and experts are read in place from; ``None``: weights are not stored in files.
+        stored_bytes: by storage, bytes that are read from the files for it, where that is not its own size.
         batch_sizes: rows of the steps that count.
         context: tokens per sequence that attention reads from the cache.
-        ranks_on_device: over the devices of how many ranks offloaded units are split; ``None``: they rest elsewhere.
+        ranks_on_device: ranks over whose devices offloaded units are split; ``None``: they are not on devices.
         mode: the store.
-        spill: files for the units that host memory has no room for; ``None``: all rest in the one store.
+        spill: files for the units that host memory has no room for; ``None``: all are in the one store.
         cacheable: experts that may be cached, by name.
         expert_slots: of each layer of experts; ``None``: any number.
         hits: what a cache of experts is expected to hit.
-        peer_bytes: memory of another GPU that units rest in before host memory.
+        peer_bytes: memory of another GPU that is used before host memory.
         stages: of the model, in order.
         spill_order: module names (FQNs) of all stages, in the order in which their units go to the files.
         layers: names of those that are layers.
         layer_index: position of every layer.
         roles: layer -> role -> storage, movable ones.
         outside: units outside the layers.
-        always_prefetched: by module, what a rule has settled.
-        always_in_place: lookup tables, and what a rule has settled.
-        stranded: movable, but no module whose forward runs could wait for them.
-        sizes, slabs: bytes of every storage by name, and what it takes of a slab.
+        always_prefetched: by module, storages that a rule prefetches.
+        always_in_place: lookup tables, and storages that a rule reads in place.
+        stranded: movable, but in no module whose forward could wait for them.
+        sizes, slabs: bytes of every storage by name, alone and in a slab.
         read_sizes: bytes that are read for a transfer of it.
     """
 
@@ -152,7 +154,7 @@ class CandidateTable:
     def __post_init__(self) -> None:
         inventory = self.inventory
         must_move = {s.name: s for s in inventory.storages if self.forced.get(s.name) == "prefetch"}
-        # Rows of a lookup table are read in place: that costs neither memory nor a copy, and stays right when a model
+        # Rows of a lookup table are read in place: this costs neither memory nor a copy, and also holds where a model
         # reads the table again at its end (tied weights that are not tied tensors).
         refused = self.mapped.refused if self.mapped is not None else {}
         lookups = [s for s in self.movable if s.is_lookup and self.lookups_in_place and s.name not in refused]
@@ -183,14 +185,14 @@ class CandidateTable:
         self.read_sizes = self.sizes | {name: float(size) for name, size in self.stored_bytes.items()}
 
     def _role(self, layer: str, storage: StorageInfo) -> str:
-        """Its name inside its layer; experts that cannot be read in place as those of other layers are another role."""
+        """Its name inside its layer; experts that cannot be read in place have a role of their own."""
         role = storage.name.removeprefix(layer + ".")
         is_refused = self.mapped is not None and storage.name in self.mapped.refused
         return f"{role}{_REFUSED}" if is_refused and experts_in(self.inventory, storage) > 1 else role
 
     @cached_property
     def spillable(self) -> dict[str, float]:
-        """``slabs``, such that a unit of which the files lack a part has less than no bytes."""
+        """``slabs``, with negative sizes for storages that the files lack."""
         spill = self.spill
         missing = frozenset(spill.unstreamable) if spill is not None else frozenset()
         return {name: _NEVER if name in missing else slab for name, slab in self.slabs.items()}
@@ -204,11 +206,11 @@ class CandidateTable:
 
     def forecaster(self, rows: int) -> Forecaster:
         """Of any plan, for a step of ``rows`` rows."""
-        stored = self.stored_bytes
-        return Forecaster(self.inventory, self.rates, self.profile, rows, self.context, stored, self.hits)
+        facts = (self.inventory, self.rates, self.profile, rows, self.context, self.stored_bytes)
+        return Forecaster(*facts, self.hits)
 
     def host_limit(self, budget: Budget) -> int | None:
-        """Host memory that weights may take: the budget's, or what is free where the rest has files to rest in."""
+        """Host memory that weights may take: the budget's, or where units can be left in files, all that is free."""
         if self.mode not in HOST_MODES:
             return None
         if budget.host_limit_bytes is None and self.spill is not None:
@@ -224,22 +226,27 @@ class CandidateTable:
         """All candidates, in runs that differ in numbers only."""
         return list(self._families())
 
+    @cached_property
+    def _every_role(self) -> list[str]:
+        return list(dict.fromkeys(role for mine in self.roles.values() for role in mine))
+
+    @cached_property
+    def _experts(self) -> dict[str, list[StorageInfo]]:
+        """Roles of experts, and their storages."""
+        found: dict[str, list[StorageInfo]] = {}
+        for role, storage in (item for mine in self.roles.values() for item in mine.items()):
+            if experts_in(self.inventory, storage) > 1:
+                found.setdefault(role, []).append(storage)
+        return found
+
     def _families(self) -> Iterator[Family]:
         forced = {name for name, how in self.forced.items() if how == "cache"}
         for cached in self._caches(forced) if forced else [()]:
             yield from (replace(family, cached=cached) for family in self._uncached_families())
-        experts = {
-            role
-            for mine in self.roles.values()
-            for role, storage in mine.items()
-            if experts_in(self.inventory, storage) > 1
-        }
-        names = {s.name for mine in self.roles.values() for role, s in mine.items() if role in experts}
+        names = {s.name for storages in self._experts.values() for s in storages}
         if forced or not names or not names.issubset(self.cacheable):
             return
-        dense_sets = RoleSets(
-            self, [r for r in dict.fromkeys(r for m in self.roles.values() for r in m) if r not in experts]
-        )
+        dense_sets = RoleSets(self, [role for role in self._every_role if role not in self._experts])
         for cached in self._caches(names):
             for how in ("resident", "prefetch") if self.outside else ("resident",):
                 for slots in range(1, MAX_SLOTS + 1):
@@ -254,16 +261,11 @@ class CandidateTable:
         return [tuple(cached_layers(self.inventory, names, count)) for count in sorted(counts)]
 
     def _uncached_families(self) -> Iterator[Family]:
-        experts = {
-            role: None
-            for mine in self.roles.values()
-            for role, storage in mine.items()
-            if experts_in(self.inventory, storage) > 1 and not role.endswith(_REFUSED)
-        }
-        roles = dict.fromkeys(role for mine in self.roles.values() for role in mine)
-        dense = [role for role in roles if role not in experts]
-        all_sets, dense_sets = RoleSets(self, list(roles)), RoleSets(self, dense)
-        expert_storages = [s for mine in self.roles.values() for role, s in mine.items() if role in experts]
+        experts = {role: storages for role, storages in self._experts.items() if not role.endswith(_REFUSED)}
+        dense = [role for role in self._every_role if role not in experts]
+        all_sets, dense_sets = RoleSets(self, self._every_role), RoleSets(self, dense)
+        in_model = {s.name for storages in experts.values() for s in storages}
+        expert_storages = [s for mine in self.roles.values() for s in mine.values() if s.name in in_model]
         outside: list[Mechanism] = ["resident"]
         if self.outside:
             outside += ["prefetch", "uva"] if self.zero_copy else ["prefetch"]
@@ -319,9 +321,9 @@ class CandidateTable:
     def _split_experts(
         self, sets: RoleSets, outside: Mechanism, uva: tuple[StorageInfo, ...], experts: frozenset[str]
     ) -> Iterator[Family]:
-        """Experts prefetched in evenly spaced layers, resident in some of the others, read in place in the rest.
+        """Experts prefetched in evenly spaced layers, resident in some of the others, read in place in the last ones.
 
-        Of the dense roles all stay or all leave: what matters here is where the experts are.
+        Of the dense roles all stay or all leave.
         """
         index = {chosen: number for number, chosen in enumerate(sets.sets)}
         has_experts = [not experts.isdisjoint(mine) for mine in self.roles.values()]
@@ -383,7 +385,7 @@ class RoleSets:
 
 
 class Memory(NamedTuple):
-    """What candidates take, by candidate."""
+    """Memory by candidate."""
 
     num_units: Ints
     num_slots: Ints
@@ -393,11 +395,11 @@ class Memory(NamedTuple):
 
 
 class Placed(NamedTuple):
-    """Where candidates have their units, by candidate.
+    """Stores of units, by candidate.
 
     Attributes:
-        on_peer, in_files: whether a unit is there, by its module; without a module where none is.
-        host_bytes: host memory for the others and what is read in place there, and for the staging ring.
+        on_peer, in_files: whether a unit is there, by its module; empty where none is.
+        host_bytes: host memory for the others, for tensors that are read in place, and for the staging ring.
     """
 
     on_peer: dict[str, Bools]
@@ -408,9 +410,9 @@ class Placed(NamedTuple):
 def _fill(
     units: Iterable[tuple[str, Floats]], left: Floats, until_full: bool = False
 ) -> tuple[dict[str, Bools], Floats]:
-    """The units (module, bytes) that ``left`` bytes have room for, in this order, and what is left.
+    """The units (module, bytes) that ``left`` bytes have room for, in this order, and the bytes that are left.
 
-    ``until_full``: the last unit needs no room as a whole, so less than nothing may be left.
+    ``until_full``: take units until nothing is left, so the result may be negative.
     """
     chosen: dict[str, Bools] = {}
     for fqn, num_bytes in units:
@@ -423,7 +425,7 @@ def _fill(
 class Family:
     """Candidates that differ in numbers only, as arrays of one value per candidate: their memory and step times.
 
-    Where a method takes ``host_bytes``, so many of a candidate's units are in files that the rest stays within that.
+    Where a method takes ``host_bytes``, as many of a candidate's units are in files as do not fit into them.
 
     Attributes:
         table: of all families.
@@ -431,11 +433,11 @@ class Family:
         high, low: the set that is prefetched in the ``HIGH`` layers, and that in the others.
         high_uva, low_uva: the set that is read in place in the ``HIGH`` layers, and that in the ``LOW`` ones.
         pattern: row of ``patterns``.
-        num_slots: that are wanted; where there are fewer units there are fewer.
-        patterns: [patterns, layers]: what each layer is.
-        outside: what happens outside the layers.
+        num_slots: at most; no more than there are units.
+        patterns: [patterns, layers]: the kind of each layer.
+        outside: the mechanism outside the layers.
         uva: storages that all of them read in place.
-        cached: experts of which all of them have some on the device at a time.
+        cached: experts that all of them cache.
     """
 
     table: CandidateTable
@@ -471,7 +473,7 @@ class Family:
 
     @cached_property
     def _always(self) -> dict[str, list[StorageInfo]]:
-        """What every candidate prefetches, by module."""
+        """Storages that every candidate prefetches, by module."""
         always = {fqn: list(storages) for fqn, storages in self.table.always_prefetched.items()}
         for draft in self.table.outside if self.outside == "prefetch" else ():
             always.setdefault(draft.module_fqn, []).extend(draft.storages)
@@ -505,7 +507,7 @@ class Family:
                 np.maximum(slot_bytes[slot], slab, out=slot_bytes[slot], where=here)
                 np.copyto(first[slot], size, where=here & (num_units < wanted))
             num_units += has
-            if ranks is not None:  # rounded as by Striping.of
+            if ranks is not None:  # as Plan.part_bytes
                 parts_bytes += np.ceil(slab / (ranks * SLAB_ALIGNMENT_BYTES)) * SLAB_ALIGNMENT_BYTES
             moved += size
         # A unit that has its slot alone is copied once and stays.
@@ -525,7 +527,7 @@ class Family:
         return found
 
     def _placed(self, host_bytes: float | None) -> Placed:
-        """Where units are stored: those that the peer has room for there, and in files what host memory has not."""
+        """Stores of units: the peer as far as it has room, then host memory, then files."""
         table, spill, on_peer = self.table, self.table.spill, dict[str, Bools]()
         in_files = {stage.module_fqn: np.ones(len(self.high), dtype=bool) for stage in table.stages}
         in_files = in_files if table.mode == "disk" else {}
@@ -552,7 +554,7 @@ class Family:
 
     @cached_property
     def least_host_bytes(self) -> Floats:
-        """What each candidate cannot do without in host memory."""
+        """The least host memory of each candidate."""
         found = self._placed(np.inf).host_bytes
         return found if self.table.spill is None else np.minimum(found, self._placed(0).host_bytes)
 
@@ -574,7 +576,7 @@ class Family:
         return np.array([step.step_s(*places, taken._read_in_place(step), *counts) for step in self.table.steps])
 
     def _read_in_place(self, step: StepModel) -> Iterator[tuple[Floats, Floats]]:
-        """Per stage, by candidate: what reading in place adds to compute, and how long it takes the link."""
+        """Per stage, by candidate: seconds that reading in place adds to compute, and that it occupies the link."""
         extra = self.sets.totals({name: cost.in_place_s - cost.resident_s for name, cost in step.costs.items()})
         link = self.sets.totals({name: cost.in_place_s for name, cost in step.costs.items()})
         reads = step.read_in_place((s.name for s in self.uva), self.cached)
@@ -604,7 +606,7 @@ class Family:
                 elif self._in_place is not None and role in self.sets.sets[self._in_place[layer, candidate]]:
                     uva.append(storage)
             if storages:
-                store = next((place for place, rests in places if fqn in rests and rests[fqn][0]), None)
+                store = next((place for place, has in places if fqn in has and has[fqn][0]), None)
                 drafts.append(UnitDraft(fqn, tuple(sorted(storages, key=lambda s: order[s.name])), store))
         num_slots = int(self.memory.num_slots[candidate])
         return assemble(self.table.inventory, drafts, num_slots, self.table.mode, uva=uva, cached=self.cached)

@@ -5,7 +5,7 @@ A model is a row of *stages*, the modules that run one after another. A stage of
     compute = sum over its tensors of touched bytes x product_s_per_byte(rows)
               + kernels x kernel_s + (activation bytes + its share of the KV cache) / device copy rate
 
-with all weights resident. What it reads in place takes the longer of that and
+with all weights resident. Weights that it reads in place take the longer of that and
 
     in place = touched bytes x in_place_s_per_byte(rows)
 
@@ -29,14 +29,14 @@ How copies and reads overlap with the stages is simulated (:func:`step_s`) by th
 and of the prefetcher that carries them out, for steps that follow one another without a pause:
 
 * a stage starts when the one before it has ended and its own unit is in its slot;
-* one copy runs at a time, in the order of the units; unit ``u`` can start to arrive when ``u - S`` has been read;
+* one copy runs at a time, in the order of the units; that of unit ``u`` can start when ``u - S`` has been read;
 * a step ends when its last copy is joined. The first units of the next step are copied within this one, except into
   the slot of the last unit, which is refilled at the beginning of the next step;
-* what a stage reads in place takes the link away from the copies for as long;
+* while a stage reads in place, no copy runs;
 * a unit in files is read by the disk, which begins when the copy of the last such unit has ended and gets no more than
   the staging ring ahead of the link. Its copy ends when it has been read, and occupies the link until then.
 
-Every clock is made of sums and maxima, so no time falls when a stage, a copy or a read takes longer.
+Every clock is made of sums and maxima, so no time gets shorter when a stage, a copy or a read takes longer.
 
 The simulation's arguments are arrays over candidates, so that one pass over the stages times thousands of plans.
 """
@@ -52,12 +52,12 @@ import numpy as np
 import numpy.typing as npt
 
 from headrace.config import SHARDED_MODES, Mode
+from headrace.model.layers import find_layers, reader_of
 from headrace.model.records import Inventory, ModelProfile, StorageInfo, dotted_prefixes
 from headrace.plan.cached_experts import CachedLayer
 from headrace.plan.plan import CHUNK_BYTES, Plan, Unit, UnitDraft
 from headrace.plan.schedule import RING_BYTES
 from headrace.plan.traces import ExpertHits, FixedHits
-from headrace.plan.units import find_layers, reader_of
 
 __all__ = [
     "NOMINAL_CPU",
@@ -142,14 +142,14 @@ class Curve:
         return {}
 
 
-# How many times as fast as the own link peers are at least, if they have links of their own. Over PCIe it is once, but
-# for what measurements differ by; a bridge of NVLink between workstation cards has twice the rate of PCIe 4.0.
+# Peers with links of their own are at least so many times as fast as the own link. Over PCIe they are as fast, within
+# the error of measurement; a bridge of NVLink between workstation cards has twice the rate of PCIe 4.0.
 _OWN_LINKS = 1.25
 
 
 @dataclass(frozen=True)
 class Rates:
-    """What a machine can do, as far as planning needs it; ``headrace probe`` measures it.
+    """The rates of a machine that planning needs; ``headrace probe`` measures them.
 
     Attributes:
         machine: for people.
@@ -159,17 +159,17 @@ class Rates:
         grouped_s_per_byte: the same for a grouped product over experts, by rows per expert.
         in_place_s_per_byte, in_place_grouped_s_per_byte: the same for weights in host memory that are read in place;
             ``None`` where only lookups can be (on a CPU dense weights are not: a step reads every page of them).
-        kernel_s: a kernel with next to nothing to do, among others in a graph.
+        kernel_s: an empty kernel, among others in a graph.
         device_bytes_per_s: elementwise kernels, bytes read plus bytes written.
-        file_bytes_per_s: reading files with all threads, where that comes before the link (to a GPU); ``None`` where
-            files are what ``copy_bytes_per_s`` is about (on a CPU), or where it is not known.
+        file_bytes_per_s: reading files with all threads, before the link to a GPU; ``None``: not known, or on a CPU,
+            where ``copy_bytes_per_s`` is the rate of files.
         peer_bytes_per_s: from the memory of one other device (a peer), by bytes of one copy; ``None``: not known.
         gather_bytes_per_s: into each of so many devices that copy from all the others at once, large copies, by their
             number; ``None``: as fast as from one other device.
         fetch_bytes_per_s: of experts, by kernels that copy many at once into slots; ``None``: not known, and a budget
             caches no experts unless a rule says so.
         copies_take_cores: a copy keeps the cores busy that compute needs (reading out of a CPU's page cache).
-        is_measured: false for the nominal figures that stand in where no probe was run.
+        is_measured: false for nominal rates, where no probe was run.
     """
 
     machine: str
@@ -189,7 +189,7 @@ class Rates:
 
     @property
     def file_s_per_byte(self) -> float:
-        """Seconds that reading a byte of a file takes before the link has it; 0 where nothing comes before the link."""
+        """Seconds to read a byte of a file before the link copies it; 0 where nothing is read first."""
         return 0.0 if self.file_bytes_per_s is None else 1 / self.file_bytes_per_s
 
     def copy_s(self, num_bytes: float, from_peer: bool = False) -> float:
@@ -207,7 +207,7 @@ class Rates:
 
     @cached_property
     def from_peer_bytes_per_s(self) -> Curve:
-        """``peer_bytes_per_s``, or where that is not known the least of a peer that has a link of its own."""
+        """``peer_bytes_per_s``, or if that is not known, the least of a peer with a link of its own."""
         if self.peer_bytes_per_s is not None:
             return self.peer_bytes_per_s
         return Curve(tuple((size, _OWN_LINKS * rate) for size, rate in self.copy_bytes_per_s.points))
@@ -233,9 +233,9 @@ NOMINAL_GPU = Rates(
 
 
 def nominal_rates(device: str, link_bytes_per_s: float, memory_bytes_per_s: float, flops_per_s: float) -> Rates:
-    """Rates that follow from a GPU's published figures: of its link, its memory, its bf16 matrix products.
+    """Rates from a GPU's data sheet: of its link, its memory, its bf16 matrix products.
 
-    Of each, kernels get the share that the probe of an H200 found of its own (64 GB/s, 4.8 TB/s, 989 TFLOPS).
+    Kernels get the share of each that the probe of an H200 found of its own (64 GB/s, 4.8 TB/s, 989 TFLOPS).
     """
     link, memory, flops = 0.87 * link_bytes_per_s, 0.75 * memory_bytes_per_s, 0.82 * flops_per_s
     # A byte of a 16-bit weight takes one operation per row: half a multiplication and half an addition.
@@ -271,15 +271,15 @@ NOMINAL_CPU = Rates(
 
 
 def split_rates(rates: Rates, mode: Mode, num_ranks: int) -> Rates:
-    """``rates`` whose ``copy_bytes_per_s`` is that of units split over ``num_ranks`` ranks, by bytes of the whole unit.
+    """``rates`` whose ``copy_bytes_per_s`` is that of units split over ``num_ranks`` ranks, by bytes of a unit.
 
-    Each of N ranks keeps 1/N of a unit of b bytes, so (N - 1) / N of it come from peers:
+    Each of N ranks stores 1/N of a unit of b bytes, so (N - 1) / N of it come from peers:
 
     * ``sharded_gpu``: out of their device memory, all peers at once, beside a copy of the rank's own part;
-    * ``sharded_cpu``: b / N come over the own link, chunk by chunk, and each chunk is passed on while the next one
-      comes.
+    * ``sharded_cpu``: b / N are copied over the own link, chunk by chunk, and each chunk is sent on while the next one
+      is copied.
 
-    The slower of the two says how long a unit takes. The start of a pipeline, its barriers and its last chunk are not
+    A unit takes as long as the slower of the two. The start of a pipeline, its barriers and its last chunk are not
     counted: the next unit is copied during them.
 
     Args:
@@ -287,14 +287,14 @@ def split_rates(rates: Rates, mode: Mode, num_ranks: int) -> Rates:
         mode: the store.
         num_ranks: 1: nothing is split.
 
-    Without a measured ``peer_bytes_per_s`` the rates stay those of one rank's own link: less than either way has, since
-    nothing says how fast peers are. Peers that are hardly faster than the own link are taken to come over it (PCIe, not
-    NVLink): what ranks bring from host memory and what they are passed then come one after the other.
+    Without a measured ``peer_bytes_per_s`` the rates are those of one rank's own link, less than either way has. Peers
+    that are hardly faster than the own link are taken to share it (PCIe, not NVLink): copies from host memory and
+    from peers then run one after the other.
     """
     if num_ranks < 2 or mode not in SHARDED_MODES or rates.peer_bytes_per_s is None:
         return rates
     link, peer = rates.copy_bytes_per_s, rates.peer_bytes_per_s
-    # Bytes of units of which some copy has a size that was measured.
+    # Units of which some copy has a measured size.
     sizes = {num_ranks * size for size, _ in link.points} | {float(num_ranks * CHUNK_BYTES)}
     sizes |= {size * num_ranks / (num_ranks - 1) for size, _ in peer.points}
     seconds = {size: _split_unit_s(rates, peer, mode, size / num_ranks, num_ranks) for size in sorted(sizes)}
@@ -302,11 +302,11 @@ def split_rates(rates: Rates, mode: Mode, num_ranks: int) -> Rates:
 
 
 def _split_unit_s(rates: Rates, peer: Curve, mode: Mode, part: float, num_ranks: int) -> float:
-    """Seconds of a unit of which each rank keeps ``part`` bytes."""
+    """Seconds of a unit of which each rank stores ``part`` bytes."""
     link, from_devices = rates.copy_bytes_per_s, mode == "sharded_gpu"
     chunk = part if from_devices else min(part, CHUNK_BYTES)
-    # All other ranks' parts arrive while every rank gets its own from all the others. The peers' copies run side by
-    # side, so they take as long to start as a single one of all their bytes.
+    # Every rank copies from all others at the same time. The copies run side by side, so they take as long to start as
+    # a single one of all their bytes.
     rate = peer((num_ranks - 1) * chunk)
     if rates.gather_bytes_per_s is not None:
         rate *= rates.gather_bytes_per_s(num_ranks) / peer.points[-1][1]
@@ -327,7 +327,7 @@ class Stage:
 
     Attributes:
         module_fqn: its dotted name.
-        storages: what it reads, each with the number of experts it is divided into (1: not divided).
+        storages: that it reads, each with the number of experts in it (1: it is not of experts).
         is_layer: whether it is one of the layers.
     """
 
@@ -368,11 +368,11 @@ def experts_in(inventory: Inventory, storage: StorageInfo) -> int:
 
 @dataclass(frozen=True)
 class StorageCost:
-    """What one storage adds to a step.
+    """The cost of one storage in a step.
 
     Attributes:
         resident_s: its compute when it is on the device.
-        in_place_s: the same when it is read over the link, which is then busy.
+        in_place_s: the same when it is read in place, during which the link is busy.
     """
 
     resident_s: float
@@ -399,7 +399,7 @@ def storage_cost(storage: StorageInfo, experts: int, rows: int, rates: Rates, pr
         # may be those of a prompt, which runs without.
         copied = storage.num_bytes * min(1.0, rows * (profile.experts_per_token or experts) / experts)
         resident_s += 2 * copied / rates.device_bytes_per_s
-    # Without a rate of its own it is chosen only where a rule says so, and then comes as a copy would, but on demand.
+    # Without a rate only rules read in place, and it takes as long as a copy on demand.
     alone_s = resident_s + rates.copy_s(touched) if in_place is None else touched * in_place(rows_each)
     return StorageCost(resident_s, max(resident_s, alone_s))
 
@@ -415,7 +415,7 @@ def _share_in_use(experts: int, rows: int, profile: ModelProfile) -> tuple[float
 def cached_cost(
     layer: CachedLayer, rows: int, rates: Rates, profile: ModelProfile, hits: ExpertHits | FixedHits
 ) -> tuple[float, float]:
-    """What caching the experts of ``layer`` adds to its compute, and how long it takes the link, in seconds."""
+    """Seconds that caching the experts of ``layer`` adds to its compute, and that it occupies the link."""
     share, rows_each = _share_in_use(layer.num_experts, rows, profile)
     in_use, top_k = share * layer.num_experts, profile.experts_per_token or layer.num_experts
     held = min(in_use * hits(layer.num_slots, layer.num_experts, top_k, in_use), layer.num_slots)
@@ -433,9 +433,9 @@ def cached_cost(
 def stages_compute_s(
     stages: Sequence[Stage], rows: int, rates: Rates, profile: ModelProfile, context: int = 0
 ) -> list[float]:
-    """Seconds of each stage of a step beside what :func:`storage_cost` gives for its tensors.
+    """Seconds of each stage of a step without its tensors (:func:`storage_cost`).
 
-    ``context``: tokens per sequence in the KV cache, which attention reads whole; the layers share it equally.
+    ``context``: tokens per sequence in the KV cache; attention reads all of it, and the layers share it equally.
     """
     num_layers = sum(stage.is_layer for stage in stages)
     counted = None if profile.kernels_per_step is None or not num_layers else profile.kernels_per_step / num_layers
@@ -487,8 +487,8 @@ class StepModel:
             self.resident_s[self._stage_of[name]] += cost.resident_s
 
     def read_in_place(self, names: Iterable[str], cached: Sequence[CachedLayer] = ()) -> list[tuple[float, float]]:
-        """Per stage: what reading these storages in place, and experts through these caches, adds to compute, and how
-        long it takes the link."""
+        """Per stage: seconds that reading these storages in place, and experts through these caches, adds to compute,
+        and that it occupies the link."""
         added = [(0.0, 0.0)] * len(self.resident_s)
 
         def add(name: str, more_s: float, busy_s: float) -> None:
@@ -515,7 +515,7 @@ class StepModel:
 
         Args:
             sizes: bytes of units by the module of their stage.
-            in_files: by module, whether they rest in files.
+            in_files: by module, whether they are stored in files.
             on_peer: the same for the memory of another GPU.
             in_place: as :meth:`read_in_place`, by candidate.
         """
@@ -535,9 +535,9 @@ class StageTimes(NamedTuple):
 
     Attributes:
         compute_s: with its unit in the slot; reading in place included.
-        in_place_s: the part of it in which the link is taken.
+        in_place_s: the part of it in which the link is busy.
         copy_s: of its unit; 0 where it has none.
-        disk_s: reading its unit from the files; 0 where it rests elsewhere.
+        disk_s: reading its unit from the files; 0 where it is not in files.
     """
 
     compute_s: Floats
@@ -586,14 +586,14 @@ class _State:
         self._now = np.zeros(count)
         self._link_free = np.zeros(count)
         most = int(self._slots.max(initial=1))
-        self._released = np.zeros((count, most))  # by slot: when what it held was read
+        self._released = np.zeros((count, most))  # by slot: when its last unit had been read
         self._first_copy = np.zeros((count, most))  # by slot: the copy of its first unit
         self._first_disk = np.zeros((count, most))  # and its reading
         self.busy_s = np.zeros(count)  # compute and copies, end to end
 
     def read_ahead(self, stages: Sequence[StageTimes]) -> None:
-        """How long the disk has read for this step when it begins: at least during the copies after the last read of
-        the step before, as long as the ring has room; 0 where a first unit is read after the last stage."""
+        """How long the disk has read for this step when it begins: during the copies after the last read of the step
+        before, as long as the ring has room; 0 where a first unit is read after the last stage."""
         count = len(self._every)
         since, wrapping = np.zeros(count), np.zeros(count)  # copies since the last read; those after the last stage
         following = np.zeros(count, np.int64)
@@ -604,7 +604,7 @@ class _State:
             behind = has_unit & (following < self._slots) & (following % self._slots != self._held_back)
             within = has_unit & ~behind
             since = np.where(reads & within, 0.0, since + np.where(within, stage.copy_s, 0.0))
-            behind &= following + self._slots < self._units  # what has its slot alone stays in it
+            behind &= following + self._slots < self._units  # a unit that has its slot alone stays in it
             wrapping += np.where(behind, stage.copy_s, 0.0)
             reads_behind |= behind & reads
             following += stage.copy_s > 0
@@ -643,9 +643,9 @@ class _State:
         self._next += has_unit
 
     def finish(self) -> Floats:
-        """The first units of the next step arrive after the last units of this one, in the same order.
+        """The first units of the next step are copied after the last units of this one, in the same order.
 
-        Not into the slot of the last unit, which is held back, nor where a unit has its slot alone: it stays there.
+        Except into the slot of the last unit, which is held back, and where a unit has its slot alone.
         """
         for behind in range(int(self._slots.max(initial=1)), 1, -1):
             unit = self._units - behind
@@ -676,8 +676,8 @@ class Forecast:
         link_s: all copies, one after another.
         disk_s: all reading of files that comes before the copies.
         in_place_s: all reading in place, and fetching of cached experts.
-        floor_s: what no schedule can beat: the longest of compute, the link's work and the disk's.
-        bound: what the floor is made of.
+        floor_s: the lower bound of any schedule: the longest of compute, the link's work and the disk's.
+        bound: the longest of these.
     """
 
     rows: int
@@ -700,10 +700,10 @@ class Forecast:
 
 
 class Forecaster:
-    """Predicts a step under any plan for one model; what does not depend on the plan is computed once.
+    """Predicts a step under any plan for one model, from sizes and rates alone.
 
-    The result follows from sizes and rates alone. ``rates`` are those of the links that the units come over; see
-    :func:`split_rates`. ``stored_bytes``: by storage, what is read for it, where that is not its own size.
+    ``rates`` are those of the links that copy the units; see :func:`split_rates`. ``stored_bytes``: by storage, the
+    bytes that are read for it, where that is not its own size.
     """
 
     def __init__(
@@ -749,5 +749,5 @@ class Forecaster:
         return Forecast(self._rows, float(step_s[0]), resident_s, link_s, disk_s, in_place_s, floor_s, bound)
 
     def _bytes_of(self, unit: Unit) -> float:
-        """What is read for a transfer of ``unit``."""
+        """Bytes that are read for a transfer of ``unit``."""
         return float(sum(self._stored_bytes.get(entry.storage, entry.num_bytes) for entry in unit.entries))

@@ -27,12 +27,9 @@ __all__ = [
     "SCHEMA_VERSION",
     "SLAB_ALIGNMENT_BYTES",
     "Machine",
-    "PartLayout",
     "Placement",
     "Plan",
     "SlabEntry",
-    "Stripe",
-    "Striping",
     "Unit",
     "UnitDraft",
     "assemble",
@@ -44,11 +41,11 @@ __all__ = [
 # for a less aligned operand, so alignment is part of the promise of equal bits.
 SLAB_ALIGNMENT_BYTES = 256
 
-# Of ``sharded_cpu``: what a rank brings before it passes it on. The last chunk of a unit is passed on with nothing
-# beside it, so small; each costs some microseconds of launches per peer, so not too small: 8 MiB take 150 us on PCIe 5.
+# Of ``sharded_cpu``: bytes that a rank copies from the host before it sends them on. Nothing runs beside the sending of
+# the last chunk, so few; each costs some microseconds of launches per peer, so not too few. 8 MiB: 150 us on PCIe 5.
 CHUNK_BYTES = 8 << 20
 
-# Where units may rest in a plan of mode ``cpu`` that do not rest in host memory.
+# Stores of units in a plan of mode ``cpu``, beside host memory.
 _BESIDE_HOST: tuple[StoreKind, ...] = ("disk", "peer")
 
 # Of :meth:`Plan.to_json`, and so of plan files. Raise it with any change of a key or of its meaning.
@@ -67,7 +64,7 @@ def show(plan: object, html: bool = False) -> str:
 
 @dataclass(frozen=True)
 class Machine:
-    """A device as a plan sees it. Nothing here changes between reboots, and no name of a host is kept.
+    """A device as a plan knows it: only what a reboot does not change, and no host name.
 
     Attributes:
         device: ``"cpu"``, or the name of the GPU as the driver reports it.
@@ -82,7 +79,7 @@ class Machine:
         return self.device if self.device_bytes is None else f"{self.device} with {format_size(self.device_bytes)}"
 
     def suits(self, here: Machine) -> bool:
-        """Whether a plan made for this machine may be carried out on ``here``: the same device, no less memory."""
+        """Whether a plan made for this machine may run on ``here``: the same device, no less memory."""
         return self.device == here.device and (self.device_bytes or 0) <= (here.device_bytes or 0)
 
 
@@ -97,7 +94,7 @@ class SlabEntry:
 
 @dataclass(frozen=True)
 class Unit:
-    """What travels in one transfer.
+    """Tensors that are copied to the device in one transfer.
 
     Attributes:
         index: position in the order of execution.
@@ -105,7 +102,7 @@ class Unit:
         slot: always ``index mod num_slots``.
         entries: the layout of the slab.
         num_bytes: size of the slab, alignment gaps included.
-        store: where it rests; a unit travels in one transfer, so it rests in one place.
+        store: where all of them are stored.
     """
 
     index: int
@@ -117,12 +114,12 @@ class Unit:
 
     @property
     def payload_bytes(self) -> int:
-        """Bytes that a transfer of this unit moves."""
+        """Bytes that one transfer copies, alignment gaps not included."""
         return sum(entry.num_bytes for entry in self.entries)
 
 
 class Placement(NamedTuple):
-    """How compute reaches a storage, where it rests (``None``: on the device), and its bytes."""
+    """The mechanism of a storage, its store (``None``: it is resident), and its bytes."""
 
     mechanism: Mechanism
     store: StoreKind | None
@@ -131,7 +128,7 @@ class Placement(NamedTuple):
 
 @dataclass(frozen=True)
 class Plan:
-    """Where every storage rests and how compute reaches it.
+    """The mechanism and the store of every storage.
 
     Attributes:
         units: in order of execution.
@@ -141,12 +138,11 @@ class Plan:
         uva: names of storages read in place, with their bytes.
         cached: layers of experts of which some are on the device at a time, in the order of the model.
         model_name: optional display name of the model; not used in comparisons.
-        made_for: the machine whose figures the plan was made from; ``None`` binds it to none.
-        num_ranks: over how many ranks every unit is split; 1: each process keeps them whole.
-        context: tokens per sequence for whose cache it leaves memory; 0: it counts weights alone.
-        outlook: predictions (:class:`headrace.plan.report.PlanPrediction`) by the planner that made it, if asked for:
-            printed with it, and neither compared nor saved. ``replace()`` drops them, since another plan costs another
-            time.
+        made_for: the machine that it was made for; ``None``: any.
+        num_ranks: ranks that every unit is split over; 1: none is split.
+        context: tokens per sequence whose KV cache it leaves memory for; 0: it counts weights alone.
+        outlook: predictions (:class:`headrace.plan.report.PlanPrediction`), if asked for: printed, but neither compared
+            nor saved. ``replace()`` drops them.
     """
 
     units: tuple[Unit, ...] = field(repr=False)
@@ -203,17 +199,17 @@ class Plan:
 
     @property
     def moved_units(self) -> list[Unit]:
-        """Units that come with every forward: one that has its slot alone stays there."""
+        """Units that every forward copies: one that has its slot alone stays there."""
         return [unit for unit in self.units if len(chain(unit.slot, len(self.units), self.num_slots)) > 1]
 
     @property
     def moved_bytes(self) -> int:
-        """Bytes moved by one forward that runs every unit once, in order; a unit that has its slot alone stays."""
+        """Bytes copied by one forward that runs every unit once, in order."""
         return sum(unit.payload_bytes for unit in self.moved_units)
 
     @property
     def read_bytes(self) -> int:
-        """The part of ``moved_bytes`` that comes from files."""
+        """The part of ``moved_bytes`` that is read from files."""
         return sum(unit.payload_bytes for unit in self.moved_units if unit.store == "disk")
 
     @property
@@ -223,22 +219,22 @@ class Plan:
 
     @property
     def cached_bytes(self) -> int:
-        """Bytes of all experts of which some are on the device at a time."""
+        """Bytes of all cached experts, on the device or not."""
         return sum(layer.num_bytes for layer in self.cached)
 
     @property
     def cache_bytes(self) -> int:
-        """Device memory for experts that come and go."""
+        """Device memory for cached experts."""
         return cache_bytes(self.cached) if self.cached else 0
 
     @property
     def offloaded_bytes(self) -> int:
-        """Bytes that rest in a store."""
+        """Bytes that are stored off the device."""
         return self.prefetched_bytes + self.uva_bytes + self.cached_bytes
 
     @property
     def weight_bytes(self) -> int:
-        """Bytes of all weights, wherever they rest."""
+        """Bytes of all weights, on the device or not."""
         return self.resident_bytes + self.offloaded_bytes
 
     @property
@@ -250,22 +246,23 @@ class Plan:
 
     @property
     def part_bytes(self) -> int:
-        """What one rank keeps of the slabs of all units."""
-        return sum(Striping.of(unit.num_bytes, self.num_ranks).part_bytes(0) for unit in self.units)
+        """Bytes of all units that one rank stores: as :class:`headrace.stores.sharded.Striping` splits them."""
+        parts = ((slab_bytes([-(-unit.num_bytes // self.num_ranks)]), unit.num_bytes) for unit in self.units)
+        return sum(map(min, parts))
 
     @property
     def spilled_bytes(self) -> int:
-        """Bytes of the units that rest in files while the rest of the plan does not; 0 for one store."""
+        """Bytes of the units that are stored in files beside another store."""
         return 0 if self.mode == "disk" else sum(unit.payload_bytes for unit in self.staged_units)
 
     @property
     def peer_bytes(self) -> int:
-        """Memory of another GPU for the units that rest there."""
+        """Memory of another GPU for the units that are stored there."""
         return sum(unit.num_bytes for unit in self.units if unit.store == "peer")
 
     @property
     def store_bytes(self) -> dict[str, int]:
-        """Bytes by where they rest: ``resident``, ``slots``, ``cache`` on the device, the rest by the names of stores.
+        """Bytes on the device (``resident``, ``slots``, ``cache``), and by the names of stores.
 
         Those of ``shm_cpu`` exist once for all ranks of a host.
         """
@@ -273,30 +270,30 @@ class Plan:
         beside["peer"] = sum(unit.payload_bytes for unit in self.units if unit.store == "peer")
         on_device = {"resident": self.resident_bytes, "slots": sum(self.slot_bytes)}
         on_device |= {"cache": self.cache_bytes} if self.cached else {}
-        rest = self.offloaded_bytes - sum(beside.values())
-        return {**on_device, self.mode: rest, **{name: size for name, size in beside.items() if size}}
+        main = self.offloaded_bytes - sum(beside.values())
+        return {**on_device, self.mode: main, **{name: size for name, size in beside.items() if size}}
 
     # -- storages ------------------------------------------------------------------------------------------------------
 
     @property
     def offloaded_names(self) -> list[str]:
-        """Storages that leave the device: those of the units in order, then what is read in place, then cached ones."""
+        """Storages that leave the device: prefetched ones in the order of units, then read in place, then cached."""
         moved = [entry.storage for unit in self.units for entry in unit.entries]
         return [*moved, *self.uva, *(name for layer in self.cached for name in layer.storages)]
 
     @cached_property
     def staged_units(self) -> tuple[Unit, ...]:
-        """Units that rest in files: before a GPU they pass through the staging ring."""
+        """Units that are stored in files; on the way to a GPU they pass through the staging ring."""
         return tuple(unit for unit in self.units if unit.store == "disk")
 
     def lay_out_ring(self, entry_bytes: int = ENTRY_BYTES, max_entries: int = MAX_ENTRIES) -> RingLayout:
-        """The staging ring for the units that rest in files, of which there is at least one."""
+        """The staging ring for the units that are stored in files, of which there is at least one."""
         sizes, staged = [unit.num_bytes for unit in self.units], [unit.index for unit in self.staged_units]
         return lay_out_ring(sizes, self.num_slots, entry_bytes, max_entries, staged)
 
     @property
     def ring_bytes(self) -> int:
-        """Pinned host memory of the staging ring if the plan is carried out on a GPU: 0 without units in files."""
+        """Pinned host memory of the staging ring of a GPU; 0 without units in files."""
         return self.lay_out_ring().num_bytes if self.staged_units else 0
 
     @property
@@ -337,7 +334,7 @@ class Plan:
     def check(self, inventory: Inventory) -> None:
         """Raise ``OptionError`` unless this plan places every storage of ``inventory`` at its size, and no other.
 
-        Also where bits are at stake: each unit has to be waited for before anything reads it, and to keep its slot.
+        Each unit must also be waited for before anything reads it, and keep its slot until it has been read.
         """
         found, planned = {s.name: s.num_bytes for s in inventory.storages}, self.storage_bytes
         missing = [unit.module_fqn for unit in self.units if unit.module_fqn not in inventory.modules]
@@ -348,7 +345,7 @@ class Plan:
         for layer in self.cached:
             if self.mode != "cpu":
                 raise OptionError(
-                    f"experts of {layer.module_fqn} are cached and rest in {self.mode!r}; expected 'cpu', the only "
+                    f"experts of {layer.module_fqn} are cached and stored in {self.mode!r}; expected 'cpu', the only "
                     f"store that a cache of experts is filled from (--offload-mode cpu)"
                 )
             for name, why in why_not_cached(inventory, layer.storages).items():
@@ -360,12 +357,12 @@ class Plan:
             # Several stores in one plan are host memory and others beside it (TwoStores).
             if unit.store != self.mode and (self.mode != "cpu" or unit.store not in _BESIDE_HOST):
                 raise OptionError(
-                    f"unit {unit.index} ({unit.module_fqn}) rests in {unit.store!r} and the plan in {self.mode!r}; a "
-                    f"unit rests where the plan does, or in 'disk' or 'peer' beside 'cpu'"
+                    f"unit {unit.index} ({unit.module_fqn}) is stored in {unit.store!r}, and the plan has mode "
+                    f"{self.mode!r}; expected the store of the mode, or 'disk' or 'peer' in mode 'cpu'"
                 )
 
     def _misplaced_units(self, inventory: Inventory) -> Iterator[str]:
-        """Why units could be read before they have arrived, or overwritten while they are read."""
+        """Why units could be read before they are copied, or overwritten while they are read."""
         first: dict[str, int] = {}
         for index, unit in enumerate(self.units):
             first.setdefault(unit.module_fqn, index)
@@ -392,7 +389,7 @@ class Plan:
                     where = "is used in another place as well" if elsewhere else "is not inside it"
                     yield (
                         f"the plan has {storage.name} in the unit of {fqn!r}, but module {outside[0]!r}, which "
-                        f"holds it, {where} and would read it before it has arrived"
+                        f"holds it, {where} and would read it before it is copied"
                     )
 
     def check_machine(self, here: Machine) -> None:
@@ -451,17 +448,17 @@ class Plan:
         ``schema``      version of this table; another one is refused
         ``model``       ``name`` (or null), ``num_storages``, ``weight_bytes``, ``sha256`` (:func:`_digest`)
         ``machine``     null, or what it was made for: ``device`` (``"cpu"`` or a GPU's name), ``device_bytes``
-        ``mode``        the store of what is read in place, and of units that rest nowhere else
-        ``num_ranks``   over how many ranks every unit is split
-        ``context``     tokens per sequence for whose cache it leaves memory, or 0
+        ``mode``        the store of tensors that are read in place, and of units by default
+        ``num_ranks``   ranks that every unit is split over
+        ``context``     tokens per sequence whose KV cache it leaves memory for, or 0
         ``num_slots``   slots, each of ``slot_bytes``
         ``units``       ``index``, ``module_fqn``, ``slot``, ``num_bytes``, ``store`` (as ``mode``; where that is
                         ``cpu`` also ``disk``, or ``peer``: another GPU), and ``entries`` of ``storage``, ``offset``
                         and ``num_bytes``
         ``resident``    storage name -> bytes
-        ``uva``         the same, of what is read in place
+        ``uva``         the same, of tensors that are read in place
         ``cached``      layers of experts: ``module_fqn``, ``num_experts``, ``num_slots``, ``storages`` (name -> bytes)
-        the others      sums over the above; ``store_bytes`` by where they rest
+        the others      sums over the above; ``store_bytes`` by store
         ``outlook``     only in what ``headrace plan --json`` prints: predictions; not read back
         ==============  ==============================================================================================
         """
@@ -497,7 +494,7 @@ class Plan:
 
 @dataclass(frozen=True)
 class UnitDraft:
-    """A unit before layout: its module, what travels with it, and its store where that is not the plan's."""
+    """A unit before layout: its module, its storages, and its store where that is not the plan's mode."""
 
     module_fqn: str
     storages: tuple[StorageInfo, ...]
@@ -512,7 +509,7 @@ def assemble(
     uva: Iterable[StorageInfo] = (),
     cached: Sequence[CachedLayer] = (),
 ) -> Plan:
-    """Lay out slabs, assign slots, and call everything else resident. Drafts are in order of execution."""
+    """Lay out slabs and assign slots; what is in no argument is resident. Drafts are in order of execution."""
     slots = min(num_slots, len(drafts))  # a slot without a unit would have no size
     units = tuple(
         _lay_out(index, draft.module_fqn, {s.name: s.num_bytes for s in draft.storages}, slots, draft.store or mode)
@@ -537,91 +534,16 @@ def slab_bytes(sizes: Iterable[int]) -> int:
     return sum(round_up(size, SLAB_ALIGNMENT_BYTES) for size in sizes)
 
 
-# -- slabs split over ranks --------------------------------------------------------------------------------------------
-
-
-@dataclass(frozen=True)
-class Stripe:
-    """Bytes ``start`` to ``end`` of a slab, which lie at ``offset`` of the part of their rank."""
-
-    start: int
-    end: int
-    offset: int
-
-    @property
-    def num_bytes(self) -> int:
-        """Length."""
-        return self.end - self.start
-
-
-@dataclass(frozen=True)
-class Striping:
-    """One slab over ``num_ranks`` ranks: chunks in turn, as in a striped array of disks.
-
-    Chunk ``k * ranks + r`` belongs to rank ``r``: ``ranks`` chunks in a row are a stripe. With one stripe every rank
-    has one contiguous part. With several, what a rank has brought first can be passed on while it brings the next, and
-    the slab fills from the front on every rank. All chunks of a unit but the last ones are equally long, so the parts
-    are equal but for the alignment, and no rank keeps padding.
-
-    Attributes:
-        num_bytes: of the slab; a multiple of 256.
-        chunk_bytes: a multiple of 256.
-    """
-
-    num_bytes: int
-    num_ranks: int
-    chunk_bytes: int
-
-    @classmethod
-    def of(cls, num_bytes: int, num_ranks: int, max_chunk_bytes: int | None = None) -> Striping:
-        """As few stripes as ``max_chunk_bytes`` allows (``None``: one), all of the same length but the last."""
-        stripes = 1 if max_chunk_bytes is None else max(1, -(-num_bytes // (num_ranks * max_chunk_bytes)))
-        return cls(num_bytes, num_ranks, slab_bytes([-(-num_bytes // (num_ranks * stripes))]))
-
-    def stretches(self, rank: int) -> Iterator[Stripe]:
-        """What ``rank`` keeps, in order."""
-        offset = 0
-        for start in range(rank * self.chunk_bytes, self.num_bytes, self.num_ranks * self.chunk_bytes):
-            end = min(start + self.chunk_bytes, self.num_bytes)
-            yield Stripe(start, end, offset)
-            offset += end - start
-
-    def in_order(self) -> Iterator[tuple[int, Stripe]]:
-        """(rank, stretch) of the whole slab, from its first byte to its last."""
-        every = ((rank, stretch) for rank in range(self.num_ranks) for stretch in self.stretches(rank))
-        return iter(sorted(every, key=lambda item: item[1].start))
-
-    def part_bytes(self, rank: int) -> int:
-        """Bytes that ``rank`` keeps."""
-        return sum(stretch.num_bytes for stretch in self.stretches(rank))
-
-
-class PartLayout:
-    """Where the parts of all units lie in a rank's memory, at the same offsets on every rank.
-
-    Attributes:
-        stripings: by unit.
-        offsets: by unit, where its part begins.
-        num_bytes: of the memory of each rank: the longest part of every unit.
-    """
-
-    def __init__(self, units: Sequence[Unit], num_ranks: int, max_chunk_bytes: int | None = None) -> None:
-        self.stripings = [Striping.of(unit.num_bytes, num_ranks, max_chunk_bytes) for unit in units]
-        # Rank 0's part is the longest of each unit, and equal offsets let a rank address another's part by its own.
-        *self.offsets, self.num_bytes = accumulate((s.part_bytes(0) for s in self.stripings), initial=0)
-        self.num_ranks = num_ranks
-
-
 # -- reading a plan's JSON ---------------------------------------------------------------------------------------------
 
 
 def _plan_from(data: Any) -> Plan:
-    """The plan of which ``data`` is :meth:`Plan.to_json`: laid out anew from what nothing else follows from."""
+    """The plan of which ``data`` is :meth:`Plan.to_json`."""
     require(isinstance(data, dict), "", "an object", data)
     version = data.get("schema")  # first, since the keys below are those of this version
     known = f"{SCHEMA_VERSION}, the version that this headrace reads and writes"
     require(type(version) is int and version == SCHEMA_VERSION, "schema", known, version)
-    # What `headrace plan --json` printed is a plan file as well: its predictions follow from no plan alone.
+    # `headrace plan --json` prints a plan file with predictions, which are not read.
     given = {key: value for key, value in data.items() if key != "outlook"}
     for key in ("model", "machine"):
         require(key in given, "", f"the key {key!r}", sorted(given))
@@ -641,7 +563,7 @@ def _plan_from(data: Any) -> Plan:
     twice = next((name for name, times in Counter([*plan.resident, *plan.offloaded_names]).items() if times > 1), None)
     places = "units, resident, uva and cached"
     require(twice is None, places, "each storage in one place, and this one is in two", twice)
-    # Offsets, slots and sums are computed anew: the comparison finds any that was edited alone.
+    # Offsets, slots and sums are computed again, and compared with those of the file.
     sizes = [{entry.storage: entry.num_bytes for entry in unit.entries} for unit in plan.units]
     laid_out = (
         _lay_out(index, unit.module_fqn, mine, plan.num_slots, unit.store)
@@ -655,7 +577,7 @@ def _plan_from(data: Any) -> Plan:
 
 
 def _require_same(expected: Any, found: Any, place: str = "") -> None:
-    """Refuse the file unless what it says at ``place`` is ``expected``, which follows from the rest; names where."""
+    """Refuse the file unless its value at ``place`` is ``expected``, as follows from its other values."""
     if isinstance(expected, dict) and isinstance(found, dict):
         for key in expected:
             require(key in found, place, f"the key {key!r}", sorted(found))
@@ -680,8 +602,7 @@ def _as_path(path: str | os.PathLike[str]) -> Path:
 
 
 def _digest(storages: Mapping[str, int]) -> str:
-    """What identifies a model to a plan: SHA-256, in hexadecimal, of the sorted list of [storage name, bytes], as JSON
-    in ASCII without spaces."""
+    """SHA-256, in hexadecimal, of the sorted list of [storage name, bytes], as JSON in ASCII without spaces."""
     # Names and sizes, not values: a plan is valid for every checkpoint of the same architecture.
     text = json.dumps(sorted(storages.items()), separators=(",", ":"))
     return hashlib.sha256(text.encode("ascii")).hexdigest()

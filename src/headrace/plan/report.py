@@ -1,4 +1,4 @@
-"""Predictions for a plan, and how people see both: as tables of rich."""
+"""Predictions for a plan, and tables of both."""
 
 from __future__ import annotations
 
@@ -36,14 +36,14 @@ __all__ = [
     "titled_table",
 ]
 
-# How compute reaches a tensor, of a plan with two stores also from which of them it is prefetched.
+# Mechanisms; for a plan with two stores, prefetched from files is one of its own.
 _REACHED = ("resident", "prefetched", "from files", "in place", "cached")
 
 # Norms and biases have dozens of roles of a few KiB each; they share a row.
 _MAX_ROLE_ROWS = 12
 _MAX_RUNS = 6
 _LAYERS_WIDTH = 16
-# Of what is no terminal, as the command line has it.
+# Without a terminal; the command line's is the same.
 _PIPE_WIDTH = 120
 
 _NUMBER = re.compile(r"(?:(?<=\.)|^)\d+(?=\.|$)")
@@ -60,7 +60,7 @@ _STORE_NAMES: dict[StoreKind, str] = {
 
 @dataclass(frozen=True)
 class WorkloadBytes:
-    """Device memory beside the weights for one batch size; zeros when no context was stated."""
+    """Device memory beside the weights for one batch size; zeros without a context."""
 
     batch: int
     cache_bytes: int
@@ -79,9 +79,9 @@ class CachePoint:
     Attributes:
         num_slots: of the first layer.
         device_bytes: for weights.
-        hits: expected share of the experts in use that one row finds on the device.
+        hits: expected share of the experts of one row that are on the device.
         rows_per_s: tokens per second of the first batch size.
-        at_hits: the same if so large a share were found: (share, tokens per second).
+        at_hits: (share, tokens per second) for other shares.
     """
 
     num_slots: int
@@ -96,17 +96,17 @@ class PlanPrediction:
     """Predictions for a plan.
 
     Attributes:
-        machine: whose rates they are made with.
+        machine: of which the rates are.
         is_measured: false for nominal rates.
-        context: tokens per sequence; 0 if none was stated.
+        context: tokens per sequence; 0: none was given.
         forecasts: one per batch size.
         memory: beside the weights, one per batch size.
         device_bytes: of weights: residents and slots.
-        alternatives: other choices; empty unless the plan was made for a budget.
-        least_budget_bytes: the smallest budget, where the plan keeps everything because no policy was given.
+        alternatives: empty unless the plan was made for a budget.
+        least_budget_bytes: the smallest budget, if no policy was given.
         caches: the same plan with other numbers of slots for experts; empty unless it caches some.
         shortage: why the machine has no room for it: ``"does not fit ..."``; ``None``: it has, or nothing was asked.
-        notes: what reading experts in place in the files takes, and why some of them cannot be.
+        notes: sentences for people.
     """
 
     machine: str
@@ -141,7 +141,7 @@ class PlanPrediction:
 
 
 def plan_table(plan: Plan) -> RenderableType:
-    """What ``headrace plan`` and ``print(plan)`` show: the plan, or the weights alone, and the predictions it has."""
+    """The output of ``headrace plan`` and ``print(plan)``: the plan, or the weights alone, and its predictions."""
     name, outlook = plan.model_name or "model", plan.outlook
     if not isinstance(outlook, PlanPrediction):
         return render(plan, name)
@@ -149,7 +149,7 @@ def plan_table(plan: Plan) -> RenderableType:
         return render_weights(plan, name, outlook.least_budget_bytes)
     refusals = [Text(f"\nThis plan {outlook.shortage}.", style="bold red")] if outlook.shortage else []
     if plan.mode == "meta":
-        refusals.append(Text("\nMode meta keeps no bytes: this plan is for sizes and cannot be carried out."))
+        refusals.append(Text("\nMode meta has sizes and no bytes: this plan cannot be carried out."))
     elif plan.mode in RANK_MODES:
         start = "pass group= to headrace.offload in each, or start headrace generate with torchrun"
         refusals.append(Text(f"\nMode {plan.mode} spans several processes: {start}."))
@@ -168,7 +168,7 @@ def _(plan: Plan, html: bool = False) -> str:
 
 
 def render(plan: Plan, name: str) -> RenderableType:
-    """Everything about ``plan`` for a model called ``name``: summary, where bytes rest, units, roles."""
+    """``plan`` of a model called ``name``: summary, memory by store, units, roles."""
     share = 100 * plan.device_bytes / max(1, plan.weight_bytes)
     summary = Text.assemble(
         (name, "bold"),
@@ -181,7 +181,7 @@ def render(plan: Plan, name: str) -> RenderableType:
 
 
 def render_weights(plan: Plan, name: str, minimum_bytes: int) -> RenderableType:
-    """What the model weighs and the smallest budget that runs it; ``plan`` has everything resident."""
+    """The size of the model and its smallest budget; ``plan`` has everything resident."""
     lines = Text.assemble(
         (name, "bold"),
         f" weighs {format_size(plan.weight_bytes)} in {len(plan.resident)} tensors; nothing would be offloaded.\n",
@@ -192,7 +192,7 @@ def render_weights(plan: Plan, name: str, minimum_bytes: int) -> RenderableType:
 
 
 def role_of(name: str) -> str:
-    """``name`` with the numbers of layers and experts replaced by ``*``: the same in every layer."""
+    """``name`` with ``*`` for the numbers of layers and experts: the same in every layer."""
     return _NUMBER.sub("*", name)
 
 
@@ -208,7 +208,7 @@ def compress_indices(indices: Iterable[int]) -> str:
 
 
 class _Name:
-    """A dotted name, of which lines end after dots where its column is too narrow, and not inside words."""
+    """A dotted name that is wrapped after dots, and not inside words."""
 
     def __init__(self, name: str) -> None:
         self._parts = re.findall(r"[^.]*\.|[^.]+$", name)
@@ -227,7 +227,7 @@ class _Name:
 
 
 def titled_table(title: str, *columns: str) -> Table:
-    """The first column is text, the others are figures."""
+    """The first column is text, the others are numbers."""
     table = Table(
         title=f"\n{title}",
         title_justify="left",
@@ -244,7 +244,7 @@ def titled_table(title: str, *columns: str) -> Table:
 
 
 def _places(plan: Plan) -> Table:
-    """Where the bytes rest."""
+    """Bytes by store."""
     on_peer = [_STORE_NAMES["peer"]] if plan.peer_bytes else []
     stores = list(dict.fromkeys([*on_peer, "host", "file", _STORE_NAMES[plan.mode]]))
     unit = size_unit(plan.weight_bytes)
@@ -286,7 +286,7 @@ def _units(plan: Plan) -> Table:
     for unit in plan.units:
         alike[role_of(unit.module_fqn), len(unit.entries), unit.store].append(unit)
     size = size_unit(plan.weight_bytes)
-    table = titled_table("Units", "module", "rest in", "units", "layers", "tensors", f"{size} each")
+    table = titled_table("Units", "module", "stored in", "units", "layers", "tensors", f"{size} each")
     table.columns[3].max_width = _LAYERS_WIDTH  # it breaks between words, and names would have to inside them
     for (fqn, tensors, store), units in alike.items():
         low, high = (in_unit(bound(unit.num_bytes for unit in units), size) for bound in (min, max))
@@ -303,7 +303,7 @@ def _units(plan: Plan) -> Table:
 
 
 def _roles(plan: Plan) -> Table:
-    """The largest roles, then the rest as one."""
+    """The largest roles, then the others as one."""
     counts: Counter[str] = Counter()
     sizes: defaultdict[str, Counter[str]] = defaultdict(Counter)
     for name, placement in plan.placements.items():
@@ -312,10 +312,10 @@ def _roles(plan: Plan) -> Table:
     rows = sorted(counts, key=lambda role: (-sizes[role].total(), role))
     if len(rows) > _MAX_ROLE_ROWS:
         rows, small = rows[: _MAX_ROLE_ROWS - 1], rows[_MAX_ROLE_ROWS - 1 :]
-        rows.append(rest := f"{len(small)} smaller roles")
-        counts[rest] = sum(counts[role] for role in small)
+        rows.append(others := f"{len(small)} smaller roles")
+        counts[others] = sum(counts[role] for role in small)
         for role in small:
-            sizes[rest] += sizes[role]
+            sizes[others] += sizes[role]
     shown = [column for column in _REACHED if column == "resident" or any(size[column] for size in sizes.values())]
     unit = size_unit(plan.weight_bytes)
     table = titled_table(f"Tensors by role, {unit}", "role", "count", "total", *shown)
@@ -326,7 +326,7 @@ def _roles(plan: Plan) -> Table:
 
 
 def _reached(plan: Plan, name: str) -> str:
-    """Of ``_REACHED`` that of a storage."""
+    """The one of ``_REACHED`` for a storage."""
     placement = plan.placements[name]
     if placement.mechanism == "prefetch":
         return "from files" if placement.store == "disk" != plan.mode else "prefetched"
@@ -365,7 +365,7 @@ def render_outlook(outlook: PlanPrediction) -> RenderableType:
 
 
 def _caches(caches: Sequence[CachePoint]) -> Table:
-    """Tokens per second by slots for experts, with the hits expected and with others."""
+    """Tokens per second by slots for experts, with the expected hit rate and with others."""
     unit = size_unit(max(cache.device_bytes for cache in caches))
     given = [f"{share:.0%}" for share, _ in caches[0].at_hits]
     table = titled_table("Cached experts, tokens/s", "slots", f"device {unit}", "hits", "tokens/s", *given)

@@ -1,8 +1,7 @@
 """How a model is cut into units, and how a policy without a budget chooses them: the group rule, offload rules, limits.
 
-Layers are found by structure. Hooks of a unit's module wait for the unit and release it. So this module is called (it
-has a forward of its own), every path to the unit's tensors leads through it, and no module of a unit runs inside that
-of another.
+Hooks of a unit's module wait for the unit and release it. So this module is called (it has a forward of its own), every
+path to the unit's tensors leads through it, and no module of a unit runs inside that of another.
 
 Of several offload rules that match a storage the first counts: the order of llama.cpp's ``--override-tensor``. Refused
 are a rule that matches nothing, one that earlier rules leave nothing to, and one that no plan can obey.
@@ -17,25 +16,22 @@ from dataclasses import replace
 from headrace.config import Mechanism, Prefetch, Rule
 from headrace.errors import RuleError, SelectionError, warn_user
 from headrace.formatting import listed
+from headrace.model.layers import MIN_PART_BYTES, are_apart, called_within, find_layers, weights_of
 from headrace.model.patterns import matching, select
-from headrace.model.records import Inventory, StorageInfo, common_prefix, packed_modules
+from headrace.model.records import Inventory, StorageInfo, common_prefix
 from headrace.model.semantic_groups import semantic_groups
 from headrace.plan.cached_experts import why_not_cached
 from headrace.plan.plan import Plan, UnitDraft, assemble, slab_bytes
 
 __all__ = [
     "TINY_BYTES",
-    "called_within",
     "draft_units",
     "drafts_at",
-    "find_layers",
-    "find_stacks",
     "group_rule",
     "move_on_demand",
     "outside_units",
     "plan_group_rule",
     "read_in_place",
-    "reader_of",
     "resolve_rules",
     "selected",
     "split_by_part",
@@ -49,131 +45,10 @@ __all__ = [
 # Norms, biases and scales: together a thousandth of a layer, but each would cost a copy of its own.
 TINY_BYTES = 64 * 2**10
 
-# A copy of this size takes the link at nine tenths of its rate (H200).
-MIN_PART_BYTES = 2**20
-
-# Three slots of a stack of blocks are then a tenth of the weights.
-MAX_BLOCK_SHARE = 1 / 32
-
-_NUMBERED = re.compile(r".*\d")
 
 # Tensors of adapters by the names that PEFT's methods give them (lora_A.default.weight): a hundredth of a model, and
 # exchanged while it is offloaded.
 _ADAPTER = re.compile(r"(?:.*\.)?(?:lora|ia3|hada|lokr|oft|boft|vera|vblora|fourierft|hra|bone|miss|randlora)_.*")
-
-
-def find_stacks(inventory: Inventory) -> dict[str, list[str]]:
-    """Runs of numbered sibling modules that hold most of the weights (decoder layers, encoder blocks, ...), in order.
-
-    By the container's name, the outermost with at least two numbered children that own bytes. Layers are children that
-    have a forward. One of a list that has none (a list of lists, say) is replaced by the outermost modules inside it
-    that have. A child that a container holds in several places is one layer.
-
-    A model without such a container is treated as one stack of its leaf modules, so that any ``nn.Module`` has layers.
-    """
-    owners = {owner for storage in inventory.storages for owner in storage.modules}
-    holders = {outer for owner in owners for outer in inventory.dominators(owner)}
-    numbered = {name: _numbered_children(inventory, name, holders) for name in inventory.modules}
-    lists = {name: children for name, children in numbered.items() if len(children) >= 2}
-    every = {child for children in lists.values() for child in children}
-    # The outermost lists only: a list inside a layer, such as its experts, is no stack.
-    called = {
-        name: [layer for child in children for layer in called_within(inventory, child) if layer in holders]
-        for name, children in lists.items()
-        if name not in every and every.isdisjoint(inventory.ancestors(name))
-    }
-    every_layer = {layer for layers in called.values() for layer in layers}
-    order = {name: index for index, name in enumerate(inventory.modules)}
-    stacks: dict[str, list[str]] = {}
-    seen: set[str] = set()
-    for name, layers in called.items():
-        # Only modules with several parents can be in two lists, or inside a layer of another list.
-        mine = {layer for layer in layers if layer not in seen and every_layer.isdisjoint(inventory.ancestors(layer))}
-        seen |= mine
-        if mine:
-            stacks[name] = sorted(mine, key=order.__getitem__)
-    if stacks:
-        return stacks
-    # The innermost modules that read tensors of their own; never one inside another, nor the root for another.
-    readers = dict.fromkeys(reader_of(inventory, name) for name in inventory.modules if name in owners)
-    around = {outer for name in readers for outer in inventory.ancestors(name)}
-    leaves = [name for name in readers if name not in around | inventory.uncalled and (name or name in owners)]
-    return {"": leaves} if leaves else {}
-
-
-def find_layers(inventory: Inventory) -> list[str]:
-    """The layers of all stacks; of a stack of blocks, what those blocks are made of.
-
-    Layers of a stack are much alike. The down and up blocks of a UNet, or the stages of an image model, are not: one
-    block may hold half of all weights, and so would a slot. Where the layers of a stack differ twofold and one of them
-    holds a tenth of the weights, each that is larger than ``MAX_BLOCK_SHARE`` of the weights is replaced by the modules
-    directly inside it, and these likewise.
-    """
-    found = []
-    for layers in find_stacks(inventory).values():
-        sizes = [sum(s.num_bytes for s in inventory.under(layer)) for layer in layers]
-        if max(sizes) <= max(2 * min(sizes), inventory.num_bytes / 10):
-            found += layers
-        else:
-            most_bytes = max(MIN_PART_BYTES, MAX_BLOCK_SHARE * inventory.num_bytes)
-            experts = semantic_groups(inventory)["experts"]
-            found += [part for layer in layers for part in _parts_of(inventory, layer, most_bytes, experts)]
-    return found
-
-
-def _parts_of(inventory: Inventory, module: str, most_bytes: float, experts: frozenset[str]) -> list[str]:
-    """Modules inside ``module`` that together hold all its parameters, as large as can be within ``most_bytes``.
-
-    A module stays whole that has tensors of its own beside those of its children, or children that share some: what is
-    in no part could not leave the device. So does one of several experts, of which a forward runs a few.
-    """
-    storages = _weights(inventory.under(module))
-    if sum(s.num_bytes for s in storages) <= most_bytes:
-        return [module]
-    inside = [fqn for place in inventory.places(module) for fqn in called_within(inventory, place.module)]
-    parts = drafts_at(inventory, dict.fromkeys(inside), {s.name for s in storages})
-    of_experts = sum(experts.issuperset(s.name for s in part.storages) for part in parts)
-    if not parts or of_experts > 1 or not _are_apart(inventory, parts, storages):
-        return [module]
-    return [fqn for part in parts for fqn in _parts_of(inventory, part.module_fqn, most_bytes, experts)]
-
-
-def _are_apart(inventory: Inventory, parts: Sequence[UnitDraft], storages: Collection[StorageInfo]) -> bool:
-    """Whether ``parts`` hold all of ``storages``, and none is inside another, which would be overwritten while read."""
-    fqns = {part.module_fqn for part in parts}
-    return sum(len(part.storages) for part in parts) == len(storages) and all(
-        fqns.isdisjoint(inventory.ancestors(fqn)) for fqn in fqns
-    )
-
-
-def _numbered_children(inventory: Inventory, container: str, holders: Collection[str]) -> list[str]:
-    """By place: what ``container`` holds in several places is listed as often."""
-    found = [
-        place
-        for place in inventory.places(container)
-        if place.module in holders
-        and _NUMBERED.fullmatch(place.attr)
-        # Items of a list that are lists run one after the other; lists called `norm1` and `norm2` need not.
-        and (place.module not in inventory.uncalled or place.attr.isdigit())
-    ]
-    # Nor are models called `text_encoder_2` and `text_encoder_3` layers of one.
-    kinds = {inventory.modules[place.module] for place in found if not place.attr.isdigit()}
-    return [place.module for place in found if place.attr.isdigit() or len(kinds) == 1]
-
-
-def called_within(inventory: Inventory, module: str) -> list[str]:
-    """``module`` itself, or if it has no forward, the outermost modules inside it that have."""
-    found: dict[str, None] = {}
-    left, seen = [module], {module}
-    while left:
-        name = left.pop()
-        if name not in inventory.uncalled:
-            found[name] = None
-            continue
-        inner = [place.module for place in inventory.places(name) if place.module not in seen]
-        seen.update(inner)
-        left += reversed(inner)
-    return list(found)
 
 
 def group_rule(num_layers: int, group_size: int, num_in_group: int) -> list[int]:
@@ -182,23 +57,13 @@ def group_rule(num_layers: int, group_size: int, num_in_group: int) -> list[int]
 
 
 def worth_moving(storages: Iterable[StorageInfo]) -> list[StorageInfo]:
-    """What is offloaded when no names are given: storages that hold weights, are not tiny and no adapter's."""
-    large = (s for s in _weights(storages) if s.num_bytes >= TINY_BYTES)
+    """Offloaded by default: storages that hold weights, are not tiny and are no adapter's."""
+    large = (s for s in weights_of(storages) if s.num_bytes >= TINY_BYTES)
     return [s for s in large if not _ADAPTER.fullmatch(s.name)]
 
 
-def _weights(storages: Iterable[StorageInfo]) -> list[StorageInfo]:
-    """Those that hold a parameter, or are of a module with packed weights.
-
-    Other buffers are left out because modules may write them during a forward; they move when named.
-    """
-    found = list(storages)
-    packed = packed_modules(found)
-    return [s for s in found if s.has_parameter or not packed.isdisjoint(s.modules)]
-
-
 def outside_units(inventory: Inventory, candidates: Sequence[StorageInfo], layers: Collection[str]) -> list[UnitDraft]:
-    """Units for candidates outside ``layers`` (those that have units themselves): an untied lm_head, say.
+    """Units for candidates outside ``layers`` (those that have units themselves): for example an untied lm_head.
 
     Each is hooked on the innermost module that every path to it leads through and that is called. Left out, hence
     resident: what no module but the root is called around, and what would be hooked inside or around another unit's
@@ -256,7 +121,7 @@ def split_by_part(inventory: Inventory, layers: Sequence[UnitDraft]) -> list[Uni
     """Each of ``layers`` as one unit per child that holds any of its storages, in the order of the children.
 
     Part i of a layer then shares its slots with part i of the others. So all of them have to have as many parts, each
-    with a forward, none of these tiny, and nothing that belongs to two; otherwise the layers stay whole.
+    with a forward, none of these tiny, and nothing that belongs to two; otherwise the layers are not split.
     """
     every: list[UnitDraft] = []
     counts = set()
@@ -265,16 +130,11 @@ def split_by_part(inventory: Inventory, layers: Sequence[UnitDraft]) -> list[Uni
         counts.add(len(parts))
         every += parts
     # A tensor of a layer itself, or one that two children share, would belong to no part.
-    apart = _are_apart(inventory, every, [storage for layer in layers for storage in layer.storages])
+    num_storages = sum(len(layer.storages) for layer in layers)
+    apart = are_apart(inventory, {part.module_fqn: part.storages for part in every}, num_storages)
     large = all(slab_bytes(s.num_bytes for s in part.storages) >= MIN_PART_BYTES for part in every)
     can_split = len(counts) == 1 and apart and large and inventory.uncalled.isdisjoint(p.module_fqn for p in every)
     return every if can_split else list(layers)
-
-
-def reader_of(inventory: Inventory, module: str) -> str:
-    """The module whose forward reads the tensors of ``module``: itself, unless it is not called; then one around it."""
-    around = inventory.dominators(module)
-    return next((name for name in reversed(around) if name not in inventory.uncalled), module)
 
 
 # -- offload rules -----------------------------------------------------------------------------------------------------
@@ -298,16 +158,16 @@ def resolve_rules(
 
     Raises:
         SelectionError: a pattern matches nothing.
-        RuleError: a rule can never apply, or cannot be obeyed for anything it settles.
+        RuleError: a rule can never apply, or no plan can carry it out for any of its storages.
     """
     owners: dict[str, int] = {}  # index of the first rule that matches a storage
     for index, (pattern, _) in enumerate(rules):
         matched = matching(inventory, pattern)
         left = matched - owners.keys()
         if not left:
-            settled = " and ".join(_shown(rules[other]) for other in sorted({owners[name] for name in matched}))
+            earlier = " and ".join(_shown(rules[other]) for other in sorted({owners[name] for name in matched}))
             raise RuleError(
-                f"rule {_shown(rules[index])} can never apply: all that it matches is settled by {settled} before it. "
+                f"rule {_shown(rules[index])} can never apply: all that it matches is matched by {earlier} before it. "
                 f"The first rule that matches counts: put the narrower one first, e.g. --offload-rule "
                 f"'re:.*\\.layers\\.0\\..*=resident' mlp=prefetch"
             )
@@ -319,7 +179,7 @@ def resolve_rules(
         stay = {name: reasons[name] for name in mine if name in reasons}
         if stay:
             message = (
-                f"rule {_shown(rule)}: {len(stay)} of the {len(mine)} tensors that it settles ({listed(stay)}) "
+                f"rule {_shown(rule)}: {len(stay)} of the {len(mine)} tensors that it decides ({listed(stay)}) "
                 f"cannot leave the device: {'; '.join(dict.fromkeys(stay.values()))}"
             )
             if len(stay) == len(mine):
@@ -387,10 +247,10 @@ def plan_group_rule(
         inventory: of the model.
         policy: the group rule.
         stacks: what it counts.
-        in_place: what of its candidates is read where it rests, because no layer of these stacks brings it.
-        by_part: let the parts of a layer (attention, feed-forward) travel one by one, each through a slot of its own,
-            in the same device memory: a part can be refilled while the next computes.
-        candidates: what may move; default what ``policy`` selects.
+        in_place: whether a candidate is read in place, because it is in no layer of these stacks.
+        by_part: copy the parts of a layer (attention, feed-forward) one by one, each into a slot of its own, in the
+            same device memory: a part can be refilled while the next computes.
+        candidates: storages that may move; default those that ``policy`` selects.
     """
     candidates = selected(inventory, policy.params) if candidates is None else candidates
     uva = [s for s in candidates if in_place(s)]
@@ -431,7 +291,7 @@ def move_on_demand(inventory: Inventory, plan: Plan, num_slots: int = 1) -> Plan
     moving = [storage for storage in inventory.storages if storage.name in wanted]
     drafts = draft_units(inventory, moving)
     warn_of_stranded(inventory, stranded(inventory, moving, {s.name for draft in drafts for s in draft.storages}))
-    # What joins a unit comes from where that rests.
+    # A storage that joins a unit has the unit's store.
     places = {unit.module_fqn: unit.store for unit in plan.units}
     stores = [replace(draft, store=places.get(draft.module_fqn)) for draft in drafts]
     # A plan that read everything in place had no slot.
@@ -439,7 +299,7 @@ def move_on_demand(inventory: Inventory, plan: Plan, num_slots: int = 1) -> Plan
 
 
 def selected(inventory: Inventory, params: Sequence[str]) -> list[StorageInfo]:
-    """What the name patterns ``params`` select; without any, what is worth moving."""
+    """The storages that the name patterns ``params`` select; without any, those worth moving."""
     return select(inventory, params) if params else worth_moving(inventory.storages)
 
 

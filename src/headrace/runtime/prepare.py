@@ -64,7 +64,7 @@ def prepare(request: PlanRequest, *, allocates: bool = True) -> Prepared:
     """The plan for a module, checked against the model, the machine and its limits.
 
     Args:
-        request: of which ``machine``, ``dtype`` and ``expert_trace`` have no meaning here.
+        request: without what is for other machines or for folders.
         allocates: the plan will be carried out, so the machine must have room for it.
 
     Raises:

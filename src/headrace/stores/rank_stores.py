@@ -23,10 +23,10 @@ from headrace.memory.shared import SharedMemory, SymmetricMemory
 from headrace.memory.system import cpus_near, touch_threads
 from headrace.model.live_tensors import BoundStorage
 from headrace.model.records import StorageInfo
-from headrace.plan.plan import CHUNK_BYTES, PartLayout, Plan
+from headrace.plan.plan import CHUNK_BYTES, Plan
 from headrace.ranks.group import GlooChannel, RankGroup, json_digest, this_host
 from headrace.stores.loader import CudaUploader, Delivery, deliver
-from headrace.stores.sharded import DeviceShardedStore, HostShardedStore, ShardedStore
+from headrace.stores.sharded import DeviceShardedStore, HostShardedStore, PartLayout, ShardedStore
 from headrace.stores.shared_host import SharedStore, shared_bytes
 from headrace.stores.sources import ByteRange, Copy, clip
 from headrace.stores.store import DiskStore, StoreRequest, new_buffer, require_weights

@@ -8,17 +8,91 @@ from __future__ import annotations
 
 from abc import abstractmethod
 from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from itertools import accumulate
 
 import torch
 
 from headrace.errors import OptionError, StateError
 from headrace.memory.shared import SymmetricMemory
-from headrace.plan.plan import PartLayout, Unit
+from headrace.plan.plan import Unit, slab_bytes
 from headrace.ranks.group import GlooChannel, RankGroup
 from headrace.stores.sources import ByteRange, Copy
 from headrace.stores.store import Load, Store, new_buffer
 
-__all__ = ["DeviceShardedStore", "HostShardedStore", "ShardedStore"]
+__all__ = ["DeviceShardedStore", "HostShardedStore", "PartLayout", "ShardedStore", "Stripe", "Striping"]
+
+
+@dataclass(frozen=True)
+class Stripe:
+    """Bytes ``start`` to ``end`` of a slab, which lie at ``offset`` of the part of their rank."""
+
+    start: int
+    end: int
+    offset: int
+
+    @property
+    def num_bytes(self) -> int:
+        """Length."""
+        return self.end - self.start
+
+
+@dataclass(frozen=True)
+class Striping:
+    """One slab over ``num_ranks`` ranks: chunks in turn, as in a striped array of disks.
+
+    Chunk ``k * ranks + r`` belongs to rank ``r``: ``ranks`` chunks in a row are a stripe. With one stripe every rank
+    has one contiguous part. With several, a rank can send a chunk on while it copies the next, and the slab fills from
+    the front on every rank. All chunks of a unit but the last ones are equally long, so the parts are equal but for the
+    alignment, and no rank keeps padding.
+
+    Attributes:
+        num_bytes: of the slab; a multiple of 256.
+        chunk_bytes: a multiple of 256.
+    """
+
+    num_bytes: int
+    num_ranks: int
+    chunk_bytes: int
+
+    @classmethod
+    def of(cls, num_bytes: int, num_ranks: int, max_chunk_bytes: int | None = None) -> Striping:
+        """As few stripes as ``max_chunk_bytes`` allows (``None``: one), all of the same length but the last."""
+        stripes = 1 if max_chunk_bytes is None else max(1, -(-num_bytes // (num_ranks * max_chunk_bytes)))
+        return cls(num_bytes, num_ranks, slab_bytes([-(-num_bytes // (num_ranks * stripes))]))
+
+    def stretches(self, rank: int) -> Iterator[Stripe]:
+        """The stripes that ``rank`` stores, in order."""
+        offset = 0
+        for start in range(rank * self.chunk_bytes, self.num_bytes, self.num_ranks * self.chunk_bytes):
+            end = min(start + self.chunk_bytes, self.num_bytes)
+            yield Stripe(start, end, offset)
+            offset += end - start
+
+    def in_order(self) -> Iterator[tuple[int, Stripe]]:
+        """(rank, stripe) of the slab, from its first byte to its last."""
+        every = ((rank, stripe) for rank in range(self.num_ranks) for stripe in self.stretches(rank))
+        return iter(sorted(every, key=lambda item: item[1].start))
+
+    def part_bytes(self, rank: int) -> int:
+        """Bytes that ``rank`` stores."""
+        return sum(stripe.num_bytes for stripe in self.stretches(rank))
+
+
+class PartLayout:
+    """Where the parts of all units lie in a rank's memory, at the same offsets on every rank.
+
+    Attributes:
+        stripings: by unit.
+        offsets: by unit, where its part begins.
+        num_bytes: of the memory of each rank: the longest part of every unit.
+    """
+
+    def __init__(self, units: Sequence[Unit], num_ranks: int, max_chunk_bytes: int | None = None) -> None:
+        self.stripings = [Striping.of(unit.num_bytes, num_ranks, max_chunk_bytes) for unit in units]
+        # Rank 0's part is the longest of each unit, and equal offsets let a rank address another's part by its own.
+        *self.offsets, self.num_bytes = accumulate((s.part_bytes(0) for s in self.stripings), initial=0)
+        self.num_ranks = num_ranks
 
 
 class ShardedStore(Store):

@@ -33,10 +33,9 @@ import torch
 
 from headrace.errors import TransferError
 from headrace.memory.shared import SymmetricMemory
-from headrace.plan.plan import PartLayout
 from headrace.ranks.group import GlooChannel, RankGroup
 from headrace.stats import Recorder
-from headrace.stores.sharded import DeviceShardedStore, ShardedStore
+from headrace.stores.sharded import DeviceShardedStore, PartLayout, ShardedStore
 from headrace.stores.store import Load
 from headrace.transfer.cuda_stream import StreamLink, StreamTransfer, wait_for_events
 from headrace.transfer.link import ComputeEvent, Link, ThreadLink, ThreadTransfer

@@ -35,7 +35,7 @@ from headrace.adapters.vllm.options import read_options, refuse_unsupported
 from headrace.config import Budget, peer_timeout_s
 from headrace.errors import OptionError, OutsideAccessError, PeerError, StateError
 from headrace.experts.rows import ExpertKernels
-from headrace.model.quirks import without_lora
+from headrace.model.inventory import without_lora
 from headrace.offloaders.layerwise import EngineOffloader, EngineTraits, lookup_rule
 from headrace.plan.cost_model import Rates
 from headrace.ranks.group import GRACE_S, RankGroup, call_within, json_digest
