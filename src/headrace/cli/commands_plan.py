@@ -45,9 +45,7 @@ class PlanOptions:
 
     json: bool = row("", "Print the plan as JSON, with sizes in bytes, and nothing else.", off=False)
     save: Path | None = row("FILE", "Write the plan to FILE, for --plan FILE.")
-    machine: str | None = row(
-        "NAME", "Plan for h200 (measured), h100 or 4090 (nominal), or a file of `headrace probe`."
-    )
+    machine: str | None = row("NAME", "Plan for h200 (measured), h100 or 4090 (nominal), or a file of a probe.")
     dtype: str | None = row("NAME", DTYPE_HELP, check_dtype)
     expert_trace: Path | None = row("FILE", "Predict hits of cached experts from a file of `headrace generate`.")
     num_ranks: int | None = row("N", "Processes that share the weights in mode sharded_cpu or sharded_gpu.")

@@ -14,9 +14,9 @@ Inputs = Mapping[str, Any]
 
 
 def signature(inputs: Inputs) -> Hashable:
-    """What of ``inputs`` a graph holds for good: all but the values of tensors.
+    """The part of ``inputs`` that is fixed in a graph: all but the values of tensors.
 
-    Objects other than numbers and strings count by identity, so the graph has to keep them alive.
+    Objects other than numbers and strings are compared by identity, so the graph has to keep them alive.
     """
     leaves, _ = tree_flatten_with_path(dict(inputs))
     return tuple((path, _constant_part(leaf)) for path, leaf in leaves)
@@ -36,9 +36,9 @@ class StepGraph:
     """
 
     def __init__(self, call: Callable[..., Any], inputs: Inputs) -> None:
-        """``call`` ran before with inputs of this :func:`signature`, so that libraries and kernels are loaded.
+        """``call`` has run before with inputs of this :func:`signature`, so that libraries and kernels are loaded.
 
-        Nothing runs now; what ``call`` changes in Python is changed once.
+        It is captured now: its Python code runs once, and its kernels do not.
 
         Raises:
             RuntimeError: an operation cannot be captured, such as one that waits for the device.
