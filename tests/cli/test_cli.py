@@ -909,7 +909,7 @@ def test_places_that_are_closed(model: Path, tmp_path: Path, monkeypatch: pytest
         (RecursionError("maximum recursion depth exceeded"), "error: RecursionError: maximum recursion depth exceeded"),
         (MemoryError(), "error: no memory is left (MemoryError): free some, or raise this process's limit (ulimit -v)"),
         (KeyError("x"), "error: KeyError: 'x'; HEADRACE_DEBUG=1 shows the traceback"),
-        (RuntimeError("a\nb \x1b[2Jc"), "error: RuntimeError: a b \\x1b[2Jc; HEADRACE_DEBUG=1 shows where"),
+        (RuntimeError("a\nb \x1b[2Jc"), "error: RuntimeError: a b \\x1b[2Jc; HEADRACE_DEBUG=1 shows the tr"),
         (OSError(36, "File name too long", "x"), "error: [Errno 36] File name too long: 'x'"),
         (OSError("odd"), "error: OSError: odd; HEADRACE_DEBUG=1"),
         (UnicodeEncodeError("utf-8", "\ud800", 0, 1, "surrogates not allowed"), "error: UnicodeEncodeError: 'utf-8'"),
@@ -999,7 +999,7 @@ def test_generate_refuses_the_mode_that_keeps_nothing(model: Path, tmp_path: Pat
     plan = tmp_path / "plan.json"
     assert run("plan", model, *flags, "--save", plan).exit_code == 0
     for asked in (flags, ("--offload-group-size", 2, "--offload-mode", "meta"), ("--plan", plan)):
-        assert "mode meta (of --offload-mode, or of the plan in --plan) keeps none" in error_of(
+        assert "mode meta (of --offload-mode, or of the plan in --plan) stores no" in error_of(
             "generate", model, "--prompt", "Water", *asked
         )
 
