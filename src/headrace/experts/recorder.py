@@ -54,7 +54,7 @@ class RoutingRecorder:
         return layer.register_forward_pre_hook(record, with_kwargs=True)
 
     def close(self) -> Recorded:
-        """Stop, and return what was recorded.
+        """Stop, and return the recorded choices.
 
         Raises:
             OptionError: the model did not run.

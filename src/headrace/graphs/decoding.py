@@ -145,7 +145,7 @@ class DecodeGraphs:
         try:
             size = self._size_of_call(inputs, generation_config, kwargs)
             if isinstance(size, str):
-                self._say(size)
+                self._warn(size)
                 return self._original(inputs, generation_config, **kwargs)
             self._model.__dict__["__call__"] = self._step
             self._is_first_step = True
@@ -200,17 +200,17 @@ class DecodeGraphs:
             return "other code has captured CUDA graphs over this offload"
         if not self._with_hooks and (name := _hooked_module(model)) is not None:
             return (
-                f"{name} has a forward hook, whose Python code a replay leaves out (decode_in_graphs(model) captures "
+                f"{name} has a forward hook, whose Python code a replay does not run (decode_in_graphs(model) captures "
                 f"its kernels)"
             )
         return None
 
-    def _say(self, reason: str) -> None:
-        if reason != self._said:
+    def _warn(self, reason: str) -> None:
+        if reason != self._warned:
             warn_user(f"generate runs eagerly, without CUDA graphs: {reason}")
-        self._said = reason
+        self._warned = reason
 
-    _said: str | None = None
+    _warned: str | None = None
 
     def _cache_of(self, sequences: int, length: int) -> StaticCache:
         """An empty cache; the one of the call before if that fits."""
@@ -249,7 +249,7 @@ class DecodeGraphs:
             output = call(**inputs)
             if _Seen(self._model) != self._seen:
                 self._eager_because = "its modules change in Python from step to step"
-                self._say(self._eager_because)
+                self._warn(self._eager_because)
             return output
         captured = self._steps[key]
         if captured is None:
@@ -287,7 +287,7 @@ class DecodeGraphs:
                 free = torch.cuda.mem_get_info(self._model.device)[0]
                 missing = f" ({format_size(free)} of device memory are free)"
             self._eager_because = f"its decoding step cannot be captured: {str(error).splitlines()[0]}{missing}"
-            self._say(self._eager_because)
+            self._warn(self._eager_because)
             return None
 
 

@@ -32,7 +32,7 @@ class StepGraph:
     """A captured ``call(**inputs)``.
 
     Attributes:
-        num_bytes: device memory of what the graph computes in.
+        num_bytes: device memory that the graph computes in.
     """
 
     def __init__(self, call: Callable[..., Any], inputs: Inputs) -> None:
@@ -53,7 +53,7 @@ class StepGraph:
         self.num_bytes = sum(each["total_size"] for each in segments if tuple(each["segment_pool_id"]) == tuple(pool))
 
     def replay(self, inputs: Inputs) -> Any:
-        """The output of ``call(**inputs)`` in tensors of its own; ``inputs`` has the signature of the captured ones."""
+        """The output of ``call(**inputs)`` in new tensors; ``inputs`` has the signature of the captured ones."""
         torch._foreach_copy_(self._tensors, _tensors_of(inputs))
         self._graph.replay()
         return tree_map_only(torch.Tensor, torch.clone, self._output)
