@@ -15,7 +15,7 @@ from gpu_models import offloaded
 import headrace
 from headrace import UVA, Budget, Prefetch, Rules
 from headrace.errors import StateError
-from headrace.graphs.step import StepGraph
+from headrace.graphs.decoding import StepGraph
 from headrace.model.inventory import take_inventory
 
 transformers = pytest.importorskip("transformers")

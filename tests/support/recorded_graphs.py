@@ -9,7 +9,7 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves, tree_map_only
 
-from headrace.graphs.step import Inputs
+from headrace.graphs.decoding import Inputs
 
 
 class NotCapturableHereError(RuntimeError):
@@ -40,8 +40,8 @@ class _Recorder(TorchDispatchMode):
 
 
 class RecordedStep:
-    """In place of :class:`headrace.graphs.step.StepGraph`: Python runs once, and nothing has changed after the capture
-    but what Python has."""
+    """In place of :class:`headrace.graphs.decoding.StepGraph`: Python runs once, and nothing has changed
+    after the capture but what Python has."""
 
     num_bytes = 0
 
