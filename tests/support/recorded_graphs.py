@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves, tree_map_only
 
-from headrace.graphs.decoding import Inputs
+if TYPE_CHECKING:
+    from headrace.graphs.decoding import Inputs
 
 
 class NotCapturableHereError(RuntimeError):
