@@ -681,7 +681,7 @@ def test_generate_shares_memory_only_with_others(model: Path, mode: Mode, tmp_pa
 @pytest.mark.parametrize("mode", SHARDED_MODES)
 def test_a_plan_says_over_how_many_ranks_units_are_split(model: Path, mode: Mode, tmp_path: Path) -> None:
     flags = ("--device-memory", "3MiB", "--offload-mode", mode)
-    assert "say how many with --num-ranks N" in error_of("plan", model, *flags)
+    assert "give their number with --num-ranks N" in error_of("plan", model, *flags)
     assert "num_ranks = 0: expected at least 1" in error_of("plan", model, *flags, "--num-ranks", 0)
     for other in (("--device-memory", "3MiB"), ()):
         assert "in other modes no unit is split (--num-ranks)" in error_of("plan", model, *other, "--num-ranks", 2)
@@ -805,7 +805,7 @@ def test_a_probe_that_cannot_be_kept_is_printed(tmp_path: Path, monkeypatch: pyt
         assert result.exit_code == 0, result.output
         assert "the probe cannot be kept there" in result.stderr
         assert "set XDG_CACHE_HOME to another folder" in result.stderr
-        assert "kept in" not in result.stderr
+        assert "saved in" not in result.stderr
         assert "file read, direct" in result.stdout or json.loads(result.stdout)["disk_read_bytes_per_s"] == 1e8
 
 
@@ -899,8 +899,8 @@ def test_an_error_of_all_ranks_is_printed_once(tmp_path: Path) -> None:
 def test_places_that_are_closed(model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(os, "access", lambda path, mode: mode != os.W_OK)
     for args in (("plan", model, "--device-memory", "2MiB", "--save", tmp_path / "a"), ("bench", "step", "--out", "a")):
-        assert f"{args[-2]} '{args[-1]}': expected a place that user" in error_of(*args)
-    assert f"--folder '{tmp_path}': expected a place that user" in error_of("demo", "--folder", tmp_path)
+        assert f"{args[-2]} '{args[-1]}': expected a path that user" in error_of(*args)
+    assert f"--folder '{tmp_path}': expected a path that user" in error_of("demo", "--folder", tmp_path)
 
 
 @pytest.mark.parametrize(
@@ -908,8 +908,8 @@ def test_places_that_are_closed(model: Path, tmp_path: Path, monkeypatch: pytest
     [
         (RecursionError("maximum recursion depth exceeded"), "error: RecursionError: maximum recursion depth exceeded"),
         (MemoryError(), "error: no memory is left (MemoryError): free some, or raise this process's limit (ulimit -v)"),
-        (KeyError("x"), "error: KeyError: 'x'; HEADRACE_DEBUG=1 shows where it comes from"),
-        (RuntimeError("a\nb \x1b[2Jc"), "error: RuntimeError: a b \\x1b[2Jc; HEADRACE_DEBUG=1 shows where"),
+        (KeyError("x"), "error: KeyError: 'x'; HEADRACE_DEBUG=1 shows the traceback"),
+        (RuntimeError("a\nb \x1b[2Jc"), "error: RuntimeError: a b \\x1b[2Jc; HEADRACE_DEBUG=1 shows the tr"),
         (OSError(36, "File name too long", "x"), "error: [Errno 36] File name too long: 'x'"),
         (OSError("odd"), "error: OSError: odd; HEADRACE_DEBUG=1"),
         (UnicodeEncodeError("utf-8", "\ud800", 0, 1, "surrogates not allowed"), "error: UnicodeEncodeError: 'utf-8'"),
@@ -999,7 +999,7 @@ def test_generate_refuses_the_mode_that_keeps_nothing(model: Path, tmp_path: Pat
     plan = tmp_path / "plan.json"
     assert run("plan", model, *flags, "--save", plan).exit_code == 0
     for asked in (flags, ("--offload-group-size", 2, "--offload-mode", "meta"), ("--plan", plan)):
-        assert "mode meta (of --offload-mode, or of the plan in --plan) keeps none" in error_of(
+        assert "mode meta (of --offload-mode, or of the plan in --plan) stores no" in error_of(
             "generate", model, "--prompt", "Water", *asked
         )
 

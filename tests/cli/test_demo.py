@@ -19,10 +19,10 @@ from headrace.checkpoint.safetensors_header import Checkpoint
 from headrace.cli import demo_run
 from headrace.cli.demo_run import (
     Result,
-    broken_promises,
     comparison_table,
     digest_of,
     ensure_model,
+    failed_checks,
     run_alone,
 )
 from headrace.errors import OptionError, StateError
@@ -110,7 +110,7 @@ def runs(folder: Path, tmp_path: Path) -> tuple[Result, Result]:
 
 
 def test_generated_tokens_and_logits_are_equal(runs: tuple[Result, Result]) -> None:
-    assert broken_promises(*runs) == []
+    assert failed_checks(*runs) == []
     assert [each.num_tokens for each in runs] == [8, 8]
     assert runs[1].moved_bytes > runs[1].forward_bytes > 0
     assert comparison_table(10**6, *runs).row_count == 6
@@ -124,16 +124,16 @@ def test_one_different_bit_is_noticed(runs: tuple[Result, Result]) -> None:
     others = {digest_of(flipped), digest_of(logits.view(3, 2)), digest_of(logits.int()), digest_of(logits, logits)}
     assert len({digest_of(logits), *others}) == 5
     changed = replace(streamed, digest="other")
-    assert broken_promises(resident, changed) == ["the streamed results differ from the resident ones"]
+    assert failed_checks(resident, changed) == ["the streamed results differ from the resident ones"]
     changed = replace(streamed, restored_digest="other")
-    assert broken_promises(resident, changed) == ["the results after remove() differ"]
+    assert failed_checks(resident, changed) == ["the results after remove() differ"]
 
 
 def test_too_much_memory_and_nothing_moved_are_noticed(runs: tuple[Result, Result]) -> None:
     resident, streamed = runs
     large = replace(streamed, growth_bytes=streamed.limit_bytes + 1)
-    assert "memory grew by" in broken_promises(resident, large)[0]
-    assert broken_promises(resident, replace(streamed, moved_bytes=0)) == ["nothing was streamed"]
+    assert "memory grew by" in failed_checks(resident, large)[0]
+    assert failed_checks(resident, replace(streamed, moved_bytes=0)) == ["nothing was streamed"]
 
 
 def test_the_trace_is_written(runs: tuple[Result, Result], tmp_path: Path) -> None:
@@ -188,10 +188,10 @@ def test_demo_tells_shows_and_tidies_up(tmp_path: Path) -> None:
 
 @pytest.mark.usefixtures("tiny_demo")
 def test_demo_fails_when_a_promise_is_broken(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(demo_run, "broken_promises", lambda *runs: ["a promise"])
+    monkeypatch.setattr(demo_run, "failed_checks", lambda *runs: ["a promise"])
     result = run("demo", "--folder", tmp_path / "out", "--keep")
     assert result.exit_code == 1
-    assert "broken: a promise" in result.stdout
+    assert "failed: a promise" in result.stdout
     assert (tmp_path / "out" / "model" / "config.json").exists()
 
 

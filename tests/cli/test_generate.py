@@ -188,7 +188,7 @@ def test_the_expectation_is_that_of_the_plan(model: Path) -> None:
         planned = json.loads(run("plan", model, "--device", "cpu", "--json", *flags).stdout)["outlook"]["steps"][0]
         told = [line for line in generate(model, *flags).stderr.splitlines() if line.startswith("expected: ")]
         expected = (
-            f"{format_time(planned['step_s'])} a token ({format_rate(planned['rows_per_s'])} tokens/s), bound by "
+            f"{format_time(planned['step_s'])} per token ({format_rate(planned['rows_per_s'])} tokens/s), bound by "
         )
         assert len(told) == 1
         assert told[0].startswith(f"expected: {expected}{planned['bound']}, by the rates of ")

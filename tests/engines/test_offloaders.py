@@ -283,7 +283,7 @@ class TestCreate:
         limited.remove()
 
     def test_an_option_without_effect_is_refused(self) -> None:
-        with pytest.raises(OptionError, match="mode 'disk' would have no effect"):
+        with pytest.raises(OptionError, match="mode 'disk' has no effect"):
             create_offloader(OffloadConfig(uva=UVA("1GiB", mode="disk")))
 
 

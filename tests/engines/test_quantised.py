@@ -294,7 +294,7 @@ class TestDamagedFiles:
     ) -> None:
         """Numbers without their scale would be weights a hundred times too large."""
         folder = with_tensors(saved(need(name)), tmp_path, lambda tensors: tensors.pop(lost))
-        with pytest.raises(CheckpointError, match=named or f"{lost}: expected it in the checkpoint beside"):
+        with pytest.raises(CheckpointError, match=named or f"{lost}: expected it in the checkpoint with"):
             load(folder, MOVES, device="cpu")
 
     @pytest.mark.parametrize("rows", [0, 3])
@@ -366,7 +366,7 @@ class TestOnAGpu:
         monkeypatch.setattr(
             "transformers.quantizers.quantizer_mxfp4.get_current_accelerator", lambda: torch.device("cuda")
         )
-        with pytest.raises(CheckpointError, match="MXFP4 kernels keep weights in objects of their own"):
+        with pytest.raises(CheckpointError, match="MXFP4 kernels store weights in special objects"):
             build_meta_model(saved("MXFP4, experts"), device=torch.device("cuda"))
 
 

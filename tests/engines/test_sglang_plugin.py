@@ -274,7 +274,7 @@ def test_a_layer_that_does_not_run_ends_the_server(start: Callable[..., Any]) ->
 @pytest.mark.parametrize(
     ("fields", "message"),
     [
-        ({"offload_mode": "meta"}, "--offload-mode meta keeps no weights"),
+        ({"offload_mode": "meta"}, "--offload-mode meta stores no weights"),
         ({"offload_mode": "sharded_gpu"}, "--offload-mode sharded_gpu .* shm_cpu keeps one copy"),
         ({"offload_mode": "shm_cpu"}, "this is the only one: add --dp-size N"),
         ({"offload_mode": "shm_cpu", "tp_size": 2, "dp_size": 2}, "expected --tp-size 1, found 2"),

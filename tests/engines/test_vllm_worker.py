@@ -437,7 +437,7 @@ REFUSED_CALLS: dict[str, tuple[tuple[Any, ...], str]] = {
     "discard": ((("weights",),), "a discard of weights would free the memory of slots and resident weights"),
     "reload_weights": ((), "reload_weights would write into slots.*start the engine again"),
     "reset_weights": ((), "reset_weights would write into slots.*start the engine again"),
-    "save_tensorized_model": (({},), "would save what slots hold at this moment; save_sharded_state saves the weights"),
+    "save_tensorized_model": (({},), "would save the current contents of slots; save_sharded_state saves the weights"),
     "checkpoint_prepare": ((), "checkpoint_prepare prepares the process for a CUDA checkpoint"),
 }
 

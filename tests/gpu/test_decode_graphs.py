@@ -15,10 +15,10 @@ from gpu_models import offloaded
 import headrace
 from headrace import UVA, Budget, Prefetch, Rules
 from headrace.errors import StateError
-from headrace.graphs.step import StepGraph
 from headrace.model.inventory import take_inventory
 
 transformers = pytest.importorskip("transformers")
+decoding = pytest.importorskip("headrace.graphs.decoding")
 
 SIZES = {
     "vocab_size": 1000, "hidden_size": 512, "intermediate_size": 1024, "num_hidden_layers": 8, "num_attention_heads": 8,
@@ -138,11 +138,11 @@ def test_eager_forwards_between_two_calls(case: Any) -> None:
 def test_an_interrupt_between_announcement_and_replay(case: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     resident, model, _ = case
     headrace.decode_in_graphs(model)
-    expected, replay, steps = run(resident), StepGraph.replay, []
+    expected, replay, steps = run(resident), decoding.StepGraph.replay, []
     for launched in (False, True):
         with monkeypatch.context() as patch:
 
-            def interrupted(step: StepGraph, inputs: Any, launched: bool = launched) -> Any:
+            def interrupted(step: Any, inputs: Any, launched: bool = launched) -> Any:
                 steps.append(step)
                 if len(steps) % 7:
                     return replay(step, inputs)
@@ -150,7 +150,7 @@ def test_an_interrupt_between_announcement_and_replay(case: Any, monkeypatch: py
                     replay(step, inputs)
                 raise KeyboardInterrupt
 
-            patch.setattr(StepGraph, "replay", interrupted)
+            patch.setattr(decoding.StepGraph, "replay", interrupted)
             with pytest.raises(KeyboardInterrupt):
                 run(model)
         assert torch.equal(run(model), expected)

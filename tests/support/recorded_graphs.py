@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves, tree_map_only
 
-from headrace.graphs.step import Inputs
+if TYPE_CHECKING:
+    from headrace.graphs.decoding import Inputs
 
 
 class NotCapturableHereError(RuntimeError):
@@ -40,8 +41,8 @@ class _Recorder(TorchDispatchMode):
 
 
 class RecordedStep:
-    """In place of :class:`headrace.graphs.step.StepGraph`: Python runs once, and nothing has changed after the capture
-    but what Python has."""
+    """In place of :class:`headrace.graphs.decoding.StepGraph`: Python runs once, and nothing has changed
+    after the capture but what Python has."""
 
     num_bytes = 0
 

@@ -107,7 +107,7 @@ def test_a_reader_finds_the_old_probe_until_the_new_one_is_whole(place: Path, mo
 
 def test_the_command_prints_what_it_cannot_keep(place: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(measuring, "measure", lambda folder: measured())
-    assert f"kept in {place}" in CliRunner().invoke(app, ["probe"]).stderr
+    assert f"saved in {place}" in CliRunner().invoke(app, ["probe"]).stderr
     place.unlink()
     place.mkdir()
     for flags in ([], ["--json"]):

@@ -5,7 +5,7 @@ there is one plan: all components share its slots, components that every step ru
 weights, and while a component runs its last units the first ones of the next are copied. The order and number of runs
 are learned from the calls (``repeats`` of :class:`~headrace.runtime.prefetcher.Prefetcher`).
 
-While it is offloaded, the pipeline object has a class of its own. That class makes a call a forward, refuses methods
+While it is offloaded, the pipeline object has a special class. It makes a call a forward, refuses methods
 that would move the components as well, and plans again around methods that change their weights (LoRA, IP-adapters).
 """
 
@@ -108,7 +108,7 @@ def load(
 
 def _from_folder(folder: str | os.PathLike[str], options: dict[str, Any]) -> tuple[DiffusionPipeline, Path]:
     if "device_map" in options:
-        raise OptionError("device_map moves components itself: expected none beside a budget; leave it out")
+        raise OptionError("device_map moves components itself: expected none together with a budget; leave it out")
     path = Path(folder)
     if not (path / "model_index.json").is_file():  # or the name of one; of a folder, download() would ask the Hub
         chosen = {key: options[key] for key in ("revision", "variant", "cache_dir") if key in options}
@@ -182,7 +182,7 @@ class PipelineHandle(Handle):
         self._restore()
 
     def _restore(self) -> None:
-        """Make the pipeline an object of its own class again."""
+        """Restore the class of the pipeline."""
         self.pipe.__class__ = self._class
         vars(self.pipe).pop("_headrace", None)
 
@@ -202,12 +202,12 @@ class PipelineHandle(Handle):
         return self.model(run)
 
     @contextmanager
-    def without_offload(self, what: str) -> Iterator[None]:
+    def without_offload(self, method: str) -> Iterator[None]:
         """Within, the pipeline is not offloaded; afterwards it is planned and offloaded again."""
-        if what in _WRITES and self.plan.reads_files:
+        if method in _WRITES and self.plan.reads_files:
             raise StateError(
-                f"{what}() writes weights, and some of these are in files, which headrace does not write: expected all "
-                f"of them in host memory; call handle.remove(), {what}() and save_pretrained(), then load that folder"
+                f"{method}() writes weights, and some are in files, which headrace does not write: expected all of "
+                f"them in host memory; call handle.remove(), {method}() and save_pretrained(), then load that folder"
             )
         self.remove()
         try:

@@ -28,7 +28,7 @@ def version_number(version: str) -> tuple[int, ...] | None:
 
 
 def missing_hooks(hooks: Mapping[str, Collection[str]]) -> list[str]:
-    """Import ``hooks``, functions by dotted name, each with names that its code uses; say which are missing."""
+    """Import ``hooks``, functions by dotted name, each with names that its code uses; list those that are missing."""
     problems = []
     for target, expected in hooks.items():
         try:
@@ -80,7 +80,7 @@ class Refusal:
 
     Attributes:
         field: of the engine's configuration, dotted; its last word is that of the flag.
-        reason: what the flag does, to be read after it.
+        reason: what the flag does, to follow its name in a message.
         refused: whether a value is refused; by default every one that sets the flag.
     """
 
@@ -100,7 +100,7 @@ def refuse_flags(refusals: Iterable[Refusal], field: Callable[[str], Any], inste
     Args:
         refusals: the table.
         field: the value of an attribute of the engine's configuration, by its name.
-        instead: what else a user can do, as the end of the message.
+        instead: an alternative for the user, as the end of the message.
 
     Raises:
         OptionError: names the flag; or a field that the configuration does not have, as it may have been renamed.
@@ -111,8 +111,8 @@ def refuse_flags(refusals: Iterable[Refusal], field: Callable[[str], Any], inste
             value = reduce(lambda owner, name: None if owner is None else getattr(owner, name), path, field(first))
         except (AttributeError, LookupError) as error:
             raise OptionError(
-                f"{refusal.flag} {refusal.reason}: expected a field {refusal.field} in the engine's configuration that "
-                f"says whether it is set, found none; install a version that was tried, or {instead}"
+                f"{refusal.flag} {refusal.reason}: expected a field {refusal.field} in the engine's configuration "
+                f"for it, found none; install a version that was tried, or {instead}"
             ) from error
         if value and refusal.refused(value):
             shown = f" {value}" if isinstance(value, str | int) and value is not True else ""

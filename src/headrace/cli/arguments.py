@@ -48,7 +48,7 @@ VERB_FLAGS = tuple(row.name for row in fields(OffloadFlags) if row.name != "meas
 def with_offload_flags(
     names: Sequence[str] = VERB_FLAGS, helps: Mapping[str, str] | None = None, own: type[Any] | None = None
 ) -> Callable[[Callable[..., None]], Callable[..., None]]:
-    """Add flags of :class:`OffloadFlags` to a verb, as its argument ``flags``; ``helps`` replace help texts.
+    """Add the flags ``names`` of :class:`OffloadFlags` to a verb, as its argument ``flags``; ``helps`` replace texts.
 
     ``own``: a table of further flags of the verb, which become its argument ``options``.
     """
@@ -62,8 +62,9 @@ def with_offload_flags(
                     if (value := options[row.name]) is not None:
                         row.metadata["check"](flag_of(row.name), value)
                 values["options"] = own(**options)
-            flags = OffloadFlags(**{name: values.pop(name) for name in names})
-            verb(**values, flags=flags)
+            if names:
+                values["flags"] = OffloadFlags(**{name: values.pop(name) for name in names})
+            verb(**values)
 
         added = [] if own is None else _options(own, {})
         added += [option for option in _options(OffloadFlags, helps or {}, "Offloading") if option.name in names]
@@ -119,7 +120,7 @@ def _with_parameters(
     run.__annotations__ = {p.name: p.annotation for p in (*parameters, *added)}
     # typer would keep the lines of the source.
     run.__doc__ = "\n\n".join(" ".join(part.split()) for part in (verb.__doc__ or "").split("\n\n"))
-    # Or typer would follow it and find the signature of the verb, without what was added.
+    # Or typer would follow it to the signature of the verb, without the added flags.
     del run.__wrapped__  # type: ignore[attr-defined]
     return run
 

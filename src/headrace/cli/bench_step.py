@@ -167,7 +167,7 @@ QWEN3_8B = DecoderShape("qwen3-8b", 36, 4096, 12288, 4096, 1024)
 class Layer(nn.Module):
     """The projections of one decoder layer; attention is replaced by an elementwise mix of the same widths."""
 
-    # Without a KV cache and a tokenizer, the time of a step is that of the weights, which is what offloading changes.
+    # Without a KV cache and a tokenizer, the time of a step is that of the weights, which offloading changes.
 
     def __init__(self, shape: DecoderShape, dtype: torch.dtype, device: torch.device | str) -> None:
         super().__init__()
@@ -296,7 +296,7 @@ def run_cuda(
             x = torch.randn(count, shape.hidden, device=device, generator=generator).to(torch.bfloat16)
             eager = {name: partial(stack, x) for name, stack in stacks.items()}
             for warm in (*eager.values(), *eager.values()):
-                warm()  # what is captured has run before
+                warm()  # a captured step has run before
             captured = {name: capture(step) for name, step in eager.items() if "+eager" not in name}
             steps: dict[str, Callable[[], Any]] = {**eager, **{name: replay for name, (replay, _) in captured.items()}}
             timings = interleave({**steps, "link": probe.copy}, rounds, repeats, time_cuda)

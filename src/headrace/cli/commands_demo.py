@@ -3,14 +3,15 @@
 from __future__ import annotations
 
 import shutil
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Annotated
 
 import typer
 
-from headrace.cli.arguments import require_folder
+from headrace.cli.arguments import require_folder, with_offload_flags
 from headrace.cli.terminal import stdout
 from headrace.errors import OptionError
+from headrace.flags import row
 
 __all__ = ["demo"]
 
@@ -18,12 +19,16 @@ _NAME = "Qwen3 architecture, random weights"
 _BUDGET_SHARE = 0.30  # of the weights
 
 
-def demo(
-    folder: Annotated[Path, typer.Option("--folder", metavar="DIR", help="Folder for the model and the trace.")] = Path(
-        "headrace-demo"
-    ),
-    keep: Annotated[bool, typer.Option("--keep", metavar="", help="Keep the model (1.2 GB) for the next run.")] = False,
-) -> None:
+@dataclass(frozen=True)
+class DemoOptions:
+    """The flags of the verb."""
+
+    folder: Path = row("DIR", "Folder for the model and the trace (default headrace-demo).", off=Path("headrace-demo"))
+    keep: bool = row("", "Keep the model (1.2 GB) for the next run.", off=False)
+
+
+@with_offload_flags((), own=DemoOptions)
+def demo(*, options: DemoOptions) -> None:
     """Run a language model resident and streamed from disk; compare results, memory and speed. Downloads nothing.
 
     Takes about two minutes, 1.3 GB of disk and as much memory. Exit code 1 if one bit differs or memory exceeds the
@@ -31,6 +36,7 @@ def demo(
     """
     from importlib.util import find_spec
 
+    folder = options.folder
     # Not imported, which takes seconds.
     if find_spec("transformers") is None or find_spec("tokenizers") is None:
         raise OptionError("the demo needs packages that are not installed: pip install headrace[transformers]")
@@ -49,7 +55,7 @@ def demo(
         broken = _compare(model, folder / "trace.json")
     finally:
         # Only a model that this run wrote: one that it found was kept by an earlier run.
-        if written and not keep:
+        if written and not options.keep:
             shutil.rmtree(model, ignore_errors=True)
     for check in broken:
         stdout.print(f"[red]failed: {check}[/]")

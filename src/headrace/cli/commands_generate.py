@@ -74,8 +74,8 @@ class GenerateOptions:
     attn_implementation: str | None = row("NAME", "Attention of transformers: sdpa, eager, ... (default the model's).")
     no_graphs: bool = row("", "Launch each kernel from Python instead of replaying CUDA graphs.", off=False)
     quiet: bool = row("", "Print nothing but the text and errors.", off=False)
-    trace: Path | None = row("FILE", "Write copies, compute and stalls for Perfetto (of a GPU, only launches).")
-    expert_trace: Path | None = row("FILE", "Record the experts that tokens choose, for `headrace plan`.")
+    trace: Path | None = row("FILE", "Write copies, compute and stalls for Perfetto (GPU: launches).", require_writable)
+    expert_trace: Path | None = row("FILE", "Record the experts that tokens choose, for `plan`.", require_writable)
 
     def sampling(self) -> dict[str, Any]:
         """The sampling arguments of transformers' ``generate``."""
@@ -121,9 +121,6 @@ def generate(
         )
     if options.no_graphs and device.type != "cuda":
         raise OptionError(f"--no-graphs has no effect on {device}, which has no CUDA graphs; leave it out")
-    for flag, file in {"--trace": trace, "--expert-trace": expert_trace}.items():
-        if file is not None:  # now, because it is written after the text
-            require_writable(flag, file)
     text = sys.stdin.read() if prompt == "-" else prompt
     if not text:
         raise OptionError("--prompt is empty; a causal language model needs at least one token to continue")
@@ -138,7 +135,11 @@ def generate(
     from headrace.runtime.prepare import open_ranks
     from headrace.runtime.this_machine import PlanRequest
 
-    notes = _silence() if options.quiet else stderr
+    notes = stderr
+    if options.quiet:
+        notes = Console(stderr=True, quiet=True)
+        logging.getLogger("transformers").setLevel(logging.ERROR)
+        warnings.simplefilter("ignore")
     group = _process_group(mode, device)
     opened = open_model(folder, options.dtype, options.attn_implementation, device)
     module: Any = opened.module
@@ -190,13 +191,6 @@ def _expectation(planned: PlanResult) -> str:
         f"expected: {format_time(step.step_s)} per token ({format_rate(step.rows_per_s)} tokens/s), bound by "
         f"{step.bound}, by the rates of {planner.rates.machine}{hint}"
     )
-
-
-def _silence() -> Console:
-    """For ``--quiet``: a console that prints nothing; warnings of all libraries are silenced, too."""
-    logging.getLogger("transformers").setLevel(logging.ERROR)
-    warnings.simplefilter("ignore")
-    return Console(stderr=True, quiet=True)
 
 
 # -- arguments --------------------------------------------------------------------------------------------------------

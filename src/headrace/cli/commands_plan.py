@@ -44,10 +44,8 @@ class PlanOptions:
     """The flags of this verb alone."""
 
     json: bool = row("", "Print the plan as JSON, with sizes in bytes, and nothing else.", off=False)
-    save: Path | None = row("FILE", "Write the plan to FILE, for --plan FILE.")
-    machine: str | None = row(
-        "NAME", "Plan for h200 (measured), h100 or 4090 (nominal), or a file of `headrace probe`."
-    )
+    save: Path | None = row("FILE", "Write the plan to FILE, for --plan FILE.", require_writable)
+    machine: str | None = row("NAME", "Plan for h200 (measured), h100 or 4090 (nominal), or a file of a probe.")
     dtype: str | None = row("NAME", DTYPE_HELP, check_dtype)
     expert_trace: Path | None = row("FILE", "Predict hits of cached experts from a file of `headrace generate`.")
     num_ranks: int | None = row("N", "Processes that share the weights in mode sharded_cpu or sharded_gpu.")
@@ -78,8 +76,6 @@ def plan(
         reads = {"--disk-direct": flags.disk_direct, "--disk-drop-cache": flags.disk_drop_cache}
         idle = {"--save": save, **reads, "--expert-trace": options.expert_trace}
         refuse_idle(idle, "without a plan: nothing would be offloaded; add --device-memory, for example")
-    if save is not None:
-        require_writable("--save", save)
     from headrace.plan.report import plan_table
     from headrace.planning import plan_model
     from headrace.runtime.this_machine import PlanRequest
@@ -92,7 +88,7 @@ def plan(
     made = planned.with_outlook()
     if save is not None:
         made.save(save)
-        stderr.print(f"plan saved in {save} (--plan {save} carries it out)", highlight=False, soft_wrap=True)
+        stderr.print(f"plan saved in {save} (use it with --plan {save})", highlight=False, soft_wrap=True)
     if options.json:  # not by rich, which wraps long lines
         json.dump({**made.to_json(), "outlook": planned.outlook.to_json()}, sys.stdout, indent=2)
         sys.stdout.write("\n")
@@ -115,42 +111,44 @@ def _planned_device(flags: OffloadFlags, machine: str | None) -> torch.device | 
     return DeviceName("cpu" if named_machine(machine)[0].device == "cpu" else "cuda")
 
 
-def probe(
-    folder: Annotated[
-        Path | None, typer.Option(metavar="DIR", help="A folder on the disk with your checkpoints.")
-    ] = None,
-    as_json: Annotated[bool, typer.Option("--json", metavar="", help="Print JSON and nothing else.")] = False,
-) -> None:
+@dataclass(frozen=True)
+class ProbeOptions:
+    """The flags of ``headrace probe``."""
+
+    folder: Path | None = row("DIR", "A folder on the disk with your checkpoints.", require_folder)
+    json: bool = row("", "Print JSON and nothing else.", off=False)
+
+
+@with_offload_flags((), own=ProbeOptions)
+def probe(*, options: ProbeOptions) -> None:
     """Measure the link, the device, the CPU and the disk of this machine; takes about half a minute.
 
     The result is saved for plans. If that fails, it is printed all the same, with a warning and exit code 0.
     """
-    if folder is not None:
-        require_folder("--folder", folder)
     from headrace.transfer.machine_probe import save
     from headrace.transfer.measuring import measure
 
-    if not as_json:
+    if not options.json:
         stderr.print("measuring ...")
-    result = measure(folder)
-    if as_json:
+    result = measure(options.folder)
+    if options.json:
         typer.echo(json.dumps(result.to_json()))
     else:
         table = Table(title="this machine")
         table.add_column("what")
         table.add_column("rate", justify="right")
-        for what, rate in result.machine.items():
-            table.add_row(what, rate)
+        for fact in result.machine.items():
+            table.add_row(*fact)
         table.add_section()
-        for what, rate in rates_of(result.to_json()):
-            table.add_row(what, rate)
+        for rate in rates_of(result.to_json()):
+            table.add_row(*rate)
         stdout.print(table)
     try:
         path = save(result)
     except OptionError as error:
         warn_user(f"{error}; or save it yourself: `headrace probe --json > FILE`, and plan with --machine FILE")
         return
-    if not as_json:
+    if not options.json:
         stderr.print(f"saved in {path}", soft_wrap=True)
 
 
@@ -165,7 +163,7 @@ _NAMES = {
 
 
 def rates_of(values: dict[str, object]) -> list[tuple[str, str]]:
-    """The rates of ``Probe.to_json()`` as (what, rate) for people."""
+    """The rates of ``Probe.to_json()`` as (name, rate), formatted."""
     rows = []
     for key, name in _NAMES.items():
         value = values[key]

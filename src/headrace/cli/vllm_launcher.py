@@ -54,7 +54,7 @@ def serve_in_vllm(
             refuse_idle({flag_of(name): getattr(flags, name)}, "inside vLLM; leave it out")
     _require_rest(model, rest)
     given = _parsed(additional_config)
-    engine_options(given, flags)  # raises now what the worker would raise minutes later
+    engine_options(given, flags)  # raises errors now that the worker would raise minutes later
     config = _with_flags(given, flags)
     _count_replicas(config, rest)
     command = ["vllm", "serve", model, "--worker-cls", WORKER]
@@ -172,8 +172,8 @@ def _become(command: Sequence[str]) -> None:
     program = str(beside) if beside.exists() else shutil.which(command[0])
     if program is None:
         raise OptionError(
-            f"vLLM is installed for {sys.executable}, but its command {command[0]!r} is neither beside that nor on "
+            f"vLLM is installed for {sys.executable}, but its command {command[0]!r} is neither next to it nor on "
             f"PATH: add its folder to PATH"
         )
-    sys.stdout.flush()  # exec discards what Python has buffered
+    sys.stdout.flush()  # exec discards buffered output
     os.execvp(program, list(command))

@@ -1,6 +1,6 @@
-"""The experts of a layer of which some lie in slots on the device: what each step needs is fetched, on the device.
+"""A layer with some of its experts in slots on the device: kernels fetch the missing experts of each step.
 
-Kernels that index weights by the number of an expert are given rows for numbers; see docs/notes/expert-cache.md.
+Kernels that index weights by the number of an expert get rows in place of numbers; see docs/notes/expert-cache.md.
 """
 
 from __future__ import annotations
@@ -25,14 +25,14 @@ _IDS, _OTHERS = 1024, 32  # of a prompt there are thousands of ids
 
 @dataclass(frozen=True)
 class CacheCounts:
-    """Since the cache was made.
+    """Counts since the cache was made.
 
     Attributes:
         steps: calls of :meth:`ExpertCache.admit`.
-        hits: experts that a step found in slots; each counts once a step.
+        hits: experts that a step found in slots; each counts once per step.
         fetched: experts that were copied into slots.
-        in_place: experts for which no slot was free: kernels read them in host memory, or in a overflow row.
-        evicted: experts that gave up their slot for another one.
+        in_place: experts without a free slot: kernels read them in host memory, or in an overflow row.
+        evicted: experts whose slot was given to another one.
     """
 
     steps: int
@@ -43,7 +43,7 @@ class CacheCounts:
 
 
 class ExpertCache:
-    """The slots of one layer. Its tensors change on the device alone; no call waits for the host or allocates.
+    """The slots of one layer. Only kernels change its tensors; no call waits for the host or allocates.
 
     Attributes:
         location: [E]: the row of every expert now; -1: of another rank.
@@ -67,8 +67,8 @@ class ExpertCache:
             home: int32 or int64 [E] on the device: the row of each expert that is not in a slot; -1: another rank has
                 it. ``location`` has the same dtype.
             num_slots: at least 1.
-            overflow_rows: rows behind the slots, in memory that other layers may share.
-            turn: of the layers that do; ``None``: there are none.
+            overflow_rows: rows after the slots, in memory that other layers may share.
+            turn: of the layers that share it; ``None``: there are none.
             shift: see :meth:`admit`.
         """
         device = home.device
@@ -85,7 +85,7 @@ class ExpertCache:
         self._counters = torch.zeros(5, dtype=torch.int64, device=device)
         self._chosen = torch.zeros(home.numel(), dtype=torch.int64, device=device)
         self._missing = torch.zeros(home.numel(), dtype=torch.int32, device=device)
-        # By the bytes of a word: rows that do not begin at multiples of 16 bytes are small, and copied byte by byte.
+        # By the bytes of a word: only small rows do not begin at multiples of 16 bytes; they are copied byte by byte.
         tables: dict[int, list[tuple[int, int]]] = {8: [], 1: []}
         for tensor in rows:
             word = 1 if tensor.data_ptr() % 16 or tensor.shape[1] % 16 else 8
@@ -97,17 +97,18 @@ class ExpertCache:
         ]
 
     def admit(self, ids: torch.Tensor) -> torch.Tensor:
-        """Bring the experts ``ids`` into slots, as far as there are any, and change :attr:`location` accordingly.
+        """Fetch the experts ``ids`` into slots, as far as there are any, and update :attr:`location`.
 
-        Of more ids than slots, those without a slot are copied into overflow rows, which hold until the next call for
-        a layer that shares them: kernels may read an expert several times, and some read host memory slowly.
+        Of more ids than slots, those without a slot are copied into overflow rows, which are valid until the next call
+        for a layer that shares them: kernels may read an expert several times, and some read host memory slowly.
 
         Args:
-            ids: int32 or int64 on the device, any shape, contiguous; what is no expert of this rank is left out.
+            ids: int32 or int64 on the device, any shape, contiguous; numbers that are no expert of this rank are
+                ignored.
 
         Returns:
-            the row of each, of the shape and dtype of ``ids``; what is no expert stays as it is, or is moved by
-            ``shift`` so that it is no row either: what reads it then raises, as it would without the cache.
+            the row of each, of the shape and dtype of ``ids``; numbers that are no expert are unchanged, or moved by
+            ``shift`` so that they are no row either: a kernel that reads them then fails, as without the cache.
         """
         rows = torch.empty_like(ids)
         admit_kernel[(1,)](
@@ -146,28 +147,28 @@ class ExpertCache:
         return rows
 
     def counts(self) -> CacheCounts:
-        """What has happened so far; waits for the device."""
+        """The counts so far; waits for the device."""
         return CacheCounts(*self._counters.tolist())
 
 
 class CountsReader:
-    """Reads what several caches have counted together, without making the host wait."""
+    """Reads the sums of the counts of several caches without making the host wait."""
 
     def __init__(self, caches: Sequence[ExpertCache]) -> None:
         """``caches``: at least one, all on one device."""
         self._counters = [cache._counters for cache in caches]
         on_gpu = caches[0].location.is_cuda
         self._totals = torch.zeros(len(self._counters[0]), dtype=torch.int64, pin_memory=on_gpu)
-        self._arrived = torch.cuda.Event() if on_gpu else None
+        self._copied = torch.cuda.Event() if on_gpu else None
 
     def begin(self) -> None:
-        """Ask for the counts behind what the current stream has to do."""
+        """Start to read the counts, after the pending work of the current stream."""
         self._totals.copy_(torch.stack(self._counters).sum(0), non_blocking=True)
-        if self._arrived is not None:
-            self._arrived.record()
+        if self._copied is not None:
+            self._copied.record()
 
     def result(self) -> CacheCounts | None:
-        """What the last :meth:`begin` asked for; ``None``: the device has not come to it yet."""
-        if self._arrived is not None and not self._arrived.query():
+        """The counts of the last :meth:`begin`; ``None``: not read yet."""
+        if self._copied is not None and not self._copied.query():
             return None
         return CacheCounts(*self._totals.tolist())

@@ -1,9 +1,9 @@
-"""Triton kernels of the expert cache: which experts stay, which leave, and the copies of those that are missing.
+"""Triton kernels of the expert cache: one chooses the experts in slots, the other copies the missing ones.
 
-Both run on the stream of the forward without the host, so a CUDA graph can hold them. A layer has E experts and S
-slots. Its tensors are each one range of rows: rows 0 to S - 1 are slots in device memory, and from row H on lie the
-experts in host memory. ``location[e]`` is the row at which expert e is read: its slot, or its own row. Between them P
-overflow rows may lie in device memory that all layers share: a large step reads there what has no slot.
+Both run on the stream of the forward without the host, so a CUDA graph can contain them. A layer has E experts and S
+slots. Each of its tensors is one range of rows: rows 0 to S - 1 are slots in device memory, and rows from H on are the
+experts in host memory. ``location[e]`` is the row at which expert e is read: its slot, or its own row. Between them may
+be P overflow rows, in device memory that all layers share: a large step reads experts without a slot there.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ __all__ = ["admit_kernel", "fetch_kernel"]
 
 @triton.jit
 def admit_kernel(
-    ids,  # experts that tokens chose, any order, repeated; what is not in [0, E) is padding
+    ids,  # experts that tokens chose, any order, repeated; numbers outside [0, E) are padding
     rows,  # of the dtype of ids: the row of each at the end; padding from E on plus shift, below -E minus shift
     num_ids,
     shift,
@@ -25,7 +25,7 @@ def admit_kernel(
     expert_in,  # int32 [S] or [first overflow row + P]: the expert in each slot; -1: empty
     last_used,  # int64 [S]: the step in which each slot was last used
     fetched,  # int32 [1 + S + P]: how many experts this step fetches, then their rows
-    counters,  # int64 [5]: steps, hits, experts fetched into slots, experts without a slot, experts that lost theirs
+    counters,  # int64 [5]: steps, hits, experts fetched into slots, experts without a slot, evicted experts
     chosen,  # int64 [E]: the step that chose each expert last
     missing,  # int32 [E]: scratch
     NUM_EXPERTS: tl.constexpr,
@@ -39,8 +39,8 @@ def admit_kernel(
 ):
     """Give every chosen expert a slot as far as there are any, least recently used first; one program.
 
-    No slot that this step uses is given away. Experts beyond the slots are read in overflow rows, this step alone, as
-    far as there are any, or keep their own rows; so does the last one of a step that finds none of several in slots.
+    No slot that this step uses is evicted. Experts beyond the slots are read in overflow rows, for this step alone, as
+    far as there are any, or in their own rows; so is the last expert of a step that finds none of several in slots.
     """
     tally = tl.arange(0, 8)
     counts = tl.load(counters + tally, mask=tally < 5, other=0)
@@ -78,8 +78,8 @@ def admit_kernel(
                 (other_used[None, :] == used[:, None]) & (other[None, :] < slot[:, None])
             )
             rank += tl.sum((is_before & (other < NUM_SLOTS)[None, :]).to(tl.int32), axis=1)
-        # A step that fetches everything would then wait for its first product. One expert that is read in place instead
-        # crosses the link beside the products of the others.
+        # A step that fetches everything would wait for it before its first product. One expert that is read in place
+        # instead crosses the link during the products of the others.
         num_wanted = num_missing - ((num_missing > 1) & (num_hits == 0)).to(tl.int32)
         takes = is_slot & (used < step) & (rank < num_wanted)
         newcomer = tl.load(missing + rank, mask=takes, other=0)

@@ -1,7 +1,4 @@
-"""Which experts tokens choose, recorded one by one on request.
-
-Choices are recorded on the device, by a few small kernels per layer, in captured graphs too.
-"""
+"""Records which experts tokens choose: on the device, by a few small kernels per layer, also in captured graphs."""
 
 from __future__ import annotations
 
@@ -29,17 +26,17 @@ class RoutingRecorder:
         Args:
             model: offloaded or not.
             device: where it runs.
-            capacity: tokens of each layer; each takes 2 bytes per expert that it chooses.
+            capacity: tokens per layer; each takes 2 bytes per chosen expert.
 
         Raises:
-            OptionError: a model without experts that transformers runs.
+            OptionError: the model has no experts that transformers runs.
         """
         self._layers = [module for module in model.modules() if chosen_implementation(module) is not None]
         top_k = getattr(getattr(model, "config", None), "num_experts_per_tok", None)
         if not self._layers or not isinstance(top_k, int):
             raise OptionError(
                 f"{type(model).__name__} has no experts whose choices could be recorded: expected a transformers model "
-                f"with num_experts_per_tok in its configuration; leave --expert-trace out"
+                f"with num_experts_per_tok in its configuration; run it without a recorder (--expert-trace)"
             )
         self._ids = torch.zeros(len(self._layers), capacity, top_k, dtype=torch.int16, device=device)
         self._num_tokens = torch.zeros(len(self._layers), 1, dtype=torch.int64, device=device)
@@ -49,15 +46,15 @@ class RoutingRecorder:
         def record(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
             ids = kwargs["top_k_index"] if "top_k_index" in kwargs else args[1]
             ids = ids.reshape(-1, ids.shape[-1])[-self._ids.shape[1] :]
-            # The position is on the device, so that a replayed graph writes behind the one before.
-            places = (self._num_tokens[index] + torch.arange(len(ids), device=ids.device)) % self._ids.shape[1]
-            self._ids[index].index_copy_(0, places, ids.to(torch.int16))
+            # The position is on the device, so that a replayed graph writes after the one before.
+            positions = (self._num_tokens[index] + torch.arange(len(ids), device=ids.device)) % self._ids.shape[1]
+            self._ids[index].index_copy_(0, positions, ids.to(torch.int16))
             self._num_tokens[index] += len(ids)
 
         return layer.register_forward_pre_hook(record, with_kwargs=True)
 
     def close(self) -> Recorded:
-        """Stop, and return what was recorded.
+        """Stop, and return the recorded choices.
 
         Raises:
             OptionError: the model did not run.
@@ -67,9 +64,9 @@ class RoutingRecorder:
         counts = self._num_tokens.flatten().tolist()
         if not all(counts):
             raise OptionError("no choices of experts were recorded: run the model before the recording ends")
-        kept = min([*counts, self._ids.shape[1]])
+        num_tokens = min([*counts, self._ids.shape[1]])
         layers = []
         for ids, count in zip(self._ids, counts, strict=True):
             in_order = ids.roll(-(count % len(ids)), 0) if count > len(ids) else ids[:count]
-            layers.append(in_order[-kept:].to(torch.int32).cpu().numpy())
+            layers.append(in_order[-num_tokens:].to(torch.int32).cpu().numpy())
         return Recorded(tuple(layers), int(self._layers[0].num_experts))  # type: ignore[arg-type]

@@ -1,8 +1,8 @@
-"""Where the forward of a module finds its experts: in its own tensors, or in the rows of a cache.
+"""How the forward of a module finds its experts: in its own tensors, or in the rows of a cache.
 
-A *twin* stands for a module whose experts are cached: a module of the same class with the same attributes and children,
-whose tensors are the ranges of the cache with all their rows, and whose ``num_experts`` is the number of those rows. So
-code that indexes tensors [experts, ...] by an expert's number runs unchanged with rows for numbers.
+A module whose experts are cached has a *twin*: a module of the same class with the same attributes and children, whose
+tensors are the ranges of the cache with all their rows, and whose ``num_experts`` is the number of those rows. So code
+that indexes tensors [experts, ...] by an expert's number runs unchanged with rows in place of numbers.
 """
 
 from __future__ import annotations
@@ -48,15 +48,15 @@ def expert_rows(module: nn.Module, ids: torch.Tensor) -> tuple[Any, torch.Tensor
         hidden = torch.bmm(experts.up[rows], hidden)
 
     Args:
-        module: the module itself, whatever holds its experts.
+        module: the module itself, whether or not its experts are cached.
         ids: int32 or int64, any shape: experts that this step reads, all of them.
 
     Returns:
         ``module`` and ``ids`` themselves unless its experts are cached.
 
     Raises:
-        StateError: experts are cached, and this is not the first call in the forward of ``module``, or another module
-            has asked for experts and not returned: the cache could replace what is still to be read.
+        StateError: experts are cached, and this is not the first call in the forward of ``module``, or the forward of
+            another module that has called it is still running: the cache could replace experts before they are read.
     """
     cached = getattr(module, _CACHED, None)
     if cached is None:
@@ -70,12 +70,12 @@ def expert_rows(module: nn.Module, ids: torch.Tensor) -> tuple[Any, torch.Tensor
 
 
 class CacheStreamOrder:
-    """From admission until the experts are read, no other thread or stream and no op that a compiler moves admits.
+    """Between an admission and the read of its experts, no other thread, stream or reordered op may admit.
 
     Attributes:
         lock: held by the thread that launches.
         stream: of the latest run; ``None`` before the first.
-        token: what the ops of compiled code declare as mutated. int64 [1].
+        token: int64 [1], which the ops of compiled code declare as mutated.
     """
 
     def __init__(self, device: torch.device) -> None:
@@ -84,7 +84,7 @@ class CacheStreamOrder:
         self.token = torch.zeros(1, dtype=torch.int64, device=device)
 
     def follow(self, device: torch.device) -> None:
-        """Let the current stream wait until the latest run, on another one, has read its experts."""
+        """Make the current stream wait until the latest run, on another stream, has read its experts."""
         if device.type != "cuda":
             return
         stream = torch.cuda.current_stream(device)
@@ -99,7 +99,7 @@ def _captures(stream: torch.cuda.Stream) -> bool:
 
 
 class RowMap(Protocol):
-    """Says in which row each expert is.
+    """Maps experts to rows.
 
     Attributes:
         location: int64 [experts] on the device.
@@ -116,14 +116,14 @@ class RowMap(Protocol):
 
 
 class ExpertHook(Protocol):
-    """Makes what runs the experts of a module read them by rows, from :meth:`attach` to :meth:`remove`."""
+    """Makes the code that runs the experts of a module read rows, from :meth:`attach` to :meth:`remove`."""
 
     def attach(self) -> None: ...
 
     def remove(self) -> None: ...
 
 
-# (module, its tensors by attribute with all rows, where rows are) -> the hook.
+# (module, its tensors by attribute with all rows, the map to rows) -> the hook.
 ReadsRows = Callable[[nn.Module, Mapping[str, torch.Tensor], RowMap], ExpertHook]
 
 
@@ -147,7 +147,7 @@ class NoCache:
 
     def admit(self, ids: torch.Tensor) -> torch.Tensor:
         """Nothing moves."""
-        return ids.clone()  # the op below may not return what it was given
+        return ids.clone()  # the op below may not return its argument
 
 
 class CachedExperts:
@@ -211,11 +211,11 @@ class CachedExperts:
         if chosen_implementation(self._module) is None:
             original = self._kept_forward or functools.partial(type(self._module).forward, self._module)
             return original(*args, **kwargs)
-        require_rows(self._module)  # again: the implementation can be changed at any time
+        require_rows(self._module)  # again: the implementation may have changed
         return _forward_by_rows(self._module, *args, **kwargs)
 
     def _pack(self, saved: torch.Tensor) -> torch.Tensor | None:
-        """Keep autograd from holding views of slots, whose bytes change."""
+        """Keep autograd from saving views of slots, whose bytes change."""
         return None if saved.untyped_storage().data_ptr() in self._storages else saved
 
     def _unpack(self, saved: torch.Tensor | None) -> torch.Tensor:
@@ -224,7 +224,7 @@ class CachedExperts:
         return saved
 
     def backward_error(self) -> StateError:
-        """What a backward pass through the experts raises."""
+        """The error of a backward pass through the experts."""
         return StateError(
             f"a backward pass needs experts of {type(self._module).__name__} that may have left the device: "
             f"expected forwards alone, since headrace is for inference; call remove() before training"
@@ -232,11 +232,11 @@ class CachedExperts:
 
 
 class _EndOfGradients(torch.autograd.Function):
-    """A copy of an output that depends on experts, of which autograd saw the rows, and not the parameters."""
+    """A copy of an output of experts. Autograd saw their rows, and not the parameters."""
 
     @staticmethod
     def forward(ctx: Any, anchor: torch.Tensor, cached: CachedExperts, output: torch.Tensor) -> torch.Tensor:
-        """``anchor``: requires a gradient, so that the copy does, as the output of the resident module."""
+        """``anchor`` requires a gradient, so that the copy does, like the output of the resident module."""
         ctx.cached = cached
         return output.clone()
 
@@ -279,7 +279,7 @@ _admissions = _Admissions()
 
 
 def _require_reads_traced() -> None:
-    """Raise ``StateError`` if what Dynamo has traced so far ends between an admission and the end of its reads."""
+    """Raise ``StateError`` if Dynamo has traced an admission, but not yet the end of its reads."""
     graph = traced_graph()
     if graph is None:
         return
@@ -298,20 +298,20 @@ def _not_alone(cached: CachedExperts | None) -> StateError:
     name = "a module with cached experts" if cached is None else type(cached._module).__name__
     return StateError(
         f"headrace.expert_rows for {name}: expected one call in the forward of that module, found one outside of it, "
-        f"or before a forward that has asked already has ended; experts could leave before they are read: call "
+        f"or a second one before such a forward has ended; experts could be replaced before they are read: call "
         f"headrace.expert_rows once in the forward of the module itself, with all ids"
     )
 
 
 def require_rows(module: nn.Module) -> None:
-    """Raise ``OptionError`` for a module of transformers that would compute other bits from rows in another order."""
+    """Raise ``OptionError`` for a module of transformers whose results depend on the order of rows."""
     chosen = chosen_implementation(module)
     if chosen is not None and (chosen not in ROW_IMPLEMENTATIONS or getattr(module, "_is_expert_parallel", False)):
         how = f"{chosen!r}" + (" on several ranks" if chosen in ROW_IMPLEMENTATIONS else "")
         raise OptionError(
             f"experts of {type(module).__name__} run by {how}, and cached experts need one of "
             f"{', '.join(ROW_IMPLEMENTATIONS)} on one: call model.set_experts_implementation('grouped_mm') first, or "
-            f"read them in place (--offload-rule experts=uva)"
+            f"read them in place (rules=[('experts', 'uva')], --offload-rule experts=uva)"
         )
 
 
@@ -332,7 +332,7 @@ def _twin(module: nn.Module, tensors: Mapping[str, torch.Tensor]) -> nn.Module:
 
 
 def _follow(twin: nn.Module, module: nn.Module) -> None:
-    """Give ``twin`` the class and the attributes that ``module`` has now, but for what :func:`_twin` sets."""
+    """Copy the class and the attributes of ``module`` to ``twin``, except those that :func:`_twin` sets."""
     twin.__class__ = type(module)
     own = ("forward", "_parameters", "_buffers", "num_experts")
     vars(twin).update({name: value for name, value in vars(module).items() if name not in own})
@@ -343,8 +343,8 @@ def _follow(twin: nn.Module, module: nn.Module) -> None:
 _by_location: weakref.WeakValueDictionary[int, RowMap] = weakref.WeakValueDictionary()
 
 _library = torch.library.Library("headrace", "FRAGMENT")
-# What reads an expert depends on its row, so it comes after its admission, and before what returns the outputs. The
-# next admission comes after that because of the token.
+# A read of an expert depends on its row, so it runs after the admission, and before experts_read of the outputs. The
+# next admission runs after that because of the token.
 _library.define("expert_rows(Tensor(a!) token, Tensor location, Tensor ids) -> Tensor")
 _library.define("experts_read(Tensor(a!) token, Tensor(b!)[] outputs) -> ()")
 

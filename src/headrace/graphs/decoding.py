@@ -3,14 +3,14 @@
 An eager step of a large model launches thousands of kernels, and Python takes longer to launch them than a GPU to run
 them: 31 ms for 36 layers of Qwen3-8B's shape, of which the GPU needs 8. A replay launches all of them at once.
 
-``generate`` runs as it is, with a static cache (keys and values at fixed addresses) and a prompt that runs eagerly. It
-calls ``model.__call__`` for each further token, an attribute that is looked up at the instance; there a step is found
-that replays. The first step of a kind runs eagerly, as its warm-up, and is a step like any other; the second is
-captured. Steps are of one kind if their inputs have equal shapes and if Python sees the same in the cache: a sliding
-window that is full takes another path than one that is not. What else Python sees of the model (modules, attributes,
-hooks, which tensors) is compared once in a call: a replay leaves Python out, so a change drops the graphs.
+``generate`` is unchanged, with a static cache (keys and values at fixed addresses) and a prompt that runs eagerly. For
+each further token it calls ``model.__call__``, an attribute that it looks up at the instance; there headrace puts a
+function that replays. The first step of a kind runs eagerly, as its warm-up; the second is captured. Steps are of one
+kind if their inputs have equal shapes and if Python sees the same in the cache: a sliding window that is full takes
+another path than one that is not. Everything else that Python sees of the model (modules, attributes, hooks, which
+tensors) is compared once per call: a replay does not run Python, so a change drops the graphs.
 
-What cannot be captured runs as without this, with one line that says why.
+Calls that cannot be captured run eagerly, with one warning that names the reason.
 """
 
 from __future__ import annotations
@@ -19,10 +19,11 @@ import copy
 import functools
 import operator
 import threading
-from collections.abc import Callable, Hashable
+from collections.abc import Callable, Hashable, Mapping
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
+from torch.utils._pytree import tree_flatten_with_path, tree_leaves, tree_map_only
 from transformers import GenerationConfig, StaticCache
 from transformers.cache_utils import StaticLayer, StaticSlidingWindowLayer
 from transformers.generation.configuration_utils import GenerationMode
@@ -32,7 +33,6 @@ from headrace.api import handle_of
 from headrace.config import RANK_MODES
 from headrace.errors import OptionError, StateError, warn_user
 from headrace.formatting import format_size
-from headrace.graphs.step import Inputs, StepGraph, signature
 from headrace.model.live_tensors import storage_id
 
 if TYPE_CHECKING:
@@ -40,7 +40,9 @@ if TYPE_CHECKING:
 
     from headrace.runtime.session import OffloadSession
 
-__all__ = ["DecodeGraphs", "decode_in_graphs"]
+__all__ = ["DecodeGraphs", "Inputs", "StepGraph", "decode_in_graphs"]
+
+Inputs = Mapping[str, Any]
 
 _MARK = "_headrace_decode_graphs"  # at the model
 
@@ -51,13 +53,13 @@ _LENGTH_STEP = 256
 
 
 def decode_in_graphs(model: PreTrainedModel, context: int = 0, *, with_hooks: bool = True) -> DecodeGraphs:
-    """Let ``model.generate`` decode in CUDA graphs, until ``remove()`` of what this returns or of the offload.
+    """Make ``model.generate`` decode in CUDA graphs, until ``remove()`` of the result or of the offload.
 
     Args:
         model: of transformers, offloaded or resident. ``load`` makes this call by itself, without hooks.
-        context: tokens that the cache holds at least, prompt and answer; by default it is sized by each call.
-        with_hooks: forward hooks of yours are captured with the model, so that kernels which they launch are replayed
-            and their Python code is not. Without it, ``generate`` runs eagerly while the model has any.
+        context: the cache has room for at least so many tokens of prompt and answer; by default each call sets it.
+        with_hooks: capture your forward hooks with the model: their kernels are replayed and their Python code is not.
+            Without it, ``generate`` runs eagerly while the model has any.
 
     Raises:
         OptionError: the model is not on a GPU.
@@ -82,11 +84,11 @@ class DecodeGraphs:
     """
 
     def __init__(self, model: PreTrainedModel, session: OffloadSession | None, context: int, with_hooks: bool) -> None:
-        """``session``: of the offload of ``model``, if it is offloaded. The rest as for :func:`decode_in_graphs`."""
+        """``session``: of the offload of ``model``, if any. Other arguments as for :func:`decode_in_graphs`."""
         self._model: Any = model
         self._session, self._context, self._with_hooks = session, context, with_hooks
         self._original: Any = self._model.generate
-        self._turn = threading.Lock()  # one call at a time has the cache; others run eagerly
+        self._lock = threading.Lock()  # one call at a time uses the cache; others run eagerly
         self._cache: StaticCache | None = None
         self._kind: tuple[int, int, bool] | None = None  # of the cache: sequences, tokens, inference mode
         self._steps: dict[Hashable, _Captured | None] = {}  # None: ran eagerly so far
@@ -108,7 +110,7 @@ class DecodeGraphs:
             self._session.own_graphs = self
 
     def remove(self) -> None:
-        """Give ``generate`` back and free cache and graphs. Idempotent."""
+        """Restore ``generate`` and free cache and graphs. Idempotent."""
         if vars(self._model).get(_MARK) is not self:
             return
         for name in ("generate", _MARK):
@@ -141,17 +143,17 @@ class DecodeGraphs:
         *args: Any,
         **kwargs: Any,
     ) -> Any:
-        if args or not self._turn.acquire(blocking=False):
+        if args or not self._lock.acquire(blocking=False):
             return self._original(inputs, generation_config, *args, **kwargs)
         try:
             size = self._size_of_call(inputs, generation_config, kwargs)
             if isinstance(size, str):
-                self._say(size)
+                self._warn(size)
                 return self._original(inputs, generation_config, **kwargs)
             return self._generate_in_graphs(size, inputs, generation_config, kwargs)
         finally:
             self._model.__dict__.pop("__call__", None)
-            self._turn.release()
+            self._lock.release()
 
     def _generate_in_graphs(
         self, size: tuple[int, int], inputs: Any, config: GenerationConfig | None, kwargs: dict[str, Any]
@@ -172,7 +174,7 @@ class DecodeGraphs:
         # Outside of the except block, whose traceback keeps the tensors of the prompt alive.
         del ours, self._model.__dict__["__call__"]
         self.release()
-        self._say(reason)
+        self._warn(reason)
         if kwargs.get("streamer") is not None:
             kwargs["streamer"] = _AfterPrompt(kwargs["streamer"])
         return self._original(inputs, config, **kwargs)
@@ -223,17 +225,17 @@ class DecodeGraphs:
             return "other code has captured CUDA graphs over this offload"
         if not self._with_hooks and (name := _hooked_module(model)) is not None:
             return (
-                f"{name} has a forward hook, whose Python code a replay leaves out (decode_in_graphs(model) captures "
+                f"{name} has a forward hook, whose Python code a replay does not run (decode_in_graphs(model) captures "
                 f"its kernels)"
             )
         return None
 
-    def _say(self, reason: str) -> None:
-        if reason != self._said:
+    def _warn(self, reason: str) -> None:
+        if reason != self._warned:
             warn_user(f"generate runs eagerly, without CUDA graphs: {reason}")
-        self._said = reason
+        self._warned = reason
 
-    _said: str | None = None
+    _warned: str | None = None
 
     def _cache_of(self, sequences: int, length: int) -> StaticCache:
         """An empty cache; the one of the call before if that fits."""
@@ -272,7 +274,7 @@ class DecodeGraphs:
             output = call(**inputs)
             if _Seen(self._model) != self._seen:
                 self._eager_because = "its modules change in Python from step to step"
-                self._say(self._eager_because)
+                self._warn(self._eager_because)
             return output
         captured = self._steps[key]
         if captured is None:
@@ -289,7 +291,7 @@ class DecodeGraphs:
             return captured.step.replay(inputs)
 
     def _compare_model(self) -> None:
-        """Drop graphs of a model that Python sees otherwise now."""
+        """Drop the graphs if the model has changed for Python."""
         seen = _Seen(self._model)
         if seen != self._seen:
             self._drop_steps()
@@ -308,7 +310,7 @@ class DecodeGraphs:
             is_memory = isinstance(error, torch.OutOfMemoryError)
             text = self._out_of_memory(error) if is_memory else str(error).splitlines()[0]
             self._eager_because = f"its decoding step cannot be captured: {text}"
-            self._say(self._eager_because)
+            self._warn(self._eager_because)
             return None
 
 
@@ -322,12 +324,12 @@ def _hooked_module(model: PreTrainedModel) -> str | None:
 
 
 class _Seen:
-    """What Python code of a forward can find in a model, but for values in tensors; two compare by it."""
+    """Everything that the Python code of a forward can see of a model, except values of tensors; comparable."""
 
     def __init__(self, model: PreTrainedModel) -> None:
         config: Any = model.config
         self._plain: list[object] = [config._attn_implementation, getattr(config, "_experts_implementation", None)]
-        self._things: list[object] = []  # that count by identity, and are kept so that none takes the place of another
+        self._things: list[object] = []  # compared by identity; the references keep ids unique
         for module in model.modules():
             self._things += [type(module), type(module).forward, *module._forward_hooks.values()]
             self._things += module._forward_pre_hooks.values()
@@ -372,15 +374,15 @@ class _Captured(NamedTuple):
 
 
 class _Window(StaticSlidingWindowLayer):  # type: ignore[no-untyped-call]
-    """A sliding window whose step can be captured when it is full: no index comes from the host."""
+    """A sliding window whose step can be captured when it is full: no index is computed on the host."""
 
     def update(self, key_states: torch.Tensor, value_states: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
         if key_states.shape[-2] != 1 or self.cumulative_length_int < self.max_cache_len:
             return super().update(key_states, value_states, *args, **kwargs)
         self.cumulative_length_int += 1
         pairs: Any = (self.keys, key_states), (self.values, value_states)
-        for kept, new in pairs:
-            kept.copy_(torch.cat((kept[:, :, 1:], new), dim=-2))
+        for cached, new in pairs:
+            cached.copy_(torch.cat((cached[:, :, 1:], new), dim=-2))
         return self.keys, self.values
 
 
@@ -389,12 +391,12 @@ def _windows(cache: StaticCache) -> list[_Window]:
 
 
 def _window_lengths(cache: StaticCache) -> list[int]:
-    """What Python counts of a cache: the tokens that each sliding window has seen."""
+    """The Python counters of a cache: the tokens that each sliding window has seen."""
     return [layer.cumulative_length_int for layer in _windows(cache)]
 
 
 def _full_windows(cache: StaticCache) -> tuple[bool, ...]:
-    """By sliding window, whether it is full: Python takes another path then.
+    """Whether each sliding window is full: Python takes another path then.
 
     Raises:
         TypeError: a layer of another kind, whose state in Python is not known.
@@ -406,6 +408,59 @@ def _full_windows(cache: StaticCache) -> tuple[bool, ...]:
 
 
 def _advance(cache: StaticCache) -> None:
-    """Count one token, as the Python code of a step does, which a replay leaves out."""
+    """Count one token, as the Python code of a step does, which a replay does not run."""
     for layer in _windows(cache):
         layer.cumulative_length_int += 1
+
+
+# -- a call as a CUDA graph --------------------------------------------------------------------------------------------
+
+
+def signature(inputs: Inputs) -> Hashable:
+    """The part of ``inputs`` that is fixed in a graph: all but the values of tensors.
+
+    Objects other than numbers and strings are compared by identity, so the graph has to keep them alive.
+    """
+    leaves, _ = tree_flatten_with_path(dict(inputs))
+    return tuple((path, _constant_part(leaf)) for path, leaf in leaves)
+
+
+def _constant_part(leaf: Any) -> Hashable:
+    if isinstance(leaf, torch.Tensor):
+        return leaf.shape, leaf.stride(), leaf.dtype, leaf.device
+    return leaf if leaf is None or isinstance(leaf, bool | int | float | str) else id(leaf)
+
+
+class StepGraph:
+    """A captured ``call(**inputs)``. A replay copies its inputs into tensors at fixed addresses.
+
+    Attributes:
+        num_bytes: device memory that the graph computes in.
+    """
+
+    def __init__(self, call: Callable[..., Any], inputs: Inputs) -> None:
+        """``call`` has run before with inputs of this :func:`signature`, so that libraries and kernels are loaded.
+
+        It is captured now: its Python code runs once, and its kernels do not.
+
+        Raises:
+            RuntimeError: an operation cannot be captured, such as one that waits for the device.
+        """
+        self._inputs: Inputs = tree_map_only(torch.Tensor, torch.clone, dict(inputs))
+        self._tensors = _tensors_of(self._inputs)
+        self._graph = torch.cuda.CUDAGraph()
+        # Other threads may allocate and launch meanwhile.
+        with torch.cuda.graph(self._graph, capture_error_mode="thread_local"):
+            self._output = call(**self._inputs)
+        segments, pool = torch.cuda.memory_snapshot(), self._graph.pool()
+        self.num_bytes = sum(each["total_size"] for each in segments if tuple(each["segment_pool_id"]) == tuple(pool))
+
+    def replay(self, inputs: Inputs) -> Any:
+        """The output of ``call(**inputs)`` in new tensors; ``inputs`` has the signature of the captured ones."""
+        torch._foreach_copy_(self._tensors, _tensors_of(inputs))
+        self._graph.replay()
+        return tree_map_only(torch.Tensor, torch.clone, self._output)
+
+
+def _tensors_of(inputs: Inputs) -> list[torch.Tensor]:
+    return [leaf for leaf in tree_leaves(dict(inputs)) if isinstance(leaf, torch.Tensor)]

@@ -1,8 +1,8 @@
 """Offloaders of engines: layers leave the device as they are built, and one session takes over all of them.
 
-:class:`PrefetchOffloader` and :class:`UVAOffloader` see only the layers that they were handed. :class:`EngineOffloader`
-is given the whole model in ``post_init``: its patterns reach what the engine does not build as layers (vision towers,
-tables), and a device-memory budget is planned over all of it.
+:class:`PrefetchOffloader` and :class:`UVAOffloader` see only the layers that they wrapped. :class:`EngineOffloader`
+gets the complete model in ``post_init``: its patterns also match modules that the engine does not build as layers
+(vision towers, tables), and a device-memory budget is planned over all of them.
 """
 
 from __future__ import annotations
@@ -275,7 +275,7 @@ class EngineOffloader(LayerwiseOffloader):
         return towers
 
     def post_init(self) -> None:
-        """Weights are final: make the plan and carry it out. Further calls have no effect.
+        """Weights are final: make the plan and offload. Further calls have no effect.
 
         Attributes set:
             added_device_bytes: by how much the device memory in use has grown; negative if it has shrunk.
@@ -352,7 +352,7 @@ class EngineOffloader(LayerwiseOffloader):
                 f"{len(idle)} of {len(stats.units) + len(stats.experts)} offloaded modules did not run when the engine "
                 f"ran its model "
                 f"({', '.join(idle[:3])}{', ...' if len(idle) > 3 else ''}), so nothing would wait for their weights: "
-                f"leave them out of what is offloaded, with names that do not match them (--offload-params; with "
+                f"do not offload them, by names that do not match them (--offload-params; with "
                 f"device_memory: headrace.params, or headrace.rules such as '{idle[0]}=resident')"
             )
         self._all_ran = True
@@ -438,10 +438,12 @@ class EngineOffloader(LayerwiseOffloader):
         here = [s for s in inventory.storages if elsewhere.isdisjoint(n.partition(":")[0] for n in s.names)]
         # Scales of experts move with them.
         experts = {name for name, why in self._expert_modules(model).items() if why is None}
-        kept = tuple(s for s in here if s.num_bytes >= TINY_BYTES or _is_scale(s, experts))
+        # Only a scale that has a row for each expert has several dimensions.
+        scales = {s.name for s in here if len(s.tensors[0].shape) > 1 and not experts.isdisjoint(s.modules)}
+        large = tuple(s for s in here if s.num_bytes >= TINY_BYTES or s.name in scales)
         if (plain_name := self._traits.plain_name) is not None:
-            kept = tuple(_with_plain_names(s, plain_name) for s in kept)
-        return replace(inventory, storages=kept)
+            large = tuple(_with_plain_names(s, plain_name) for s in large)
+        return replace(inventory, storages=large)
 
     def _make_plan(self, inventory: Inventory) -> Plan:
         policy, stacks = self._policy, self._layers()
@@ -524,7 +526,7 @@ class EngineOffloader(LayerwiseOffloader):
             if not _runs_hooks(module):
                 raise OptionError(
                     f"{unit.module_fqn} ({type(module).__name__}) replaces Module.__call__, so nothing would wait for "
-                    f"its weights: read them in place ('{unit.module_fqn}=uva'), or leave them out of what is offloaded"
+                    f"its weights: read them in place ('{unit.module_fqn}=uva'), or do not offload them"
                 )
             for storage in (inventory.by_name[entry.storage] for entry in unit.entries):
                 if not storage.is_lookup and _is_outside(storage, layers):
@@ -557,11 +559,6 @@ def _not_cached(name: str, why: str) -> OptionError:
     return OptionError(
         f"experts of {name} cannot be cached: {why}; or read them in place (experts=uva in place of experts=cache)"
     )
-
-
-def _is_scale(storage: StorageInfo, experts: Collection[str]) -> bool:
-    """Whether it belongs to one of the modules ``experts`` and has a row for each expert."""
-    return len(storage.tensors[0].shape) > 1 and any(module in experts for module in storage.modules)
 
 
 def _device_bytes(device: torch.device) -> int:
@@ -599,8 +596,7 @@ def _worth_moving(inventory: Inventory, layers: Sequence[str]) -> set[str]:
 
 def _with_plain_names(storage: StorageInfo, plain_name: Callable[[str], str]) -> StorageInfo:
     """``storage``, which patterns also find by the names of its tensors before their modules were wrapped."""
-    tensors = []
-    for tensor in storage.tensors:
-        plain = {plain_name(name) for name in tensor.names}.difference(tensor.names)
-        tensors.append(replace(tensor, aliases=(*tensor.aliases, *sorted(plain))))
+    plain = ({plain_name(name) for name in tensor.names}.difference(tensor.names) for tensor in storage.tensors)
+    pairs = zip(storage.tensors, plain, strict=True)
+    tensors = (replace(tensor, aliases=(*tensor.aliases, *sorted(names))) for tensor, names in pairs)
     return replace(storage, tensors=tuple(tensors))

@@ -1,7 +1,7 @@
 """headrace as the weight offloader of SGLang: ``HEADRACE_SGLANG=1 sglang serve MODEL --offload-group-size 4``.
 
 SGLang runs :func:`register` in each of its processes (entry point group ``sglang.srt.plugins``). SGLang's own offload
-flags keep their names and meanings, and headrace carries them out. ``HEADRACE_SGLANG`` may also be a JSON object, with
+flags keep their names and meanings. ``HEADRACE_SGLANG`` may also be a JSON object, with
 options that SGLang has no flags for (:mod:`headrace.adapters.sglang.keys`).
 """
 
@@ -16,7 +16,7 @@ def register() -> None:
     """Hook headrace into SGLang if ``HEADRACE_SGLANG`` asks for it; otherwise import nothing and change nothing.
 
     Raises:
-        SystemExit: it cannot be in force. SGLang would log any ``Exception`` of a plugin, and serve without headrace.
+        SystemExit: headrace cannot be used. SGLang would log any ``Exception`` of a plugin, and serve without headrace.
     """
     value = os.environ.get("HEADRACE_SGLANG", "").strip()
     if value in ("", "0"):
@@ -26,4 +26,4 @@ def register() -> None:
 
         register_hooks(value)
     except Exception as error:
-        raise SystemExit(f"HEADRACE_SGLANG is set, and headrace cannot be in force: {error}") from error
+        raise SystemExit(f"HEADRACE_SGLANG is set, and headrace cannot be used: {error}") from error

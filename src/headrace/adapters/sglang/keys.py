@@ -5,7 +5,7 @@ key                   meaning
 ====================  ================================================================================================
 ``device_memory``     a budget for the weights on each GPU, ``"20GiB"``: headrace makes the plan, in place of the flags
 ``batch``             sequences per step that a budget is planned for, ``[1, 16, 256]``; default 1
-``params``            name patterns that narrow what a group size or a budget may offload
+``params``            name patterns of tensors that a group size or a budget may offload
 ``rules``             ``["experts=uva", ...]``: mechanisms that the planner may not choose; with a budget
 ``measure_stalls``    time every wait for a unit; costs two events each
 ====================  ================================================================================================
@@ -33,12 +33,12 @@ _KEYS = EngineKeys(
     surface=engine_surface("SGLang"),
 )
 _MODES = {
-    "meta": "keeps no weights, so every token would be wrong; `headrace plan MODEL` shows sizes without loading",
-    "sharded_gpu": "keeps parts of the weights on other GPUs, which needs ranks of one world, and SGLang's data-"
-    "parallel ranks are worlds of their own; --offload-mode shm_cpu keeps one copy for all of them",
+    "meta": "stores no weights, so every token would be wrong; `headrace plan MODEL` shows sizes without loading",
+    "sharded_gpu": "stores parts of the weights on other GPUs, which needs ranks of one world, and SGLang's data-"
+    "parallel ranks are separate worlds; --offload-mode shm_cpu keeps one copy for all of them",
 }
 _HALVES = "runs parts of a batch through the layers at once, and they would share one slot"
-_MOVES = "moves experts between ranks or places in memory, which headrace keeps elsewhere"
+_MOVES = "moves experts between ranks or within memory, but headrace stores them elsewhere"
 _FUSED = "reads the weights of many layers in one kernel, which waits for no layer's copy"
 _SHARES = "shares the memory of weights with other processes, and slots hold another layer every moment"
 _LATE = "writes weights after they have left the device"
@@ -48,7 +48,7 @@ REFUSED = (
     Refusal("enable_eplb", _MOVES),
     Refusal("elastic_ep_backend", _MOVES),
     Refusal("enable_elastic_expert_backup", _MOVES),
-    Refusal("enable_paged_experts", "keeps experts in slots of its own"),
+    Refusal("enable_paged_experts", "has its own slots for experts"),
     Refusal("kt_weight_path", "computes experts on the CPU by itself"),
     Refusal("dwdp_size", "copies experts between GPUs by itself", lambda size: size > 1),
     Refusal("ple_offload_embedding", "keeps embeddings in host memory by itself"),
@@ -58,7 +58,7 @@ REFUSED = (
     Refusal("speculative_algorithm", "runs a draft model that shares weights with the offloaded one"),
     Refusal("enable_lora", _LORA),
     Refusal("lora_paths", _LORA),
-    Refusal("enable_memory_saver", "frees and restores weights that headrace keeps elsewhere"),
+    Refusal("enable_memory_saver", "frees and restores weights that headrace stores elsewhere"),
     Refusal("enable_weights_cpu_backup", "keeps a second copy of the weights in host memory"),
     Refusal("startup_weight_load_mode", _LATE, lambda mode: mode != "serial"),
     Refusal("weight_cache_mode", _SHARES, lambda mode: mode != "off"),
@@ -125,11 +125,11 @@ def _unless(value: Any, default: Any) -> Any:
 
 
 def _require_replicas(field: Callable[[str], Any]) -> None:
-    """As SGLang's own, one copy serves the data-parallel ranks of a host, each of which has the whole model."""
+    """As SGLang's own, one copy serves the data-parallel ranks of a host, each of which has the complete model."""
     for name, allowed in (("tp_size", 1), ("nnodes", 1)):
         if field(name) != allowed:
             raise OptionError(
-                f"--offload-mode shm_cpu keeps one copy for the data-parallel ranks of one host, each with the whole "
+                f"--offload-mode shm_cpu keeps one copy for the data-parallel ranks of one host, each with all of the "
                 f"model: expected {flag_of(name)} {allowed}, found {field(name)}; leave the mode out"
             )
     if field("dp_size") < 2:

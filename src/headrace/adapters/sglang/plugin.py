@@ -1,4 +1,4 @@
-"""headrace inside SGLang: its offloader, and the hooks around what loads, captures, replays and writes.
+"""headrace inside SGLang: its offloader, and the hooks around the functions that load, capture, replay and write.
 
 SGLang's model runner makes an offloader before it builds the model; the model code passes layers to it in
 ``make_layers``; ``load_model`` ends with its ``post_init``. SGLang does not order copies around CUDA graphs, so the
@@ -54,22 +54,17 @@ def register_hooks(value: str) -> None:
         OptionError, OptionTypeError: this SGLang is not supported, or ``value`` is invalid; see the message.
     """
     global _keys
-    _require_supported(sglang.__version__)
-    _keys = parse_keys(value)
-    for target, (hook, kind) in _HOOKS.items():
-        HookRegistry.register(target, hook, kind)
-
-
-def _require_supported(version: str) -> None:
-    """Refuse an SGLang of another version than the tested one, or that lacks a function that is hooked."""
+    version = sglang.__version__
     if version_number(version) != version_number(_VERSION):
         raise OptionError(
             f"SGLang {version} has not been tried with headrace: expected {_VERSION}; install it "
             f"(pip install sglang=={_VERSION}), or unset {VARIABLE} to run SGLang without headrace"
         )
-    require_hooks(
-        f"SGLang {version}", dict.fromkeys(_HOOKS, ()), f"SGLang {_VERSION}, or unset {VARIABLE} to run it without"
-    )
+    hooks: dict[str, tuple[str, ...]] = dict.fromkeys(_HOOKS, ())
+    require_hooks(f"SGLang {version}", hooks, f"SGLang {_VERSION}, or unset {VARIABLE} to run it without")
+    _keys = parse_keys(value)
+    for target, (hook, kind) in _HOOKS.items():
+        HookRegistry.register(target, hook, kind)
 
 
 class SGLangOffloader(EngineOffloader):
@@ -171,7 +166,7 @@ def _load_model(original: Callable[[Any], None], runner: Any) -> None:
         original(runner)
         return
     if getattr(runner, "is_draft_worker", False):
-        raise StateError(f"a draft model is loaded beside the offloaded one, which headrace refuses; unset {VARIABLE}")
+        raise StateError(f"a draft model is loaded with the offloaded one, which headrace refuses; unset {VARIABLE}")
     with open_ranks(_replica_group() if offloader.options.mode == "shm_cpu" else None) as ranks:
         offloader.set_runner(runner, ranks)
         original(runner)
@@ -192,7 +187,7 @@ def _replica_group() -> ProcessGroup:
 
 
 def _offloader_of(runner: Any) -> SGLangOffloader | None:
-    """The offloader in force on the model of ``runner``."""
+    """The offloader of the model of ``runner``, if it is offloaded."""
     return getattr(runner, "headrace_offloader", None)
 
 
@@ -228,7 +223,7 @@ def _replay(original: Callable[..., Any], backend: Any, *args: Any, **kwargs: An
     offloader.sync_prev_onload()
     try:
         return original(backend, *args, **kwargs)
-    finally:  # the first copies of the next forward start, beside sampling and scheduling
+    finally:  # the first copies of the next forward start, during sampling and scheduling
         offloader.prepare_next()
 
 

@@ -2,7 +2,7 @@
 
 from headrace.adapters.engine_interface import require_names
 
-require_names(  # before what follows imports them
+require_names(  # before the imports below need them
     "transformers",
     (5, 17),
     (5, 24),

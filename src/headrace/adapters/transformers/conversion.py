@@ -154,7 +154,7 @@ class Assembly:
 
     Attributes:
         target: the first tensor of the model that they make.
-        converter: what makes it; ``None`` means that it is the one file tensor, unchanged.
+        converter: makes the result; ``None``: it is the one file tensor, unchanged.
         dtype: of the result, and of every part before it is converted; ``None``: parts keep the dtypes of the files,
             and the result has the dtype of the model's tensor.
         parts: the file tensors in natural order, each with the pattern of ``converter`` that it matched.
@@ -166,7 +166,7 @@ class Assembly:
     parts: list[tuple[str, FileTensor]] = field(default_factory=list)
 
     def run(self, model: nn.Module, get: Callable[[FileTensor], Any]) -> dict[str, Any]:
-        """The model's tensors, by name, made from what ``get`` returns for each part when it is needed."""
+        """The model's tensors, by name, made from the result of ``get`` for each part, called when needed."""
         if self.converter is None:
             return {self.target: get(self.parts[0][1])}
         # A converter keeps the tensors that were added to it, and an assembly runs several times.
@@ -245,7 +245,7 @@ def _require_pairs(assembly: Assembly) -> None:
         lacks = next((attr for place, _, attr in kinds if place == path), None)
         if lacks is not None:
             raise CheckpointError(
-                f"{module}.{lacks}: expected it in the checkpoint beside {tensor.name} in {tensor.path}, which "
+                f"{module}.{lacks}: expected it in the checkpoint with {tensor.name} in {tensor.path}, which "
                 f"cannot be used without it, found none; download or copy the checkpoint again"
             )
 
@@ -360,7 +360,7 @@ def _shapes(
 
 def _misfit(assembly: Assembly, error: Exception) -> CheckpointError:
     shapes = Counter(tensor.shape for _, tensor in assembly.parts)
-    parts = sorted((tensor for _, tensor in assembly.parts), key=lambda tensor: shapes[tensor.shape])  # odd ones first
+    parts = sorted((tensor for _, tensor in assembly.parts), key=lambda tensor: shapes[tensor.shape])  # rare ones first
     found = ", ".join(f"{tensor.name} {list(tensor.shape)}" for tensor in parts[:4])
     more = ", ..." if len(assembly.parts) > 4 else ""
     return CheckpointError(
@@ -529,12 +529,7 @@ def _chunk(tensor: FileSpans, chunks: int, dim: int = 0) -> tuple[FileSpans, ...
     return _split(tensor, -(-tensor.shape[dim] // chunks), dim)
 
 
-_HANDLERS: dict[Callable[..., Any], Callable[..., Any]] = {
-    torch.cat: _cat,
-    torch.stack: _stack,
-    torch.split: _split,
-    torch.chunk: _chunk,
-}
+_HANDLERS: dict[Any, Any] = {torch.cat: _cat, torch.stack: _stack, torch.split: _split, torch.chunk: _chunk}
 
 
 def _num_bytes(tensor: FileSpans) -> int:

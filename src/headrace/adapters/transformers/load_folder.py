@@ -58,7 +58,7 @@ if TYPE_CHECKING:
 __all__ = ["build_meta_model", "differences", "load", "load_matched"]
 
 _MANY_LAYERS = 1000
-# num_hidden_layers, n_layer, depth, ...: what configurations call a number of layers.
+# Ends of the names for a number of layers in configurations: num_hidden_layers, n_layer, depth, ...
 _DEPTHS = ("layers", "layer", "depth", "blocks")
 
 
@@ -106,7 +106,7 @@ def load(
         CheckpointError: no folder, no model in it, files for another configuration, or quantised weights that cannot
             be loaded here.
         OptionError, OptionTypeError: an invalid policy, class, dtype or attention; a plan for another model or machine.
-        LimitError: the device or the host has no room for the plan; found before anything is allocated.
+        LimitError: the plan does not fit the device or the host; raised before anything is allocated.
         PeerError: another rank of ``group`` failed, ended, or did not connect in time.
 
     To measure stalls, :func:`headrace.offload` a model that is built already.
@@ -136,9 +136,9 @@ def load_matched(
     unstreamable = not_in_files(inventory, weights)
     prepared = prepare(replace(request, inventory=inventory, checkpoint=weights, unstreamable=unstreamable))
     _materialise(model, found, prepared)
-    if model.can_generate() and hasattr(model, "adjust_generation_fn"):  # SpeechT5 generates in a way of its own
+    if model.can_generate() and hasattr(model, "adjust_generation_fn"):  # SpeechT5 has another generate
         adjust: Any = model.adjust_generation_fn
-        # What from_pretrained passes for a local folder.
+        # As from_pretrained passes for a local folder.
         options = {"cache_dir": None, "force_download": False, "proxies": None, "local_files_only": True, "token": None}
         adjust(None, False, None, os.fspath(folder), **options, revision="main", subfolder="", trust_remote_code=False)
     model.train(False)
@@ -166,7 +166,7 @@ def build_meta_model(
     device it is built as if it were plain.
 
     Where config.json states no dtype, that of the first floating-point tensor in the folder's files counts, if there
-    are any; that is what ``from_pretrained`` does.
+    are any, as in ``from_pretrained``.
 
     Raises:
         CheckpointError: no folder, or no model in it that transformers can build.

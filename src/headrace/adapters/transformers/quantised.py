@@ -24,7 +24,7 @@ bitsandbytes on a CPU) and decompresses in others (compressed-tensors)::
     model, so a plan has the         which a Conversion copies into
     final sizes                      the store
 
-So what cannot run here is refused before anything is loaded.
+So modules that cannot run here are refused before anything is loaded.
 """
 
 from __future__ import annotations
@@ -141,10 +141,10 @@ def open_quantizer(folder: Any, config: PretrainedConfig, device: torch.device) 
         validate: Any = quantizer.validate_environment
         if not (is_absent and method in _AS_STORED):  # of which it would make weights for a CPU
             validate(device_map={"": torch.device("cpu") if is_absent else device}, weights_only=True)
-    except Exception as error:  # a quantizer raises ImportError, RuntimeError or ValueError for what it lacks
+    except Exception as error:  # a quantizer raises ImportError, RuntimeError or ValueError
         raise refusal(folder, method, device, error) from error
     if method == "mxfp4" and not quantization.dequantize:
-        own = "transformers' MXFP4 kernels keep weights in objects of their own, which cannot be moved"
+        own = "transformers' MXFP4 kernels store weights in special objects, which cannot be moved"
         raise refusal(folder, method, device, f"{own} (without the package kernels it dequantises them)")
     return quantizer
 
@@ -159,7 +159,7 @@ def put_in_modules(
             quantizer.preprocess_model(
                 model=model, dtype=dtype, device_map={"": device}, checkpoint_files=files, use_kernels=False
             )
-    except Exception as error:  # libraries raise errors of any type for what they cannot replace
+    except Exception as error:  # of any type, from the libraries
         raise refusal(folder, _method(quantizer), device, error) from error
     vars(model)["hf_quantizer"] = quantizer
     hook: Any = vars(model).pop("ct_decompress_hook", None)
@@ -264,18 +264,13 @@ def select_library_modules(model: PreTrainedModel, collected: dict[str, Assembly
     for assembly in (assembly for assemblies in chosen.values() for assembly in assemblies):
         del collected[assembly.target]
     packed = {name for name, module in model.named_modules() if hasattr(module, "quantization_scheme")} - chosen.keys()
-    packed |= {target for target, assembly in collected.items() if _is_packing(quantizer, assembly)}
+    if (step := quantizer.get_load_operations().get("deserialize")) is not None:  # it makes one tensor of several
+        operations = {target: getattr(each.converter, "operations", ()) for target, each in collected.items()}
+        packed |= {target for target, steps in operations.items() if any(isinstance(each, step) for each in steps)}
     if packed:
         why = f"expected quantised weights in linear layers alone, found {', '.join(sorted(packed)[:4])}"
         raise refusal(model.config.name_or_path, _method(quantizer), "any device", why)
     return chosen
-
-
-def _is_packing(quantizer: HfQuantizer, assembly: Assembly) -> bool:
-    """Whether ``assembly`` makes one quantised tensor of several in the files."""
-    step = quantizer.get_load_operations().get("deserialize")
-    steps = assembly.converter.operations if assembly.converter is not None else []
-    return step is not None and any(isinstance(each, step) for each in steps)
 
 
 def build_library_module(
@@ -285,7 +280,7 @@ def build_library_module(
 
     Raises:
         NotHereError: the library cannot finish or run the first module of a signature here.
-        CheckpointError: a module keeps weights where they cannot be moved.
+        CheckpointError: a module stores weights where they cannot be moved.
     """
     quantizer: Any = model.hf_quantizer
     device = device if device.type == "cpu" or torch.cuda.is_available() else torch.device("cpu")  # to plan for a GPU
@@ -362,7 +357,7 @@ class _ModuleBuilder:
         if report.mismatched_keys or report.unexpected_keys:
             raise ValueError(f"{self.name} has no place for {report.mismatched_keys or report.unexpected_keys}")
         compressor = getattr(self.quantizer, "compressor", None)
-        if compressor is not None:  # what its hook does before the first forward of the model
+        if compressor is not None:  # as its hook does before the first forward of the model
             decompress_module = import_module("compressed_tensors.compressors.base").decompress_module
 
             decompress_module(module, compressor.force_compression_format)
@@ -448,7 +443,7 @@ def _on_meta(module: nn.Module, name: str) -> nn.Module:
     memo: dict[int, Any] = {id(inner): _empty(inner) for tensor in held for _, inner in inner_tensors(tensor)}
     memo |= {id(tensor): _empty(tensor) for tensor in held}
     try:
-        with _RefuseBytes():
+        with _RefuseBytes():  # type: ignore[no-untyped-call]
             fresh = deepcopy(module, memo)
             for tensor in held:
                 if not hasattr(tensor, "__tensor_flatten__"):  # its attributes may lead back to the module
@@ -469,8 +464,8 @@ def _on_meta(module: nn.Module, name: str) -> nn.Module:
 def _rebind_compiled(module: nn.Module, fresh: nn.Module) -> None:
     """Compile for ``fresh``, a copy of ``module``, the methods that ``module`` has compiled for itself.
 
-    A copy takes functions as they are, and what ``torch.compile`` makes of a bound method is one: it would run on the
-    weights of ``module``. GPTQModel compiles so, with the options that are the default.
+    A copy shares functions, such as the result of ``torch.compile`` for a bound method, which would run on the weights
+    of ``module``. GPTQModel compiles methods by default.
     """
     for attr, value in vars(module).items():
         bound = getattr(value, "_torchdynamo_orig_callable", None)
@@ -487,17 +482,17 @@ def _empty(tensor: torch.Tensor) -> torch.Tensor:
 
 
 def _rebuilt(tensor: Any, inner: Callable[[torch.Tensor], torch.Tensor]) -> torch.Tensor:
-    """A tensor of a subclass around what ``inner`` makes of each of its inner tensors."""
+    """A tensor of the same subclass around ``inner`` of each of its inner tensors."""
     names, context = tensor.__tensor_flatten__()
     parts = {name: inner(getattr(tensor, name)) for name in names}
     made: Any = type(tensor).__tensor_unflatten__(parts, context, tensor.shape, tensor.stride())
     if isinstance(tensor, nn.Parameter):
-        made._is_param = True  # what nn.Parameter() says; it would detach, which exchanges the inner tensors
+        made._is_param = True  # as nn.Parameter() does, which would also detach and so replace the inner tensors
     return cast(torch.Tensor, made)
 
 
 def move_wrappers(model: nn.Module) -> None:
-    """Have tensors of subclasses say the device of their inner tensors, which are no longer on ``meta``."""
+    """Give tensors of subclasses the device of their inner tensors, which are no longer on ``meta``."""
     # A subclass keeps the device that it was made with.
     for module in model.modules():
         for attr, tensor in module._parameters.items():
@@ -513,9 +508,6 @@ class _BytesError(Exception):
 
 class _RefuseBytes(TorchDispatchMode):
     """Ends a copy of a module that meets a tensor with bytes."""
-
-    def __init__(self) -> None:
-        super().__init__()  # type: ignore[no-untyped-call]
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         for tensor in tree_leaves(args):

@@ -1,6 +1,6 @@
 """headrace as the weight offloader of vLLM: ``vllm serve MODEL --worker-cls headrace.adapters.vllm.Worker``.
 
-vLLM's own offload flags keep their names and meanings, and headrace carries them out. Options beyond them are given by
+vLLM's own offload flags keep their names and meanings. Options beyond them are given by
 ``--additional-config '{"headrace": {...}}'`` (:mod:`headrace.adapters.vllm.options`). A worker class is one of vLLM's
 options, and so is the offloader that its model code asks for; the worker replaces no function of vLLM except its own
 runner's ``load_model``.

@@ -35,7 +35,7 @@ def require_supported(version: str) -> None:
     """Refuse a vLLM that is older or newer than the tested ones, or that lacks one of :data:`HOOKS`.
 
     Raises:
-        OptionError: names the supported versions, or what differs.
+        OptionError: names the supported versions, or the differences.
     """
     require_version(version)
     instead = f"vLLM {_range()}, or leave --worker-cls out to run it without"

@@ -5,7 +5,7 @@ key under "headrace"  meaning
 ====================  ================================================================================================
 ``device_memory``     a budget for the weights on each GPU, ``"20GiB"``: headrace makes the plan, in place of the flags
 ``batch``             sequences per step that a budget is planned for, ``[1, 16, 256]``; default 1
-``params``            name patterns that narrow what may be offloaded, as ``--offload-params``
+``params``            name patterns of tensors that may be offloaded, as ``--offload-params``
 ``rules``             ``["experts=uva", ...]``: mechanisms that the planner may not choose; with a budget
 ``expert_slots``      experts of each layer on the GPU, for a rule ``=cache``; default: as many as fit the budget
 ``mode``              the store: ``cpu``, or ``shm_cpu`` for one copy per host among data-parallel ranks
@@ -45,7 +45,7 @@ _HALVES = "runs parts of a batch through the layers at once, and they would shar
 
 # Features of vLLM that move or replace weights, run a layer twice at once, or build no layers.
 REFUSED = (
-    Refusal("parallel_config.enable_eplb", "rearranges experts in place, which headrace keeps elsewhere"),
+    Refusal("parallel_config.enable_eplb", "rearranges experts in place, but headrace stores them elsewhere"),
     Refusal("parallel_config.enable_dbo", _HALVES),
     Refusal("parallel_config.ubatch_size", _HALVES, lambda size: size > 1),
     Refusal(
@@ -54,12 +54,12 @@ REFUSED = (
     ),
     Refusal(
         "load_config.load_format",
-        "maps weights that another process keeps on this GPU, so that offloading them would free nothing",
+        "maps weights of another process on this GPU, so that offloading them would free nothing",
         lambda name: name == "ipc_cache",
     ),
     Refusal(
         "model_config.multimodal_config.mm_encoder_only",
-        "builds no layers of a language model, which are what headrace offloads",
+        "builds no layers of a language model, and headrace offloads only these",
     ),
 )
 # Models that run parts of a layer without calling the layer: nothing would wait for its copy.
@@ -129,7 +129,7 @@ def engine_options(
 
     Raises:
         OptionError, OptionTypeError: options that contradict one another or have no effect, an unknown key, an invalid
-            value; the message says what to write.
+            value; the message has the fix.
     """
     given = additional_config.get("headrace", {}) if isinstance(additional_config, Mapping) else {}
     keys = _KEYS.known(given)

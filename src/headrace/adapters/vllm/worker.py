@@ -92,7 +92,7 @@ class OffloadingWorker(_Base):  # type: ignore[misc,unused-ignore]
         super().__init__(vllm_config, *args, **kwargs)
 
     def load_model(self, **kwargs: Any) -> None:
-        """Build and load the model with headrace's offloader in force.
+        """Build and load the model with headrace's offloader.
 
         Raises:
             OptionError: an impossible selection or budget.
@@ -238,7 +238,7 @@ class OffloadingWorker(_Base):  # type: ignore[misc,unused-ignore]
             raise
 
     def execute_model(self, scheduler_output: Any, *args: Any, **kwargs: Any) -> Any:
-        """Like vLLM's; then the first copies of the next forward start, beside sampling and scheduling.
+        """Like vLLM's; then the first copies of the next forward start, during sampling and scheduling.
 
         Raises:
             StateError: another engine of this process has replaced the offloader; or the first run of the model, which
@@ -247,7 +247,7 @@ class OffloadingWorker(_Base):  # type: ignore[misc,unused-ignore]
         if self._offloader is not None and get_offloader() is not self._offloader:
             raise StateError(
                 "another engine of this process has replaced headrace's offloader, which vLLM asks before it replays a "
-                "graph: run each engine in a process of its own"
+                "graph: run each engine in a separate process"
             )
         try:
             result = super().execute_model(scheduler_output, *args, **kwargs)
@@ -312,7 +312,7 @@ class OffloadingWorker(_Base):  # type: ignore[misc,unused-ignore]
     def save_tensorized_model(self, *args: Any, **kwargs: Any) -> None:
         """Like vLLM's; refused while weights are offloaded, because it reads parameters, and not ``state_dict()``."""
         self._refuse_while_offloaded(
-            "save_tensorized_model would save what slots hold at this moment; save_sharded_state saves the weights "
+            "save_tensorized_model would save the current contents of slots; save_sharded_state saves the weights "
             "themselves, or run this engine without headrace to serialise it"
         )
         super().save_tensorized_model(*args, **kwargs)
@@ -402,7 +402,7 @@ class _StoredWeights:
         self._model = model
 
     def named_parameters(self) -> Iterator[tuple[str, torch.Tensor]]:
-        # One module at a time: state_dict() copies offloaded weights, and the host may have no room for all of them.
+        # One module at a time: state_dict() copies offloaded weights, and all of them may not fit the host again.
         last, state = None, {}
         for name, _ in self._model.named_parameters():
             module, _, attr = name.rpartition(".")
@@ -450,7 +450,7 @@ def _refuse_second_engine() -> None:
     if _in_force is not None and _in_force() is not None:
         raise StateError(
             "an engine of this process has headrace's offloader already, and its weights are offloaded: shut it down "
-            "first, or start this one in a process of its own"
+            "first, or start this one in a separate process"
         )
 
 
@@ -480,8 +480,8 @@ def _require_same_units(modules: list[str]) -> None:
             differ = sorted(set(theirs) ^ set(modules)) or modules
             raise OptionError(
                 f"tensor-parallel ranks would offload different modules: rank {group.rank_in_group} {len(modules)} and "
-                f"rank {rank} {len(theirs)}, such as {differ[0]}, because their shards differ in size: select what is "
-                f"offloaded by name (--offload-group-size, headrace.params), or give every rank shards of one size"
+                f"rank {rank} {len(theirs)}, such as {differ[0]}, because their shards differ in size: select weights "
+                f"by name (--offload-group-size, headrace.params), or give every rank shards of one size"
             )
 
 
