@@ -32,8 +32,8 @@ from headrace.api import start as start_offload
 from headrace.checkpoint.weight_map import WeightMap
 from headrace.cli.bench_step import QWEN3_8B, DecoderShape, Stack, build_stack
 from headrace.config import ALL_MODEL_PARAMS
+from headrace.runtime.planner_factory import PlanRequest
 from headrace.runtime.prepare import prepare as prepare_offload
-from headrace.runtime.this_machine import PlanRequest
 from headrace.stores.sources import DiskOptions
 from plain_reads import read_plainly
 

@@ -15,9 +15,9 @@ from headrace.errors import OptionTypeError, StateError, warn_user
 from headrace.formatting import format_size
 from headrace.plan.plan import Plan
 from headrace.runtime.outside_use import place_of
+from headrace.runtime.planner_factory import PlanRequest, require_kinds
 from headrace.runtime.prepare import Prepared, open_ranks, prepare
 from headrace.runtime.session import OffloadSession, Progress, SessionOptions
-from headrace.runtime.this_machine import PlanRequest, require_kinds
 from headrace.stats import Stats
 from headrace.stores.sources import DiskOptions
 from headrace.transfer.link import Link

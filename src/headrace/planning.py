@@ -19,7 +19,14 @@ from headrace.errors import LimitError, OptionError, OptionTypeError, warn_user
 from headrace.formatting import format_size
 from headrace.memory.system import gc_paused
 from headrace.plan.plan import Plan
-from headrace.runtime.this_machine import PlanContext, PlanRequest, Target, describe_device, not_in_files, require_kinds
+from headrace.runtime.planner_factory import (
+    PlanContext,
+    PlanRequest,
+    Target,
+    describe_device,
+    not_in_files,
+    require_kinds,
+)
 
 if TYPE_CHECKING:
     import torch

@@ -35,7 +35,7 @@ from headrace.errors import CheckpointError, HeadraceError
 from headrace.model.inventory import take_inventory
 from headrace.model.memory_profile import ModelProfile
 from headrace.planning import PlanResult, plan_model
-from headrace.runtime.this_machine import PlanRequest
+from headrace.runtime.planner_factory import PlanRequest
 from headrace.stores import sources
 from headrace.transfer import machine_probe
 from plans import memory_curve

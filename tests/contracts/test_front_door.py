@@ -20,11 +20,12 @@ import headrace
 from commands import TINY, run
 from headrace.adapters.transformers import load
 from headrace.cli.demo_run import ensure_model
+from headrace.memory.system import read_limits
 from headrace.model.inventory import take_inventory
 from headrace.model.live_tensors import bind
 from headrace.plan.build import Planner
+from headrace.runtime.planner_factory import check_limits, make_planner
 from headrace.runtime.prepare import compute_device, prepare
-from headrace.runtime.this_machine import check_limits, make_planner, read_limits
 from models import Stack, save
 
 SOURCES = str(Path(headrace.__file__).parent)

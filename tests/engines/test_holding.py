@@ -18,16 +18,17 @@ from headrace.errors import OptionError
 from headrace.memory.pages import RawMemory
 from headrace.memory.pinned import PinnedBuffer
 from headrace.memory.split_range import MappedMemory
+from headrace.memory.system import Limits
 from headrace.model.inventory import take_inventory
 from headrace.model.live_tensors import bind
 from headrace.plan.build import build_plan
 from headrace.plan.cached_experts import PIECE_BYTES, CachedLayer
 from headrace.plan.plan import Machine, SlabEntry, Unit
+from headrace.runtime import planner_factory, under_construction
 from headrace.runtime import prepare as prepare_module
-from headrace.runtime import this_machine, under_construction
+from headrace.runtime.planner_factory import PlanRequest
 from headrace.runtime.prepare import prepare
 from headrace.runtime.session import OffloadSession
-from headrace.runtime.this_machine import Limits, PlanRequest
 from headrace.runtime.under_construction import BuildTimeFilter, BuildTimePool, storages_in_engine_memory
 from headrace.stores.expert_ranges import ExpertRanges, mappable
 from headrace.stores.pinned_host import AlreadyPinned, PinnedStore
@@ -86,9 +87,9 @@ def needed_pinned_bytes(monkeypatch: pytest.MonkeyPatch, held_names: list[str], 
     pool: Any = SimpleNamespace(find_storages=lambda bound: dict.fromkeys(held_names, stretch))
     monkeypatch.setattr(prepare_module, "compute_device", lambda model, device: torch.device("cuda", 0))
     monkeypatch.setattr(prepare_module, "describe_device", lambda device: Machine("a GPU"))
-    monkeypatch.setattr(this_machine, "read_limits", lambda *given, **options: Limits())
+    monkeypatch.setattr(planner_factory, "read_limits", lambda *given, **options: Limits())
     found: list[int] = []
-    monkeypatch.setattr(this_machine, "check_limits", lambda p, limits, needs: found.append(needs.pinned_bytes))
+    monkeypatch.setattr(planner_factory, "check_limits", lambda p, limits, needs: found.append(needs.pinned_bytes))
     prepare(PlanRequest(model, plan, pool=pool))
     return found[0]
 

@@ -26,7 +26,7 @@ from headrace import (
 from headrace.errors import OptionError, SelectionError, StateError
 from headrace.model.inventory import take_inventory
 from headrace.plan.build import build_plan
-from headrace.runtime.this_machine import can_read_in_place
+from headrace.runtime.planner_factory import can_read_in_place
 from headrace.testing import assert_same_bits
 from models import DIM, Block, MoELayer, Stack, rows
 
@@ -214,7 +214,7 @@ class TestUVA:
 
     def test_moves_on_demand_where_nothing_can_be_read_in_place(self, monkeypatch: pytest.MonkeyPatch) -> None:
         """As on a GPU with HEADRACE_DISABLE_UVA or HEADRACE_DISABLE_PIN_MEMORY."""
-        monkeypatch.setattr("headrace.runtime.this_machine.can_read_in_place", lambda device: False)
+        monkeypatch.setattr("headrace.runtime.planner_factory.can_read_in_place", lambda device: False)
         offloader = UVAOffloader(3 * DIM * DIM * 4, ["linear.weight"])
         engine = Engine(offloader).eval()
         expected = engine(rows())

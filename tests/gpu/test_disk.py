@@ -31,7 +31,7 @@ def ring(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Non
     """Three entries of 64 KiB, so that every unit goes around several times; or the ring as it is."""
     if request.param == "small ring":
         link = partial(RingLink, entry_bytes=1 << 16, max_entries=3)
-        monkeypatch.setattr("headrace.runtime.session.RingLink", link)
+        monkeypatch.setattr("headrace.transfer.open_link.RingLink", link)
 
 
 def readers() -> set[int]:
@@ -208,7 +208,7 @@ class TestFailure:
 
     @torch.no_grad()
     def test_a_read_that_never_ends(self, tmp_path: Path, faults: Faults, monkeypatch: pytest.MonkeyPatch) -> None:
-        monkeypatch.setattr("headrace.runtime.session.RingLink", partial(RingLink, stuck_s=1.0))
+        monkeypatch.setattr("headrace.transfer.open_link.RingLink", partial(RingLink, stuck_s=1.0))
         model, handle, _ = self.offloaded(tmp_path)
         graph, _ = captured(model, inputs())
         graph.replay()

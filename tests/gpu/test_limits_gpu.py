@@ -16,8 +16,9 @@ from gpu_models import build
 import headrace
 from headrace import Budget, Plan, Prefetch
 from headrace.errors import LimitError, OptionError
-from headrace.runtime import this_machine
-from headrace.runtime.this_machine import Limits, describe_device, read_limits
+from headrace.memory.system import Limits, read_limits
+from headrace.runtime import planner_factory
+from headrace.runtime.planner_factory import describe_device
 
 GPU = torch.device("cuda", 0)
 MIB = 2**20
@@ -45,7 +46,7 @@ def test_too_large_for_the_device_is_refused_with_a_budget_that_works(monkeypatc
     total = sum(p.numel() * p.element_size() for p in model.parameters())
     devices = {p.device for p in model.parameters()}
     monkeypatch.setattr(
-        this_machine, "read_limits", lambda device, pinned_bytes=0: Limits(device_free_bytes=total // 2)
+        planner_factory, "read_limits", lambda device, pinned_bytes=0: Limits(device_free_bytes=total // 2)
     )
     gc.collect()  # what earlier tests left in cycles is not to go while this one looks
     allocated = torch.cuda.memory_allocated()
@@ -85,7 +86,7 @@ def test_a_saved_plan_is_for_this_gpu(tmp_path: Path) -> None:
 
 UNPRIVILEGED = """
 import os, resource, torch, warnings
-from headrace.runtime.this_machine import read_limits
+from headrace.memory.system import read_limits
 from headrace.memory.system import memlock_bytes
 from headrace.memory.pinned import pinned_region
 torch.empty(1, device="cuda")

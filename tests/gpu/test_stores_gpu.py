@@ -16,11 +16,12 @@ import headrace
 from headrace import Budget, Plan, Prefetch, Rules
 from headrace.config import Policy
 from headrace.errors import BudgetError, TransferError
+from headrace.memory.system import Limits
 from headrace.model.inventory import take_inventory
 from headrace.plan.build import build_plan
 from headrace.plan.schedule import RING_BYTES
-from headrace.runtime import this_machine
-from headrace.runtime.this_machine import Limits, needs_of
+from headrace.runtime import planner_factory
+from headrace.runtime.planner_factory import needs_of
 from headrace.transfer.ring_streams import RingLink
 
 # Policy, and the units of it that rest in files.
@@ -46,7 +47,7 @@ def ring(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Non
     """Three entries of 64 KiB, so that every unit goes around several times; or the ring as it is."""
     if request.param == "small ring":
         link = partial(RingLink, entry_bytes=1 << 16, max_entries=3)
-        monkeypatch.setattr("headrace.runtime.session.RingLink", link)
+        monkeypatch.setattr("headrace.transfer.open_link.RingLink", link)
 
 
 class TestBits:
@@ -134,8 +135,8 @@ class TestBudget:
         self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
     ) -> None:
         """A budget that names no store; the ring counted at what it takes here and not at half a GiB."""
-        spill = this_machine.Spill
-        monkeypatch.setattr(this_machine, "Spill", partial(spill, ring_bytes=0))
+        spill = planner_factory.Spill
+        monkeypatch.setattr(planner_factory, "Spill", partial(spill, ring_bytes=0))
         resident = build()
         model = copy.deepcopy(resident)
         total = take_inventory(model).num_bytes
@@ -156,7 +157,7 @@ class TestBudget:
         model = build(2)
         folder = save(model, tmp_path)
         limits = Limits(host_available_bytes=free)
-        monkeypatch.setattr(this_machine, "read_limits", lambda device, pinned_bytes=0: limits)
+        monkeypatch.setattr(planner_factory, "read_limits", lambda device, pinned_bytes=0: limits)
         if free < RING_BYTES:
             with pytest.raises(BudgetError, match=r"free host memory of [\d.]+ [GMK]?i?B .* with the staging ring"):
                 headrace.offload(model, "4MiB", checkpoint=folder)

@@ -30,9 +30,9 @@ from headrace.memory.pinned import CudaRegistrar
 from headrace.model.inventory import take_inventory
 from headrace.model.live_tensors import bind
 from headrace.plan.plan import Plan
+from headrace.runtime.planner_factory import PlanRequest
 from headrace.runtime.prepare import prepare
 from headrace.runtime.session import OffloadSession, SessionOptions
-from headrace.runtime.this_machine import PlanRequest
 from headrace.stores.loader import Delivery, Read, WeightLoader, deliver
 from headrace.stores.pinned_host import PinnedStore
 from headrace.stores.sources import ByteRange, Copy, Source, writable_view

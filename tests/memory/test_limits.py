@@ -22,21 +22,20 @@ from headrace import Budget, Plan, Prefetch, PrefetchOffloader
 from headrace.config import parse_size
 from headrace.errors import HeadraceWarning, LimitError, OptionError
 from headrace.memory.pinned import pinning_fix
-from headrace.memory.system import cgroup_available_bytes, host_available_bytes, memlock_bytes
-from headrace.model.inventory import take_inventory
-from headrace.plan.build import build_plan
-from headrace.plan.plan import Machine
-from headrace.runtime import this_machine
-from headrace.runtime.this_machine import (
+from headrace.memory.system import (
     Limits,
     Needs,
-    check_limits,
-    finalize_plan,
-    gpu_memory_kind,
-    needs_of,
+    cgroup_available_bytes,
+    host_available_bytes,
+    memlock_bytes,
     read_limits,
     require_disk,
 )
+from headrace.model.inventory import take_inventory
+from headrace.plan.build import build_plan
+from headrace.plan.plan import Machine
+from headrace.runtime import planner_factory
+from headrace.runtime.planner_factory import check_limits, finalize_plan, gpu_memory_kind, needs_of
 from models import Stack, all_layers, rows, save, state_of
 
 KIB, MIB, GIB = 2**10, 2**20, 2**30
@@ -308,7 +307,7 @@ class TestRefusals:
 
 
 def limited(monkeypatch: pytest.MonkeyPatch, **limits: int) -> None:
-    monkeypatch.setattr(this_machine, "read_limits", lambda device, pinned_bytes=0: Limits(**limits))
+    monkeypatch.setattr(planner_factory, "read_limits", lambda device, pinned_bytes=0: Limits(**limits))
 
 
 class TestOffload:

@@ -12,7 +12,7 @@ from headrace.errors import OptionError
 from headrace.plan.build import Planner
 from headrace.plan.cost_model import NOMINAL_CPU, NOMINAL_GPU
 from headrace.plan.plan import Machine
-from headrace.runtime.this_machine import finalize_plan, make_planner
+from headrace.runtime.planner_factory import finalize_plan, make_planner
 from plans import memory_curve
 
 CPU, GPU = torch.device("cpu"), torch.device("cuda")

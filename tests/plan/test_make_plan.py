@@ -57,7 +57,7 @@ from headrace.errors import (
 )
 from headrace.plan.plan import Machine
 from headrace.planning import plan_model
-from headrace.runtime.this_machine import PlanRequest
+from headrace.runtime.planner_factory import PlanRequest
 from headrace.stores.sources import DiskOptions
 from headrace.transfer.machine_probe import MACHINES, Probe, named_machine
 from models import MoE, OddStack, Stack, aligned, rows, save, state_of
@@ -247,7 +247,7 @@ class TestRepeated:
 class TestHonesty:
     def test_more_than_the_machine_has(self, folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
         """Said with both figures, after the plan and with an exit code; the plan is saved all the same."""
-        monkeypatch.setattr("headrace.runtime.this_machine.host_available_bytes", lambda: 2**20)
+        monkeypatch.setattr("headrace.memory.system.host_available_bytes", lambda: 2**20)
         saved = folder / "saved.json"
         result = run("plan", folder, "--device-memory", "2MiB", "--device", "cpu", "--save", saved)
         assert result.exit_code == 1
@@ -272,7 +272,7 @@ class TestHonesty:
             headrace.make_plan(folder, Prefetch(mode="disk"), workload=Workload([4_000_000], 400), device="cpu")
 
     def test_without_a_policy_nothing_has_to_fit(self, folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-        monkeypatch.setattr("headrace.runtime.this_machine.host_available_bytes", lambda: 2**10)
+        monkeypatch.setattr("headrace.memory.system.host_available_bytes", lambda: 2**10)
         assert run("plan", folder, "--device", "cpu").exit_code == 0
 
     @pytest.mark.parametrize(("mode", "said"), [("meta", "cannot be carried out"), ("shm_cpu", "torchrun")])
@@ -540,7 +540,7 @@ class TestOneDoor:
         free = data.draw(st.sampled_from((2**40, 2**40, 2_000)), "free host memory")
         interpreter = data.draw(st.sampled_from("01"), "TRITON_INTERPRET")
         with (
-            patch("headrace.runtime.this_machine.host_available_bytes", lambda: free),
+            patch("headrace.memory.system.host_available_bytes", lambda: free),
             patch.dict(os.environ, {"TRITON_INTERPRET": interpreter}),
         ):
             plan, warned = outcome(lambda: headrace.make_plan(model, policy, **options))

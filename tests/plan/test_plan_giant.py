@@ -29,7 +29,7 @@ from headrace.config import Budget, Workload
 from headrace.plan.cost_model import NOMINAL_CPU, NOMINAL_GPU
 from headrace.plan.schedule import RING_BYTES
 from headrace.planning import plan_model
-from headrace.runtime.this_machine import PlanRequest, make_planner, needs_of
+from headrace.runtime.planner_factory import PlanRequest, make_planner, needs_of
 
 _ENOUGH_S = 7.0  # two of them for caches that are measured for a context (at most 2 s when fresh)
 _ENOUGH_AGAIN_S = 1.5  # of a process; 0.8 s on two quiet cores, and 4 s where torch and transformers are imported

@@ -22,7 +22,7 @@ from headrace.plan.alternatives import curve
 from headrace.plan.build import Planner, build_plan
 from headrace.plan.cost_model import EAGER_KERNEL, KERNELS_PER_TENSOR, NOMINAL_GPU, Forecaster, Rates
 from headrace.plan.plan import Plan, UnitDraft, assemble
-from headrace.runtime.this_machine import make_planner
+from headrace.runtime.planner_factory import make_planner
 from headrace.transfer.machine_probe import DeviceName
 from plans import KIB, SMALL, assignments, check_plan, layered, memory_curve, models
 

@@ -18,6 +18,7 @@ from torch import nn
 from headrace.checkpoint.weight_map import WeightMap
 from headrace.config import Budget, Workload
 from headrace.errors import BudgetError, HeadraceWarning
+from headrace.memory.system import Limits
 from headrace.model.inventory import Inventory, take_inventory
 from headrace.model.memory_profile import ModelProfile
 from headrace.plan.build import Planner, build_plan
@@ -25,8 +26,8 @@ from headrace.plan.candidates import Spill, spill_order
 from headrace.plan.cost_model import NOMINAL_GPU, Forecaster, Rates
 from headrace.plan.plan import Plan, UnitDraft, assemble
 from headrace.plan.schedule import RING_BYTES
-from headrace.runtime import this_machine
-from headrace.runtime.this_machine import Limits, make_planner, needs_of
+from headrace.runtime import planner_factory
+from headrace.runtime.planner_factory import make_planner, needs_of
 from models import MoE, Reader, Stack, save
 from plans import assignments, check_plan, layered, models
 from spills import DISK, GIB, KIB, MIB, SPILL
@@ -297,8 +298,8 @@ class TestWhoMaySpill:
             asked.append(pinned_bytes)
             return Limits(host_available_bytes=32 * GIB, cgroup_available_bytes=16 * GIB)
 
-        monkeypatch.setattr(this_machine, "read_limits", limits)
-        monkeypatch.setattr(this_machine, "planning_rates", lambda *_: NOMINAL_GPU)
+        monkeypatch.setattr(planner_factory, "read_limits", limits)
+        monkeypatch.setattr(planner_factory, "planning_rates", lambda *_: NOMINAL_GPU)
         gpu = torch.device("cuda", 0)
         spill = make_planner(inventory, ModelProfile(), gpu, weights).spill
         assert spill is not None

@@ -179,7 +179,7 @@ class TestPlanning:
 
 
 def offload_with_links(rank: int) -> list[list[int]]:
-    headrace.runtime.this_machine.planning_rates = lambda *_: LINKED  # type: ignore[attr-defined]
+    headrace.runtime.planner_factory.planning_rates = lambda *_: LINKED  # type: ignore[attr-defined]
     found = []
     for mode, share in (("sharded_gpu", 5 / 6), ("sharded_cpu", 0.7)):
         model = Stack(8, 128).eval()

@@ -12,6 +12,7 @@ from rich.console import Console
 
 from headrace.checkpoint.weight_map import WeightMap
 from headrace.config import Budget
+from headrace.memory.system import Needs
 from headrace.model.inventory import take_inventory
 from headrace.model.memory_profile import ModelProfile
 from headrace.plan.build import build_plan
@@ -19,7 +20,7 @@ from headrace.plan.cost_model import NOMINAL_GPU, Curve, Forecaster, Rates
 from headrace.plan.plan import Machine, Plan, slab_bytes
 from headrace.plan.report import render
 from headrace.plan.schedule import lay_out_ring
-from headrace.runtime.this_machine import Needs, needs_of
+from headrace.runtime.planner_factory import needs_of
 from headrace.stores.store import DiskStore
 from headrace.transfer.machine_probe import Probe
 from models import MoE, Stack, all_layers, save

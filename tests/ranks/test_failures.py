@@ -46,7 +46,7 @@ MISTAKES: list[tuple[str, dict[str, Any], dict[str, Any]]] = [
     ("CheckpointError: /no/such", {"checkpoint": "/no/such/folder"}, {}),
     ("OptionTypeError: model", {"model": "a model"}, {}),
     ("SizeError", {"policy": "lots"}, {}),
-    ("LimitError: planted", {}, {"headrace.runtime.this_machine.check_limits": fail_planned}),
+    ("LimitError: planted", {}, {"headrace.runtime.planner_factory.check_limits": fail_planned}),
     ("KeyboardInterrupt", {}, {"headrace.runtime.prepare.take_inventory": interrupt}),
     # After the store was filled: the others have read everything, and undo that.
     ("LimitError: planted", {}, {"headrace.runtime.session.OffloadSession._attach_units": fail_planned}),
@@ -54,7 +54,7 @@ MISTAKES: list[tuple[str, dict[str, Any], dict[str, Any]]] = [
 # While the others wait at a connection, and before there is the second one.
 SPLIT_MISTAKES: list[tuple[str, dict[str, Any], dict[str, Any]]] = [
     ("LimitError: planted", {}, {"headrace.stores.rank_stores._allocate": fail_planned}),
-    ("LimitError: planted", {}, {"headrace.runtime.session.sharded_link": fail_planned}),
+    ("LimitError: planted", {}, {"headrace.transfer.open_link.sharded_link": fail_planned}),
 ]
 
 

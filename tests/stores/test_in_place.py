@@ -36,8 +36,8 @@ from headrace.errors import (
 )
 from headrace.memory.pages import whole_pages
 from headrace.planning import plan_model
-from headrace.runtime import this_machine
-from headrace.runtime.this_machine import PlanRequest
+from headrace.runtime import planner_factory
+from headrace.runtime.planner_factory import PlanRequest
 from headrace.stores import open_store
 from headrace.stores.open_store import same_bits_at
 from headrace.stores.store import DiskStore
@@ -338,7 +338,7 @@ class TestExpertsOfTransformers:
 
     def test_layers_that_differ_keep_what_they_can(self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
         """As when a process may have no more mappings, or one layer's experts lie in two files."""
-        monkeypatch.setattr(this_machine, "_MAX_MAPPINGS", 30)
+        monkeypatch.setattr(planner_factory, "_MAX_MAPPINGS", 30)
         folder = folder_of(tmp_path, "one by one")
         start_data_at(folder / "model.safetensors", 0)
         model, handle = load(folder, Budget("1MiB"))

@@ -29,6 +29,7 @@ from headrace import Budget, Workload
 from headrace.cli.demo_run import ensure_model
 from headrace.errors import BudgetError, HeadraceWarning, LimitError, OptionError, RaceError
 from headrace.memory import split_range
+from headrace.memory.system import Limits
 from headrace.model.inventory import take_inventory
 from headrace.model.memory_profile import ModelProfile
 from headrace.plan.build import Planner, build_plan
@@ -36,10 +37,9 @@ from headrace.plan.candidates import Spill
 from headrace.plan.cost_model import NOMINAL_GPU, Curve, Forecaster
 from headrace.plan.plan import Machine, Plan
 from headrace.plan.units import move_on_demand
-from headrace.runtime import this_machine
-from headrace.runtime.this_machine import (
+from headrace.runtime import planner_factory
+from headrace.runtime.planner_factory import (
     DeviceName,
-    Limits,
     check_limits,
     finalize_plan,
     needs_of,
@@ -424,7 +424,7 @@ class TestRefused:
             assert peer_of(device) == torch.device("cuda", 2)
             assert peer_of(DeviceName("cuda")) == torch.device("cuda", 2)
             return
-        monkeypatch.setattr(this_machine, "_warn_of_memory", lambda *_: None)
+        monkeypatch.setattr(planner_factory, "_warn_of_memory", lambda *_: None)
         inventory = take_inventory(Stack(6))
         with pytest.raises(
             OptionError, match=r"memory cuda:1 can address \(nvidia-smi topo -p2p r\), found none among 3"

@@ -16,6 +16,7 @@ from torch import nn
 import headrace
 from headrace.config import Budget
 from headrace.errors import HeadraceWarning, OptionError
+from headrace.memory.system import Needs
 from headrace.model.inventory import take_inventory
 from headrace.model.memory_profile import ModelProfile
 from headrace.plan.build import Planner, build_plan
@@ -24,7 +25,7 @@ from headrace.plan.plan import Machine, Plan
 from headrace.plan.report import PlanPrediction, render
 from headrace.plan.schedule import lay_out_ring, steady_order
 from headrace.plan.units import move_on_demand
-from headrace.runtime.this_machine import Needs, needs_of
+from headrace.runtime.planner_factory import needs_of
 from headrace.stores import open_store
 from headrace.stores.pinned_host import open_pinned
 from headrace.testing import assert_moved, assert_same_bits, offload_over

@@ -31,9 +31,9 @@ from headrace.config import Budget, Policy, as_policy
 from headrace.errors import CheckpointError, OptionError, OptionTypeError, StateError
 from headrace.model.inventory import take_inventory, without_lora
 from headrace.plan.plan import Plan
+from headrace.runtime.planner_factory import PlanRequest, not_in_files, require_kinds
 from headrace.runtime.prepare import prepare
 from headrace.runtime.session import Progress
-from headrace.runtime.this_machine import PlanRequest, not_in_files, require_kinds
 from headrace.stores.sources import DiskOptions
 
 __all__ = ["Components", "PipelineHandle", "load"]

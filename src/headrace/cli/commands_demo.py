@@ -70,7 +70,7 @@ def _compare(model: Path, trace: Path) -> list[str]:
     from headrace.cli import demo_run
     from headrace.plan.report import render
     from headrace.planning import plan_model
-    from headrace.runtime.this_machine import PlanRequest
+    from headrace.runtime.planner_factory import PlanRequest
 
     opened = open_model(model)
     weight_bytes = opened.weights.checkpoint.num_bytes

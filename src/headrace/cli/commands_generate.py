@@ -132,8 +132,8 @@ def generate(
     from headrace.plan.report import render
     from headrace.plan.traces import save_trace
     from headrace.planning import plan_model
+    from headrace.runtime.planner_factory import PlanRequest
     from headrace.runtime.prepare import open_ranks
-    from headrace.runtime.this_machine import PlanRequest
 
     notes = stderr
     if options.quiet:

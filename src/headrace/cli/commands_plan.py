@@ -78,7 +78,7 @@ def plan(
         refuse_idle(idle, "without a plan: nothing would be offloaded; add --device-memory, for example")
     from headrace.plan.report import plan_table
     from headrace.planning import plan_model
-    from headrace.runtime.this_machine import PlanRequest
+    from headrace.runtime.planner_factory import PlanRequest
 
     name = device.type if device.index is None else f"{device.type}:{device.index}"
     here = name if machine is None else None

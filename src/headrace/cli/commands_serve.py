@@ -169,7 +169,7 @@ def _run_server(model: str, flags: OffloadFlags, options: _ServeOptions) -> None
     from headrace.adapters.transformers.opened_model import open_model
     from headrace.plan.report import render
     from headrace.planning import plan_model
-    from headrace.runtime.this_machine import PlanRequest
+    from headrace.runtime.planner_factory import PlanRequest
     from headrace.serving.admission import Pool
     from headrace.serving.app import bind, make_app, run_app
     from headrace.serving.batches import BLOCK_TOKENS, Batches

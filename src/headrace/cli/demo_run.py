@@ -26,9 +26,8 @@ from headrace.adapters.transformers import load
 from headrace.checkpoint.safetensors_header import Checkpoint
 from headrace.errors import OptionError, StateError
 from headrace.formatting import format_rate, format_size, size_unit
-from headrace.memory.system import PeakMeter
+from headrace.memory.system import PeakMeter, require_disk
 from headrace.plan.report import titled_table
-from headrace.runtime.this_machine import require_disk
 
 __all__ = ["ModelSize", "Result", "comparison_table", "ensure_model", "failed_checks", "run", "run_alone"]
 

@@ -1,24 +1,31 @@
-"""What the kernel reports about this process and its machine: memory, and which cores are near a GPU."""
+"""The memory and the cores of this process and its machine: what is in use, and the limits of what can be taken."""
 
 from __future__ import annotations
 
 import ctypes
 import fcntl
 import gc
+import mmap
 import os
 import re
 import resource
+import shutil
 from collections.abc import Collection, Iterator
 from contextlib import contextmanager, suppress
+from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Protocol
 
 from headrace.config import number_in
+from headrace.errors import LimitError
+from headrace.formatting import format_size
 
 if TYPE_CHECKING:
     import torch
 
 __all__ = [
+    "Limits",
+    "Needs",
     "PeakMeter",
     "cgroup_available_bytes",
     "cpus_near",
@@ -31,7 +38,9 @@ __all__ = [
     "num_cores",
     "parse_cpu_list",
     "peak_rss_bytes",
+    "read_limits",
     "reader_threads",
+    "require_disk",
     "round_up",
     "rss_bytes",
     "touch_threads",
@@ -228,6 +237,104 @@ def _page_cache_bytes(level: Path, prefix: str) -> int:
         found = re.findall(rf"^{prefix}(?:in)?active_file (\d+)$", (level / "memory.stat").read_text(), re.MULTILINE)
         return sum(map(int, found))
     return 0
+
+
+# -- the limits that plans are held against ----------------------------------------------------------------------------
+#
+# A plan is refused only for what is certain to be missing (contract 3): memory that the kernel or torch's allocator
+# would free on demand counts as free.
+
+
+class _Device(Protocol):
+    @property
+    def type(self) -> str: ...
+    @property
+    def index(self) -> int | None: ...
+
+
+@dataclass(frozen=True)
+class Limits:
+    """Bytes that can still be taken; ``None`` means not limited, or not known.
+
+    Attributes:
+        device_free_bytes: memory of the GPU, blocks that torch's allocator holds but does not use included.
+        host_available_bytes: host memory that programs can take without swapping.
+        cgroup_available_bytes: what the control groups of this process leave it.
+        memlock_bytes: host memory that may be pinned.
+        peer_free_bytes: memory of the GPU beside the one that computes.
+    """
+
+    device_free_bytes: int | None = None
+    host_available_bytes: int | None = None
+    cgroup_available_bytes: int | None = None
+    memlock_bytes: int | None = None
+    peer_free_bytes: int | None = None
+
+
+@dataclass(frozen=True)
+class Needs:
+    """Bytes that carrying out a plan adds to what is in use at its peak; ``pinned_bytes`` are among ``host_bytes``."""
+
+    device_bytes: int = 0
+    host_bytes: int = 0
+    pinned_bytes: int = 0
+    peer_bytes: int = 0
+
+
+def read_limits(device: torch.device | _Device, *, pinned_bytes: int = 0) -> Limits:
+    """The limits of this machine and process now.
+
+    Args:
+        device: where compute runs.
+        pinned_bytes: how much would be pinned. Only if that is above ``RLIMIT_MEMLOCK`` is the driver asked whether it
+            keeps to it, since most do not: measured with driver 580 as an ordinary user.
+    """
+    host, group = host_available_bytes(), cgroup_available_bytes()
+    lockable = memlock_bytes() if device.type == "cuda" else None
+    if lockable is not None:
+        # One page above the limit is the smallest trial that a driver bound by it refuses.
+        is_enough = lockable >= min(pinned_bytes, host or pinned_bytes, group or pinned_bytes)
+        lockable = None if is_enough or _can_register(lockable + mmap.PAGESIZE) else lockable
+    device_free = None
+    if device.type == "cuda":
+        import torch
+
+        unused = torch.cuda.memory_reserved(device.index) - torch.cuda.memory_allocated(device.index)
+        device_free = torch.cuda.mem_get_info(device.index)[0] + unused
+    return Limits(device_free, host, group, lockable)
+
+
+def _can_register(num_bytes: int) -> bool:
+    """Whether the driver pins this much for this process."""
+    import torch
+
+    mapping = mmap.mmap(-1, num_bytes)
+    address = torch.frombuffer(mapping, dtype=torch.uint8).data_ptr()
+    runtime = torch.cuda.cudart()
+    registered = int(runtime.cudaHostRegister(address, num_bytes, 0)) == 0
+    if registered:
+        runtime.cudaHostUnregister(address)
+    return registered
+
+
+def require_disk(folder: str | os.PathLike[str], num_bytes: int, fix: str) -> None:
+    """Refuse to write ``num_bytes`` below ``folder`` if its file system has no room for them.
+
+    An offload itself writes nothing: its disk store reads the unmodified files.
+
+    Args:
+        fix: what the message tells the user to do.
+
+    Raises:
+        LimitError: there is not enough room.
+    """
+    free = shutil.disk_usage(folder).free
+    if num_bytes > free:
+        message = (
+            f"{format_size(num_bytes)} are to be written in {folder} and {format_size(free)} are free on its disk: "
+            f"{format_size(num_bytes - free)} too little; {fix}"
+        )
+        raise LimitError(message, "disk space", num_bytes, free)
 
 
 # -- the processors near a GPU -----------------------------------------------------------------------------------------

@@ -2,7 +2,7 @@
 
 :func:`prepare` runs every step once and in one order: device, inventory, planner, plan, checks against model and
 machine, limits. ``offload``, ``load``, the offloaders of engines and their reference all use it. ``make_plan`` takes
-the same steps (:class:`~headrace.runtime.this_machine.PlanContext`). Nothing is allocated, the model is not touched.
+the same steps (:class:`~headrace.runtime.planner_factory.PlanContext`). Nothing is allocated, the model is not touched.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from headrace.model.live_tensors import bind
 from headrace.model.memory_profile import profile_of
 from headrace.plan.plan import Plan, slab_bytes
 from headrace.ranks.group import RankGroup
-from headrace.runtime.this_machine import PlanContext, PlanRequest, Target, describe_device, peer_of
+from headrace.runtime.planner_factory import PlanContext, PlanRequest, Target, describe_device, peer_of
 from headrace.runtime.under_construction import storages_in_engine_memory
 from headrace.stores.expert_ranges import mappable
 from headrace.stores.store import AlreadyPinned, StoreRequest

@@ -43,9 +43,9 @@ from headrace.graphs.decoding import decode_in_graphs
 from headrace.memory.system import gc_paused
 from headrace.model.live_tensors import BoundStorage, storage_id
 from headrace.plan.plan import Plan
+from headrace.runtime.planner_factory import PlanRequest, not_in_files, require_kinds
 from headrace.runtime.prepare import Prepared, compute_device, open_ranks, prepare
 from headrace.runtime.session import Progress
-from headrace.runtime.this_machine import PlanRequest, not_in_files, require_kinds
 from headrace.stores.sources import DiskOptions
 from headrace.stores.store import new_buffer
 

@@ -21,8 +21,8 @@ from headrace.checkpoint.weight_map import WeightMap
 from headrace.memory.system import gc_paused
 from headrace.model.memory_profile import measured, profile_of
 from headrace.model.records import Inventory, ModelProfile
+from headrace.runtime.planner_factory import not_in_files
 from headrace.runtime.prepare import compute_device
-from headrace.runtime.this_machine import not_in_files
 
 __all__ = ["OpenedModel", "open_model"]
 

@@ -1,4 +1,4 @@
-"""This machine as plans see it: its device, a request to a plan for it, and what it has room for. Allocates nothing.
+"""From a request to a plan for this machine: its device, its planner, and whether it has room. Allocates nothing.
 
 Functions that need torch import it: without a GPU none of them does, so that a folder that was planned before can be
 planned again without it.
@@ -7,9 +7,7 @@ planned again without it.
 from __future__ import annotations
 
 import logging
-import mmap
 import os
-import shutil
 from collections.abc import Callable, Collection, Iterator, Mapping
 from dataclasses import dataclass, field, replace
 from functools import cached_property
@@ -29,7 +27,7 @@ from headrace.config import (
 )
 from headrace.errors import CheckpointError, LimitError, OptionError, OptionTypeError, warn_user
 from headrace.formatting import format_size
-from headrace.memory.system import cgroup_available_bytes, host_available_bytes, memlock_bytes, round_up
+from headrace.memory.system import Limits, Needs, read_limits, round_up
 from headrace.model.records import Inventory, ModelProfile, StorageInfo
 from headrace.plan.build import Planner
 from headrace.plan.cached_experts import why_not_cached
@@ -51,8 +49,6 @@ if TYPE_CHECKING:
     from headrace.runtime.under_construction import BuildTimePool
 
 __all__ = [
-    "Limits",
-    "Needs",
     "PlanContext",
     "PlanRequest",
     "Target",
@@ -66,8 +62,6 @@ __all__ = [
     "needs_of",
     "not_in_files",
     "peer_of",
-    "read_limits",
-    "require_disk",
     "require_kinds",
     "require_one_process",
 ]
@@ -547,75 +541,7 @@ def require_one_process(ranks: RankGroup | None) -> None:
         )
 
 
-# -- what the machine has room for ------------------------------------------------------------------------------------
-#
-# A plan is refused only for what is certain to be missing (contract 3): memory that the kernel or torch's allocator
-# would give back on demand counts as free.
-
-
-@dataclass(frozen=True)
-class Limits:
-    """Bytes that can still be taken; ``None`` means not limited, or not known.
-
-    Attributes:
-        device_free_bytes: memory of the GPU, blocks that torch's allocator holds but does not use included.
-        host_available_bytes: host memory that programs can take without swapping.
-        cgroup_available_bytes: what the control groups of this process leave it.
-        memlock_bytes: host memory that may be pinned.
-        peer_free_bytes: memory of the GPU beside the one that computes.
-    """
-
-    device_free_bytes: int | None = None
-    host_available_bytes: int | None = None
-    cgroup_available_bytes: int | None = None
-    memlock_bytes: int | None = None
-    peer_free_bytes: int | None = None
-
-
-@dataclass(frozen=True)
-class Needs:
-    """Bytes that carrying out a plan adds to what is in use at its peak; ``pinned_bytes`` are among ``host_bytes``."""
-
-    device_bytes: int = 0
-    host_bytes: int = 0
-    pinned_bytes: int = 0
-    peer_bytes: int = 0
-
-
-def read_limits(device: torch.device | DeviceName, *, pinned_bytes: int = 0) -> Limits:
-    """The limits of this machine and process now.
-
-    Args:
-        device: where compute runs.
-        pinned_bytes: how much would be pinned. Only if that is above ``RLIMIT_MEMLOCK`` is the driver asked whether it
-            keeps to it, since most do not: measured with driver 580 as an ordinary user.
-    """
-    host, group = host_available_bytes(), cgroup_available_bytes()
-    lockable = memlock_bytes() if device.type == "cuda" else None
-    if lockable is not None:
-        # One page above the limit is the smallest trial that a driver bound by it refuses.
-        is_enough = lockable >= min(pinned_bytes, host or pinned_bytes, group or pinned_bytes)
-        lockable = None if is_enough or _can_register(lockable + mmap.PAGESIZE) else lockable
-    device_free = None
-    if device.type == "cuda":
-        import torch
-
-        unused = torch.cuda.memory_reserved(device.index) - torch.cuda.memory_allocated(device.index)
-        device_free = torch.cuda.mem_get_info(device.index)[0] + unused
-    return Limits(device_free, host, group, lockable)
-
-
-def _can_register(num_bytes: int) -> bool:
-    """Whether the driver pins this much for this process."""
-    import torch
-
-    mapping = mmap.mmap(-1, num_bytes)
-    address = torch.frombuffer(mapping, dtype=torch.uint8).data_ptr()
-    runtime = torch.cuda.cudart()
-    registered = int(runtime.cudaHostRegister(address, num_bytes, 0)) == 0
-    if registered:
-        runtime.cudaHostUnregister(address)
-    return registered
+# -- what a plan needs of the machine ---------------------------------------------------------------------------------
 
 
 def needs_of(plan: Plan, *, on_gpu: bool, elsewhere: Collection[str] = (), on_meta: Collection[str] = ()) -> Needs:
@@ -722,23 +648,3 @@ def _fitting_budget(plan: Plan, limit: str, missing: int, limits: Limits, needs:
     if plan.mode not in HOST_MODES or more > min(plan.offloaded_bytes, limits.device_free_bytes - needs.device_bytes):
         return None
     return round_up(plan.device_bytes + more, _MIB)
-
-
-def require_disk(folder: str | os.PathLike[str], num_bytes: int, fix: str) -> None:
-    """Refuse to write ``num_bytes`` below ``folder`` if its file system has no room for them.
-
-    An offload itself writes nothing: its disk store reads the unmodified files.
-
-    Args:
-        fix: what the message tells the user to do.
-
-    Raises:
-        LimitError: there is not enough room.
-    """
-    free = shutil.disk_usage(folder).free
-    if num_bytes > free:
-        message = (
-            f"{format_size(num_bytes)} are to be written in {folder} and {format_size(free)} are free on its disk: "
-            f"{format_size(num_bytes - free)} too little; {fix}"
-        )
-        raise LimitError(message, "disk space", num_bytes, free)
