@@ -6,6 +6,7 @@ from __future__ import annotations
 import os
 import sys
 import tempfile
+from collections.abc import Iterator
 
 import pytest
 import torch
@@ -38,3 +39,9 @@ def _clean_slate(monkeypatch: pytest.MonkeyPatch) -> None:
     # Triton's interpreter runs one program after another, and each takes its time to start.
     if not torch.cuda.is_available() and (cache := sys.modules.get("headrace.experts.cache")) is not None:
         monkeypatch.setattr(cache, "_PROGRAMS", 3)
+
+
+@pytest.fixture
+def no_grad() -> Iterator[None]:
+    with torch.no_grad():
+        yield

@@ -7,7 +7,7 @@ import errno
 import inspect
 import os
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -42,11 +42,7 @@ from headrace.testing import assert_moved, assert_same_bits
 from headrace.transfer.link import ThreadLink
 from models import DIM, MoE, Stack, _earlier, all_layers, rows, save, state_of
 
-
-@pytest.fixture(autouse=True)
-def _no_grad() -> Iterator[None]:
-    with torch.no_grad():
-        yield
+pytestmark = pytest.mark.usefixtures("no_grad")
 
 
 @pytest.fixture(autouse=True)

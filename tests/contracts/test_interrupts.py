@@ -8,11 +8,9 @@ import subprocess
 import sys
 import textwrap
 import threading
-from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-import torch
 
 import headrace
 from headrace.errors import OptionError
@@ -22,11 +20,7 @@ from headrace.testing import assert_moved, assert_same_bits
 from headrace.transfer import link as threads
 from models import Stack, all_layers, open_files, rows, save
 
-
-@pytest.fixture(autouse=True)
-def _no_grad() -> Iterator[None]:
-    with torch.no_grad():
-        yield
+pytestmark = pytest.mark.usefixtures("no_grad")
 
 
 @pytest.mark.parametrize("call", ["offload", "remove"])

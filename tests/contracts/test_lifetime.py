@@ -15,7 +15,7 @@ import threading
 import time
 import warnings
 import weakref
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -30,6 +30,8 @@ from headrace.model.live_tensors import is_placeholder
 from headrace.testing import assert_moved, assert_same_bits
 from models import DIM, MoE, ScaledStack, Stack, all_layers, open_files, rows, save
 
+pytestmark = pytest.mark.usefixtures("no_grad")
+
 _earlier: set[threading.Thread] = set()
 
 
@@ -38,12 +40,6 @@ def _other_readers() -> None:
     """What the compiler has made of a model keeps it, and the tests before these may have compiled some."""
     gc.collect()
     _earlier.update(threading.enumerate())
-
-
-@pytest.fixture(autouse=True)
-def _no_grad() -> Iterator[None]:
-    with torch.no_grad():
-        yield
 
 
 def readers() -> list[threading.Thread]:

@@ -6,7 +6,7 @@ So its module has a forward that runs, and every path to its tensors leads throu
 from __future__ import annotations
 
 import warnings
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -26,11 +26,7 @@ from headrace.plan.units import plan_group_rule
 from headrace.testing import assert_same_bits
 from models import DIM, Reader, ReaderDict, all_layers, rows, save
 
-
-@pytest.fixture(autouse=True)
-def _no_grad() -> Iterator[None]:
-    with torch.no_grad():
-        yield
+pytestmark = pytest.mark.usefixtures("no_grad")
 
 
 def linear() -> nn.Linear:

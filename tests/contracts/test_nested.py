@@ -5,7 +5,6 @@ No unit's module lies inside another's. But any module may call any other that i
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from typing import Any
 
 import pytest
@@ -17,11 +16,7 @@ from headrace.errors import SlotConflictError
 from headrace.testing import assert_same_bits
 from models import DIM, Stack, all_layers, rows
 
-
-@pytest.fixture(autouse=True)
-def _no_grad() -> Iterator[None]:
-    with torch.no_grad():
-        yield
+pytestmark = pytest.mark.usefixtures("no_grad")
 
 
 class Caller(nn.Module):

@@ -34,13 +34,9 @@ from models import DIM, Stack, all_layers, rows, save
 from outside_models import EVERYTHING, Around, Reads
 from peers import on_peer, stand_in
 
+pytestmark = pytest.mark.usefixtures("no_grad")
+
 promoted = pytest.mark.filterwarnings("ignore:.*It is resident from now on:headrace.HeadraceWarning")
-
-
-@pytest.fixture(autouse=True)
-def _no_grad() -> Iterator[None]:
-    with torch.no_grad():
-        yield
 
 
 @dataclass

@@ -6,7 +6,6 @@ object is the one it was, and in mode ``cpu`` so is its memory.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -18,11 +17,7 @@ from headrace import UVA, Prefetch
 from headrace.testing import assert_moved, assert_same_bits
 from models import DIM, MoE, Odd, OddStack, Scaled, ScaledStack, Stack, all_layers, rows, save
 
-
-@pytest.fixture(autouse=True)
-def _no_grad() -> Iterator[None]:
-    with torch.no_grad():
-        yield
+pytestmark = pytest.mark.usefixtures("no_grad")
 
 
 def tensors_of(model: nn.Module) -> dict[str, torch.Tensor]:

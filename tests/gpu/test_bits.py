@@ -16,6 +16,8 @@ from headrace.plan.build import build_plan
 from headrace.plan.plan import UnitDraft, assemble
 from headrace.plan.units import move_on_demand
 
+pytestmark = pytest.mark.usefixtures("no_grad")
+
 
 def mixed_plan(model: torch.nn.Module) -> Plan:
     """Some tensors resident, some prefetched, some zero-copy, in every layer."""
@@ -78,7 +80,6 @@ def assert_moved(handle: Handle) -> None:
         assert stats.mechanism_bytes["uva"] > 0
 
 
-@torch.no_grad()
 def test_eager(pair) -> None:
     resident, handle = pair
     for seed in range(5):
@@ -89,7 +90,6 @@ def test_eager(pair) -> None:
     assert handle.stats().bytes_moved >= 5 * handle.plan.moved_bytes
 
 
-@torch.no_grad()
 def test_graph_and_eager_in_any_order(pair) -> None:
     resident, handle = pair
     small, large = inputs(3), inputs(64)
@@ -111,7 +111,6 @@ def test_graph_and_eager_in_any_order(pair) -> None:
     assert_moved(handle)
 
 
-@torch.no_grad()
 def test_piecewise_graphs(pair) -> None:
     """Each layer is a graph of its own, what lies between is eager, all graphs share the slots."""
     resident, handle = pair
@@ -146,7 +145,6 @@ def test_piecewise_graphs(pair) -> None:
     assert_moved(handle)
 
 
-@torch.no_grad()
 def test_own_streams_and_threads(pair) -> None:
     """Warm up in one thread on one stream, capture on the caller's, loop in another thread on a third."""
     import threading
@@ -183,7 +181,6 @@ def test_own_streams_and_threads(pair) -> None:
     assert_moved(handle)
 
 
-@torch.no_grad()
 @pytest.mark.parametrize("name", ["even", "group, units mod slots != 0", "uva", "mixed"])
 def test_compiled(name: str) -> None:
     """One full graph, no break; bits of the compiled resident model with the same boundaries; then captured as well."""
@@ -210,7 +207,6 @@ def test_compiled(name: str) -> None:
         assert torch.equal(eager, resident(ids))
 
 
-@torch.no_grad()
 def test_two_models_in_one_process() -> None:
     pairs = []
     for seed in (0, 1):
@@ -229,7 +225,6 @@ def test_two_models_in_one_process() -> None:
         handle.remove(graphs_released=True)
 
 
-@torch.no_grad()
 def test_uva_disabled_moves_on_demand(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("HEADRACE_DISABLE_UVA", "1")
     resident = build()
@@ -245,7 +240,6 @@ def test_uva_disabled_moves_on_demand(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.mark.parametrize("activation", ["relu", "gelu"])
 @pytest.mark.parametrize("captured", [False, True], ids=["eager", "captured"])
-@torch.no_grad()
 def test_encoder_layers_of_torch(activation: str, captured: bool) -> None:
     """They leave their fast path for hooks, and its GELU is another one on a GPU."""
     torch.manual_seed(0)

@@ -17,6 +17,8 @@ from headrace import UVA, Budget, Prefetch, Rules
 from headrace.errors import StateError
 from headrace.model.inventory import take_inventory
 
+pytestmark = pytest.mark.usefixtures("no_grad")
+
 transformers = pytest.importorskip("transformers")
 decoding = pytest.importorskip("headrace.graphs.decoding")
 
@@ -69,12 +71,6 @@ def run(model: Any, length: int = 12, tokens: int = 20, sequences: int = 1) -> t
     processors = transformers.LogitsProcessorList([note])
     model.generate(ids, max_new_tokens=tokens, do_sample=False, logits_processor=processors)
     return torch.stack(found)
-
-
-@pytest.fixture(autouse=True)
-def _no_grad() -> Iterator[None]:
-    with torch.no_grad():
-        yield
 
 
 @pytest.fixture(params=CASES)

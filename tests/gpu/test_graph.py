@@ -16,6 +16,8 @@ from headrace import Prefetch
 from headrace.errors import RaceError
 from headrace.transfer.cuda_stream import StreamLink
 
+pytestmark = pytest.mark.usefixtures("no_grad")
+
 
 def copies_to_device(run) -> list[tuple[str, float]]:
     """Name and duration in µs of every host-to-device copy that ``run`` makes, by the device's own record."""
@@ -27,7 +29,6 @@ def copies_to_device(run) -> list[tuple[str, float]]:
     return [(e.name, e.device_time_total) for e in events if "Memcpy HtoD" in e.name]
 
 
-@torch.no_grad()
 def test_copies_are_inside_the_graph() -> None:
     resident = build()
     model = copy.deepcopy(resident)
@@ -58,7 +59,6 @@ class Spin(nn.Module):
         return x
 
 
-@torch.no_grad()
 @pytest.mark.parametrize("graphed", [False, True])
 def test_copies_overlap_compute(graphed: bool) -> None:
     """Against a serial baseline: copies and compute take about as long as the longer of them, not as both."""
@@ -94,7 +94,6 @@ def test_copies_overlap_compute(graphed: bool) -> None:
     assert all(stall is not None and stall >= 0 for stall in stalls)
 
 
-@torch.no_grad()
 def test_the_copy_stream_is_none_of_torchs_pool() -> None:
     """Compute or a capture on the copy stream would serialize both; torch hands out its 32 streams again and again."""
     pooled = {torch.cuda.Stream().cuda_stream for _ in range(64)}
@@ -116,7 +115,6 @@ class Hasty(StreamLink):
         return 0.0
 
 
-@torch.no_grad()
 def test_debug_switch_catches_a_planted_race(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("HEADRACE_DEBUG", "1")
     x = torch.zeros(1, device="cuda")

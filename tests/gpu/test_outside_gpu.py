@@ -13,6 +13,8 @@ from torch import nn
 import headrace
 from headrace.errors import ModelChangedError, OutsideAccessError, StateError
 
+pytestmark = pytest.mark.usefixtures("no_grad")
+
 DIM = 512
 EVERYTHING = headrace.Rules([("ALL_MODEL_PARAMS", "prefetch")])
 promoted = pytest.mark.filterwarnings("ignore:.*It is resident from now on:headrace.HeadraceWarning")
@@ -58,7 +60,6 @@ def inputs() -> torch.Tensor:
 
 
 @promoted
-@torch.no_grad()
 def test_reads_and_returned_views(pair: tuple[Odd, Odd]) -> None:
     resident, model = pair
     with offloaded(model, EVERYTHING) as handle:
@@ -74,7 +75,6 @@ def test_reads_and_returned_views(pair: tuple[Odd, Odd]) -> None:
 
 
 @promoted
-@torch.no_grad()
 def test_writes(pair: tuple[Odd, Odd]) -> None:
     resident, model = pair
     with offloaded(model, EVERYTHING):
@@ -90,7 +90,6 @@ def test_writes(pair: tuple[Odd, Odd]) -> None:
         assert torch.equal(model(x), resident(x))
 
 
-@torch.no_grad()
 def test_a_kept_view_is_refused(pair: tuple[Odd, Odd]) -> None:
     resident, model = pair
     kept = []
@@ -106,7 +105,6 @@ def test_a_kept_view_is_refused(pair: tuple[Odd, Odd]) -> None:
 
 
 @promoted
-@torch.no_grad()
 def test_a_raw_pointer_is_refused(pair: tuple[Odd, Odd]) -> None:
     _, model = pair
     with offloaded(model, EVERYTHING), pytest.raises(RuntimeError, match="Cannot access data pointer"):
@@ -114,7 +112,6 @@ def test_a_raw_pointer_is_refused(pair: tuple[Odd, Odd]) -> None:
 
 
 @promoted
-@torch.no_grad()
 def test_captured_graphs(pair: tuple[Odd, Odd]) -> None:
     resident, model = pair
     x = inputs()
@@ -139,7 +136,6 @@ def test_captured_graphs(pair: tuple[Odd, Odd]) -> None:
 
 
 @promoted
-@torch.no_grad()
 def test_a_write_between_replays(pair: tuple[Odd, Odd]) -> None:
     resident, model = pair
     resident.reads = model.reads = False
