@@ -31,7 +31,7 @@ import typer
 from transformers import AutoModelForCausalLM, AutoTokenizer, BertConfig, BertModel, Qwen3Config, TextStreamer
 
 import headrace
-from commands import TINY, error_of, run
+from commands import TINY, error_of, run, succeed
 from headrace.cli import app, terminal
 from headrace.cli.arguments import VERB_FLAGS, requested, target_device
 from headrace.cli.demo_run import ensure_model
@@ -114,8 +114,7 @@ def test_the_table_names_its_own_flags() -> None:
 @pytest.mark.parametrize("verb", ["", *FLAGS, "probe", "serve", "bench", "bench step"])
 def test_help(verb: str) -> None:
     for flag in ("--help", "-h"):
-        result = run(*verb.split(), flag)
-        assert result.exit_code == 0
+        result = succeed(*verb.split(), flag)
         assert f"Usage: headrace {verb}".rstrip() in result.stdout
 
 
@@ -310,8 +309,7 @@ def test_contradictions_and_flags_without_effect_are_errors(flags: dict[str, Any
 
 
 def test_plan_prints_a_table(model: Path) -> None:
-    result = run("plan", model, "--device-memory", "2MiB")
-    assert result.exit_code == 0, result.output
+    result = succeed("plan", model, "--device-memory", "2MiB")
     for text in (
         "device memory",
         "moved per forward",
@@ -325,8 +323,7 @@ def test_plan_prints_a_table(model: Path) -> None:
 
 
 def test_plan_json_is_the_plan_and_nothing_else(model: Path) -> None:
-    result = run("plan", model, "--json", "--offload-group-size", "2", "--offload-params", "mlp", "q_proj")
-    assert result.exit_code == 0, result.output
+    result = succeed("plan", model, "--json", "--offload-group-size", "2", "--offload-params", "mlp", "q_proj")
     plan = json.loads(result.stdout)
     assert [unit["module_fqn"] for unit in plan["units"]] == ["model.layers.1", "model.layers.3"]
     assert {entry["storage"].split(".")[-2] for entry in plan["units"][0]["entries"]} == {
@@ -339,10 +336,9 @@ def test_plan_json_is_the_plan_and_nothing_else(model: Path) -> None:
 
 
 def test_plan_by_rules(model: Path) -> None:
-    result = run(
+    result = succeed(
         "plan", model, "--json", "--offload-rule", "layers.0=resident", "@attention=prefetch", "embeddings=uva"
     )
-    assert result.exit_code == 0, result.output
     plan = json.loads(result.stdout)
     assert [unit["module_fqn"] for unit in plan["units"]] == [f"model.layers.{index}" for index in (1, 2, 3)]
     assert all(".self_attn." in entry["storage"] for unit in plan["units"] for entry in unit["entries"])
@@ -368,8 +364,7 @@ def test_the_first_plan_of_a_folder_ends_without_noise(model: Path, tmp_path: Pa
 
 
 def test_plan_without_flags_says_the_weight_and_a_minimum_that_holds(model: Path) -> None:
-    result = run("plan", model)
-    assert result.exit_code == 0, result.output
+    result = succeed("plan", model)
     assert "weighs" in result.stdout
     exact = int(error_of("plan", model, "--device-memory", "1B").split("iB (")[-1].split(" bytes")[0])
     assert f"--device-memory {-(-exact // 2**20)}MiB ({format_size(exact)})" in result.stdout
@@ -442,8 +437,7 @@ def test_plan_counts_the_workload(model: Path) -> None:
 
 
 def test_plan_warnings_are_lines_on_stderr(model: Path) -> None:
-    result = run("plan", model, "--device-memory", "1GiB", "--json")
-    assert result.exit_code == 0
+    result = succeed("plan", model, "--device-memory", "1GiB", "--json")
     json.loads(result.stdout)
     assert "warning: the weights" in result.stderr
     assert "HeadraceWarning" not in result.stderr
@@ -464,8 +458,7 @@ def test_plan_tries_how_the_files_would_be_opened(model: Path, monkeypatch: pyte
 
 def test_a_saved_plan_is_shown_and_carried_out(model: Path, tmp_path: Path) -> None:
     file = tmp_path / "plan.json"
-    made = run("plan", model, "--device-memory", "2MiB", "--save", file)
-    assert made.exit_code == 0, made.output
+    made = succeed("plan", model, "--device-memory", "2MiB", "--save", file)
     assert f"plan saved in {file}" in made.stderr
     data = json.loads(file.read_text())
     assert (data["model"]["name"], data["machine"]) == (model.name, {"device": "cpu", "device_bytes": None})
@@ -486,8 +479,7 @@ def test_a_saved_plan_is_shown_and_carried_out(model: Path, tmp_path: Path) -> N
 
 def test_a_plan_says_what_it_will_cost(model: Path, tmp_path: Path) -> None:
     args = ("plan", model, "--device-memory", "3200KiB", "--batch", "1,4", "--context", "64")
-    text = run(*args)
-    assert text.exit_code == 0, text.output
+    text = succeed(*args)
     for part in (
         "Predicted steps",
         "bound by",
@@ -622,8 +614,7 @@ def reference_text(folder: Path, prompt: str, **options: Any) -> str:
     ],
 )
 def test_generate_prints_what_transformers_prints(model: Path, flags: list[str]) -> None:
-    result = run("generate", model, "--prompt", "Water", "--max-new-tokens", 12, *flags)
-    assert result.exit_code == 0, result.output
+    result = succeed("generate", model, "--prompt", "Water", "--max-new-tokens", 12, *flags)
     assert result.stdout == reference_text(model, "Water", max_new_tokens=12, do_sample=False)
     assert "12 tokens in" in result.stderr
     moved = re.search(r"; (\d+(?:\.\d+)?) M?i?B moved \(", result.stderr)
@@ -633,8 +624,7 @@ def test_generate_prints_what_transformers_prints(model: Path, flags: list[str])
 
 def test_generate_samples_by_seed_and_reads_stdin(model: Path) -> None:
     args = ("generate", model, "--prompt", "-", "--max-new-tokens", 12, "--temperature", 1.5, "--seed", 3)
-    result = run(*args, "--device-memory", "2MiB", stdin="Water")
-    assert result.exit_code == 0, result.output
+    result = succeed(*args, "--device-memory", "2MiB", stdin="Water")
     torch.manual_seed(3)
     assert result.stdout == reference_text(model, "Water", max_new_tokens=12, do_sample=True, temperature=1.5)
 
@@ -741,8 +731,7 @@ def test_generate_reads_every_token_of_a_prompt_without_a_mask(model: Path, tmp_
     config.write_text(json.dumps(json.loads(config.read_text()) | {"model_input_names": ["input_ids"]}))
     prompt = "Wa!!ter"
     assert 0 in AutoTokenizer.from_pretrained(folder)(prompt).input_ids, "generate() would mask a padding id of 0"
-    result = run("generate", folder, "--prompt", prompt, "--max-new-tokens", 12, "--device-memory", "2MiB")
-    assert result.exit_code == 0, result.output
+    result = succeed("generate", folder, "--prompt", prompt, "--max-new-tokens", 12, "--device-memory", "2MiB")
     assert result.stdout == reference_text(folder, prompt, max_new_tokens=12, do_sample=False)
 
 
@@ -801,8 +790,7 @@ def test_a_probe_that_cannot_be_kept_is_printed(tmp_path: Path, monkeypatch: pyt
     (tmp_path / "closed").touch()
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "closed"))
     for flags in ((), ("--json",)):
-        result = run("probe", *flags)
-        assert result.exit_code == 0, result.output
+        result = succeed("probe", *flags)
         assert "the probe cannot be kept there" in result.stderr
         assert "set XDG_CACHE_HOME to another folder" in result.stderr
         assert "saved in" not in result.stderr
@@ -817,8 +805,7 @@ def test_misspelt_variables_are_named(model: Path, monkeypatch: pytest.MonkeyPat
     monkeypatch.setenv("HEADRACE_READER", "4")
     monkeypatch.setenv("headrace_debug", "1")
     monkeypatch.setenv("HEADRACE_READERS", "2")
-    result = run("plan", model, "--device-memory", "2MiB")
-    assert result.exit_code == 0, result.output
+    result = succeed("plan", model, "--device-memory", "2MiB")
     warned = [line for line in result.stderr.splitlines() if line.startswith("warning: the environment variable")]
     assert ["HEADRACE_READER has no effect" in warned[0], "headrace_debug has no effect" in warned[1]] == [True] * 2
     assert ["the nearest is HEADRACE_READERS" in warned[0], "the nearest is HEADRACE_DEBUG" in warned[1]] == [True] * 2

@@ -14,7 +14,7 @@ import pytest
 import torch
 from transformers import AutoTokenizer
 
-from commands import TINY, error_of, run
+from commands import TINY, error_of, run, succeed
 from headrace.checkpoint.safetensors_header import Checkpoint
 from headrace.cli import demo_run
 from headrace.cli.demo_run import (
@@ -179,8 +179,7 @@ def tiny_demo(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.mark.usefixtures("tiny_demo")
 def test_demo_tells_shows_and_tidies_up(tmp_path: Path) -> None:
-    result = run("demo", "--folder", tmp_path / "out")
-    assert result.exit_code == 0, result.output
+    result = succeed("demo", "--folder", tmp_path / "out")
     for text in ("sha256 of the results", "measured growth", "trace.json", "Every bit is equal"):
         assert text in result.stdout
     assert sorted(path.name for path in (tmp_path / "out").iterdir()) == ["trace.json"]

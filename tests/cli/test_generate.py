@@ -15,7 +15,7 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer, TextStreamer
 
-from commands import TINY, error_of, run
+from commands import TINY, error_of, run, succeed
 from headrace.cli.demo_run import ensure_model
 from headrace.formatting import format_rate, format_time
 from headrace.plan.plan import Plan
@@ -74,8 +74,7 @@ def plain_text(folder: Path, prompt: str, **options: Any) -> str:
 
 
 def generate(folder: Path, *flags: object, prompt: str = "Water") -> Any:
-    result = run("generate", folder, "--prompt", prompt, "--max-new-tokens", 12, "--device-memory", "2MiB", *flags)
-    assert result.exit_code == 0, result.output
+    result = succeed("generate", folder, "--prompt", prompt, "--max-new-tokens", 12, "--device-memory", "2MiB", *flags)
     return result
 
 
@@ -218,11 +217,9 @@ def test_a_dtype_by_name(model: Path) -> None:
 def test_a_plan_for_another_dtype_is_carried_out(model: Path, tmp_path: Path) -> None:
     """Streamed from the unmodified files, of whose bytes half arrive; without the flag it is for another model."""
     plan, args = tmp_path / "plan.json", ("--prompt", "Water", "--max-new-tokens", 12)
-    made = run("plan", model, "--dtype", "bfloat16", "--device-memory", "1MiB", "--save", plan)
-    assert made.exit_code == 0, made.output
+    made = succeed("plan", model, "--dtype", "bfloat16", "--device-memory", "1MiB", "--save", plan)
     assert "tiny: 1.63 MiB of weights" in made.stdout
-    result = run("generate", model, *args, "--dtype", "bfloat16", "--plan", plan)
-    assert result.exit_code == 0, result.output
+    result = succeed("generate", model, *args, "--dtype", "bfloat16", "--plan", plan)
     assert result.stdout == plain_text(model, "Water", max_new_tokens=12, dtype=torch.bfloat16)
     assert Plan.load(plan).mode == "disk"
     assert re.search(r"; \d+\.\d+ MiB moved", result.stderr)

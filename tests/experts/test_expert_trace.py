@@ -14,7 +14,7 @@ from torch import nn
 from transformers import AutoConfig
 
 import headrace
-from commands import TINY, error_of, run
+from commands import TINY, error_of, succeed
 from headrace.cli.demo_run import ensure_model
 from headrace.config import Budget
 from headrace.errors import OptionError
@@ -145,13 +145,11 @@ def test_the_command_line(tmp_path: Path) -> None:
         weights.unlink()
     qwen(vocab_size=AutoConfig.from_pretrained(folder).vocab_size).save_pretrained(folder)
     told = ["generate", folder, "--prompt", "Water", "--max-new-tokens", 6, "--device-memory", "2MiB"]
-    result = run(*told, "--expert-trace", trace)
-    assert result.exit_code == 0, result.output
+    result = succeed(*told, "--expert-trace", trace)
     assert "2 layers, " in result.stderr
     assert load_trace(trace).num_experts == 8
     rule = ["--offload-rule", "experts=cache", "--expert-slots", 3, "--machine", "h200", "--device-memory", "16MiB"]
-    planned = run("plan", folder, *rule, "--expert-trace", trace)
-    assert planned.exit_code == 0, planned.output
+    planned = succeed("plan", folder, *rule, "--expert-trace", trace)
     assert "Cached experts, tokens/s" in planned.stdout
     assert "recorded trace" in planned.stdout
     assert "no effect" in error_of("plan", folder, "--expert-trace", trace)

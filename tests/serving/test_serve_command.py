@@ -21,7 +21,7 @@ from typing import Any
 
 import pytest
 
-from commands import TINY, error_of, run
+from commands import TINY, error_of, run, succeed
 from headrace.cli.demo_run import ensure_model
 from headrace.serving.app import bind
 
@@ -127,8 +127,7 @@ def test_without_the_extra(model: Path, monkeypatch: pytest.MonkeyPatch) -> None
 
 
 def test_a_dry_run_prints_plan_and_cache(model: Path) -> None:
-    result = run("serve", model, "--device-memory", "2MiB", "--batch", "4", "--dry-run")
-    assert result.exit_code == 0, result.output
+    result = succeed("serve", model, "--device-memory", "2MiB", "--batch", "4", "--dry-run")
     assert "3.26 MiB of weights in 1.94 MiB of device memory" in result.stderr
     assert "cache: 8192 tokens, i.e. 4 sequences of 2048 or more shorter ones; 16.00 MiB beside" in result.stderr
     counted = run("serve", model, "--device-memory", "20MiB", "--batch", "4", "--context", "512", "--dry-run")

@@ -17,6 +17,13 @@ def run(*args: object, stdin: str | None = None) -> Any:
     return CliRunner().invoke(app, [str(arg) for arg in args], input=stdin, prog_name="headrace")
 
 
+def succeed(*args: object, stdin: str | None = None) -> Any:
+    """:func:`run`, which has to end with exit code 0."""
+    result = run(*args, stdin=stdin)
+    assert result.exit_code == 0, result.output
+    return result
+
+
 def error_of(*args: object) -> str:
     """The one line that the failing command prints; nothing goes to stdout."""
     result = run(*args)
