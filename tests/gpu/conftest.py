@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from functools import partial
 from pathlib import Path
 
 import pytest
@@ -9,6 +10,7 @@ import torch
 
 from faulty_readers import Faults
 from headrace.transfer import ring_readers
+from headrace.transfer.ring_streams import RingLink
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
@@ -27,3 +29,11 @@ def faults(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Faults:
     """Of the disk, as the readers of every offload that begins from now on see it."""
     monkeypatch.setattr(ring_readers, "PROGRAM", "faulty_readers")
     return Faults(tmp_path / "faults", monkeypatch.setenv)
+
+
+@pytest.fixture(params=["small ring", "whole ring"])
+def ring(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Three entries of 64 KiB, so that every unit goes around several times; or the ring as it is."""
+    if request.param == "small ring":
+        link = partial(RingLink, entry_bytes=1 << 16, max_entries=3)
+        monkeypatch.setattr("headrace.transfer.open_link.RingLink", link)

@@ -1,4 +1,4 @@
-"""Models in files for the tests on a GPU."""
+"""Models in files for the tests on a GPU, and graphs of their forwards."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ import torch
 from gpu_models import Stack
 from safetensors.torch import save_file
 
-from headrace import UVA, Budget, Prefetch, Rules
+from headrace import UVA, Budget, Handle, Prefetch, Rules
 
 IDS = 8
 
@@ -48,3 +48,38 @@ def captured(model: Stack, ids: torch.Tensor) -> tuple[Graph, torch.Tensor]:
     with torch.cuda.graph(graph):
         out = model(ids)
     return graph, out
+
+
+def replay(graph: torch.cuda.CUDAGraph, times: int = 1) -> None:
+    """And wait for the end."""
+    for _ in range(times):
+        graph.replay()
+    torch.cuda.synchronize()
+
+
+def require_bits_in_any_order(model: Stack, expected: list[torch.Tensor]) -> None:
+    """Of eager forwards and of replays of two graphs; ``expected``: the outputs of ``inputs(0)`` to ``inputs(3)``."""
+    for seed in range(4):
+        assert torch.equal(model(inputs(seed)), expected[seed])
+    ids = inputs()
+    graphs = [captured(model, ids), captured(model, ids)]
+    for seed in (0, 1, 2, 3, 1):
+        ids.copy_(inputs(seed))
+        graph, out = graphs[seed % 2]
+        for _ in range(3):
+            out.zero_()
+            graph.replay()
+            assert torch.equal(out, expected[seed])
+        assert torch.equal(model(inputs(seed)), expected[seed])
+
+
+def bytes_read_by_ten(graph: torch.cuda.CUDAGraph, handle: Handle) -> int:
+    """Of files, by ten replays that ask for no piece out of turn."""
+    replay(graph)
+    before = handle.stats().staging
+    replay(graph, 10)
+    after = handle.stats().staging
+    assert before is not None
+    assert after is not None
+    assert after.misses == before.misses
+    return after.bytes_read - before.bytes_read

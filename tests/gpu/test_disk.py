@@ -15,7 +15,7 @@ from pathlib import Path
 import psutil
 import pytest
 import torch
-from gpu_files import POLICIES, captured, inputs, save
+from gpu_files import POLICIES, bytes_read_by_ten, captured, inputs, replay, require_bits_in_any_order, save
 from gpu_models import Stack, build, offloaded
 
 import headrace
@@ -24,14 +24,6 @@ from headrace import DiskOptions, Handle
 from headrace.errors import OptionError, StateError, TransferError
 from headrace.model.inventory import take_inventory
 from headrace.transfer.ring_streams import RingLink
-
-
-@pytest.fixture(params=["small ring", "whole ring"])
-def ring(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Three entries of 64 KiB, so that every unit goes around several times; or the ring as it is."""
-    if request.param == "small ring":
-        link = partial(RingLink, entry_bytes=1 << 16, max_entries=3)
-        monkeypatch.setattr("headrace.transfer.open_link.RingLink", link)
 
 
 def readers() -> set[int]:
@@ -64,18 +56,7 @@ class TestBits:
         expected = [resident(inputs(seed)).clone() for seed in range(4)]
         with offloaded(model, POLICIES[name], checkpoint=save(model, tmp_path), disk=options) as handle:
             assert handle.plan.mode == "disk"
-            for seed in range(4):
-                assert torch.equal(model(inputs(seed)), expected[seed])
-            ids = inputs()
-            graphs = [captured(model, ids), captured(model, ids)]
-            for seed in (0, 1, 2, 3, 1):
-                ids.copy_(inputs(seed))
-                graph, out = graphs[seed % 2]
-                for _ in range(3):
-                    out.zero_()
-                    graph.replay()
-                    assert torch.equal(out, expected[seed])
-                assert torch.equal(model(inputs(seed)), expected[seed])
+            require_bits_in_any_order(model, expected)
             if handle.plan.units:
                 staging = handle.stats().staging
                 assert staging is not None
@@ -87,8 +68,7 @@ class TestBits:
         resident = build()
         save(resident, tmp_path)
         expected = resident(inputs())
-        with torch.device("meta"):
-            model = Stack(7).eval().requires_grad_(False).to(torch.bfloat16)
+        model = build(device="meta")
         handle = headrace.offload(model, POLICIES["two slots"], checkpoint=tmp_path, device="cuda")
         assert torch.equal(model(inputs()), expected)
         compiled = torch.compile(model, fullgraph=True)
@@ -123,19 +103,8 @@ class TestBits:
         model = build(12)
         handle = headrace.offload(model, POLICIES["two slots"], checkpoint=save(model, tmp_path))
         graph, _ = captured(model, inputs())
-        graph.replay()
-        torch.cuda.synchronize()
-        before = handle.stats().staging
-        for _ in range(10):
-            graph.replay()
-        torch.cuda.synchronize()
-        after = handle.stats().staging
-        assert before is not None
-        assert after is not None
-        assert after.misses == before.misses
-        read = after.bytes_read - before.bytes_read
         ring_bytes = handle.plan.moved_bytes  # the ring of a small model holds all of it
-        assert abs(read - 10 * handle.plan.moved_bytes) <= ring_bytes
+        assert abs(bytes_read_by_ten(graph, handle) - 10 * handle.plan.moved_bytes) <= ring_bytes
         handle.remove(graphs_released=True)
 
     @torch.no_grad()
@@ -155,8 +124,7 @@ class TestFailure:
     def test_a_file_that_changes_under_replays(self, harm: str, options: DiskOptions, tmp_path: Path) -> None:
         model, handle, path = self.offloaded(tmp_path, options)
         graph, out = captured(model, inputs())
-        graph.replay()
-        torch.cuda.synchronize()
+        replay(graph)
         time.sleep(0.02)
         whole, at = path.read_bytes(), path.stat()
         if harm == "rewrite":
@@ -164,9 +132,7 @@ class TestFailure:
         else:
             with path.open("r+b") as file:
                 file.truncate(len(whole) // 4)
-        for _ in range(4):
-            graph.replay()
-        torch.cuda.synchronize()  # the bounded wait: pytest would be stopped here otherwise
+        replay(graph, 4)  # the bounded wait: pytest would be stopped here otherwise
         assert out.isnan().all()
         for call in (handle.stats, lambda: model(inputs()), lambda: captured(model, inputs())):
             with pytest.raises(TransferError, match="while in use"):
@@ -211,13 +177,10 @@ class TestFailure:
         monkeypatch.setattr("headrace.transfer.open_link.RingLink", partial(RingLink, stuck_s=1.0))
         model, handle, _ = self.offloaded(tmp_path)
         graph, _ = captured(model, inputs())
-        graph.replay()
-        torch.cuda.synchronize()
+        replay(graph)
         faults.never()
         start = time.monotonic()
-        for _ in range(4):
-            graph.replay()
-        torch.cuda.synchronize()
+        replay(graph, 4)
         assert time.monotonic() - start < 10
         with pytest.raises(TransferError, match=r"no read has ended.*bytes at \d+ of .*model\.safetensors"):
             handle.stats()
@@ -230,16 +193,13 @@ class TestFailure:
         model, handle, _ = self.offloaded(tmp_path)
         (pid,) = readers() - before
         graph, out = captured(model, inputs())
-        graph.replay()
-        torch.cuda.synchronize()
+        replay(graph)
         if victims == "group":
             os.killpg(pid, signal.SIGKILL)
         else:
             psutil.Process(pid).children()[0].kill()
         start = time.monotonic()
-        for _ in range(4):
-            graph.replay()
-        torch.cuda.synchronize()
+        replay(graph, 4)
         assert time.monotonic() - start < 10
         assert out.isnan().all()
         for call in (handle.stats, lambda: model(inputs())):

@@ -8,18 +8,12 @@ import pytest
 import torch
 from torch import nn
 
-from engines import VOCABULARY, EngineModel, Head, Linear, Table
+from engines import VOCABULARY, EngineModel, Linear, is_lookup
 from headrace import UVA, Budget, Prefetch
 from headrace.offloaders.base import NoopOffloader
 from headrace.offloaders.layerwise import EngineOffloader, EnginePolicy, EngineTraits
 
-pytestmark = pytest.mark.gpu
-
 WIDTH, LAYERS = 1024, 8
-
-
-def is_lookup(module: nn.Module) -> bool:
-    return isinstance(module, Table) and not isinstance(module, Head)
 
 
 def build(policy: EnginePolicy | None, **options: bool) -> tuple[EngineModel, EngineOffloader | None]:

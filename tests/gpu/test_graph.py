@@ -7,6 +7,7 @@ from functools import partial
 
 import pytest
 import torch
+from gpu_files import captured
 from gpu_models import build, offloaded
 from torch import nn
 from torch.profiler import ProfilerActivity, profile
@@ -34,10 +35,7 @@ def test_copies_are_inside_the_graph() -> None:
     model = copy.deepcopy(resident)
     ids = torch.arange(8, device="cuda")
     with offloaded(model, Prefetch(1, 1, 2)) as handle:
-        model(ids)
-        graph = torch.cuda.CUDAGraph()
-        with torch.cuda.graph(graph):
-            out = model(ids)
+        graph, out = captured(model, ids)
         moved = handle.stats().bytes_moved
         assert sum(unit.captured_copies for unit in handle.stats().units) == len(handle.plan.units)
         assert len(copies_to_device(graph.replay)) == len(handle.plan.units)

@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from gpu_files import captured, inputs, save
+from gpu_files import captured, inputs, require_bits_in_any_order, save
 from gpu_models import Stack, build, offloaded
 
 import headrace
@@ -82,15 +82,7 @@ def test_eager_captured_and_replayed(slots: int, rest: str, peer: torch.device, 
             assert_moved(handle, forwards)
         moved = handle.stats().moved_by_store
         assert all(moved[place] > 0 for place in ("peer", "cpu"))
-        ids = inputs()
-        graph, out = captured(model, ids)
-        for seed in (0, 1, 2, 3, 1):
-            ids.copy_(inputs(seed))
-            for _ in range(3):
-                out.zero_()
-                graph.replay()
-                assert torch.equal(out, expected[seed])
-            assert torch.equal(model(inputs(seed)), expected[seed])
+        require_bits_in_any_order(model, expected)
         stores = handle.stats().store_bytes
         assert stores["peer"] == plan.peer_bytes
         assert stores["host_pinned"] == sum(unit.num_bytes for unit in plan.units if unit.store == "cpu")

@@ -12,8 +12,6 @@ import torch
 import sglang_stand_in as sglang
 from engines import VOCABULARY, Layer
 
-pytestmark = pytest.mark.gpu
-
 WIDTH = 512
 KINDS = ("eager", "decode", "prefill", "decode", "decode", "eager", "prefill", "prefill", "eager", "decode")
 

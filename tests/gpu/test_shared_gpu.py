@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
+from gpu_files import captured
 from gpu_models import build
 from safetensors.torch import save_model
 
@@ -34,9 +35,7 @@ def run_on_gpu(rank: int, talk: Connection, policy: Any, home: str, folder: str)
         checkpoint = folder if home == "meta" else None
         handle = headrace.offload(model, policy, device="cuda", group=dist.group.WORLD, checkpoint=checkpoint)
         same = all(torch.equal(model(ids), want) for _ in range(3))
-        graph = torch.cuda.CUDAGraph()
-        with torch.cuda.graph(graph):
-            out = model(ids)
+        graph, out = captured(model, ids)
         talk.send("captured")
         talk.recv()
         for _ in range(3):

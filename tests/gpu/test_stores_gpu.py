@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from gpu_files import captured, inputs, save
+from gpu_files import bytes_read_by_ten, captured, inputs, replay, require_bits_in_any_order, save
 from gpu_models import Stack, build, offloaded
 
 import headrace
@@ -22,7 +22,6 @@ from headrace.plan.build import build_plan
 from headrace.plan.schedule import RING_BYTES
 from headrace.runtime import planner_factory
 from headrace.runtime.planner_factory import needs_of
-from headrace.transfer.ring_streams import RingLink
 
 # Policy, and the units of it that rest in files.
 PLANS: dict[str, tuple[Policy, tuple[int, ...]]] = {
@@ -42,14 +41,6 @@ def plan_of(name: str, model: Stack) -> Plan:
     return replace(made, units=tuple(units))
 
 
-@pytest.fixture(params=["small ring", "whole ring"])
-def ring(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Three entries of 64 KiB, so that every unit goes around several times; or the ring as it is."""
-    if request.param == "small ring":
-        link = partial(RingLink, entry_bytes=1 << 16, max_entries=3)
-        monkeypatch.setattr("headrace.transfer.open_link.RingLink", link)
-
-
 class TestBits:
     @torch.no_grad()
     @pytest.mark.usefixtures("ring")
@@ -58,26 +49,12 @@ class TestBits:
     def test_eager_captured_and_replayed_in_any_order(self, name: str, from_meta: bool, tmp_path: Path) -> None:
         resident = build()
         folder = save(resident, tmp_path)
-        model = copy.deepcopy(resident)
-        if from_meta:
-            with torch.device("meta"):
-                model = Stack(7).eval().requires_grad_(False).to(torch.bfloat16)
+        model = build(device="meta") if from_meta else copy.deepcopy(resident)
         expected = [resident(inputs(seed)).clone() for seed in range(4)]
         plan = plan_of(name, model)
         with offloaded(model, plan, checkpoint=folder, device="cuda") as handle:
             assert handle.plan.units == plan.units
-            for seed in range(4):
-                assert torch.equal(model(inputs(seed)), expected[seed])
-            ids = inputs()
-            graphs = [captured(model, ids), captured(model, ids)]
-            for seed in (0, 1, 2, 3, 1):
-                ids.copy_(inputs(seed))
-                graph, out = graphs[seed % 2]
-                for _ in range(3):
-                    out.zero_()
-                    graph.replay()
-                    assert torch.equal(out, expected[seed])
-                assert torch.equal(model(inputs(seed)), expected[seed])
+            require_bits_in_any_order(model, expected)
             stores = handle.stats().store_bytes
             assert stores["file"] == plan.spilled_bytes
             kept = sum(unit.num_bytes for unit in plan.units if unit.store == "cpu")
@@ -92,17 +69,7 @@ class TestBits:
         plan = replace(made, units=tuple(replace(u, store="disk") if u.index % 4 == 1 else u for u in made.units))
         handle = headrace.offload(model, plan, checkpoint=save(model, tmp_path))
         graph, _ = captured(model, inputs())
-        graph.replay()
-        torch.cuda.synchronize()
-        before = handle.stats().staging
-        for _ in range(10):
-            graph.replay()
-        torch.cuda.synchronize()
-        after = handle.stats().staging
-        assert before is not None
-        assert after is not None
-        assert after.misses == before.misses
-        assert abs(after.bytes_read - before.bytes_read - 10 * plan.spilled_bytes) <= plan.spilled_bytes
+        assert abs(bytes_read_by_ten(graph, handle) - 10 * plan.spilled_bytes) <= plan.spilled_bytes
         moved = handle.stats().moved_by_store
         assert moved["cpu"] > moved["disk"] > 0
         handle.remove(graphs_released=True)
@@ -175,13 +142,10 @@ class TestFailure:
         path = save(model, tmp_path) / "model.safetensors"
         headrace.offload(model, plan_of("two slots", model), checkpoint=tmp_path)
         graph, out = captured(model, inputs())
-        graph.replay()
-        torch.cuda.synchronize()
+        replay(graph)
         with path.open("r+b") as file:
             file.truncate(path.stat().st_size // 8)
-        for _ in range(4):
-            graph.replay()
-        torch.cuda.synchronize()
+        replay(graph, 4)
         assert out.isnan().all()
         with pytest.raises(TransferError, match="while in use"):
             model(inputs())
