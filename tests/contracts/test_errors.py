@@ -40,7 +40,7 @@ from headrace.stores.sources import ByteRange, Copy, File, Source
 from headrace.stores.store import CpuStore, DiskStore
 from headrace.testing import assert_moved, assert_same_bits
 from headrace.transfer.link import ThreadLink
-from models import DIM, MoE, Stack, _earlier, all_layers, rows, save, state_of
+from models import DIM, MoE, Stack, _earlier, all_layers, rows, save, state_of, with_output
 
 pytestmark = pytest.mark.usefixtures("no_grad")
 
@@ -90,21 +90,10 @@ class TestSizes:
     @pytest.mark.parametrize(
         "size",
         [
-            "-1",
-            "-1GiB",
-            "lots",
-            "",
-            "1e3MiB",
-            "GiB",
-            "0x10B",
-            "20iB",
-            "1,5GiB",
-            "2 0GiB",
-            "20 Gbit",
-            "٣GiB",
+            "-1", "-1GiB", "lots", "", "1e3MiB", "GiB", "0x10B", "20iB", "1,5GiB", "2 0GiB", "20 Gbit", "٣GiB",
             "9" * 2000,
         ],
-    )
+    )  # fmt: skip
     def test_no_size(self, size: str) -> None:
         with pytest.raises(SizeError, match='; write it like "20GiB"') as caught:
             parse_size(size)
@@ -451,8 +440,7 @@ class TestTransfers:
     @pytest.mark.parametrize("slots", [1, 2, 5])
     def test_a_file_truncated_while_in_use(self, tmp_path: Path, options: DiskOptions, slots: int) -> None:
         """Every call that misses bytes fails, also when a file is back: which bytes are in it cannot be known."""
-        model, x = Stack(5).eval(), rows()
-        expected = model(x)
+        model, x, expected = with_output(Stack(5))
         path = save(model, tmp_path) / "model.safetensors"
         handle = headrace.offload(model, all_layers(slots, "disk"), checkpoint=path, disk=options)
         for unit in range(slots):  # the copies made ahead must not be what fails
@@ -545,8 +533,7 @@ class TestTransfers:
         store.close()
 
     def test_an_error_of_the_disk(self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-        model, x = Stack(5).eval(), rows()
-        expected = model(x)
+        model, x, expected = with_output(Stack(5))
         handle = headrace.offload(model, all_layers(2, "disk"), checkpoint=save(model, tmp_path))
         assert_same_bits(model(x), expected)
 
@@ -642,8 +629,7 @@ class TestInterrupted:
     def test_remove_that_cannot_read_leaves_the_offload_in_force(
         self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
     ) -> None:
-        model, x = Stack(4).eval(), rows()
-        expected = model(x)
+        model, x, expected = with_output(Stack(4))
         path = save(model, tmp_path) / "model.safetensors"
         handle = headrace.offload(model, all_layers(2, "disk"), checkpoint=path)
         model(x)

@@ -7,7 +7,7 @@ import random
 import threading
 import time
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 import torch.nn.functional as F
@@ -19,6 +19,7 @@ from headrace.model.inventory import inner_tensors
 from headrace.stores.sources import TENSOR_ALIGN_BYTES
 
 DIM = 32
+M = TypeVar("M", bound=nn.Module)
 
 
 def aligned(model: Any) -> Any:
@@ -240,6 +241,13 @@ def all_layers(slots: int = 2, mode: str = "cpu", **options: Any) -> Prefetch:
 def rows(dim: int = DIM) -> torch.Tensor:
     """An input."""
     return torch.randn(4, dim, generator=torch.Generator().manual_seed(7))
+
+
+def with_output(model: M, x: torch.Tensor | None = None) -> tuple[M, torch.Tensor, torch.Tensor]:
+    """``model`` in evaluation mode, an input, and the output that it has to have when it is offloaded."""
+    model.eval()
+    x = rows() if x is None else x
+    return model, x, model(x)
 
 
 def open_files(folder: Path) -> int:
