@@ -31,7 +31,7 @@ import typer
 from transformers import AutoModelForCausalLM, AutoTokenizer, BertConfig, BertModel, Qwen3Config, TextStreamer
 
 import headrace
-from commands import TINY, error_of, run, succeed
+from commands import OFFLOAD_FLAGS, TINY, error_of, run, succeed
 from headrace.cli import app, terminal
 from headrace.cli.arguments import VERB_FLAGS, requested, target_device
 from headrace.cli.demo_run import ensure_model
@@ -44,27 +44,6 @@ from headrace.stores.sources import DiskOptions, File
 from headrace.transfer.machine_probe import Probe
 from models import aligned
 
-OFFLOAD_FLAGS = [
-    "--device-memory",
-    "--batch",
-    "--context",
-    "--host-memory",
-    "--peer-memory",
-    "--offload-backend",
-    "--cpu-offload-gb",
-    "--cpu-offload-params",
-    "--offload-group-size",
-    "--offload-num-in-group",
-    "--offload-prefetch-step",
-    "--offload-params",
-    "--offload-rule",
-    "--expert-slots",
-    "--offload-mode",
-    "--device",
-    "--plan",
-    "--disk-direct",
-    "--disk-drop-cache",
-]
 FLAGS = {
     "demo": ["--folder", "--keep", "-v", "--verbose"],
     "plan": [
@@ -311,14 +290,8 @@ def test_contradictions_and_flags_without_effect_are_errors(flags: dict[str, Any
 def test_plan_prints_a_table(model: Path) -> None:
     result = succeed("plan", model, "--device-memory", "2MiB")
     for text in (
-        "device memory",
-        "moved per forward",
-        "slots",
-        "read in place",
-        "model.layers.*",
-        "down_proj",
-        "tokens/s",
-    ):
+        "device memory", "moved per forward", "slots", "read in place", "model.layers.*", "down_proj", "tokens/s",
+    ):  # fmt: skip
         assert text in result.stdout
 
 
@@ -327,11 +300,8 @@ def test_plan_json_is_the_plan_and_nothing_else(model: Path) -> None:
     plan = json.loads(result.stdout)
     assert [unit["module_fqn"] for unit in plan["units"]] == ["model.layers.1", "model.layers.3"]
     assert {entry["storage"].split(".")[-2] for entry in plan["units"][0]["entries"]} == {
-        "gate_proj",
-        "up_proj",
-        "down_proj",
-        "q_proj",
-    }
+        "gate_proj", "up_proj", "down_proj", "q_proj",
+    }  # fmt: skip
     assert plan["mode"] == "disk"
 
 
@@ -396,15 +366,9 @@ def test_plan_reads_headers_only(tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 def write_sparse_model(folder: Path) -> int:
     """A Qwen3 of 32B parameters in one file without data; returns the bytes of its tensors."""
     config = Qwen3Config(
-        hidden_size=5120,
-        intermediate_size=25600,
-        num_hidden_layers=64,
-        num_attention_heads=64,
-        num_key_value_heads=8,
-        head_dim=128,
-        dtype="bfloat16",
-        architectures=["Qwen3ForCausalLM"],
-    )
+        hidden_size=5120, intermediate_size=25600, num_hidden_layers=64, num_attention_heads=64, num_key_value_heads=8,
+        head_dim=128, dtype="bfloat16", architectures=["Qwen3ForCausalLM"],
+    )  # fmt: skip
     config.save_pretrained(folder)
     with torch.device("meta"):
         model = AutoModelForCausalLM.from_config(config)
@@ -481,12 +445,8 @@ def test_a_plan_says_what_it_will_cost(model: Path, tmp_path: Path) -> None:
     args = ("plan", model, "--device-memory", "3200KiB", "--batch", "1,4", "--context", "64")
     text = succeed(*args)
     for part in (
-        "Predicted steps",
-        "bound by",
-        "KV cache",
-        "; run `headrace probe` on that machine",
-        "KiB of activations",
-    ):
+        "Predicted steps", "bound by", "KV cache", "; run `headrace probe` on that machine", "KiB of activations",
+    ):  # fmt: skip
         assert part in text.stdout
     outlook = json.loads(run(*args, "--json").stdout)["outlook"]
     assert [step["rows"] for step in outlook["steps"]] == [1, 4]

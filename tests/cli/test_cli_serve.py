@@ -21,38 +21,9 @@ from headrace.cli.vllm_launcher import WORKER
 
 START = ["vllm", "serve", "M", "--worker-cls", "headrace.adapters.vllm.Worker"]
 FLAGS = [
-    "--engine",
-    "--host",
-    "--port",
-    "--api-key",
-    "--served-model-name",
-    "--max-queue",
-    "--cors",
-    "--generation-config",
-    "--dtype",
-    "--additional-config",
-    "--dry-run",
-    "--device-memory",
-    "--batch",
-    "--context",
-    "--host-memory",
-    "--peer-memory",
-    "--offload-backend",
-    "--cpu-offload-gb",
-    "--cpu-offload-params",
-    "--offload-group-size",
-    "--offload-num-in-group",
-    "--offload-prefetch-step",
-    "--offload-params",
-    "--offload-rule",
-    "--expert-slots",
-    "--offload-mode",
-    "--device",
-    "--plan",
-    "--disk-direct",
-    "--disk-drop-cache",
-    "--measure-stalls",
-]
+    "--engine", "--host", "--port", "--api-key", "--served-model-name", "--max-queue", "--cors", "--generation-config",
+    "--dtype", "--additional-config", "--dry-run", *commands.OFFLOAD_FLAGS, "--measure-stalls",
+]  # fmt: skip
 
 
 def run(*args: str) -> Any:
@@ -102,14 +73,9 @@ def test_what_vllm_has_no_flag_for_goes_into_its_additional_config() -> None:
     command = command_of(*words.split())
     assert command[:-1] == [*START, "--additional-config"]
     assert headrace_keys(command) == {
-        "device_memory": "20GiB",
-        "batch": [1, 16],
-        "params": ["mlp", "@attention"],
-        "rules": ["a=uva", "experts=cache"],
-        "expert_slots": 32,
-        "mode": "shm_cpu",
-        "measure_stalls": True,
-    }
+        "device_memory": "20GiB", "batch": [1, 16], "params": ["mlp", "@attention"],
+        "rules": ["a=uva", "experts=cache"], "expert_slots": 32, "mode": "shm_cpu", "measure_stalls": True,
+    }  # fmt: skip
 
 
 @pytest.mark.parametrize(
@@ -167,17 +133,8 @@ def test_flags_shape_the_budget_of_an_additional_config() -> None:
 @pytest.mark.parametrize("separator", [[], ["--"]])
 def test_any_other_flag_is_passed_on_as_it_is(separator: list[str]) -> None:
     rest = [
-        "-tp",
-        "2",
-        "-O3",
-        "--max-model-len=4096",
-        "--lora-modules",
-        "a b",
-        "c",
-        "--enforce-eager",
-        "--seed",
-        "1",
-    ]
+        "-tp", "2", "-O3", "--max-model-len=4096", "--lora-modules", "a b", "c", "--enforce-eager", "--seed", "1",
+    ]  # fmt: skip
     assert command_of("--offload-group-size", "4", *separator, *rest) == [*START, "--offload-group-size", "4", *rest]
 
 

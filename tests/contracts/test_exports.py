@@ -27,28 +27,10 @@ PUBLIC = [
 
 # Of docs/architecture.md, left to right: a room imports from rooms to its left, and from its own.
 ROOMS = [
-    ("errors",),
-    ("formatting", "codec"),
-    ("config",),
-    ("flags",),
-    ("stats", "ranks"),
-    ("memory",),
-    ("model",),
-    ("plan",),
-    ("checkpoint",),
-    ("stores",),
-    ("experts",),
-    ("transfer",),
-    ("runtime",),
-    ("offloaders",),
-    ("api",),
-    ("graphs",),
-    ("adapters", "testing"),
-    ("planning",),
-    ("serving",),
-    ("cli",),
-    ("__main__",),
-]
+    ("errors",), ("formatting", "codec"), ("config",), ("flags",), ("stats", "ranks"), ("memory",), ("model",),
+    ("plan",), ("checkpoint",), ("stores",), ("experts",), ("transfer",), ("runtime",), ("offloaders",), ("api",),
+    ("graphs",), ("adapters", "testing"), ("planning",), ("serving",), ("cli",), ("__main__",),
+]  # fmt: skip
 RANK = {room: rank for rank, rooms in enumerate(ROOMS) for room in rooms}
 
 
@@ -110,15 +92,8 @@ def facts() -> Any:
 class TestImport:
     def test_loads_no_extras(self, facts: Any) -> None:
         extras = {
-            "transformers",
-            "matplotlib",
-            "accelerate",
-            "fastapi",
-            "openai",
-            "prometheus_client",
-            "tokenizers",
-            "vllm",
-        }
+            "transformers", "matplotlib", "accelerate", "fastapi", "openai", "prometheus_client", "tokenizers", "vllm",
+        }  # fmt: skip
         assert extras.isdisjoint(facts["modules"])
 
     def test_opens_no_cuda_context(self, facts: Any) -> None:

@@ -33,14 +33,9 @@ SOURCES = str(Path(headrace.__file__).parent)
 MAX_FILES = {"offload": 30, "load": 36}
 
 STEPS: dict[str, Callable[..., Any]] = {
-    "inventory": take_inventory,
-    "binding": bind,
-    "planner": Planner.__init__,
-    "rates": make_planner,
-    "limits": read_limits,
-    "limit check": check_limits,
-    "front door": prepare,
-}
+    "inventory": take_inventory, "binding": bind, "planner": Planner.__init__, "rates": make_planner,
+    "limits": read_limits, "limit check": check_limits, "front door": prepare,
+}  # fmt: skip
 
 
 class Trace:

@@ -101,18 +101,8 @@ def tensors(output: Any) -> dict[str, torch.Tensor]:
 
 
 MODELS: list[Make] = [
-    bert,
-    modern_bert,
-    t5_encoder,
-    whisper,
-    wav2vec2,
-    vit,
-    dinov2,
-    siglip,
-    llava,
-    chinese_clip,
-    speecht5,
-]
+    bert, modern_bert, t5_encoder, whisper, wav2vec2, vit, dinov2, siglip, llava, chinese_clip, speecht5,
+]  # fmt: skip
 
 
 @pytest.mark.parametrize("make", MODELS, ids=lambda make: make.__name__)

@@ -57,30 +57,14 @@ pytestmark = pytest.mark.filterwarnings("error::headrace.HeadraceWarning")
 EVERYTHING = headrace.Prefetch(prefetch_step=2, params=[headrace.config.ALL_MODEL_PARAMS], mode="disk")
 
 MLA = {
-    "kv_lora_rank": 16,
-    "qk_rope_head_dim": 16,
-    "qk_nope_head_dim": 16,
-    "v_head_dim": 16,
-    "num_key_value_heads": 4,
-    "moe_intermediate_size": 32,
-    "num_experts_per_tok": 2,
-    "n_shared_experts": 1,
-    "first_k_dense_replace": 1,
-}
+    "kv_lora_rank": 16, "qk_rope_head_dim": 16, "qk_nope_head_dim": 16, "v_head_dim": 16, "num_key_value_heads": 4,
+    "moe_intermediate_size": 32, "num_experts_per_tok": 2, "n_shared_experts": 1, "first_k_dense_replace": 1,
+}  # fmt: skip
 STACKS = {
-    "d_model": 64,
-    "encoder_layers": 2,
-    "decoder_layers": 3,
-    "encoder_ffn_dim": 128,
-    "decoder_ffn_dim": 128,
-    "encoder_attention_heads": 4,
-    "decoder_attention_heads": 4,
-    "vocab_size": 128,
-    "max_position_embeddings": 64,
-    "pad_token_id": 1,
-    "decoder_start_token_id": 2,
-    "forced_eos_token_id": None,
-}
+    "d_model": 64, "encoder_layers": 2, "decoder_layers": 3, "encoder_ffn_dim": 128, "decoder_ffn_dim": 128,
+    "encoder_attention_heads": 4, "decoder_attention_heads": 4, "vocab_size": 128, "max_position_embeddings": 64,
+    "pad_token_id": 1, "decoder_start_token_id": 2, "forced_eos_token_id": None,
+}  # fmt: skip
 T5 = {"d_model": 64, "d_kv": 16, "d_ff": 128, "num_layers": 3, "num_heads": 4, "vocab_size": 128}
 
 

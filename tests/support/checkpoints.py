@@ -19,12 +19,8 @@ from headrace.model.inventory import take_inventory
 from models import aligned
 
 SIZE = {
-    "hidden_size": 64,
-    "intermediate_size": 128,
-    "num_hidden_layers": 4,
-    "num_attention_heads": 4,
-    "vocab_size": 128,
-}
+    "hidden_size": 64, "intermediate_size": 128, "num_hidden_layers": 4, "num_attention_heads": 4, "vocab_size": 128,
+}  # fmt: skip
 
 
 HEADS = {"num_key_value_heads": 2}

@@ -10,6 +10,13 @@ from headrace.cli import app
 from headrace.cli.demo_run import ModelSize
 
 TINY = ModelSize(hidden=128, intermediate=384, layers=4, heads=4, key_value_heads=2)
+# Of every verb that offloads, in the order of its help.
+OFFLOAD_FLAGS = [
+    "--device-memory", "--batch", "--context", "--host-memory", "--peer-memory", "--offload-backend",
+    "--cpu-offload-gb", "--cpu-offload-params", "--offload-group-size", "--offload-num-in-group",
+    "--offload-prefetch-step", "--offload-params", "--offload-rule", "--expert-slots", "--offload-mode", "--device",
+    "--plan", "--disk-direct", "--disk-drop-cache",
+]  # fmt: skip
 
 
 def run(*args: object, stdin: str | None = None) -> Any:

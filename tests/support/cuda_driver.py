@@ -7,15 +7,8 @@ from types import SimpleNamespace
 from typing import Any
 
 _CALLS = (
-    "AddressReserve",
-    "AddressFree",
-    "Create",
-    "Map",
-    "Release",
-    "RetainAllocationHandle",
-    "SetAccess",
-    "Unmap",
-)
+    "AddressReserve", "AddressFree", "Create", "Map", "Release", "RetainAllocationHandle", "SetAccess", "Unmap",
+)  # fmt: skip
 
 
 class Driver(SimpleNamespace):

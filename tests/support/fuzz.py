@@ -30,12 +30,9 @@ LIMIT_S = 20.0  # of CPU time for one case, or without any; what takes longer ha
 COMMAND = [sys.executable, str(Path(__file__).resolve()), "--worker"]
 # What a step needs to have an effect.
 NEEDS = {
-    "late": ("Late",),
-    "decode": ("Decode",),
-    "write_inside": ("Writer",),
-    "raise_inside": ("Raiser",),
+    "late": ("Late",), "decode": ("Decode",), "write_inside": ("Writer",), "raise_inside": ("Raiser",),
     "unwrap": ("Wrapper",),
-}
+}  # fmt: skip
 
 PLAIN_STEPS = {"forward", "autocast", "state_dict", "again", "raise_inside", "two_threads", "other_thread", "outer"}
 

@@ -532,36 +532,10 @@ class RoutedOddly(Routed):
 
 SAFE = [Plain, Norm, Quant, Mixed, Buffers, Experts, Uneven, Loops]
 TRAPS = [
-    InParameterList,
-    InParameterDict,
-    Namespace,
-    ReadsChild,
-    ReadsGrandchild,
-    Late,
-    Decode,
-    Returns,
-    Getter,
-    Keeps,
-    Cached,
-    Generator,
-    Closure,
-    BuiltClosure,
-    EncodeDecode,
-    Direct,
-    DirectChild,
-    ByHand,
-    DictByHand,
-    Writer,
-    Raiser,
-    Wrapper,
-    Hooked,
-    Counts,
-    Parametrized,
-    Encoder,
-    Recurrent,
-    Checkpointed,
-    Calls,
-]
+    InParameterList, InParameterDict, Namespace, ReadsChild, ReadsGrandchild, Late, Decode, Returns, Getter, Keeps,
+    Cached, Generator, Closure, BuiltClosure, EncodeDecode, Direct, DirectChild, ByHand, DictByHand, Writer, Raiser,
+    Wrapper, Hooked, Counts, Parametrized, Encoder, Recurrent, Checkpointed, Calls,
+]  # fmt: skip
 ROUTED = [Routed, RoutedOddly]
 LAYERS: dict[str, Callable[..., nn.Module]] = {kind.__name__: kind for kind in (*SAFE, *TRAPS, *ROUTED)}
 

@@ -25,12 +25,8 @@ def qwen(implementation: str = "grouped_mm", **changes: Any) -> Qwen3MoeForCausa
 def gpt_oss() -> GptOssForCausalLM:
     """Experts with biases, whose rows are small, and transposed weights."""
     sizes = {
-        "hidden_size": 64,
-        "intermediate_size": 192,
-        "num_hidden_layers": 2,
-        "num_local_experts": 6,
-        "head_dim": 32,
-    }
+        "hidden_size": 64, "intermediate_size": 192, "num_hidden_layers": 2, "num_local_experts": 6, "head_dim": 32,
+    }  # fmt: skip
     heads = {"num_attention_heads": 2, "num_key_value_heads": 2, "num_experts_per_tok": 2}
     torch.manual_seed(3)
     model = GptOssForCausalLM(GptOssConfig(**sizes, **heads, vocab_size=100)).eval()

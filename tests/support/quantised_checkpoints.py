@@ -34,28 +34,14 @@ Pack = Callable[[int, int], dict[str, torch.Tensor]]
 
 GROUP = 32
 SIZE = {
-    "hidden_size": 64,
-    "intermediate_size": 128,
-    "num_hidden_layers": 3,
-    "num_attention_heads": 4,
-    "num_key_value_heads": 2,
-    "vocab_size": 128,
-}
+    "hidden_size": 64, "intermediate_size": 128, "num_hidden_layers": 3, "num_attention_heads": 4,
+    "num_key_value_heads": 2, "vocab_size": 128,
+}  # fmt: skip
 MLA = {
-    "num_key_value_heads": 4,
-    "kv_lora_rank": 32,
-    "q_lora_rank": 32,
-    "qk_rope_head_dim": 32,
-    "qk_nope_head_dim": 32,
-    "v_head_dim": 32,
-    "moe_intermediate_size": 32,
-    "num_experts_per_tok": 2,
-    "n_shared_experts": 1,
-    "first_k_dense_replace": 1,
-    "n_routed_experts": 8,
-    "n_group": 2,
-    "topk_group": 1,
-}
+    "num_key_value_heads": 4, "kv_lora_rank": 32, "q_lora_rank": 32, "qk_rope_head_dim": 32, "qk_nope_head_dim": 32,
+    "v_head_dim": 32, "moe_intermediate_size": 32, "num_experts_per_tok": 2, "n_shared_experts": 1,
+    "first_k_dense_replace": 1, "n_routed_experts": 8, "n_group": 2, "topk_group": 1,
+}  # fmt: skip
 MOE = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 32, "head_dim": 16}
 OSS = {"num_local_experts": 4, "num_experts_per_tok": 2, "head_dim": 16, "intermediate_size": 64}
 MOVES = headrace.Prefetch(prefetch_step=1, params=[headrace.config.ALL_MODEL_PARAMS], mode="cpu")

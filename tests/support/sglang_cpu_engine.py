@@ -41,15 +41,9 @@ def make_model(folder: Path, moe: bool) -> Path:
     if (model / "config.json").exists():
         return model
     sizes: dict[str, Any] = {
-        "vocab_size": 512,
-        "hidden_size": WIDTH,
-        "num_hidden_layers": LAYERS,
-        "num_attention_heads": 4,
-        "num_key_value_heads": 2,
-        "head_dim": 64,
-        "max_position_embeddings": 512,
-        "tie_word_embeddings": False,
-    }
+        "vocab_size": 512, "hidden_size": WIDTH, "num_hidden_layers": LAYERS, "num_attention_heads": 4,
+        "num_key_value_heads": 2, "head_dim": 64, "max_position_embeddings": 512, "tie_word_embeddings": False,
+    }  # fmt: skip
     if moe:
         config = transformers.Qwen3MoeConfig(
             **sizes, intermediate_size=512, moe_intermediate_size=128, num_experts=8, num_experts_per_tok=2

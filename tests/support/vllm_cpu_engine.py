@@ -18,24 +18,11 @@ from typing import Any
 from seeded_weights import use_seeded_weights
 
 CONFIG = {
-    "architectures": ["Qwen3ForCausalLM"],
-    "model_type": "qwen3",
-    "hidden_size": 256,
-    "intermediate_size": 768,
-    "num_hidden_layers": 8,
-    "num_attention_heads": 4,
-    "num_key_value_heads": 2,
-    "head_dim": 64,
-    "vocab_size": 2000,
-    "max_position_embeddings": 2048,
-    "rms_norm_eps": 1e-6,
-    "rope_theta": 1000000,
-    "hidden_act": "silu",
-    "tie_word_embeddings": False,
-    "attention_bias": False,
-    "eos_token_id": 1,
-    "torch_dtype": "float32",
-}
+    "architectures": ["Qwen3ForCausalLM"], "model_type": "qwen3", "hidden_size": 256, "intermediate_size": 768,
+    "num_hidden_layers": 8, "num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 64, "vocab_size": 2000,
+    "max_position_embeddings": 2048, "rms_norm_eps": 1e-6, "rope_theta": 1000000, "hidden_act": "silu",
+    "tie_word_embeddings": False, "attention_bias": False, "eos_token_id": 1, "torch_dtype": "float32",
+}  # fmt: skip
 GROUP = {"offload_group_size": 4}
 # The folder of its model is filled in.
 DRAFT = {"speculative_config": {"method": "draft_model", "num_speculative_tokens": 2}}

@@ -15,15 +15,9 @@ from transformers import PreTrainedTokenizerFast
 
 VOCABULARY = 2000
 TEXT = {
-    "vocab_size": VOCABULARY,
-    "hidden_size": 256,
-    "intermediate_size": 768,
-    "num_hidden_layers": 8,
-    "num_attention_heads": 4,
-    "num_key_value_heads": 2,
-    "max_position_embeddings": 2048,
-    "tie_word_embeddings": False,
-}
+    "vocab_size": VOCABULARY, "hidden_size": 256, "intermediate_size": 768, "num_hidden_layers": 8,
+    "num_attention_heads": 4, "num_key_value_heads": 2, "max_position_embeddings": 2048, "tie_word_embeddings": False,
+}  # fmt: skip
 PIXELS = 56
 # The family: what its tower is called, and a prompt.
 TOWERS = {
@@ -57,14 +51,9 @@ def _write_llava(folder: Path) -> None:
     )
     processor.save_pretrained(folder)
     vision = {
-        "model_type": "clip_vision_model",
-        "hidden_size": 128,
-        "intermediate_size": 512,
-        "num_hidden_layers": 4,
-        "num_attention_heads": 4,
-        "image_size": PIXELS,
-        "patch_size": 14,
-    }
+        "model_type": "clip_vision_model", "hidden_size": 128, "intermediate_size": 512, "num_hidden_layers": 4,
+        "num_attention_heads": 4, "image_size": PIXELS, "patch_size": 14,
+    }  # fmt: skip
     config = transformers.LlavaConfig(
         vision_config=vision, text_config={"model_type": "llama", **TEXT}, image_token_index=3, image_seq_length=16
     )
@@ -112,13 +101,9 @@ def _tokenizer(special: list[str]) -> PreTrainedTokenizerFast:
     tokenizer = Tokenizer(models.WordLevel(vocabulary, unk_token="<unk>"))
     tokenizer.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
     return PreTrainedTokenizerFast(
-        tokenizer_object=tokenizer,
-        unk_token="<unk>",
-        bos_token="<s>",
-        eos_token="</s>",
-        pad_token="</s>",
+        tokenizer_object=tokenizer, unk_token="<unk>", bos_token="<s>", eos_token="</s>", pad_token="</s>",
         additional_special_tokens=special,
-    )
+    )  # fmt: skip
 
 
 def _save(model: Any, folder: Path) -> None:

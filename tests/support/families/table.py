@@ -50,12 +50,8 @@ def _text(length: int = 12) -> dict[str, Any]:
 
 _STATE_SPACE = {"mamba_n_heads": 8, "mamba_d_head": 64, "mamba_expand": 2, "hidden_size": 256}
 _SERIES = {
-    "prediction_length": 4,
-    "context_length": 12,
-    "lags_sequence": [1, 2, 3],
-    "d_model": 128,
-    "num_time_features": 1,
-}
+    "prediction_length": 4, "context_length": 12, "lags_sequence": [1, 2, 3], "d_model": 128, "num_time_features": 1,
+}  # fmt: skip
 _MROPE = {"rope_type": "default", "rope_theta": 10000.0, "mrope_section": [16, 24, 24], "partial_rotary_factor": 1.0}
 
 
