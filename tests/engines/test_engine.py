@@ -14,7 +14,7 @@ from torch import nn
 from torch.testing._internal.two_tensor import TwoTensor
 
 import engines
-from engines import EngineModel, Layer, Linear, Wrapped, build, ids, is_lookup
+from engines import EngineModel, Layer, Linear, Wrapped, build, ids, is_lookup, resident, unfinished
 from headrace import UVA, Budget, Prefetch
 from headrace.errors import BudgetError, OptionError, SelectionError, StateError
 from headrace.model.inventory import without_lora
@@ -42,11 +42,10 @@ POLICIES = {
 @pytest.mark.parametrize("policy", POLICIES.values(), ids=POLICIES)
 @torch.inference_mode()
 def test_same_bits_and_bytes_moved(policy: EnginePolicy) -> None:
-    resident, _ = build(None)
+    plain = resident()
     model, offloader = build(policy)
-    assert offloader is not None
     for rows in (1, 3, 3, 1):
-        assert torch.equal(model(ids(rows)), resident(ids(rows)))
+        assert torch.equal(model(ids(rows)), plain(ids(rows)))
     plan, stats = offloader.plan, offloader.stats()
     assert plan.offloaded_bytes > 0
     assert all(unit.runs == 4 and unit.bytes_moved > 0 for unit in stats.units)
@@ -63,7 +62,6 @@ def test_same_bits_and_bytes_moved(policy: EnginePolicy) -> None:
 def test_a_backward_pass_is_refused(compiled: bool) -> None:
     """Tensors view their slots all the time here, which other units have been in since."""
     model, offloader = build(Prefetch(1, 1, 1), num_layers=COMPILED_LAYERS)
-    assert offloader is not None
     if compiled:
         model.model.forward = torch.compile(model.model.forward, fullgraph=True, dynamic=False)  # type: ignore[method-assign]
     with torch.enable_grad():
@@ -75,14 +73,13 @@ def test_a_backward_pass_is_refused(compiled: bool) -> None:
 
 def test_compiled_as_engines_do() -> None:
     """The decoder alone is compiled, with its layers' hooks inside and those of the model outside."""
-    resident, _ = build(None, num_layers=COMPILED_LAYERS)
+    plain = resident(COMPILED_LAYERS)
     model, offloader = build(Prefetch(2, 1, 1), num_layers=COMPILED_LAYERS)
-    assert offloader is not None
     model.model.forward = torch.compile(model.model.forward, fullgraph=True, dynamic=False)  # type: ignore[method-assign]
     with torch.inference_mode():
         for _ in range(3):
             # The compiler rounds in another order than eager code; a stale slot would be wrong altogether.
-            torch.testing.assert_close(model(ids()), resident(ids()), rtol=1e-2, atol=1e-3)
+            torch.testing.assert_close(model(ids()), plain(ids()), rtol=1e-2, atol=1e-3)
     assert sum(unit.runs for unit in offloader.stats().units) == 6
 
 
@@ -93,7 +90,6 @@ def test_compiled_bits_equal_those_of_the_same_boundaries(policy: EnginePolicy) 
     for kind in (EngineOffloader, NoCopyOffloader):
         torch._dynamo.reset()
         model, offloader = build(policy, kind, num_layers=COMPILED_LAYERS)
-        assert offloader is not None
         model.model.forward = torch.compile(model.model.forward, fullgraph=True, dynamic=False)  # type: ignore[method-assign]
         with torch.inference_mode():
             outputs.append([model(ids(rows)) for rows in (3, 3, 1)])
@@ -109,15 +105,13 @@ def test_compiled_bits_equal_those_of_the_same_boundaries(policy: EnginePolicy) 
 )
 def test_what_is_read_in_place_alone_has_the_engines_mark(policy: EnginePolicy, kind: type[EngineOffloader]) -> None:
     """vLLM's kernels of experts ask for it: the reference has to take the path that the offload takes."""
-    models: list[EngineModel] = []
-    offloader = kind(policy, lambda: models[0], TRAITS)
-    models.append(EngineModel(offloader))
-    for parameter in models[0].parameters():  # as in host memory while the model is built
+    model, offloader = unfinished(policy, kind, traits=TRAITS)
+    for parameter in model.parameters():  # as in host memory while the model is built
         parameter._vllm_is_uva_offloaded = True  # type: ignore[attr-defined]
-    tiny = {name for name, p in models[0].named_parameters() if p.nbytes < TINY_BYTES}  # never there
+    tiny = {name for name, p in model.named_parameters() if p.nbytes < TINY_BYTES}  # never there
 
     def marked() -> set[str]:
-        named = models[0].named_parameters()
+        named = model.named_parameters()
         return {name for name, p in named if getattr(p, "_vllm_is_uva_offloaded", False)}
 
     offloader.post_init()
@@ -138,13 +132,11 @@ def test_names_are_those_of_named_parameters(monkeypatch: pytest.MonkeyPatch) ->
 
     monkeypatch.setattr(engines, "Layer", WithRunner)
     _, offloader = build(UVA(10_000_000, ["runner"]))
-    assert offloader is not None
     assert set(offloader.plan.uva) == {f"model.layers.{index}.runner.own.weight" for index in range(8)}
 
 
 def test_a_budget_keeps_what_is_not_called_resident_and_looks_rows_up_in_place() -> None:
     _, offloader = build(Budget(SOME))
-    assert offloader is not None
     plan = offloader.plan
     assert "lm_head.weight" in plan.resident
     assert "visual.0.weight" in plan.resident
@@ -171,26 +163,24 @@ def test_a_budget_for_everything_is_refused() -> None:
 
 
 def test_a_pattern_reaches_a_tower() -> None:
-    resident, _ = build(None)
+    plain = resident()
     model, offloader = build(Prefetch(4, 1, 1, ["visual", "mlp"]))
-    assert offloader is not None
     assert set(offloader.plan.uva) == {"visual.0.weight", "visual.1.weight"}
     assert len(offloader.plan.units) == 2
     with torch.inference_mode():
-        assert torch.equal(model(ids()), resident(ids()))
+        assert torch.equal(model(ids()), plain(ids()))
 
 
 @pytest.mark.parametrize("kind", [EngineOffloader, NoCopyOffloader])
 def test_a_tower_needs_to_be_read_in_place(kind: type[EngineOffloader], monkeypatch: pytest.MonkeyPatch) -> None:
     """As on a GPU with HEADRACE_DISABLE_UVA: layers are moved on demand, and what is outside of them is refused."""
     monkeypatch.setattr("headrace.runtime.planner_factory.can_read_in_place", lambda device: False)
-    resident, _ = build(None)
+    plain = resident()
     model, offloader = build(UVA(2**40), kind)
-    assert offloader is not None
     assert not offloader.plan.uva
     assert len(offloader.plan.units) == 8
     with torch.inference_mode():
-        assert torch.equal(model(ids()), resident(ids()))
+        assert torch.equal(model(ids()), plain(ids()))
     with pytest.raises(OptionError, match=r"visual\.0\.weight is outside the layers.*HEADRACE_DISABLE_UVA"):
         build(UVA(2**40, ["visual"]), kind)
 
@@ -212,38 +202,34 @@ TOWER = {"visual.0.weight", "visual.1.weight"}
     ],
 )
 def test_a_tower_that_is_handed_over(policy: EnginePolicy, in_place: set[str], kind: type[EngineOffloader]) -> None:
-    resident, _ = build(None)
+    plain = resident()
     model, offloader = build(policy, kind, hands_over=True)
-    assert offloader is not None
     assert TOWER.intersection(offloader.plan.uva) == in_place
     if isinstance(policy, UVA):
         assert set(offloader.plan.uva) == in_place
     with torch.inference_mode():
-        assert torch.equal(model(ids()), resident(ids()))
+        assert torch.equal(model(ids()), plain(ids()))
     if kind is EngineOffloader and offloader.plan.units:
         assert offloader.stats().bytes_moved > 0
 
 
 def test_a_budget_that_only_a_tower_in_place_can_meet() -> None:
     _, offloader = build(Budget(SOME))
-    assert offloader is not None
     assert not TOWER.intersection(offloader.plan.uva)
     with pytest.raises(BudgetError) as refused:
         build(Budget(1))
     least = refused.value.minimum_bytes
-    resident, _ = build(None)
+    plain = resident()
     model, offloader = build(Budget(least))
-    assert offloader is not None
     assert TOWER.issubset(offloader.plan.uva)
     assert offloader.plan.device_bytes <= least
     with torch.inference_mode():
-        assert torch.equal(model(ids()), resident(ids()))
+        assert torch.equal(model(ids()), plain(ids()))
     assert offloader.stats().bytes_moved > 0
 
 
 def test_a_tower_alone() -> None:
     _, offloader = build(UVA(2**40, ["visual"]))
-    assert offloader is not None
     assert set(offloader.plan.uva) == {"visual.0.weight", "visual.1.weight"}
 
 
@@ -253,27 +239,22 @@ def test_a_pattern_that_matches_nothing() -> None:
 
 
 def test_patterns_find_layers_that_lora_has_wrapped() -> None:
-    resident, _ = build(None)
-    torch.manual_seed(7)
-    models: list[EngineModel] = []
-    offloader = EngineOffloader(Prefetch(4, 1, 1, ["mlp.down_proj.weight"]), lambda: models[0], TRAITS)
-    models.append(EngineModel(offloader))
-    for layer in models[0].model.layers:
+    plain = resident()
+    model, offloader = unfinished(Prefetch(4, 1, 1, ["mlp.down_proj.weight"]), traits=TRAITS)
+    for layer in model.model.layers:
         layer.mlp.down_proj = Wrapped(layer.mlp.down_proj)
     offloader.post_init()
     assert [entry.storage for unit in offloader.plan.units for entry in unit.entries] == [
         f"model.layers.{index}.mlp.down_proj.base_layer.weight" for index in (3, 7)
     ]
     with torch.inference_mode():
-        assert torch.equal(models[0](ids()), resident(ids()))
+        assert torch.equal(model(ids()), plain(ids()))
 
 
 def build_wrapped(policy: EnginePolicy, layers: range) -> EngineOffloader:
-    models: list[EngineModel] = []
-    offloader = EngineOffloader(policy, lambda: models[0], TRAITS)
-    models.append(EngineModel(offloader))
+    model, offloader = unfinished(policy, traits=TRAITS)
     for index in layers:
-        mlp = models[0].model.layers[index].mlp
+        mlp = model.model.layers[index].mlp
         mlp.down_proj = Wrapped(mlp.down_proj)
     offloader.post_init()
     return offloader
@@ -292,24 +273,18 @@ def test_rules_find_layers_that_lora_has_wrapped() -> None:
 
 @pytest.mark.parametrize("kind", [EngineOffloader, NoCopyOffloader])
 def test_what_an_engine_keeps_elsewhere_stays_there(kind: type[EngineOffloader]) -> None:
-    torch.manual_seed(7)
-    models: list[EngineModel] = []
-    offloader = kind(Prefetch(4, 1, 1), lambda: models[0], TRAITS)
-    models.append(EngineModel(offloader))
-    models[0].model.register_buffer("elsewhere", torch.zeros(4, device="meta"))
+    model, offloader = unfinished(Prefetch(4, 1, 1), kind, traits=TRAITS)
+    model.model.register_buffer("elsewhere", torch.zeros(4, device="meta"))
     two = TwoTensor(*(torch.zeros(4, device="meta") for _ in range(2)))
-    models[0].model.packed = nn.Parameter(two, requires_grad=False)  # type: ignore[assignment]
+    model.model.packed = nn.Parameter(two, requires_grad=False)  # type: ignore[assignment]
     offloader.post_init()
     assert [unit.module_fqn for unit in offloader.plan.units][:1] == ["model.layers.3"]
-    assert models[0].model.elsewhere.is_meta
+    assert model.model.elsewhere.is_meta
     assert not any("packed" in name for name in offloader.plan.resident)
 
 
 def test_a_draft_model_stays_resident() -> None:
-    torch.manual_seed(7)
-    models: list[EngineModel] = []
-    offloader = EngineOffloader(Prefetch(4, 1, 1), lambda: models[0])
-    models.append(EngineModel(offloader))
+    _, offloader = unfinished(Prefetch(4, 1, 1), traits=EngineTraits())
     draft = EngineModel(offloader, num_layers=4)
     offloader.post_init()
     assert len(offloader.plan.units) == 2
@@ -319,7 +294,7 @@ def test_a_draft_model_stays_resident() -> None:
 
 @pytest.mark.parametrize("kind", [EngineOffloader, NoCopyOffloader])
 def test_set_too_late(kind: type[EngineOffloader]) -> None:
-    model, _ = build(None)
+    model = resident()
     offloader = kind(Prefetch(4, 1, 1), lambda: model)
     with pytest.raises(StateError, match="before the model is built"):
         offloader.post_init()
@@ -327,7 +302,6 @@ def test_set_too_late(kind: type[EngineOffloader]) -> None:
 
 def test_post_init_twice_is_once() -> None:
     _, offloader = build(Prefetch(4, 1, 1))
-    assert offloader is not None
     plan = offloader.plan
     offloader.post_init()
     assert offloader.plan is plan
@@ -391,7 +365,6 @@ def test_without_names_neither_buffers_nor_tiny_tensors_leave(
 ) -> None:
     monkeypatch.setattr("engines.Layer", CountingLayer)
     model, offloader = build(policy)
-    assert offloader is not None
     for _ in range(3):
         model(ids())
     assert all(layer.count == 3 and layer.counts.eq(3).all() for layer in model.model.layers)
@@ -405,12 +378,11 @@ def test_without_names_neither_buffers_nor_tiny_tensors_leave(
 @torch.inference_mode()
 def test_a_budget_beside_a_rule_that_reads_in_place() -> None:
     """On a machine without a rate for that, too; it was taken for a lack of host memory."""
-    resident, _ = build(None)
+    plain = resident()
     model, offloader = build(Budget("7MiB", ["mlp"], "cpu", [("down_proj", "uva")]))
-    assert offloader is not None
     assert offloader.plan.uva
     assert all("down_proj" in name or "embed" in name for name in offloader.plan.uva)
-    assert torch.equal(model(ids()), resident(ids()))
+    assert torch.equal(model(ids()), plain(ids()))
 
 
 @pytest.mark.parametrize(
@@ -420,7 +392,6 @@ def test_a_budget_beside_a_rule_that_reads_in_place() -> None:
 )
 def test_norms_stay_where_they_are(policy: EnginePolicy) -> None:
     _, offloader = build(policy)
-    assert offloader is not None
     plan = offloader.plan
     names = [*plan.uva, *(entry.storage for unit in plan.units for entry in unit.entries)]
     assert names
@@ -436,7 +407,6 @@ def test_model_code_that_reads_the_data_of_a_norm_compiles() -> None:
         return layer.mlp(x), residual
 
     model, offloader = build(Budget("2MiB"), num_layers=COMPILED_LAYERS)
-    assert offloader is not None
     for layer in model.model.layers:
         layer.__dict__["forward"] = partial(forward, layer)
     model.model.forward = torch.compile(model.model.forward, fullgraph=True, dynamic=False)  # type: ignore[method-assign]

@@ -8,24 +8,29 @@ import pytest
 import torch
 from torch import nn
 
+import engines
 from engines import VOCABULARY, EngineModel, Linear, is_lookup
 from headrace import UVA, Budget, Prefetch
-from headrace.offloaders.base import NoopOffloader
 from headrace.offloaders.layerwise import EngineOffloader, EnginePolicy, EngineTraits
 
 WIDTH, LAYERS = 1024, 8
 
 
-def build(policy: EnginePolicy | None, **options: bool) -> tuple[EngineModel, EngineOffloader | None]:
-    torch.manual_seed(7)
+def unfinished(policy: EnginePolicy, **options: bool) -> tuple[EngineModel, EngineOffloader]:
     with torch.device("cuda"):
-        if policy is None:
-            return EngineModel(NoopOffloader(), LAYERS, WIDTH), None
-        models: list[EngineModel] = []
-        offloader = EngineOffloader(policy, lambda: models[0], EngineTraits(is_lookup, **options))
-        models.append(EngineModel(offloader, LAYERS, WIDTH))
+        traits = EngineTraits(is_lookup, **options)
+        return engines.unfinished(policy, traits=traits, num_layers=LAYERS, width=WIDTH)
+
+
+def build(policy: EnginePolicy, **options: bool) -> tuple[EngineModel, EngineOffloader]:
+    model, offloader = unfinished(policy, **options)
     offloader.post_init()
-    return models[0], offloader
+    return model, offloader
+
+
+def resident() -> EngineModel:
+    with torch.device("cuda"):
+        return engines.resident(LAYERS, WIDTH)
 
 
 def ids(rows: int) -> torch.Tensor:
@@ -47,11 +52,10 @@ POLICIES = {
 @pytest.mark.parametrize("policy", POLICIES.values(), ids=POLICIES)
 @torch.inference_mode()
 def test_same_bits_after_weights_were_held(policy: EnginePolicy) -> None:
-    resident, _ = build(None)
+    plain = resident()
     model, offloader = build(policy)
-    assert offloader is not None
     for rows in (1, 16, 300, 1):
-        assert torch.equal(model(ids(rows)), resident(ids(rows)))
+        assert torch.equal(model(ids(rows)), plain(ids(rows)))
     plan, stats = offloader.plan, offloader.stats()
     assert plan.offloaded_bytes > 0
     assert all(unit.runs == 4 and unit.misses == 0 for unit in stats.units)
@@ -96,13 +100,10 @@ def repack(model: EngineModel) -> None:
 def test_repacked_weights_leave_the_device_again(policy: EnginePolicy, monkeypatch: pytest.MonkeyPatch) -> None:
     """Layer by layer, into memory of exact size; the memory of what they replace is not kept."""
     monkeypatch.setattr(Linear, "quant_method", Repack(), raising=False)
-    resident, _ = build(None)
-    repack(resident)
+    plain = resident()
+    repack(plain)
     gc.collect()
-    with torch.device("cuda"):
-        torch.manual_seed(7)
-        offloader = EngineOffloader(policy, lambda: model, EngineTraits(is_lookup))
-        model = EngineModel(offloader, LAYERS, WIDTH)
+    model, offloader = unfinished(policy)
     built = torch.cuda.memory_allocated()
     torch.cuda.reset_peak_memory_stats()
     repack(model)
@@ -111,7 +112,7 @@ def test_repacked_weights_leave_the_device_again(policy: EnginePolicy, monkeypat
     assert torch.cuda.max_memory_allocated() <= built + 3 * largest
     offloader.post_init()
     for rows in (1, 16, 300, 1):
-        assert torch.equal(model(ids(rows)), resident(ids(rows)))
+        assert torch.equal(model(ids(rows)), plain(ids(rows)))
     plan, stats = offloader.plan, offloader.stats()
     assert plan.offloaded_bytes > 0
     assert all(unit.runs == 4 and unit.misses == 0 and unit.bytes_moved > 0 for unit in stats.units)
@@ -125,9 +126,8 @@ def test_repacked_weights_leave_the_device_again(policy: EnginePolicy, monkeypat
 @torch.inference_mode()
 def test_replays_as_an_engine_does(policy: EnginePolicy, announced: bool, ahead: bool) -> None:
     """Graphs of two sizes, eager forwards in between, copies started after a replay or only before the next."""
-    resident, _ = build(None)
+    plain = resident()
     model, offloader = build(policy, announces_replays=announced)
-    assert offloader is not None
     inputs = {rows: ids(rows) for rows in (1, 16)}
     model(inputs[16])
     graphs, outputs = {}, {}
@@ -152,29 +152,27 @@ def test_replays_as_an_engine_does(policy: EnginePolicy, announced: bool, ahead:
             found = model(given := ids(rows))
         if ahead:
             offloader.prepare_next()
-        assert torch.equal(found, resident(given)), rows
+        assert torch.equal(found, plain(given)), rows
     stats = offloader.stats()
     assert not offloader.plan.units or sum(unit.captured_copies for unit in stats.units) > 0
     assert all(unit.misses == 0 for unit in stats.units)
 
 
 def test_what_is_replaced_takes_its_memory_with_it() -> None:
-    with torch.device("cuda"):
-        offloader = EngineOffloader(Prefetch(1, 1, 1), lambda: model)
-        model = EngineModel(offloader, LAYERS, WIDTH)
+    model, offloader = unfinished(Prefetch(1, 1, 1))
     held = offloader._pool.num_bytes
-    resident, _ = build(None)
-    for layer, original in zip(model.model.layers, resident.model.layers, strict=True):
+    plain = resident()
+    for layer, original in zip(model.model.layers, plain.model.layers, strict=True):
         for mine, theirs in zip(layer.modules(), original.modules(), strict=True):
             if isinstance(mine, Linear):
                 mine.weight = nn.Parameter(theirs.weight.clone(), requires_grad=False)
     assert offloader._pool.num_bytes < held / 10
-    model.model.embed_tokens.load_state_dict(resident.model.embed_tokens.state_dict())
-    for mine, theirs in ((model.visual, resident.visual), (model.lm_head, resident.lm_head)):
+    model.model.embed_tokens.load_state_dict(plain.model.embed_tokens.state_dict())
+    for mine, theirs in ((model.visual, plain.visual), (model.lm_head, plain.lm_head)):
         mine.load_state_dict(theirs.state_dict())
     offloader.post_init()
     with torch.inference_mode():
-        assert torch.equal(model(ids(3)), resident(ids(3)))
+        assert torch.equal(model(ids(3)), plain(ids(3)))
     assert offloader.stats().store_bytes["host_pinned"] <= 1.01 * offloader.plan.offloaded_bytes + 2**20
 
 
@@ -182,9 +180,8 @@ def test_what_is_replaced_takes_its_memory_with_it() -> None:
 @torch.inference_mode()
 def test_no_step_makes_the_host_wait(policy: EnginePolicy, monkeypatch: pytest.MonkeyPatch) -> None:
     """What VLLM_GPU_SYNC_CHECK=error raises for: synchronising calls, and copies that stage through pageable memory."""
-    resident, _ = build(None)
+    plain = resident()
     model, offloader = build(policy)
-    assert offloader is not None
     given = [ids(rows) for rows in (1, 300, 1)]
     model(given[0])  # kernels are loaded
     outputs, sources = [], []
@@ -204,6 +201,6 @@ def test_no_step_makes_the_host_wait(policy: EnginePolicy, monkeypatch: pytest.M
     finally:
         torch.cuda.set_sync_debug_mode(before)
         monkeypatch.undo()
-    assert all(torch.equal(output, resident(each)) for output, each in zip(outputs, given, strict=True))
+    assert all(torch.equal(output, plain(each)) for output, each in zip(outputs, given, strict=True))
     assert sources or not offloader.plan.units
     assert all(non_blocking and is_pinned for non_blocking, is_pinned in sources)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from typing import Any
 
 import torch
 from torch import nn
@@ -141,20 +142,31 @@ def is_lookup(module: nn.Module) -> bool:
     return isinstance(module, Table) and not isinstance(module, Head)
 
 
-def build(
-    policy: EnginePolicy | None,
-    kind: type[EngineOffloader] = EngineOffloader,
-    hands_over: bool = False,
-    num_layers: int = 8,
-) -> tuple[EngineModel, EngineOffloader | None]:
+TRAITS = EngineTraits(is_lookup)
+
+
+def resident(num_layers: int = 8, width: int = WIDTH) -> EngineModel:
+    """The model as it is without an offloader, with the weights of the functions below."""
     torch.manual_seed(7)
-    if policy is None:
-        return EngineModel(NoopOffloader(), num_layers), None
-    models: list[EngineModel] = []
-    offloader = kind(policy, lambda: models[0], EngineTraits(is_lookup))
-    models.append(EngineModel(offloader, num_layers, hands_over=hands_over))
+    return EngineModel(NoopOffloader(), num_layers, width)
+
+
+def unfinished(
+    policy: EnginePolicy, kind: type[EngineOffloader] = EngineOffloader, traits: EngineTraits = TRAITS, **options: Any
+) -> tuple[EngineModel, EngineOffloader]:
+    """A model whose layers an offloader was given while they were built, before ``post_init``; ``options``: of it."""
+    torch.manual_seed(7)
+    offloader = kind(policy, lambda: model, traits)
+    model = EngineModel(offloader, **options)
+    return model, offloader
+
+
+def build(
+    policy: EnginePolicy, kind: type[EngineOffloader] = EngineOffloader, **options: Any
+) -> tuple[EngineModel, EngineOffloader]:
+    model, offloader = unfinished(policy, kind, **options)
     offloader.post_init()
-    return models[0], offloader
+    return model, offloader
 
 
 def ids(rows: int = 3) -> torch.Tensor:
