@@ -28,7 +28,7 @@ from headrace import UVA, HeadraceWarning, Prefetch
 from headrace.errors import ModelChangedError, StateError
 from headrace.model.live_tensors import is_placeholder
 from headrace.testing import assert_moved, assert_same_bits
-from models import DIM, MoE, ScaledStack, Stack, all_layers, open_files, rows, save, with_output
+from models import DIM, MoE, ScaledStack, Stack, all_layers, eventually, open_files, rows, save, with_output
 
 pytestmark = pytest.mark.usefixtures("no_grad")
 
@@ -51,19 +51,10 @@ def zero_weight(module: nn.Module, args: object) -> None:
     module.weight.zero_()
 
 
-def settle(condition: Callable[[], bool]) -> bool:
-    """Threads take a moment to end after they have been told to."""
-    deadline = time.monotonic() + 10
-    while not condition() and time.monotonic() < deadline:
-        gc.collect()
-        time.sleep(0.01)
-    return condition()
-
-
 class TestGivenBack:
     @pytest.mark.parametrize("mode", ["cpu", "disk"])
     def test_remove_ends_threads_and_closes_files(self, mode: str, tmp_path: Path) -> None:
-        assert settle(lambda: readers() == [])
+        assert eventually(lambda: readers() == [])
         model = Stack(4).eval()
         checkpoint = save(model, tmp_path) if mode == "disk" else None
         handle = headrace.offload(model, all_layers(2, mode), checkpoint=checkpoint)
@@ -75,18 +66,18 @@ class TestGivenBack:
         assert readers() == []
         assert open_files(tmp_path) == 0
         del handle
-        assert settle(lambda: slot() is None)
+        assert eventually(lambda: slot() is None)
 
     @pytest.mark.parametrize("mode", ["cpu", "disk"])
     def test_so_does_dropping_the_model(self, mode: str, tmp_path: Path) -> None:
-        assert settle(lambda: readers() == [])
+        assert eventually(lambda: readers() == [])
         model = Stack(4).eval()
         checkpoint = save(model, tmp_path) if mode == "disk" else None
         handle = headrace.offload(model, all_layers(2, mode), checkpoint=checkpoint)
         model(rows())
         slot, weight = weakref.ref(handle._session._prefetcher.slot_memory(0)), weakref.ref(model.head.weight)
         del model, handle
-        assert settle(lambda: readers() == [] and open_files(tmp_path) == 0)
+        assert eventually(lambda: readers() == [] and open_files(tmp_path) == 0)
         assert slot() is None
         assert weight() is None
 

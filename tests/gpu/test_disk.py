@@ -3,12 +3,10 @@
 from __future__ import annotations
 
 import copy
-import gc
 import os
 import signal
 import threading
 import time
-from collections.abc import Callable
 from functools import partial
 from pathlib import Path
 
@@ -24,6 +22,7 @@ from headrace import DiskOptions, Handle
 from headrace.errors import OptionError, StateError, TransferError
 from headrace.model.inventory import take_inventory
 from headrace.transfer.ring_streams import RingLink
+from models import eventually
 
 
 def readers() -> set[int]:
@@ -34,15 +33,6 @@ def readers() -> set[int]:
 
 def ring_mappings() -> int:
     return Path("/proc/self/maps").read_text().count("memfd:headrace-")
-
-
-def settled(condition: Callable[[], bool]) -> bool:
-    """Offloads that were not removed end some seconds after they have been collected."""
-    gc.collect()
-    end = time.monotonic() + 20
-    while not (met := condition()) and time.monotonic() < end:
-        time.sleep(0.05)
-    return met
 
 
 class TestBits:
@@ -257,7 +247,7 @@ class TestLimits:
         assert error is not None
 
     def test_everything_is_given_back(self, tmp_path: Path) -> None:
-        assert settled(lambda: not readers()), "readers of an earlier test stay"
+        assert eventually(lambda: not readers(), 20), "readers of an earlier test stay"
         mapped = ring_mappings()
         model = build()
         addresses = {name: p.data_ptr() for name, p in model.named_parameters()}
@@ -276,7 +266,7 @@ class TestLimits:
     @torch.no_grad()
     def test_an_offload_that_nobody_removes(self, tmp_path: Path, faults: Faults) -> None:
         """Its readers end some time after the last copy, and the thread that listened gives the memory back."""
-        assert settled(lambda: not readers()), "readers of an earlier test stay"
+        assert eventually(lambda: not readers(), 20), "readers of an earlier test stay"
         mapped = ring_mappings()
         faults.linger(0.5)
         model = build()
@@ -285,6 +275,6 @@ class TestLimits:
         (pid,) = readers()
         assert ring_mappings() > mapped
         del handle, model
-        assert settled(lambda: not readers())
+        assert eventually(lambda: not readers(), 20)
         assert not psutil.pid_exists(pid)
         assert ring_mappings() == mapped

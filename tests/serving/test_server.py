@@ -8,8 +8,7 @@ import os
 import re
 import shutil
 import socket
-import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
@@ -21,6 +20,7 @@ from commands import TINY
 from headrace.cli.demo_run import ensure_model
 from headrace.errors import OptionError
 from headrace.serving.app import bind
+from models import eventually
 from servers import NAME, Served, serving
 
 KEY = "s3cret"
@@ -59,13 +59,6 @@ def metrics(served: Served) -> dict[str, float]:
     assert status == 200
     lines = [line for line in text.splitlines() if not line.startswith("#") and "_created" not in line]
     return {name: float(value) for name, _, value in (line.rpartition(" ") for line in lines)}
-
-
-def until(reached: Callable[[], bool]) -> None:
-    end = time.monotonic() + 60
-    while not reached():
-        assert time.monotonic() < end
-        time.sleep(0.02)
 
 
 def error_of(answer: tuple[int, str]) -> tuple[int, str]:
@@ -186,11 +179,11 @@ class TestLeaving:
         connection = http.client.HTTPConnection(str(address.hostname), address.port)
         body = json.dumps({"prompt": "hi", "max_tokens": 250, "stream": stream})
         connection.request("POST", "/v1/completions", body, {"Content-Type": "application/json"})
-        until(lambda: metrics(served)["headrace_running_requests"] == 1)
+        assert eventually(lambda: metrics(served)["headrace_running_requests"] == 1, 60)
         assert metrics(served)["headrace_cache_reserved_tokens"] >= 250
         connection.sock.shutdown(socket.SHUT_RDWR)
         connection.close()
-        until(lambda: metrics(served)["headrace_running_requests"] == 0)
+        assert eventually(lambda: metrics(served)["headrace_running_requests"] == 0, 60)
         assert metrics(served)["headrace_cache_reserved_tokens"] == 0
         assert served.batches._manager.output_router.result_handlers == {}
         assert served.complete("hi", max_tokens=2)["usage"]["completion_tokens"] == 2
@@ -281,7 +274,7 @@ def test_the_end_of_the_batching_loop_is_reported(folder: Path) -> None:
         status, text = error_of(served.send("/v1/completions", {"prompt": "hi"}))
         assert status == 503
         assert 'out of "luck"' in text
-        until(lambda: served.send("/health")[0] == 503)
+        assert eventually(lambda: served.send("/health")[0] == 503, 60)
         status, text = error_of(served.send("/v1/completions", {"prompt": "hi", "stream": True}))
         assert status == 503
         assert re.search('the batching loop has ended: out of "luck"', text)
