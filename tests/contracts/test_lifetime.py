@@ -144,6 +144,7 @@ class TestGivenBack:
 
 
 class TestEnd:
+    @pytest.mark.slow
     def test_of_the_program_while_copies_are_under_way(self) -> None:
         """The first units of a next forward that never comes; a thread torn out of a copy would abort the process."""
         code = """
@@ -187,6 +188,7 @@ class TestViews:
         assert_same_bits(model[0].weight.detach(), expected)
         assert view.data_ptr() != model[0].weight.data_ptr()
 
+    @pytest.mark.slow
     def test_from_before_the_offload_share_the_weight_after_remove(self, tmp_path: Path) -> None:
         """As fused projections do, which a model may keep where no inventory sees them."""
         model = Stack(4).eval()

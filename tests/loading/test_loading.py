@@ -469,6 +469,7 @@ with pytest.MonkeyPatch.context() as patch:
 
 
 class TestMemory:
+    @pytest.mark.slow
     @pytest.mark.parametrize("side", [1536, 3000], ids=["copied", "adopted"])
     def test_a_live_model_is_never_there_twice(self, side: int) -> None:
         """24 tensors, 9 MiB each to be copied or 34 MiB each to be adopted, against the bar of 1 % and 64 MiB."""

@@ -525,6 +525,7 @@ def world() -> Iterator[None]:
 class TestOneDoor:
     """What ``make_plan`` returns without a warning ``offload`` takes, and what one refuses, the other does."""
 
+    @pytest.mark.slow
     @settings(max_examples=200, deadline=None)
     @hypothesis.given(data=st.data(), name=st.sampled_from(sorted(SMALL)))
     def test_it_is_that_of_the_offload(
