@@ -126,7 +126,7 @@ class WeightLoader:
             return counter.stats
         self._on_progress(0)
         self._copy_from_devices()
-        # Live tensors before files, and alone: the rest can use the memory that they free.
+        # Live tensors before files, and alone: the others can use the memory that they free.
         live = [name for name in self._places if self.bound[name].home.type == "cpu"]
         self._deliver([name for name in live if name in self.destinations], self._live_copies, in_small_pieces=True)
         self._deliver([name for name in live if name not in self.destinations], self._live_copies)
@@ -267,7 +267,7 @@ class TensorConverter:
         return [Copy(ByteRange.of(self._ready.pop(storage)), 0)]
 
     def close(self) -> None:
-        """Give back files and memory."""
+        """Close the files and free the memory."""
         self._files.close()
         self._ready.clear()
 

@@ -178,7 +178,7 @@ def _disk_store(request: StoreRequest, offloaded: dict[str, BoundStorage]) -> Di
     plan, weights = request.plan, request.weights
     if weights is None and plan.spilled_bytes:
         raise OptionError(
-            f"{len(plan.staged_units)} of the plan's {len(plan.units)} units ({format_size(plan.spilled_bytes)}) rest "
+            f"{len(plan.staged_units)} of the plan's {len(plan.units)} units ({format_size(plan.spilled_bytes)}) are "
             f"in safetensors files, and none were given: pass checkpoint=FOLDER to headrace.offload, or make a plan "
             f"with all of them in host memory: mode 'cpu' (--offload-mode cpu)"
         )
