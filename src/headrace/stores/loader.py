@@ -160,20 +160,19 @@ class WeightLoader:
         in_small_pieces: bool = False,
     ) -> None:
         num_threads = num_threads or touch_threads()
-        uploads = not all(self.residents[name].is_cpu for name in names if name in self.residents)
+        uploader = None
+        if not all(self.residents[name].is_cpu for name in names if name in self.residents):
+            uploader = CudaUploader(self.device, None if pin_memory_disabled() else CudaRegistrar(self.device))
         deliver(
             (Delivery(name, partial(copies, name), self._places[name]) for name in names),
             num_threads=num_threads,
-            uploader=self._uploader() if uploads else None,
+            uploader=uploader,
             on_loaded=self._on_loaded,
             on_progress=self._on_progress,
             cpus=cpus_near(self.device),
             piece_bytes=_LIVE_PIECE_BYTES if in_small_pieces else PIECE_BYTES,
             max_jobs=num_threads + _LIVE_EXTRA_JOBS if in_small_pieces else None,
         )
-
-    def _uploader(self) -> CudaUploader:
-        return CudaUploader(self.device, None if pin_memory_disabled() else CudaRegistrar(self.device))
 
     def _copy_from_devices(self) -> None:
         """Copy storages that are on a GPU into their destinations."""
