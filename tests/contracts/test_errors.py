@@ -577,7 +577,7 @@ class TestTransfers:
 
         loads = handle._session._prefetcher._loads
         loads[2] = type(loads[2])(2, (Copy(ByteRange(Broken(), 0, 8), 0),))
-        with pytest.raises(TransferError, match=r"unit 2 did not arrive: ZeroDivisionError\('source'\)"):
+        with pytest.raises(TransferError, match=r"unit 2 was not copied: ZeroDivisionError\('source'\)"):
             model(rows())
         handle.remove()
 

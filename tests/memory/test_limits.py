@@ -348,7 +348,7 @@ class TestOffload:
         limited(monkeypatch, host_available_bytes=take_inventory(resident).num_bytes)
         with torch.device("meta"):
             model = Stack(6).eval()
-        with pytest.raises(LimitError, match=r"let the weights rest in the files \(--offload-mode disk\)"):
+        with pytest.raises(LimitError, match=r"store the weights in the files \(--offload-mode disk\)"):
             headrace.offload(model, all_layers(), checkpoint=tmp_path)
         with headrace.offload(model, all_layers(mode="disk"), checkpoint=tmp_path):
             assert torch.equal(model(rows()), resident(rows()))

@@ -290,7 +290,7 @@ class TestFailure:
         self, executable: str | None, make: Make, monkeypatch: pytest.MonkeyPatch
     ) -> None:
         monkeypatch.setattr(ring_readers, "get_executable", lambda: executable)
-        with pytest.raises(OptionError, match=r"does not say where its Python interpreter is.*mode 'cpu'"):
+        with pytest.raises(OptionError, match=r"the Python interpreter of this program is not known .*mode 'cpu'"):
             make()
 
 

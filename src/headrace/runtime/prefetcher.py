@@ -277,7 +277,7 @@ class Prefetcher:
         ``reader``: this run of the unit; by default one that goes on as long as the forward that it is in.
 
         Raises:
-            TransferError: its bytes did not arrive; the next call tries again.
+            TransferError: its copy failed; the next call tries again.
             SlotConflictError: a unit that runs further out in this thread has the slot, or another thread has held it
                 for ten minutes.
         """
@@ -586,7 +586,7 @@ class Prefetcher:
         release_left(self._lock)
 
     def close(self) -> None:
-        """Finish copies under way and let go of the store; slots are freed with the last view of them. Idempotent."""
+        """Finish copies under way and release the store; slots are freed with the last view of them. Idempotent."""
         with self._lock:
             self._closed = True
             self._link.close()
@@ -600,7 +600,7 @@ class Prefetcher:
         """The counters now, with the stall of each unit's latest run where the link measures it.
 
         Raises:
-            TransferError: bytes failed to arrive, in a replay for instance, since the last call that raised.
+            TransferError: a copy failed, in a replay for instance, since the last call that raised.
         """
         with self._lock:
             self._link.check()
