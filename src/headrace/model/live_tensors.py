@@ -704,8 +704,7 @@ def _materialize(argument: torch.Tensor, operator: torch._ops.OpOverload, is_wri
         owner.on_access(owner, operator, is_written) if owner.on_access and is_placeholder(owner.tensor) else None
     )
     loans = [] if give_back is None else [give_back]
-    # An alias that was taken while the tensor rested has a TensorImpl of its own, which the owner's waking does not
-    # change.
+    # An alias of the placeholder has a TensorImpl of its own, which is not changed with the owner's.
     if argument is not owner.tensor:
         placeholder = argument.data
         with torch.no_grad():
