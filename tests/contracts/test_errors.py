@@ -40,19 +40,13 @@ from headrace.stores.sources import ByteRange, Copy, File, Source
 from headrace.stores.store import CpuStore, DiskStore
 from headrace.testing import assert_moved, assert_same_bits
 from headrace.transfer.link import ThreadLink
-from models import DIM, MoE, Stack, _earlier, all_layers, rows, save, state_of
+from models import DIM, MoE, Stack, all_layers, rows, save, state_of
 
 
 @pytest.fixture(autouse=True)
 def _no_grad() -> Iterator[None]:
     with torch.no_grad():
         yield
-
-
-@pytest.fixture(autouse=True)
-def _no_threads_of_earlier_tests() -> None:
-    _earlier.clear()
-    _earlier.update(threading.enumerate())
 
 
 class TestTree:

@@ -28,16 +28,7 @@ from headrace import UVA, HeadraceWarning, Prefetch
 from headrace.errors import ModelChangedError, StateError
 from headrace.model.live_tensors import is_placeholder
 from headrace.testing import assert_moved, assert_same_bits
-from models import DIM, MoE, ScaledStack, Stack, all_layers, open_files, rows, save
-
-_earlier: set[threading.Thread] = set()
-
-
-@pytest.fixture(scope="module", autouse=True)
-def _other_readers() -> None:
-    """What the compiler has made of a model keeps it, and the tests before these may have compiled some."""
-    gc.collect()
-    _earlier.update(threading.enumerate())
+from models import DIM, MoE, ScaledStack, Stack, all_layers, earlier_threads, open_files, rows, save
 
 
 @pytest.fixture(autouse=True)
@@ -47,7 +38,7 @@ def _no_grad() -> Iterator[None]:
 
 
 def readers() -> list[threading.Thread]:
-    found = [thread for thread in threading.enumerate() if thread not in _earlier]
+    found = [thread for thread in threading.enumerate() if thread not in earlier_threads]
     return [thread for thread in found if thread.name.startswith("headrace-reader")]
 
 
