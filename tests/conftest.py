@@ -6,6 +6,7 @@ from __future__ import annotations
 import os
 import sys
 import tempfile
+import threading
 from collections.abc import Iterator
 
 import pytest
@@ -36,6 +37,9 @@ def _clean_slate(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("HEADRACE_READERS", "2")
     monkeypatch.setenv("HEADRACE_DISABLE_CACHE", "1")  # or a folder would be read in the first of many tests only
     torch.manual_seed(0)
+    if (models := sys.modules.get("models")) is not None:
+        models.earlier_threads.clear()
+        models.earlier_threads.update(threading.enumerate())
     # Triton's interpreter runs one program after another, and each takes its time to start.
     if not torch.cuda.is_available() and (cache := sys.modules.get("headrace.experts.cache")) is not None:
         monkeypatch.setattr(cache, "_PROGRAMS", 3)

@@ -10,8 +10,7 @@ import os
 from collections.abc import Collection
 from dataclasses import dataclass, replace
 from functools import cached_property, partial
-from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from headrace.checkpoint.model_folder import is_quantised, model_folder, model_name
 from headrace.config import SHARDED_MODES, Policy, Workload
@@ -223,13 +222,13 @@ def _read_folder(request: PlanRequest, target: Target) -> FolderFacts:
     options = f"{dtype} {device} {may_have_gpu()}" if is_quantised(folder) else str(dtype)
     if context:  # the caches measured for it are kept, too
         options += " with caches"
-    return folder_facts(folder, partial(_read, folder, dtype, device, context), options)
 
+    def read() -> tuple[FolderFacts, Collection[str]]:
+        from headrace.adapters.transformers.opened_model import open_model
 
-def _read(folder: Path, dtype: Any, device: str, context: int) -> tuple[FolderFacts, Collection[str]]:
-    from headrace.adapters.transformers.opened_model import open_model
+        return open_model(folder, dtype, None, device, True).facts(context)
 
-    return open_model(folder, dtype, None, device, True).facts(context)
+    return folder_facts(folder, read, options)
 
 
 def _hits_of(expert_trace: str | os.PathLike[str], inventory: Inventory) -> ExpertHits:

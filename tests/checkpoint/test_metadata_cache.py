@@ -398,6 +398,7 @@ class TestEntry:
             assert entry.read_bytes() == content
         assert [file.name for file in cache.iterdir()] == [entry.name], "no draft is left"
 
+    @pytest.mark.slow
     def test_a_forged_one_with_right_digests_is_as_none_or_ends_in_an_error_of_ours(
         self, folder: Path, reads: list[Path], cache: Path
     ) -> None:

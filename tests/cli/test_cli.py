@@ -322,6 +322,7 @@ def test_rules_without_sense_fail_in_one_line(model: Path) -> None:
     assert "has the groups @attention, @mlp, @embeddings, @lm_head" in message
 
 
+@pytest.mark.slow
 def test_the_first_plan_of_a_folder_ends_without_noise(model: Path, tmp_path: Path) -> None:
     """As a process of its own: Triton's bindings printed at its end that they leak."""
     command = [sys.executable, "-m", "headrace", "plan", str(model), "--device-memory", "2MiB"]
@@ -835,6 +836,7 @@ def test_other_ranks_print_errors_alone(model: Path, monkeypatch: pytest.MonkeyP
     assert run(*plan).stdout
 
 
+@pytest.mark.slow
 def test_an_error_of_all_ranks_is_printed_once(tmp_path: Path) -> None:
     launch = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "3"]
     command = [*launch, "-m", "headrace", "plan", str(tmp_path / "nothing")]
@@ -930,6 +932,7 @@ def test_odd_names_of_shards(model: Path, tmp_path: Path, name: str) -> None:
     assert result.stderr.rstrip("\n").isprintable()
 
 
+@pytest.mark.slow
 def test_memory_that_is_limited(model: Path) -> None:
     """Whichever allocation it is that fails, in Python or in torch."""
     for limit_mib in (300, 600):

@@ -15,6 +15,7 @@ import pytest
 DOCS = Path(__file__).resolve().parents[2] / "docs"
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("page", ["quickstart.md", "guides/module.md"])
 def test_the_code_of_a_page_runs(page: str, tmp_path: Path) -> None:
     blocks = re.findall(r"^```python\n(.*?)^```", (DOCS / page).read_text(), re.M | re.S)
@@ -24,6 +25,7 @@ def test_the_code_of_a_page_runs(page: str, tmp_path: Path) -> None:
     assert done.returncode == 0, done.stderr
 
 
+@pytest.mark.slow
 def test_pictures_of_pages_are_shown_by_the_site(tmp_path: Path) -> None:
     """They lost their links, as links to files outside of the site do."""
     sources = {

@@ -40,15 +40,9 @@ from headrace.stores.sources import ByteRange, Copy, File, Source
 from headrace.stores.store import CpuStore, DiskStore
 from headrace.testing import assert_moved, assert_same_bits
 from headrace.transfer.link import ThreadLink
-from models import DIM, MoE, Stack, _earlier, all_layers, rows, save, state_of, with_output
+from models import DIM, MoE, Stack, all_layers, rows, save, state_of, with_output
 
 pytestmark = pytest.mark.usefixtures("no_grad")
-
-
-@pytest.fixture(autouse=True)
-def _no_threads_of_earlier_tests() -> None:
-    _earlier.clear()
-    _earlier.update(threading.enumerate())
 
 
 class TestTree:
@@ -560,7 +554,7 @@ class TestTransfers:
 
         loads = handle._session._prefetcher._loads
         loads[2] = type(loads[2])(2, (Copy(ByteRange(Broken(), 0, 8), 0),))
-        with pytest.raises(TransferError, match=r"unit 2 did not arrive: ZeroDivisionError\('source'\)"):
+        with pytest.raises(TransferError, match=r"unit 2 was not copied: ZeroDivisionError\('source'\)"):
             model(rows())
         handle.remove()
 

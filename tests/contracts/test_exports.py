@@ -52,6 +52,7 @@ def test_every_public_name_is_documented(name: str) -> None:
     assert (thing.__doc__ or "").strip()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", ["headrace", "headrace.offload"])
 def test_help_begins_with_an_example_that_runs(name: str) -> None:
     documented = headrace if name == "headrace" else headrace.offload
@@ -90,6 +91,7 @@ def facts() -> Any:
 
 
 class TestImport:
+    @pytest.mark.slow
     def test_loads_no_extras(self, facts: Any) -> None:
         extras = {
             "transformers", "matplotlib", "accelerate", "fastapi", "openai", "prometheus_client", "tokenizers", "vllm",
@@ -102,6 +104,7 @@ class TestImport:
     def test_configures_no_logging_patches_nothing_starts_no_thread(self, facts: Any) -> None:
         assert facts["unchanged"] == [True, True, True]
 
+    @pytest.mark.slow
     def test_works_without_extras(self) -> None:
         """As on a machine that has only the core dependencies."""
         run(

@@ -130,6 +130,7 @@ def test_load(folder: Path) -> None:
     show("load(folder, budget)", trace, MAX_FILES["load"])
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(importlib.util.find_spec("diffusers") is None, reason="diffusers is not installed")
 @pytest.mark.filterwarnings("ignore::FutureWarning")
 def test_a_pipeline_of_diffusers() -> None:

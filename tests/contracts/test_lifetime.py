@@ -28,22 +28,25 @@ from headrace import UVA, HeadraceWarning, Prefetch
 from headrace.errors import ModelChangedError, StateError
 from headrace.model.live_tensors import is_placeholder
 from headrace.testing import assert_moved, assert_same_bits
-from models import DIM, MoE, ScaledStack, Stack, all_layers, eventually, open_files, rows, save, with_output
+from models import (
+    DIM,
+    MoE,
+    ScaledStack,
+    Stack,
+    all_layers,
+    earlier_threads,
+    eventually,
+    open_files,
+    rows,
+    save,
+    with_output,
+)
 
 pytestmark = pytest.mark.usefixtures("no_grad")
 
-_earlier: set[threading.Thread] = set()
-
-
-@pytest.fixture(scope="module", autouse=True)
-def _other_readers() -> None:
-    """What the compiler has made of a model keeps it, and the tests before these may have compiled some."""
-    gc.collect()
-    _earlier.update(threading.enumerate())
-
 
 def readers() -> list[threading.Thread]:
-    found = [thread for thread in threading.enumerate() if thread not in _earlier]
+    found = [thread for thread in threading.enumerate() if thread not in earlier_threads]
     return [thread for thread in found if thread.name.startswith("headrace-reader")]
 
 
@@ -129,6 +132,7 @@ class TestGivenBack:
 
 
 class TestEnd:
+    @pytest.mark.slow
     def test_of_the_program_while_copies_are_under_way(self) -> None:
         """The first units of a next forward that never comes; a thread torn out of a copy would abort the process."""
         code = """
@@ -172,6 +176,7 @@ class TestViews:
         assert_same_bits(model[0].weight.detach(), expected)
         assert view.data_ptr() != model[0].weight.data_ptr()
 
+    @pytest.mark.slow
     def test_from_before_the_offload_share_the_weight_after_remove(self, tmp_path: Path) -> None:
         """As fused projections do, which a model may keep where no inventory sees them."""
         model = Stack(4).eval()

@@ -490,6 +490,7 @@ class TestInterrupted:
         assert interrupted == 2
         handle.remove()
 
+    @pytest.mark.slow
     @pytest.mark.parametrize("slots", [1, 2])
     def test_interrupted_at_any_moment(self, slots: int) -> None:
         """Signals between any two instructions, in our code too: nothing hangs, and the next forward is right."""

@@ -203,7 +203,7 @@ def test_promotion_says_so_once_and_names_the_rule() -> None:
         assert handle.plan.weight_bytes == before.weight_bytes
 
 
-@pytest.mark.filterwarnings("ignore:.*has no room for it beside the plan:headrace.HeadraceWarning")
+@pytest.mark.filterwarnings("ignore:.*would exceed the budget of:headrace.HeadraceWarning")
 class TestNoRoom:
     """A budget that the plan has used up: bytes are copied for every such use."""
 
@@ -289,7 +289,10 @@ class TestNoRoom:
         with headrace.offload(model, plan.device_bytes, checkpoint=tmp_path) as handle:
             linear = model[int(handle.plan.units[0].module_fqn)]
             for step in (linear.weight.zero_, lambda: linear.weight.data.add_(1)):
-                with pytest.raises(OutsideAccessError, match="which writes it in place, and the budget of"):
+                with pytest.raises(
+                    OutsideAccessError,
+                    match="writes it in place, and making it resident would exceed the budget of",
+                ):
                     step()
 
     def test_views_that_are_written_are_errors(self) -> None:

@@ -20,6 +20,7 @@ def run(what: str, mode: str, rounds: int) -> dict[str, Any]:
     return json.loads(done.stdout)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("mode", MODES)
 def test_remove_beside_forwards(mode: str) -> None:
     found = run("remove", mode, 60)
@@ -30,6 +31,7 @@ def test_remove_beside_forwards(mode: str) -> None:
     assert found["slowest_s"] < 10, found
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("mode", ["resident", *MODES])
 def test_fork_beside_forwards(mode: str) -> None:
     """``resident`` shows that it is not torch that hangs."""

@@ -365,6 +365,7 @@ def test_forwards_of_classes(make: Callable[[], nn.Module], act: Action, policy:
     assert equal_or_refused(make, act, policy, rows(), warm) == "equal"
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("act", [exchange_classes, patch_class, patch_root])
 def test_forwards_of_classes_in_compiled_code(act: Action) -> None:
     """Torch does not compile a resident model again for a class that was patched; this one is what it is then."""

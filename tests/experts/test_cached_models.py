@@ -87,6 +87,7 @@ class TestBits:
             assert all(layer.fetched > 0 for layer in moved.experts)
             assert {len(layer.storages) for layer in handle.plan.cached} == {4}
 
+    @pytest.mark.slow
     @pytest.mark.parametrize("implementation", ["grouped_mm", "batched_mm"])
     def test_compiled(self, implementation: str) -> None:
         model = qwen(implementation).to(torch.bfloat16)
@@ -171,6 +172,7 @@ class TestBits:
                     assert_same_bits(found, output)
             assert handle.stats().bytes_moved > 0
 
+    @pytest.mark.slow
     def test_compiled_calls_that_do_not_depend_on_each_other(self) -> None:
         """A compiler may move ops, but no admission before the reads of the one before: two slots hold one call's."""
         model = Shared().eval()

@@ -108,6 +108,7 @@ def workloads(draw: st.DrawFn) -> tuple[int, int, int, frozenset[int], list[torc
     return num_experts, num_slots, num_overflow_rows, away, [torch.tensor(step, dtype=dtype) for step in steps]
 
 
+@pytest.mark.slow
 @settings(max_examples=40, deadline=None)
 @given(workloads())
 def test_equals_its_model(workload: tuple[int, int, int, frozenset[int], list[torch.Tensor]]) -> None:
@@ -149,6 +150,7 @@ def test_the_least_recently_used_leaves() -> None:
     assert [expert for expert, row in enumerate(rig.cache.location.tolist()) if row < 3] == [0, 2, 5]
 
 
+@pytest.mark.slow
 def test_hits_are_those_of_the_trace() -> None:
     trace = seeded_trace(3, 60, 16, 3)
     rig = Rig(16, 6)

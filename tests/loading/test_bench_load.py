@@ -73,6 +73,7 @@ def test_the_summary_compares_with_the_faster_plain_read() -> None:
     assert lines[3].endswith("2.00 s")
 
 
+@pytest.mark.slow
 def test_rows_tell_how_the_files_were_read(tmp_path: Path) -> None:
     out = tmp_path / "rows.jsonl"
     args = ("--device", "cpu", "--layers", 1, "--ways", "headrace,headrace-buffered", "--files", "cached")

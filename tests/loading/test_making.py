@@ -207,6 +207,7 @@ print(json.dumps([peak, plan.offloaded_bytes, plan.resident_bytes, sum(plan.slot
 
 
 class TestMemory:
+    @pytest.mark.slow
     def test_the_model_is_never_there_twice(self, transposed: Path, tmp_path: Path) -> None:
         """Experts made for a store that ranks share: one copy and a few tensors, not one copy more."""
         sizes = {"hidden_size": 256, "moe_intermediate_size": 512, "num_experts": 16}

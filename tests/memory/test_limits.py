@@ -55,6 +55,7 @@ class TestHostMemory:
         text = "MemTotal:       131981020 kB\nMemFree:          100 kB\nMemAvailable:     2048 kB\nCached:  9999 kB\n"
         assert host_available_bytes(text) == 2 * MIB
 
+    @pytest.mark.slow
     def test_the_limit_of_address_space(self, tmp_path: Path) -> None:
         """What takes more of it than there is is refused before anything is allocated."""
         layers = [torch.nn.Linear(2048, 2048, bias=False) for _ in range(16)]
@@ -347,7 +348,7 @@ class TestOffload:
         limited(monkeypatch, host_available_bytes=take_inventory(resident).num_bytes)
         with torch.device("meta"):
             model = Stack(6).eval()
-        with pytest.raises(LimitError, match=r"let the weights rest in the files \(--offload-mode disk\)"):
+        with pytest.raises(LimitError, match=r"store the weights in the files \(--offload-mode disk\)"):
             headrace.offload(model, all_layers(), checkpoint=tmp_path)
         with headrace.offload(model, all_layers(mode="disk"), checkpoint=tmp_path):
             assert torch.equal(model(rows()), resident(rows()))

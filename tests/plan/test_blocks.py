@@ -67,6 +67,7 @@ class TestSDXL:
         assert forecast.bound == "link"
         assert forecast.step_s < 1.05 * forecast.floor_s
 
+    @pytest.mark.slow
     def test_more_memory_is_never_slower(self, sdxl: Inventory) -> None:
         planner, steps = Planner(sdxl, NOMINAL_GPU), []
         for percent in (3, 5, 10, 25, 40, 47, 60, 80, 95):
@@ -165,6 +166,7 @@ def assert_runs(model: nn.Module, inputs: Sequence[torch.Tensor], budget: int) -
             assert handle.plan.moved_bytes > 0
 
 
+@pytest.mark.slow
 def test_a_small_unet_of_that_structure_runs_in_its_smallest_budget() -> None:
     torch.manual_seed(0)
     model = unets.UNet(unets.TINY).eval()
@@ -200,6 +202,7 @@ def nested(draw: st.DrawFn, depth: int = 3) -> nn.Module:
     return Nested(children, draw(st.sampled_from([0, 0, 1])), order)
 
 
+@pytest.mark.slow
 @given(st.lists(nested(), min_size=2, max_size=4))
 @settings(max_examples=25, deadline=None, suppress_health_check=list(HealthCheck))
 def test_nested_modules_run_in_their_smallest_budget(blocks: list[nn.Module]) -> None:

@@ -75,7 +75,7 @@ def test_a_gpu_keeps_what_is_converted_in_host_memory(opened: dict[str, OpenedMo
     assert spill is not None
     assert spill.unstreamable == {storage.name for storage in converted.inventory.storages}
     policy = Prefetch(params=[ALL_MODEL_PARAMS], mode="disk")
-    with pytest.raises(OptionError, match="have another dtype in the files than in the model, and what a GPU reads"):
+    with pytest.raises(OptionError, match="have another dtype in the files than in the model, and a GPU reads"):
         finalize_plan(
             planner(converted, GPU).plan(policy), converted.inventory, GPU, Machine("cuda"), converted.weights
         )

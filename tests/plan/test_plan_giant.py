@@ -64,6 +64,7 @@ def gpu(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return file
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("host", [None, "512GiB", "1100GiB"])
 def test_the_whole_verb_in_seconds_without_a_weight_read(
     host: str | None, giant: Path, gpu: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
@@ -105,6 +106,7 @@ def test_the_whole_verb_in_seconds_without_a_weight_read(
         assert "more host memory" in result.stdout
 
 
+@pytest.mark.slow
 def test_again_without_torch(giant: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """A whole process, from its start to its end: what was read of the folder is kept, whatever the budget."""
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
@@ -125,6 +127,7 @@ def test_again_without_torch(giant: Path, tmp_path: Path, monkeypatch: pytest.Mo
     assert min(spent_s) < _ENOUGH_AGAIN_S
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("on_gpu", [False, True])
 def test_a_plan_keeps_to_its_budgets(on_gpu: bool, opened: OpenedModel) -> None:
     """Host memory for 512 GiB of the 1250: no more than that in it, and not a unit more than needed in the files."""

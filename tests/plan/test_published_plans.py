@@ -53,6 +53,7 @@ def slowdowns(stack: str) -> Iterator[float]:
             yield Forecaster(inventory, rates, profile, row["rows"])(mine).step_s * 1e3 / row["predicted_ms"]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("stack", ["qwen3-8b", "deepseek-v2-lite"])
 def test_no_plan_is_slower_than_the_one_that_was_measured(stack: str) -> None:
     found = list(slowdowns(stack))
@@ -60,6 +61,7 @@ def test_no_plan_is_slower_than_the_one_that_was_measured(stack: str) -> None:
     assert max(found) <= 1.01
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("name", "is_offloaded", "measured_ms"),
     [

@@ -12,6 +12,7 @@ import pytest
 import plan_search
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", ["qwen3-8b", "qwen3-30b-a3b"])
 def test_no_step_is_slower_than_recorded(name: str) -> None:
     recorded = json.loads(plan_search.RECORD.read_text())

@@ -146,6 +146,7 @@ def grown(size: int, folder: Path, policy: Any, *args: Any) -> list[tuple[int, d
         return [rank.hear() for rank in group]
 
 
+@pytest.mark.slow
 def test_memory_is_measured_whatever_other_programs_end() -> None:
     code = "import torch, sys; print('mapped', flush=True); sys.stdin.read()"
     command = [sys.executable, "-c", code]

@@ -118,7 +118,7 @@ class TestPlantedRaces:
     def test_a_copy_declared_done_too_early_is_caught(self) -> None:
         model, x, expected, handle = self.early()
         # Whichever it is: on a busy machine the first ones may have landed before anybody reads them.
-        message = r"unit (\d) \(layers\.\1\): checksum [0-9a-f]{8} in the store, [0-9a-f]{8} in its slot when it"
+        message = r"unit (\d) \(layers\.\1\): checksum [0-9a-f]{8} in the store, [0-9a-f]{8} in its slot after its copy"
         with pytest.raises(RaceError, match=message):
             model(x)
         handle.remove()

@@ -168,6 +168,7 @@ def ask(url: str, tokens: int, key: str) -> Any:
         return json.load(answer)
 
 
+@pytest.mark.slow
 def test_sigterm_lets_requests_finish(model: Path) -> None:
     """Ready once it prints its address; the key comes from the environment; the end is no error."""
     with command(model, HEADRACE_API_KEY="k") as (process, url):
@@ -215,6 +216,7 @@ def received_from(connection: socket.socket) -> bytes:
         return b"".join(iter(lambda: connection.recv(65536), b""))
 
 
+@pytest.mark.slow
 def test_requests_that_do_not_come(model: Path) -> None:
     """Half a head, half a body and, after an answer, half a second head end the connection in limited time."""
     with command(model, "-c", IMPATIENT.format(1, 60, "")) as (_, url):
@@ -231,6 +233,7 @@ def test_requests_that_do_not_come(model: Path) -> None:
         assert ask(url, 4, "")["usage"]["completion_tokens"] == 4
 
 
+@pytest.mark.slow
 def test_sigterm_beside_half_a_request(model: Path) -> None:
     """The server ends at once; it used to stay for as long as the client liked."""
     with command(model) as (process, url):
@@ -246,6 +249,7 @@ def test_sigterm_beside_half_a_request(model: Path) -> None:
     assert "Traceback" not in err
 
 
+@pytest.mark.slow
 def test_a_stop_ends_requests_that_take_too_long(model: Path) -> None:
     slow = "embed = torch.nn.Embedding.forward; wait = lambda *a: time.sleep(0.05) or embed(*a)"
     slow = f"import time, torch; {slow}; torch.nn.Embedding.forward = wait"
@@ -263,6 +267,7 @@ def test_a_stop_ends_requests_that_take_too_long(model: Path) -> None:
     assert "Traceback" not in err
 
 
+@pytest.mark.slow
 def test_a_stop_ends_forwards_that_never_end(model: Path) -> None:
     # On meta, where the cache is measured before the server listens, it does not hang.
     hang = "embed = torch.nn.Embedding.forward; wait = lambda s, i: embed(s, i) if i.is_meta else time.sleep(3600)"
@@ -278,6 +283,7 @@ def test_a_stop_ends_forwards_that_never_end(model: Path) -> None:
     assert "Timeout" in err
 
 
+@pytest.mark.slow
 def test_a_stop_beside_a_client_that_reads_nothing(model: Path) -> None:
     """Its answer fills the buffers of the socket, and stays there."""
     body = b'{"prompt": "W", "max_tokens": 2000, "ignore_eos": true, "stream": true}'

@@ -70,6 +70,7 @@ def text_of(served: Served, tokens: list[int]) -> str:
 
 
 class TestEqualsGenerate:
+    @pytest.mark.slow
     def test_completions(self, served: Served, expected: dict[str, list[int]]) -> None:
         before = served.handle.stats().bytes_moved
         for prompt in PROMPTS:
@@ -88,6 +89,7 @@ class TestEqualsGenerate:
             assert answer["choices"][0]["text"] == text_of(served, expected[prompt])
         assert served.handle.stats().bytes_moved > before
 
+    @pytest.mark.slow
     def test_openai_client(self, served: Served, expected: dict[str, list[int]]) -> None:
         client = served.client()
         for prompt in PROMPTS:
@@ -98,6 +100,7 @@ class TestEqualsGenerate:
             assert completion.model == NAME
         assert [model.id for model in client.models.list()] == [NAME, "alias"]
 
+    @pytest.mark.slow
     def test_openai_client_streams(self, served: Served, expected: dict[str, list[int]]) -> None:
         client = served.client()
         for prompt in PROMPTS:

@@ -281,6 +281,7 @@ def test_the_end_of_the_batching_loop_is_reported(folder: Path) -> None:
         assert metrics(served)["headrace_alive"] == 0
 
 
+@pytest.mark.slow
 def test_an_address_that_is_taken() -> None:
     with bind("127.0.0.1", 0) as first:
         first.listen()

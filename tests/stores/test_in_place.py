@@ -86,6 +86,7 @@ def from_files(model: nn.Module, folder: Path, policy: Any) -> tuple[Any, headra
 
 
 class TestOffsets:
+    @pytest.mark.slow
     @DTYPES
     def test_same_bits_at_every_offset_that_is_planned(
         self, dtype: torch.dtype, tmp_path: Path, monkeypatch: pytest.MonkeyPatch

@@ -249,7 +249,7 @@ class TestCarriedOut:
         model = Stack(6).eval()
         before = [parameter.data_ptr() for parameter in model.parameters()]
         monkeypatch.setattr("headrace.stores.open_store._host_store", lambda *args: pytest.fail("allocates"))
-        with pytest.raises(OptionError, match=r"2 of the plan's 6 units \(.* KiB\) rest in safetensors.*checkpoint="):
+        with pytest.raises(OptionError, match=r"2 of the plan's 6 units \(.* KiB\) are in safetensors.*checkpoint="):
             headrace.offload(model, two_stores(model))
         assert [parameter.data_ptr() for parameter in model.parameters()] == before
 

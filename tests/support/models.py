@@ -293,7 +293,7 @@ def save(model: nn.Module, folder: Path, num_shards: int = 1) -> Path:
     return folder
 
 
-_earlier: set[threading.Thread] = set()  # of offloads that are garbage of earlier tests, and may end at any time
+earlier_threads: set[threading.Thread] = set()  # at the start of the test: those of garbage may end at any time
 
 
 def state_of(model: nn.Module) -> list[Any]:
@@ -305,5 +305,5 @@ def state_of(model: nn.Module) -> list[Any]:
         {name: list(value) if "hooks" in name else id(value) for name, value in vars(module).items()}
         for module in model.modules()
     ]
-    threads = set(threading.enumerate()) - _earlier
+    threads = set(threading.enumerate()) - earlier_threads
     return [tensors, attributes, sorted(t.name for t in threads if t.name.startswith("headrace"))]

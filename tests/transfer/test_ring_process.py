@@ -106,6 +106,7 @@ class TestBytes:
         moved = sum(machine.plan.units[unit].payload_bytes for unit in machine.link.log)
         assert machine.link.ring.memory.stats.bytes_read >= moved > 0
 
+    @pytest.mark.slow
     @settings(deadline=None, max_examples=15, suppress_health_check=[HealthCheck.function_scoped_fixture])
     @given(st.lists(st.tuples(st.booleans(), st.lists(st.integers(0, 5), max_size=8)), min_size=1, max_size=8))
     def test_any_order_of_units(self, make: Make, steps: list[tuple[bool, list[int]]]) -> None:
@@ -289,7 +290,7 @@ class TestFailure:
         self, executable: str | None, make: Make, monkeypatch: pytest.MonkeyPatch
     ) -> None:
         monkeypatch.setattr(ring_readers, "get_executable", lambda: executable)
-        with pytest.raises(OptionError, match=r"does not say where its Python interpreter is.*mode 'cpu'"):
+        with pytest.raises(OptionError, match=r"the Python interpreter of this program is not known .*mode 'cpu'"):
             make()
 
 
@@ -308,6 +309,7 @@ def ring_mappings() -> int:
 
 
 class TestEnd:
+    @pytest.mark.slow
     def test_nothing_is_left(self, make: Make, tmp_path: Path) -> None:
         store = disk_store(save_patterns(make_plan(6, 2)[1], tmp_path))
         before = (descriptors(), ring_mappings(), psutil.Process().children())
@@ -498,6 +500,7 @@ class TestLink:
         assert ledger.held == {}
         assert (descriptors(), ring_mappings()) == before
 
+    @pytest.mark.slow
     @pytest.mark.parametrize("end", ["close", "refusal"])
     def test_readers_that_came_up_in_vain(self, ledger: Ledger, prepare: Callable[..., RingLink], end: str) -> None:
         before = (descriptors(), ring_mappings())
@@ -714,6 +717,7 @@ class TestProgram:
         machine.settle()
         machine.close()
 
+    @pytest.mark.slow
     def test_a_parent_without_standard_streams(self, tmp_path: Path) -> None:
         """The next files that it opens get their numbers, which in a child are its own streams."""
         path = save_patterns(make_plan(6, 2)[1], tmp_path)

@@ -1,8 +1,8 @@
-"""What was read of a model's folder, kept so that planning it again needs neither torch nor transformers.
+"""On-disk cache of the metadata of model folders, so that planning again needs neither torch nor transformers.
 
-One file per folder, beside the kept probe of the machine. It counts only while everything that the reading depended on
-is the same (:func:`_state`): config.json, headers, sizes and times of the files, the code of the model's classes and
-ours, the versions of all installed packages. Anything else, a damaged file too, is as if nothing were kept.
+One file per folder, beside the probe of the machine. An entry is valid only while everything that it depends on is the
+same (:func:`_state`): config.json, headers, sizes and times of the files, the code of the model's classes and ours, the
+versions of all installed packages. Any other entry, a damaged one too, is ignored.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ if TYPE_CHECKING:
 
 __all__ = ["FolderFacts", "folder_facts"]
 
-# Raise it with any change of what is written.
+# Raise it with any change of the entries.
 _SCHEMA = 5
 _MOST_FILES = 64  # those used last; a model of 46,000 tensors takes 4 MB
 _MOST_BYTES = 1 << 28
@@ -40,7 +40,7 @@ _OURS = Path(__file__).parents[1]
 
 @dataclass(frozen=True)
 class FolderFacts:
-    """What planning needs of a model in a folder.
+    """A model in a folder as planning needs it.
 
     Attributes:
         inventory: of the model as its files hold it.
@@ -56,33 +56,33 @@ class FolderFacts:
 
 
 def folder_facts(folder: Path, read: Callable[[], tuple[FolderFacts, Iterable[str]]], options: str = "") -> FolderFacts:
-    """What is kept of ``folder`` if it still holds, or else what ``read`` returns, which is then kept.
+    """The valid entry of ``folder``, or else the result of ``read``, which becomes its entry.
 
     Args:
-        read: returns the facts, and the files with the code that they came from. What it raises passes.
-        options: what it depends on besides the folder; for other options something else is kept.
+        read: returns the facts, and the files with the code that they came from.
+        options: what they depend on besides the folder; each has its own entry.
     """
     place = _place(folder, options)
     kept = None if place is None else _load(place, folder)
     if kept is not None:
         return kept
-    with suppress(OSError):  # a folder that cannot be listed: read() says so
+    with suppress(OSError):  # a folder that cannot be listed: read() raises
         before = _listing(folder)
     facts, code = read()
     if place is not None:
-        with suppress(OSError, CheckpointError):  # as if nothing were kept, too
+        with suppress(OSError, CheckpointError):  # no entry
             if before == _listing(folder):
                 _save(place, folder, facts, sorted(set(code)))
     return facts
 
 
 def _load(place: Path, folder: Path) -> FolderFacts | None:
-    with suppress(Exception):  # of an entry that is damaged or forged nothing is used
+    with suppress(Exception):  # an entry that is damaged or forged is ignored
         head, _, body = read_file(place, _MOST_BYTES).partition(b"\n")
         key: _Key = decode(_Key, parse(head))
         state, stamps = _state(folder, [folder / file for file in key.files], key.code)
         if (key.state, key.body) == (state, _digest(body)):
-            os.utime(place)  # of many files those that were not used for longest go first
+            os.utime(place)  # the least recently used entries are deleted first
             return _facts_of(decode(_Body, parse(body)), folder.absolute(), stamps)
     return None
 
@@ -109,11 +109,11 @@ def _place(folder: Path, options: str) -> Path | None:
     return None if cache is None else cache / "folders" / f"{name}.json"
 
 
-# -- what the reading depends on ---------------------------------------------------------------------------------------
+# -- dependencies of an entry ------------------------------------------------------------------------------------------
 
 
 def _state(folder: Path, files: Iterable[Path], code: Iterable[str]) -> tuple[str, list[FileFingerprint]]:
-    """A digest of everything that reading ``folder`` depends on, and the fingerprints of its safetensors ``files``."""
+    """A digest of everything that an entry depends on, and the fingerprints of the safetensors ``files``."""
     # A program may have set another default; then it has imported torch.
     default = str(sys.modules["torch"].get_default_dtype()) if "torch" in sys.modules else "torch.float32"
     classes = _stamps([*_OURS.rglob("*.py"), *map(Path, code)])
@@ -127,7 +127,7 @@ def _state(folder: Path, files: Iterable[Path], code: Iterable[str]) -> tuple[st
 
 
 def _listing(folder: Path) -> list[object]:
-    """The files of ``folder`` that say what it holds; others, such as a plan that is saved there, change nothing."""
+    """The files of ``folder`` that an entry depends on; others, such as a saved plan, do not matter."""
     names = sorted(os.listdir(folder))
     texts = [name for name in names if name.startswith(("config", "model")) and name.endswith(".json")]
     return [
@@ -155,12 +155,12 @@ def _stamps(files: Iterable[Path]) -> list[tuple[str, int, int]]:
     return sorted((name, found.st_size, found.st_mtime_ns) for name, found in status)
 
 
-# -- what is kept ------------------------------------------------------------------------------------------------------
+# -- an entry ----------------------------------------------------------------------------------------------------------
 
 
 @dataclass(frozen=True)
 class _Key:
-    """The first line of an entry: digests of what the reading depended on and of the second line; files and code."""
+    """The first line of an entry: digests of its dependencies and of the second line; files and code."""
 
     state: str
     body: str
@@ -238,7 +238,7 @@ def _facts_of(body: _Body, root: Path, stamps: Sequence[FileFingerprint]) -> Fol
 
 
 class _KeptSources(Mapping[str, TensorSource]):
-    """Sources that are made when they are asked for: a plan needs few of 46,000 parts, or none."""
+    """Sources that are made on demand: a plan needs few of 46,000 parts, or none."""
 
     def __init__(self, sources: _Sources, parts: Sequence[tuple[Any, ...]]) -> None:
         self._sources, self._parts = sources.by_name, parts
@@ -264,7 +264,7 @@ class _KeptSources(Mapping[str, TensorSource]):
 
 
 class _UnreadTensors(Mapping[str, FileTensor]):
-    """The tensors of a checkpoint, read when they are asked for: messages of errors name some of them."""
+    """The tensors of a checkpoint, read on demand: messages of errors name some of them."""
 
     def __init__(self, root: Path) -> None:
         self._root = root

@@ -1,4 +1,4 @@
-"""Finds the folder of a model by what people call it, and says what to do with what is no folder of a model.
+"""Finds the folder of a model by its path or name; errors for other folders and files say what to do with them.
 
 A path, a name of the Hugging Face Hub that the local cache holds, or the cache's own folder of a name. Nothing is
 downloaded, and torch is not imported: a mistyped path is answered at once.
@@ -57,7 +57,7 @@ def model_folder(path: str | os.PathLike[str]) -> Path:
 
 
 def model_name(folder: Path) -> str:
-    """What people call the model in ``folder``: its name on the Hub if it is in the cache, else that of the folder."""
+    """The name of the model in ``folder``: that on the Hub if it is in the cache, else that of the folder."""
     repository = folder.absolute().parent.parent.name
     if folder.absolute().parent.name == "snapshots" and repository.startswith(_REPOSITORY):
         return _hub_name(repository)
@@ -68,7 +68,7 @@ def is_quantised(folder: Path) -> bool:
     """Whether config.json speaks of quantised weights, in whatever part of it."""
     with suppress(OSError):
         return b'"quantization_config"' in (folder / "config.json").read_bytes()
-    return False  # who reads it says what is wrong with it
+    return False  # reading it raises the error
 
 
 def _hub_name(repository: str) -> str:
@@ -120,7 +120,7 @@ def _snapshot(repository: Path) -> Path:
         ) from error
 
 
-# -- what is no folder of a model --------------------------------------------------------------------------------------
+# -- other folders and files -------------------------------------------------------------------------------------------
 
 
 def _beside(file: Path) -> Path:
@@ -199,7 +199,7 @@ def _class_of(folder: Path) -> object:
 
 
 def _stated(file: Path, key: str) -> object:
-    """What a JSON file says under ``key``, if it says anything: it only makes advice easier to follow."""
+    """The value of ``key`` in a JSON file, for advice; ``None`` if it cannot be read."""
     with suppress(OSError, ValueError, AttributeError):
         return json.loads(file.read_text()).get(key)
     return None

@@ -87,11 +87,11 @@ class TensorSource:
 
 @dataclass(frozen=True, eq=False)
 class Conversion:
-    """How tensors of the model are made of tensors of the files by more than placing their bytes.
+    """Computes tensors of the model from tensors of the files.
 
     Attributes:
-        names: of the model's tensors that come out together.
-        parts: what goes in.
+        names: of the model's tensors, the outputs.
+        parts: the inputs.
         make: from the parts, by their names in the files and unchanged, to the model's tensors by name, in the
             model's dtype and contiguous.
     """

@@ -246,7 +246,7 @@ def collapse(memory: Bytes) -> bool:
 
 
 def collapse_parallel(buffer: torch.Tensor, num_threads: int) -> None:
-    """Touch shared memory (uint8, 1-D, host) by huge pages, where the kernel can; filling it touches the rest.
+    """Touch shared memory (uint8, 1-D, host) by huge pages, where the kernel can; filling it touches the other pages.
 
     It gives up at the first refusal: a kernel that has no huge page left looks for one a long time, every time.
     """

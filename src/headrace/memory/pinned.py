@@ -1,4 +1,4 @@
-"""Page-locked (pinned) host memory: registered with the driver, given back to it, and seen by a device.
+"""Page-locked (pinned) host memory: registered with the driver, unregistered, and addressed by a device.
 
 Registration pins pages that exist already: about 30 GB/s, against 3 for an allocation by the driver. It must not
 overlap the capture of a graph, which it would invalidate: registering is refused then, and memory that ends during a

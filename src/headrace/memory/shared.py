@@ -184,7 +184,7 @@ class SymmetricMemory:
         self._timeout_ms = int(ranks.timeout_s * 1e3)
         with torch.cuda.device(device):
             try:
-                # What symm.empty calls. That takes it from a pool, which would keep what is given back.
+                # What symm.empty calls. That takes it from a pool, which would keep freed memory.
                 local = _SymmetricMemory.empty_strided_p2p((num_bytes,), (1,), torch.uint8, device)
             except RuntimeError as error:
                 raise torch.OutOfMemoryError(f"{device}: no room for {num_bytes} bytes: {error}") from error

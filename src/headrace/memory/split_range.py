@@ -62,7 +62,7 @@ class MappedMemory(RawMemory):
 
 
 class SplitRange:
-    """Uninitialised memory of a device and of the host; given back when the last tensor that views it is gone.
+    """Uninitialised memory of a device and of the host; freed with the last tensor that views it.
 
     Attributes:
         whole: every address (uint8, 1-D, on the device). Between the two memories nothing is mapped, and a kernel that

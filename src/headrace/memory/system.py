@@ -98,7 +98,7 @@ def round_up(number: int, step: int) -> int:
 
 
 def trim_heap() -> None:
-    """Give free memory inside the C heap back to the system (``malloc_trim(3)``); no effect without glibc."""
+    """Return free memory inside the C heap to the system (``malloc_trim(3)``); no effect without glibc."""
     with suppress(AttributeError):
         ctypes.CDLL(None).malloc_trim(0)
 
@@ -133,7 +133,7 @@ class PeakMeter:
     """By how much resident memory grows at most from here on.
 
     Resets the kernel's high-water mark (``proc(5)``, ``/proc/pid/clear_refs``, value 5). Where that is not allowed an
-    earlier peak stays in the figure, which then is too high and never too low.
+    earlier peak stays in the value, which then is too high and never too low.
     """
 
     def __init__(self) -> None:
@@ -158,7 +158,7 @@ def host_available_bytes(meminfo: str | None = None) -> int | None:
         meminfo: text of ``/proc/meminfo``; default that of this machine.
 
     Returns:
-        bytes; ``None`` where the kernel does not say.
+        bytes; ``None`` where the kernel does not report it.
     """
     available = _kib_line("MemAvailable", _read("/proc/meminfo", meminfo))
     limit = resource.getrlimit(resource.RLIMIT_AS)[0]
@@ -203,8 +203,8 @@ def memlock_bytes(status: str | None = None, soft_limit: int | None = None) -> i
 def _memory_levels(membership: str, root: Path) -> Iterator[Path]:
     """The folders of the groups that count this process's memory, innermost first."""
     for line in membership.splitlines():
-        hierarchy, _, rest = line.partition(":")
-        controllers, _, path = rest.partition(":")
+        hierarchy, _, others = line.partition(":")
+        controllers, _, path = others.partition(":")
         if hierarchy == "0" and not controllers:
             mount = root
         elif "memory" in controllers.split(","):

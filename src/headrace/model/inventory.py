@@ -56,7 +56,7 @@ def take_inventory(
     Args:
         model: the root.
         is_lookup: whether a forward of a module reads only a few rows of what it holds; engines have other classes.
-        aliases: what lies in a module that several modules hold has a name by each of them.
+        aliases: a tensor in a module that several modules hold has a name by each of them.
 
     Raises:
         OptionError: a module is TorchScript, whose code reads weights without running hooks.

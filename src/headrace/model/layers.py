@@ -1,7 +1,4 @@
-"""What a layer of a model is: numbered siblings that hold most of the weights, found by structure.
-
-For the planner. Semantic groups (:mod:`headrace.model.semantic_groups`) count layers of one-layer models, too.
-"""
+"""The layers of a model: numbered siblings that hold most of the weights, found by structure."""
 
 from __future__ import annotations
 
@@ -71,7 +68,7 @@ def find_stacks(inventory: Inventory) -> dict[str, list[str]]:
 
 
 def find_layers(inventory: Inventory) -> list[str]:
-    """The layers of all stacks; of a stack of blocks, what those blocks are made of.
+    """The layers of all stacks; of a stack of blocks, the modules inside these blocks.
 
     Layers of a stack are much alike. The down and up blocks of a UNet, or the stages of an image model, are not: one
     block may hold half of all weights, and so would a slot. Where the layers of a stack differ twofold and one of them
@@ -118,7 +115,7 @@ def are_apart(inventory: Inventory, parts: Mapping[str, Sequence[StorageInfo]], 
 
 
 def _numbered_children(inventory: Inventory, container: str, holders: Collection[str]) -> list[str]:
-    """By place: what ``container`` holds in several places is listed as often."""
+    """A child that ``container`` holds in several places is listed as often."""
     found = [
         place
         for place in inventory.places(container)

@@ -8,13 +8,13 @@ Two dispatch keys that no kernel of PyTorch uses mark offloaded tensors. The dis
 before it selects a kernel, so it calls the functions below first: from any thread, module, model or library, whatever
 modes are active. Tensors without these keys never reach this code and cost nothing.
 
-*Resting* tensors (``DeferredInit``, reserved for code outside of PyTorch's tree) have shape, strides, dtype and device,
-and no memory. Any operator that takes one, its ``.data`` or its ``.detach()`` comes to :func:`_on_access`. Raw pointers
-are refused by torch ("Cannot access data pointer"), since the storage has none.
+*Placeholders* (``DeferredInit``, reserved for code outside of PyTorch's tree) have shape, strides, dtype and device,
+and no memory. Any operator that takes one, its ``.data`` or its ``.detach()`` calls :func:`_on_access`. Torch refuses
+raw pointers ("Cannot access data pointer"), since the storage has none.
 
-*Guarded* tensors (``TESTING_ONLY_GenericWrapper``) view bytes that stay for a limited time: a slot, a copy. Operators
-that read them run at full speed, because the key falls through to their kernels. An operator that writes them in
-place, through any view, reaches :func:`_on_write` and is refused, since the next copy would overwrite the write.
+*Guarded* tensors (``TESTING_ONLY_GenericWrapper``) view bytes that are valid for a limited time: a slot, a copy.
+Operators that read them run at full speed, because the key falls through to their kernels. An operator that writes them
+in place, through any view, reaches :func:`_on_write` and is refused, since the next copy would overwrite the write.
 """
 
 from __future__ import annotations
@@ -51,8 +51,8 @@ __all__ = [
 # Ends a loan of bytes: takes the output of the operator (None if it has failed), returns what its caller gets.
 GiveBack = Callable[[Any], Any]
 
-# Brings the bytes of a resting tensor: for good (returns None), or until the result is called. Takes the tensor, the
-# operator that uses it, and whether the operator writes it in place. OutsideAccessError: the bytes cannot be brought.
+# Gives a placeholder its bytes: for good (returns None), or until the result is called. Takes the tensor, the operator
+# that uses it, and whether the operator writes it in place. OutsideAccessError: it cannot have them.
 OnAccess = Callable[["BoundTensor", torch._ops.OpOverload, bool], GiveBack | None]
 
 # Attributes from a module to a tensor at or below it, into a tensor subclass too.
@@ -117,9 +117,9 @@ class BoundTensor:
         self.note_version()
 
     def point_at_slot(self, buffer: torch.Tensor, on_access: OnAccess | None) -> None:
-        """Make the tensor a view of ``buffer`` while it is open; with a ``wake`` it rests at other times.
+        """Make the tensor a view of ``buffer`` while it is open; with ``on_access`` it is a placeholder at other times.
 
-        ``wake``: called when the resting tensor is accessed.
+        ``on_access``: called when the placeholder is used.
         """
         self.point_at(_own_storage(buffer))  # in no local variable, which would count as one of our own views below
         self.in_slot = self._unguarded = self.tensor.data
@@ -137,8 +137,8 @@ class BoundTensor:
         """Make the tensor a view of its slot, which holds its unit now.
 
         Raises:
-            ModelChangedError: it was moved or written since :meth:`rest`. A replaced or deleted tensor is the caller's
-                right: it is reported once, and the new one is used.
+            ModelChangedError: it was moved or written since :meth:`to_placeholder`. A replaced or deleted tensor is the
+                caller's right: it is reported once, and the new one is used.
         """
         if self.in_slot is None:
             return
@@ -153,7 +153,7 @@ class BoundTensor:
             raise self._moved()
 
     def to_placeholder(self) -> ModelChangedError | None:
-        """Make the tensor rest, because its slot may get another unit.
+        """Make the tensor a placeholder, because its slot may get another unit.
 
         Returns:
             what is wrong, if it was moved or written since :meth:`open`.
@@ -197,18 +197,18 @@ class BoundTensor:
             return guarded(self.view_of(buffer), self)
 
     def lend(self, buffer: torch.Tensor, is_written: bool = False) -> None:
-        """Make a resting tensor a view of ``buffer`` until :meth:`end_loan`; guarded unless it ``is_written``."""
+        """Make a placeholder a view of ``buffer`` until :meth:`end_loan`; guarded unless it ``is_written``."""
         with torch.inference_mode(self.original.is_inference()):
             self.tensor.data = self.view_of(buffer) if is_written else self.copy_of(buffer)
         self._lent_storage = storage_id(self.tensor)
 
     def end_loan(self) -> None:
-        """Make the tensor rest again."""
+        """Make the tensor a placeholder again."""
         self.tensor.data = self._placeholder  # type: ignore[assignment]
         self._lent_storage = 0
 
     def unpin_from_slot(self, on_access: OnAccess) -> None:
-        """Have a tensor that stays in its slot rest like others, until :meth:`pin_to_slot`; ``wake``: as above."""
+        """Make a tensor that stays in its slot a placeholder, until :meth:`pin_to_slot`; ``on_access``: as above."""
         if self.in_slot is None or self._placeholder is not None or self._find_loss():
             return
         self.on_access = on_access
@@ -284,7 +284,7 @@ class BoundTensor:
         return _find(module, (attr, *inner)) is self.tensor
 
     def check(self) -> None:
-        """Compare with what :meth:`point_at` left, where tensors do not rest; cheap enough for every run.
+        """Compare with the state after :meth:`point_at`, for tensors without placeholders; cheap enough for every run.
 
         Raises:
             ModelChangedError: moved, or written in place.
@@ -317,7 +317,7 @@ class BoundTensor:
         """Raise ``StateError`` unless compiled code was given this very memory (``given``: addresses), not a copy."""
         if not self.lost and self._address not in given:
             raise StateError(
-                f"{self.info.name}: the compiler hands over a copy made before the bytes have arrived, so the result "
+                f"{self.info.name}: the compiler passes a copy made before the bytes are on the device, so the result "
                 f"would be wrong; compile with backend='inductor' or 'eager', run under torch.inference_mode() or "
                 f"no_grad(), and leave tensor subclasses out of the selection"
             )
@@ -558,7 +558,7 @@ class _PlaceholderStorage(torch.UntypedStorage):
 
 
 def placeholder_like(tensor: torch.Tensor, owner: BoundTensor) -> torch.Tensor:
-    """A resting tensor of the shape, strides, dtype and device of ``tensor``, which ``owner`` answers for."""
+    """A placeholder of the shape, strides, dtype and device of ``tensor``, which ``owner`` answers for."""
     placeholder = _marked(tensor, _PLACEHOLDER_KEY)
     placeholder.untyped_storage().__class__ = (
         _PlaceholderStorage  # kept, like the object itself, with the storage of C++
@@ -618,7 +618,7 @@ def resident_rule(name: str) -> str:
 
 
 def _on_access(operator: torch._ops.OpOverload, *args: Any, **kwargs: Any) -> Any:
-    """Give every resting argument its bytes, then run ``operator`` as if nothing had been offloaded."""
+    """Give every placeholder among the arguments its bytes, then run ``operator`` as if nothing were offloaded."""
     loans: list[GiveBack] = []
     read, output = [], None
     try:
@@ -704,8 +704,7 @@ def _materialize(argument: torch.Tensor, operator: torch._ops.OpOverload, is_wri
         owner.on_access(owner, operator, is_written) if owner.on_access and is_placeholder(owner.tensor) else None
     )
     loans = [] if give_back is None else [give_back]
-    # An alias that was taken while the tensor rested has a TensorImpl of its own, which the owner's waking does not
-    # change.
+    # An alias of the placeholder has a TensorImpl of its own, which is not changed with the owner's.
     if argument is not owner.tensor:
         placeholder = argument.data
         with torch.no_grad():

@@ -1,4 +1,4 @@
-"""What the planner needs of a model beyond names and sizes.
+"""Facts of a model beyond names and sizes: experts, context, caches, activations.
 
 Caches are measured: two forwards on ``meta``, of two lengths, return them as transformers makes them. A third one, of
 one more token, counts the kernels of a decoding step.
@@ -45,7 +45,7 @@ _INDEX_BYTES = 3 * 8
 
 
 def profile_of(model: nn.Module, context: int = 0) -> ModelProfile:
-    """What is known of ``model``, which may be on ``meta``; with a ``context``, memory too (:func:`measured`).
+    """The profile of ``model``, which may be on ``meta``; with a ``context``, memory too (:func:`measured`).
 
     For a model without a transformers configuration these are the defaults. Touches no data.
     """
@@ -151,7 +151,7 @@ def _experts_per_token(config: Any) -> int | None:
 
 
 def _sizes(pairs: Iterable[tuple[_Kept, _Kept]], short: int, long: int) -> tuple[dict[str, Any], int]:
-    """A profile's figures of what is kept after ``short`` and ``long`` tokens; and the most that a tensor grows by."""
+    """A profile's sizes from caches after ``short`` and ``long`` tokens; and the most that a tensor grows by."""
     states, growths = 0, [0]
     windows: dict[int, int] = {}
     for (tensor, window), (longer, _) in pairs:
@@ -170,7 +170,7 @@ def _sizes(pairs: Iterable[tuple[_Kept, _Kept]], short: int, long: int) -> tuple
 
 
 def _forward(model: Any, length: int, dtype: torch.dtype, cache: Mapping[str, Any] = {}) -> dict[str, Any]:
-    """What ``model`` keeps after a forward of ``length`` tokens behind ``cache``, by the name of the argument."""
+    """The cache of ``model`` after a forward of ``length`` tokens behind ``cache``, by the name of its argument."""
     from transformers.generation.utils import ALL_CACHE_NAMES
     from transformers.modeling_outputs import BaseModelOutput
 
@@ -283,7 +283,7 @@ def _activation_bytes(model: nn.Module, config: Any, itemsize: int) -> int:
             num_experts = max(num_experts, *(weight.shape[0] for weight in weights))
             widest = max(math.prod(weight.shape[1:]) // max(1, hidden) for weight in weights)
             biased = any(p is not None and p.dim() == 2 and n.endswith("bias") for n, p in module._parameters.items())
-            # What one expert makes of a row at once, gate and up together. Biases are gathered per row.
+            # Outputs of one expert for a row, gate and up together. Biases are gathered per row.
             made = 3 * max(1, hidden) + (5 if biased else 2) * widest
             # An MLP that all rows share may stand beside the experts.
             width = max(width, top_k * made + 4 * _widest_inner(model.get_submodule(name.rpartition(".")[0])))

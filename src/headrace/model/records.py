@@ -1,4 +1,4 @@
-"""What is known of a model without the model: its storages and modules, and the facts that planning needs beside them.
+"""A model as names and sizes: its storages and modules, and the other facts that planning needs.
 
 Made from a live model by :func:`headrace.model.inventory.take_inventory` and
 :func:`headrace.model.memory_profile.profile_of`. Here is no torch: plans for a folder that was planned before are made
@@ -8,7 +8,7 @@ A module object with several parents goes by its first name, as in ``named_modul
 ``Inventory.shared``, and the names that they give to tensors in ``TensorInfo.aliases``.
 
 The unit of bookkeeping is the *storage*, not the tensor: tied weights, views and cached ``.view()`` attributes share
-one storage, so they have to travel together and come back as views of one another. A :class:`StorageInfo` therefore
+one storage, so they have to be copied together and stay views of one another. A :class:`StorageInfo` therefore
 lists the tensors that view it, each with its own offset, shape and strides.
 """
 
@@ -277,7 +277,7 @@ class Inventory:
         return self.containers | inside
 
     def under(self, module: str) -> list[StorageInfo]:
-        """Storages that are reached through ``module`` alone: what its forward alone reads; in model order."""
+        """Storages that are reached through ``module`` alone, so that its forward alone reads them; in model order."""
         return list(self._under.get(module, ()))
 
     @cached_property
@@ -344,7 +344,7 @@ class ModelProfile:
     kernels_per_step: int | None = None
 
     def check_context(self, context: int) -> None:
-        """Raise OptionError if ``context`` is longer than what the model was made for."""
+        """Raise OptionError if ``context`` is longer than the model allows."""
         if self.max_context is not None and context > self.max_context:
             raise OptionError(
                 f"a context of {context} tokens is longer than the {self.max_context} that the model was made for "

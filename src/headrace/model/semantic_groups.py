@@ -57,7 +57,7 @@ def semantic_groups(inventory: Inventory) -> dict[str, frozenset[str]]:
     found["vision"] = {held.storage for root in vision for held in tree.below[root]}
     found["embeddings"] = {held.storage for module in tree.tables for held in tree.held[module]}
     found["lm_head"] = {held.storage for module in heads for held in tree.held[module]}
-    # A storage that several groups claim is in the first of them; attention's tables of relative positions, say.
+    # A storage that several groups claim is in the first of them; for example attention's tables of relative positions.
     taken: set[str] = set()
     for groups in (("vision",), ("attention",), ("embeddings", "lm_head"), ("experts",), ("shared_experts",), ("mlp",)):
         for group in groups:
@@ -83,8 +83,8 @@ class _Tree:
     """An index of an inventory for questions about subtrees.
 
     Attributes:
-        held: by module, what it holds itself.
-        below: by module, what it and all modules inside it hold.
+        held: by module, its own tensors.
+        below: by module, the tensors of it and of all modules inside it.
         layers: outermost modules whose last segment is a number and that hold parameters, in model order.
         tables: embedding modules in model order.
     """
@@ -116,7 +116,7 @@ class _Tree:
         self._num_tables = Counter(around for name in self.tables for around in dotted_prefixes(name))
 
     def matrices(self, module: str) -> list[_Parameter]:
-        """Of :attr:`below`, those with two or more dimensions; others (norms, biases) say nothing about structure."""
+        """Those of :attr:`below` with two or more dimensions; others (norms, biases) show no structure."""
         return [held for held in self.below[module] if len(held.shape) >= 2]
 
     def shapes(self, module: str) -> list[tuple[int, ...]]:

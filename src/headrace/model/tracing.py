@@ -1,4 +1,4 @@
-"""What traces a model: Dynamo, whose graph hooks read and change, and tracers that would record the bytes of a slot."""
+"""Tracers: Dynamo, whose graph hooks read and change, and those that would record the bytes of a slot."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ __all__ = ["refuse_export", "refuse_tracers", "traced_graph"]
 
 
 def traced_graph() -> fx.Graph | None:
-    """What Dynamo has traced so far; ``None`` under another tracer, such as that of torch.export without Dynamo."""
+    """The graph that Dynamo is tracing; ``None`` under another tracer, such as torch.export without Dynamo."""
     from torch._dynamo.symbolic_convert import InstructionTranslator
 
     try:

@@ -62,7 +62,7 @@ WORD_BYTES = 64
 _PAGE_BYTES = 4096
 # Counters and an error message, after the words.
 STATUS_BYTES = 4096
-# What a ring takes at most.
+# The largest ring.
 RING_BYTES = MAX_ENTRIES * (ENTRY_BYTES + WORD_BYTES) + WORD_BYTES + STATUS_BYTES
 
 
@@ -101,7 +101,7 @@ def steady_order(num_units: int, num_slots: int) -> list[int]:
 
 @dataclass(frozen=True)
 class Schedule:
-    """The order in which units are expected to run, and so what each slot has to hold next.
+    """The order in which units are expected to run, from which the next unit of each slot follows.
 
     Attributes:
         order: units in order of execution; one may be in it several times, as in a loop of a pipeline, or not at all.
@@ -127,12 +127,12 @@ class Schedule:
         return _from(self._runs.get(unit, ()), start)
 
     def following(self, slot: int, position: int) -> int | None:
-        """The unit that ``slot`` holds next, once what runs at ``position`` has run; ``None``: none uses it."""
+        """The next unit of ``slot`` after the run at ``position``; ``None``: no unit uses it."""
         found = _from(self._uses[slot], position + 1)
         return None if found is None else self.order[found]
 
     def again(self, start: int, end: int) -> Schedule:
-        """The same, but what runs from ``start`` to ``end`` (included) runs many more times before what follows."""
+        """The same, but the runs from ``start`` to ``end`` (included) are repeated many times before what follows."""
         loop = self.order[start : end + 1]
         times = max(1, _EXPECTED_RUNS // len(loop))
         return Schedule((*self.order[: end + 1], *(loop * times), *self.order[end + 1 :]), self.num_slots)

@@ -1,4 +1,4 @@
-"""Traces of routing: which experts each token of a layer chooses; made from a seed, and what a cache hits in them.
+"""Traces of routing: the experts that each token of a layer chooses, from a seed or recorded, and the hits of a cache.
 
 Measured models use an expert again soon: Qwen3-30B-A3B half of its choices within 2 tokens and 80 % within 8, and which
 others it uses is skewed. Uniform choices, as of random weights, have none of that and would show a cache at its worst.
@@ -29,7 +29,7 @@ Trace = np.ndarray[tuple[int, int], np.dtype[np.int32]]  # [tokens, top_k]
 _RECENT = (0.26, 0.15, 0.08, 0.06, 0.04, 0.03, 0.03, 0.02)
 _ZIPF_EXPONENT = 1.0
 
-# What a prediction is made from: tokens of a trace, how many of them fill the cache before hits count, and layers.
+# Of a prediction: tokens of a trace, how many of them fill the cache before hits count, and layers.
 _TOKENS, _WARM_UP = 640, 128
 _LAYERS = 8
 
@@ -113,7 +113,7 @@ class ExpertHits:
 
     @property
     def source(self) -> str:
-        """What the prediction assumes, for people."""
+        """The trace, for people."""
         return "a seeded trace with the locality of Qwen3-30B-A3B" if self.recorded is None else "the recorded trace"
 
     def __call__(self, num_slots: int, num_experts: int, top_k: int, touched: float) -> float:

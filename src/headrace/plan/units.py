@@ -113,7 +113,7 @@ def why_unreachable(inventory: Inventory, storage: StorageInfo) -> str:
     holder = min(inventory.containers & storage.modules)
     return (
         f"{holder or 'the model'} ({inventory.modules[holder]}), which holds it, has no forward before which it could "
-        f"be waited for, and what has one around it is the model itself or runs around other units"
+        f"be waited for, and the one around it is the model itself or runs around other units"
     )
 
 
@@ -246,7 +246,7 @@ def plan_group_rule(
     Args:
         inventory: of the model.
         policy: the group rule.
-        stacks: what it counts.
+        stacks: of layers that it counts.
         in_place: whether a candidate is read in place, because it is in no layer of these stacks.
         by_part: copy the parts of a layer (attention, feed-forward) one by one, each into a slot of its own, in the
             same device memory: a part can be refilled while the next computes.
@@ -319,7 +319,7 @@ def read_in_place(
     limit_bytes: int | None,
     refused: Mapping[str, str] | None = None,
 ) -> list[StorageInfo]:
-    """As many of ``candidates`` as have room in ``limit_bytes``, without what is ``refused`` (name -> reason).
+    """As many of ``candidates`` as fit into ``limit_bytes``, without those ``refused`` (name -> reason).
 
     A token needs a few experts but all dense weights, so experts are the cheapest to read in place and come first.
     """

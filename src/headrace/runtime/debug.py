@@ -1,9 +1,9 @@
 """``HEADRACE_DEBUG=1``: make every race visible.
 
-A unit's checksum is taken from the store the first time it is needed. It is compared when the unit arrives (a copy that
-is declared done too early, or lands in the wrong place) and when its module has run (a slot that was overwritten while
-it was read). Between uses a slot is filled with 0xFF, which is NaN in every floating dtype, so a read at the wrong
-time cannot look right by luck.
+A unit's checksum is taken from the store the first time it is needed. It is compared when the copy of the unit has
+completed (it may be declared done too early, or write to the wrong place) and when its module has run (a slot that was
+overwritten while it was read). Between uses a slot is filled with 0xFF, which is NaN in every floating dtype, so a read
+at the wrong time cannot look right by luck.
 
 Weights that share a slot share an address. A cache that is keyed by ``weight.data_ptr()`` gives the second what was
 made of the first, which no checksum shows: :class:`AddressGuard` does.
@@ -36,12 +36,12 @@ class Guard:
         self._plan = plan
         self._promoted = promoted
         self._copies = copies
-        # Filled on first use: a unit may rest in a file, and reading all of them would take as long as a load.
+        # Filled on first use: a unit may be stored in a file, and reading all of them would take as long as a load.
         self._expected: dict[tuple[int, int], int] = {}  # by unit and number of entries that are not promoted
 
     def copied(self, unit: int, slot: torch.Tensor) -> None:
         """Raise ``RaceError`` unless ``slot`` holds ``unit``."""
-        self._check(unit, slot, "when it arrived: its copy was declared done before it was, or went elsewhere")
+        self._check(unit, slot, "after its copy: the copy was declared done before it was, or wrote elsewhere")
 
     def before_reuse(self, unit: int, slot: torch.Tensor) -> None:
         """Raise ``RaceError`` unless ``slot`` still holds ``unit``; then poison it."""

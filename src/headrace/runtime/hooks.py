@@ -1,9 +1,9 @@
 """The two ends of a module's use of its unit, in eager and in compiled code.
 
 [Note: windows] A unit's tensors view its slot while its module runs, from the first pre-hook to the last hook, and
-rest otherwise (see :mod:`headrace.model.live_tensors`). The module's ``forward`` is wrapped for two cases that hooks
-do not see: a direct call of ``module.forward(x)``, which gets a window of its own, and a ``BaseException`` such as
-``KeyboardInterrupt``, for which torch runs no ``always_call`` hooks.
+are placeholders otherwise (see :mod:`headrace.model.live_tensors`). The module's ``forward`` is wrapped for two cases
+that hooks do not see: a direct call of ``module.forward(x)``, which gets a window of its own, and a ``BaseException``
+such as ``KeyboardInterrupt``, for which torch runs no ``always_call`` hooks.
 
 [Note: ordering edges] In compiled code the hooks are traced as ops: ``headrace::wait`` and ``release`` around a module,
 ``begin`` and ``join`` around a forward. A compiler may move any operation whose inputs are ready in its graph. Weights
@@ -73,7 +73,7 @@ class _Window(Reader):
 
     Attributes:
         running: the module's forward is on the stack. Before and after it, between hooks, an interrupt can end the run
-            without a trace; then the slot may be taken away, and the tensors rest.
+            without a trace; then the slot may be taken away, and the tensors become placeholders.
         has_returned: the forward has, perhaps with ``None``.
     """
 
@@ -99,7 +99,7 @@ class _ModuleHook(NotCopyable):
     Args:
         tag_attr: the attribute of both modules at which compiled code finds the tag of this hook.
         token: see the note on ordering edges; one for all hooks of an offload.
-        promoter: handles tensors that are used elsewhere; ``None`` where tensors do not rest.
+        promoter: handles tensors that are used elsewhere; ``None`` where tensors are never placeholders.
         unhooked: the wrapper does all of it, see :func:`unhooked_modules`.
         traced_in_forward: the wrapper traces the ops, and not the hooks: for the module that is compiled as a whole.
     """
@@ -297,7 +297,7 @@ class UnitHook(_ModuleHook):
     # The compiler runs this while it traces the hooks, and keeps the (absent) result as a constant. The attribute is
     # what torch.compiler.assume_constant_result sets; that function would import all of the compiler here.
     def pin_to_slots(self) -> None:
-        """Compiled code relies on addresses: the tensors rest no more.
+        """Compiled code relies on addresses: from now on the tensors always view their slots.
 
         Nor do those of modules of the same class, which may share the code: its guards compare dispatch keys.
         """
@@ -361,7 +361,7 @@ class UnitHook(_ModuleHook):
         return window
 
     def _close(self, prefetcher: Prefetcher, window: _Window, output: Any) -> Any:
-        """Let the tensors rest and the slot go.
+        """Make the tensors placeholders and release the slot.
 
         Returns:
             ``output``, with views of the slot replaced by the same views of promoted tensors.
@@ -380,7 +380,7 @@ class UnitHook(_ModuleHook):
         return output
 
     def forget(self, window: _Window) -> ModelChangedError | None:
-        """Let the tensors rest if no other window is open; an interrupted run has lost its slot.
+        """Make the tensors placeholders if no other window is open; an interrupted run has lost its slot.
 
         Returns:
             what is wrong with one of the tensors.
@@ -450,8 +450,8 @@ class ForwardHook(_ModuleHook):
     ) -> None:
         super().__init__(entry, model, _FORWARD_TAG, prefetcher, token, promoter, unhooked, traced_in_forward)
         self._hooks = hooks
-        # Eager forwards take turns. Outside of its module's run a weight has to rest, so that reads are noticed, and in
-        # the slot that another thread's run has opened it does not.
+        # Eager forwards take turns. Outside of its module's run a weight has to be a placeholder, so that reads are
+        # noticed; while another thread's run has it in its slot, it is none.
         self._turn = threading.RLock()
         self._units = tuple((hook._module, hook._paths[:1]) for hook in hooks)
 
@@ -510,7 +510,7 @@ class ForwardHook(_ModuleHook):
                 raise
 
     def _in_slots(self) -> tuple[int, ...]:
-        """The units whose tensors stay in slots, so all that compiled code runs: no kernel takes one that rests."""
+        """The units whose tensors stay in slots, so all that compiled code runs: no kernel takes a placeholder."""
         placeholders = [any(storage.is_placeholder for storage in hook._storages) for hook in self._hooks]
         return tuple(index for index, is_out in enumerate(placeholders) if not is_out)
 

@@ -1,8 +1,8 @@
 """Uses of offloaded weights outside of their module's forward: promoted, read from the store, or refused.
 
-* An operator in eager code that is given a resting tensor comes to :meth:`Promoter.wake`, which makes the tensor
-  resident. What it writes in place goes to the store, if that is memory of this process. Weights that compiled
-  code uses do not rest (it relies on addresses), so nothing would notice such a use at run time: there
+* An operator in eager code that is given a placeholder calls :meth:`Promoter.on_outside_access`, which makes the
+  tensor resident. A write in place goes to the store, if that is memory of this process. Weights that compiled code
+  uses are never placeholders (it relies on addresses), so nothing would notice such a use at run time: there
   :meth:`Promoter.check_trace` checks the graph that torch.compile traces.
 * ``state_dict()`` must give the weights and not what a slot happens to hold: :class:`StateGuard` puts in their bytes.
 * ``load_state_dict()``, ``to()``, ``half()`` and all that goes through ``Module._apply`` would change what is in slots
@@ -55,8 +55,8 @@ class NotCopyable:
 
     def __reduce_ex__(self, protocol: Any = None) -> Any:
         raise StateError(
-            "an offloaded model cannot be copied or pickled: its weights rest elsewhere; use its state_dict(), or call "
-            "handle.remove() first"
+            "an offloaded model cannot be copied or pickled: its weights are stored elsewhere; use its state_dict(), "
+            "or call handle.remove() first"
         )
 
 
@@ -65,8 +65,8 @@ class Promoter(NotCopyable):
 
     Args:
         plan: in force; :attr:`plan` is this one with promoted tensors as residents. :attr:`store` has the bytes of
-            resting tensors, and :attr:`rewriting` makes the context in which those of a storage may change there; both
-            set before the first tensor rests.
+            placeholders, and :attr:`rewriting` makes the context in which those of a storage may change there; both
+            set before the first tensor becomes a placeholder.
         bound: the live tensors, by storage name.
         device: where compute runs.
         budget_bytes: device memory that weights may take; ``None``: what the device has.
@@ -94,7 +94,7 @@ class Promoter(NotCopyable):
         self.rewriting: Callable[[str], AbstractContextManager[None]] = lambda name: nullcontext()
 
     def close(self) -> None:
-        """Let go of the store and the tensors."""
+        """Release the store and the tensors."""
         self.store = None
         self.rewriting = lambda name: nullcontext()  # holds the prefetcher
         self._bound, self._storage_of = {}, {}
@@ -102,7 +102,7 @@ class Promoter(NotCopyable):
     def on_outside_access(
         self, tensor: BoundTensor, operator: torch._ops.OpOverload, is_written: bool
     ) -> GiveBack | None:
-        """A resting ``tensor`` was given to ``operator``: promote its storage, or lend it its bytes.
+        """An ``operator`` used a placeholder outside its module: make it resident, or give it a temporary copy.
 
         What is written is lent and goes back to the store, where it can.
         """
@@ -143,7 +143,7 @@ class Promoter(NotCopyable):
     def on_table_access(
         self, tensor: BoundTensor, operator: torch._ops.OpOverload, is_written: bool
     ) -> GiveBack | None:
-        """:meth:`wake` for a table that is read in place where products would round differently."""
+        """:meth:`on_outside_access` for a table that is read in place where products would round differently."""
         if is_written or operator.overloadpacket not in _ROW_READS or self.store is None:
             return self.on_outside_access(tensor, operator, is_written)
         return self._lend(tensor, self.store.in_place(self._storage_of[id(tensor)].info.name))
@@ -269,10 +269,10 @@ class Promoter(NotCopyable):
         return True
 
     def _why_lent(self, storage: BoundStorage) -> str:
-        """Why it is not made resident; the rest of a sentence."""
+        """Why it is not made resident, as a clause."""
         if self.plan.mechanism_of(storage.info.name) == "cache":
             return "its module reads its experts through a cache (headrace.expert_rows)"
-        return f"the budget of {self.budget_bytes} bytes, which can be raised, has no room for it beside the plan"
+        return f"making it resident would exceed the budget of {self.budget_bytes} bytes, which can be raised"
 
     def _require_allowed(self, tensor: BoundTensor, how: str) -> None:
         """Raise ``OutsideAccessError`` if nothing may be brought to the device here and now."""
@@ -350,14 +350,15 @@ def _fix(tensor: BoundTensor) -> str:
 
 
 class TableGuard(NotCopyable):
-    """Has ``tables`` rest, which are read in place where products with them would round differently.
+    """Makes placeholders of ``tables``, which are read in place where products with them would round differently.
 
-    Compiled code relies on addresses: for it they rest no more, and :meth:`Promoter.check_trace` finds the products.
+    Compiled code relies on addresses: for it they view their memory, and :meth:`Promoter.check_trace` finds
+    the products.
 
     Args:
         model: the root.
-        tables: bound storages that rest.
-        promoter: wakes them.
+        tables: bound storages.
+        promoter: handles uses of them.
     """
 
     def __init__(self, model: nn.Module, tables: Sequence[BoundStorage], promoter: Promoter) -> None:
@@ -381,7 +382,7 @@ class TableGuard(NotCopyable):
             self.stay()
 
     def stay(self) -> None:
-        """The tensors rest no more."""
+        """From now on the tensors view their memory."""
         with self._promoter.tensor_lock:
             for tensor in self._tensors:
                 tensor.pin_to_slot()
@@ -454,8 +455,8 @@ class StateGuard(NotCopyable):
             probe = torch.empty([min(2, size) for size in tensor.shape], dtype=tensor.dtype, device=tensor.device)
             if fn(probe) is not probe:
                 raise ModelChangedError(
-                    "to(), half(), to_empty() and the like would change offloaded weights, which rest elsewhere: call "
-                    "handle.remove() first, move or cast the model, then offload again"
+                    "to(), half(), to_empty() and the like would change offloaded weights, which are stored elsewhere: "
+                    "call handle.remove() first, move or cast the model, then offload again"
                 )
         apply: Any = type(module)._apply
         return cast(nn.Module, apply(module, lambda tensor: tensor if place_of(tensor) else fn(tensor), recurse))

@@ -135,13 +135,12 @@ def gpu_memory_kind(device: torch.device | DeviceName) -> Literal["own", "shared
 
 
 def _warn_of_memory(plan: Plan, device: torch.device) -> None:
-    """Say what offloading to host memory does where the two memories are not apart."""
+    """Warn where offloading to host memory frees nothing, because the GPU computes in it."""
     kind = gpu_memory_kind(device)
     if kind == "shared" and plan.mode in HOST_MODES and plan.offloaded_bytes > plan.spilled_bytes:
         warn_user(
-            f"{device} computes in the host's memory, so weights that rest in host memory are in the same one, and "
-            f"offloading them frees nothing: let them rest in files (mode 'disk', --offload-mode disk), or leave the "
-            f"model resident"
+            f"{device} computes in the host's memory, so offloading weights to host memory frees nothing: store them "
+            f"in files (mode 'disk', --offload-mode disk), or leave the model resident"
         )
     elif kind == "coherent":
         _log.info("%s reads host memory coherently; `headrace probe` measures how fast", device)
@@ -408,7 +407,7 @@ def not_in_files(inventory: Inventory, weights: WeightMap) -> list[str]:
 
 
 def _mapped_files(inventory: Inventory, weights: WeightMap) -> MappedFiles:
-    """What a CPU cannot read in place in the files, and what reading the rest takes."""
+    """Which storages a CPU cannot read in place in the files, and the memory that reading the others takes."""
     refused: dict[str, str] = {}
     joined_bytes: dict[str, int] = {}
     mappings = 0
@@ -457,9 +456,9 @@ def _refuse_converting(plan: Plan, converted: Mapping[str, int]) -> None:
     names = [entry.storage for unit in plan.staged_units for entry in unit.entries if entry.storage in converted]
     if names:
         raise OptionError(
-            f"{names[0]} and {len(names) - 1} others have another dtype in the files than in the model, and what a GPU "
-            f"reads from files arrives as it is there: let them rest in host memory, where they are converted once (no "
-            f"mode, or --offload-mode cpu), or save the model in its dtype first: model.save_pretrained(FOLDER)"
+            f"{names[0]} and {len(names) - 1} others have another dtype in the files than in the model, and a GPU "
+            f"reads files without converting: store them in host memory, where they are converted once (no mode, or "
+            f"--offload-mode cpu), or save the model in its dtype first: model.save_pretrained(FOLDER)"
         )
 
 
@@ -502,7 +501,7 @@ def finalize_plan(
     if plan.cached and device.type == "cpu" and os.environ.get("TRITON_INTERPRET") != "1":
         raise OptionError(
             f"experts of {plan.cached[0].module_fqn} are cached, and the device is a CPU; expected a CUDA device, "
-            f"which has memory of its own (on a CPU say experts=uva)"
+            f"which has memory of its own (on a CPU use experts=uva)"
         )
     if plan.cached and not can_read_in_place(device):
         raise OptionError(
@@ -545,14 +544,14 @@ def require_one_process(ranks: RankGroup | None) -> None:
 
 
 def needs_of(plan: Plan, *, on_gpu: bool, elsewhere: Collection[str] = (), on_meta: Collection[str] = ()) -> Needs:
-    """What ``plan`` adds to what is in use, before anything old is given back; what ranks share counts once.
+    """What ``plan`` adds to what is in use, before anything old is freed; memory that ranks share counts once.
 
     Args:
         on_gpu: compute runs on a GPU; on a CPU its memory is host memory.
         elsewhere: names of the storages that are not on the device yet; as residents they have to move there.
         on_meta: those of them that have no bytes yet and are read from files; others are adopted by a CPU's store.
     """
-    arriving = [num_bytes for name, num_bytes in plan.resident.items() if name in elsewhere]
+    moved = [num_bytes for name, num_bytes in plan.resident.items() if name in elsewhere]
     slots = sum(plan.slot_bytes)
     if not on_gpu:
         copied = on_meta if plan.mode == "cpu" else dict(_offloaded(plan)) if plan.mode == "shm_cpu" else ()
@@ -562,7 +561,7 @@ def needs_of(plan: Plan, *, on_gpu: bool, elsewhere: Collection[str] = (), on_me
         if plan.mode in SHARDED_MODES:
             stored = plan.part_bytes  # copied, wherever the tensors lie
         stored += plan.cache_bytes + sum(layer.host_bytes for layer in plan.cached)
-        return Needs(host_bytes=slots + sum(arriving) + stored)
+        return Needs(host_bytes=slots + sum(moved) + stored)
     in_place = sum(slab_bytes([size]) for size in plan.uva.values())  # a GPU cannot address a mapped file
     units = sum(unit.num_bytes for unit in plan.units if unit.store in HOST_MODES) + plan.ring_bytes
     pinned = units + in_place if plan.mode in (*HOST_MODES, "disk") else 0
@@ -570,9 +569,9 @@ def needs_of(plan: Plan, *, on_gpu: bool, elsewhere: Collection[str] = (), on_me
         pinned = plan.part_bytes if plan.mode == "sharded_cpu" else 0
     parts = plan.part_bytes if plan.mode == "sharded_gpu" else 0
     pinned += sum(layer.host_bytes for layer in plan.cached)
-    staging = max(arriving, default=0)  # residents pass through host memory one at a time
+    staging = max(moved, default=0)  # residents pass through host memory one at a time
     return Needs(
-        device_bytes=slots + slab_bytes(arriving) + parts + plan.cache_bytes,
+        device_bytes=slots + slab_bytes(moved) + parts + plan.cache_bytes,
         host_bytes=pinned + staging,
         pinned_bytes=0 if pin_memory_disabled() else pinned,
         peer_bytes=plan.peer_bytes,
@@ -617,7 +616,7 @@ def check_limits(plan: Plan, limits: Limits, needs: Needs) -> None:
         which = "larger" if budget > plan.device_bytes else "smaller"
         advice = f"A {which} budget should fit, about --device-memory {size}; use it"
     if plan.mode in HOST_MODES and not (on_gpu and limit in (_DEVICE, _PEER)):
-        first += ", or let the weights rest in the files (--offload-mode disk)"
+        first += ", or store the weights in the files (--offload-mode disk)"
         first += ", or what does not fit: pass checkpoint=FOLDER and no mode" if on_gpu else ""
     message = (
         f"the plan needs {format_size(needed)} ({needed} bytes) of {limit}, and {format_size(available)} ({available} "
@@ -630,7 +629,7 @@ def check_limits(plan: Plan, limits: Limits, needs: Needs) -> None:
 def _fitting_budget(plan: Plan, limit: str, missing: int, limits: Limits, needs: Needs) -> int | None:
     """A device-memory budget that should fit, in whole MiB where that is possible; ``None`` if none would.
 
-    A first-order estimate: every byte of weights that does not rest in one memory rests in the other.
+    A first-order estimate: every byte of weights that is not in one memory is in the other.
     """
     if limit == _PEER:
         return None

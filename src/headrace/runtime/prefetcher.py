@@ -1,15 +1,15 @@
-"""Keeps units flowing through a link into slots: which unit is where, what reads it, and what is copied next.
+"""Copies units into slots ahead of use: which unit is where, which code reads it, and what is copied next.
 
-The prefetcher follows the slot schedule as long as modules run in the expected order, and stays right when they do not:
-a unit whose slot holds another one is fetched on demand (a *miss*), which is slower and shows in ``stats()``. Expected
-is the order of the plan, until a forward of the model has run every unit once in another: then that one, for modules
-may run in another order than they are declared in. Graphs keep copies in an order, so once there are any it stays.
-A pipeline of several models (``repeats``) runs units again and leaves others out. There the latest call is what is
-expected next, as it was; and within a call, that a stretch of units which has begun again goes on.
+The prefetcher follows the slot schedule while modules run in the expected order. If they do not, results stay right: a
+unit whose slot holds another one is copied on demand (a *miss*), which is slower and counted in ``stats()``. The
+expected order is the plan's, until a forward has run every unit once in another order; then it is that order. Captured
+graphs fix the order of their copies, so it does not change once there are any. A pipeline of several models
+(``repeats``) runs some units several times and leaves others out: it is predicted to repeat the order of the previous
+call, and a run of units that has begun again is taken for a loop that continues.
 
-Two threads may call the model: a slot that one of them reads is not refilled before it lets go.
+Two threads may call the model: a slot that one of them reads is not refilled before it is done.
 
-What graphs change about this is in slot.py.
+slot.py says what graphs change.
 """
 
 from __future__ import annotations
@@ -277,7 +277,7 @@ class Prefetcher:
         ``reader``: this run of the unit; by default one that goes on as long as the forward that it is in.
 
         Raises:
-            TransferError: its bytes did not arrive; the next call tries again.
+            TransferError: its copy failed; the next call tries again.
             SlotConflictError: a unit that runs further out in this thread has the slot, or another thread has held it
                 for ten minutes.
         """
@@ -586,7 +586,7 @@ class Prefetcher:
         release_left(self._lock)
 
     def close(self) -> None:
-        """Finish copies under way and let go of the store; slots are freed with the last view of them. Idempotent."""
+        """Finish copies under way and release the store; slots are freed with the last view of them. Idempotent."""
         with self._lock:
             self._closed = True
             self._link.close()
@@ -600,7 +600,7 @@ class Prefetcher:
         """The counters now, with the stall of each unit's latest run where the link measures it.
 
         Raises:
-            TransferError: bytes failed to arrive, in a replay for instance, since the last call that raised.
+            TransferError: a copy failed, in a replay for instance, since the last call that raised.
         """
         with self._lock:
             self._link.check()

@@ -181,7 +181,7 @@ class OffloadSession(NotCopyable):
         """Counters since the offload began.
 
         Raises:
-            TransferError: bytes failed to arrive in a replay, where no caller waited for them.
+            TransferError: a copy failed in a replay, where no caller waited for it.
         """
         plan = self.plan
         sizes = {"resident": plan.resident_bytes, "prefetch": plan.prefetched_bytes, "uva": plan.uva_bytes}
@@ -241,7 +241,7 @@ class OffloadSession(NotCopyable):
 
     @contextmanager
     def as_placeholders(self) -> Iterator[None]:
-        """Within, tensors rest outside of their modules' forwards also where they view their slots all the time.
+        """Within, tensors are placeholders outside of their modules' forwards even where they always view their slots.
 
         What uses one there raises ``OutsideAccessError``. No compiled code may run within: it relies on addresses.
         """
@@ -434,7 +434,7 @@ class OffloadSession(NotCopyable):
             )
 
     def _attach_cached(self, layer: CachedLayer, turn: CacheStreamOrder) -> None:
-        """Have the module of ``layer`` read its experts by rows; its own tensors rest."""
+        """Have the module of ``layer`` read its experts by rows; its own tensors become placeholders."""
         from headrace.experts.cache import ExpertCache
 
         assert self._ranges is not None  # there are cached layers

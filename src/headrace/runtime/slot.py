@@ -115,7 +115,7 @@ class Slot:
         memory: uint8, 1-D, at a fixed address.
         unit: what it holds or, while COPYING, will hold; ``None`` if EMPTY or HELD_BACK.
         transfer: the latest copy into it. Kept when it was waited for, because every stream that reads the slot has to
-            wait for it; ``None`` once that is settled for all streams.
+            wait for it; ``None`` once all streams are ordered after it.
         readers: the runs that read ``unit`` now.
         events: recorded after earlier readers; the next copy into the slot waits for them.
         position: in the expected order, of the latest run of a unit in it.

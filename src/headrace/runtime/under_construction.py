@@ -160,7 +160,7 @@ class BuildTimePool:
             module: a layer that was just built.
             leaves: which of its parameters do.
             apart: each in memory of its own, so that single ones can be released; otherwise all of the layer side by
-                side, so that they travel in one copy.
+                side, so that they are transferred in one copy.
             cached: names of modules within ``module`` whose experts will be cached; with ``apart``.
 
         Returns:
@@ -225,7 +225,7 @@ class BuildTimePool:
                 self._move([parameter], mapped=module in self._experts)
 
     def compact(self) -> None:
-        """Weights are final: put those side by side again that are to travel together, and watch no longer.
+        """Weights are final: put those side by side again that are copied together, and stop watching.
 
         A parameter that was not replaced would keep the memory of all that once lay beside it.
         """

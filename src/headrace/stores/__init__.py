@@ -1,1 +1,1 @@
-"""Where the bytes of offloaded weights rest."""
+"""Where offloaded weights are stored: opened, filled and read."""

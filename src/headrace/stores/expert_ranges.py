@@ -104,7 +104,7 @@ class ExpertRanges(Store):
         return {"host" if self._device.type == "cpu" else "host_pinned": self.host_bytes}
 
     def close(self) -> None:
-        """Let go of the memory; the last tensor that views a range gives it back."""
+        """Release the memory; it is freed with the last tensor that views it."""
         self._pool.shutdown(cancel_futures=True)
         self._ranges.clear()
         self._mapped.clear()

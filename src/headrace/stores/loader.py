@@ -126,7 +126,7 @@ class WeightLoader:
             return counter.stats
         self._on_progress(0)
         self._copy_from_devices()
-        # Live tensors before files, and alone: the rest can use the memory that they free.
+        # Live tensors before files, and alone: the others can use the memory that they free.
         live = [name for name in self._places if self.bound[name].home.type == "cpu"]
         self._deliver([name for name in live if name in self.destinations], self._live_copies, in_small_pieces=True)
         self._deliver([name for name in live if name not in self.destinations], self._live_copies)
@@ -160,20 +160,19 @@ class WeightLoader:
         in_small_pieces: bool = False,
     ) -> None:
         num_threads = num_threads or touch_threads()
-        uploads = not all(self.residents[name].is_cpu for name in names if name in self.residents)
+        uploader = None
+        if not all(self.residents[name].is_cpu for name in names if name in self.residents):
+            uploader = CudaUploader(self.device, None if pin_memory_disabled() else CudaRegistrar(self.device))
         deliver(
             (Delivery(name, partial(copies, name), self._places[name]) for name in names),
             num_threads=num_threads,
-            uploader=self._uploader() if uploads else None,
+            uploader=uploader,
             on_loaded=self._on_loaded,
             on_progress=self._on_progress,
             cpus=cpus_near(self.device),
             piece_bytes=_LIVE_PIECE_BYTES if in_small_pieces else PIECE_BYTES,
             max_jobs=num_threads + _LIVE_EXTRA_JOBS if in_small_pieces else None,
         )
-
-    def _uploader(self) -> CudaUploader:
-        return CudaUploader(self.device, None if pin_memory_disabled() else CudaRegistrar(self.device))
 
     def _copy_from_devices(self) -> None:
         """Copy storages that are on a GPU into their destinations."""
@@ -267,7 +266,7 @@ class TensorConverter:
         return [Copy(ByteRange.of(self._ready.pop(storage)), 0)]
 
     def close(self) -> None:
-        """Give back files and memory."""
+        """Close the files and free the memory."""
         self._files.close()
         self._ready.clear()
 

@@ -131,14 +131,6 @@ def _open_cpu(request: StoreRequest, hosts: Sequence[Sequence[str]]) -> tuple[St
     return host if files is None else TwoStores(host, files, in_files), destinations
 
 
-def _open_disk(request: StoreRequest, hosts: Sequence[Sequence[str]]) -> tuple[Store, _Host]:
-    return _disk_store(request, _apart(request)), {}
-
-
-def _open_meta(request: StoreRequest, hosts: Sequence[Sequence[str]]) -> tuple[Store, _Host]:
-    return MetaStore({name: bound.info.num_bytes for name, bound in _apart(request).items()}), {}
-
-
 def _open_for_ranks(request: StoreRequest, hosts: list[list[str]]) -> tuple[Store, _Host]:
     plan, ranks = request.plan, request.ranks
     if ranks is None:
@@ -153,8 +145,8 @@ def _open_for_ranks(request: StoreRequest, hosts: list[list[str]]) -> tuple[Stor
 
 _OPENERS: dict[Mode, Callable[[StoreRequest, list[list[str]]], tuple[Store, _Host]]] = {
     "cpu": _open_cpu,
-    "disk": _open_disk,
-    "meta": _open_meta,
+    "disk": lambda request, hosts: (_disk_store(request, _apart(request)), {}),
+    "meta": lambda request, hosts: (MetaStore({n: b.info.num_bytes for n, b in _apart(request).items()}), {}),
     **dict.fromkeys(RANK_MODES, _open_for_ranks),
 }
 
@@ -178,7 +170,7 @@ def _disk_store(request: StoreRequest, offloaded: dict[str, BoundStorage]) -> Di
     plan, weights = request.plan, request.weights
     if weights is None and plan.spilled_bytes:
         raise OptionError(
-            f"{len(plan.staged_units)} of the plan's {len(plan.units)} units ({format_size(plan.spilled_bytes)}) rest "
+            f"{len(plan.staged_units)} of the plan's {len(plan.units)} units ({format_size(plan.spilled_bytes)}) are "
             f"in safetensors files, and none were given: pass checkpoint=FOLDER to headrace.offload, or make a plan "
             f"with all of them in host memory: mode 'cpu' (--offload-mode cpu)"
         )

@@ -70,7 +70,7 @@ class PeerStore(Store):
         return {"peer": sum(slab.numel() for slab in self._slabs.values())}
 
     def close(self) -> None:
-        """Let go of the memory; the last tensor that views it gives it back."""
+        """Release the memory; it is freed with the last tensor that views it."""
         self._slabs.clear()
         self.places.clear()
 

@@ -112,13 +112,13 @@ class PinnedStore(Store):
         self._codes: dict[int, Future[int]] = {}
         self._sealed: set[int] = set()
         # Held before adopted: what is held is pinned already, and a second registration of it would be refused.
-        rest = [block for block in _blocks(units, in_place) if not self._keep(block, held or {})]
+        new = [block for block in _blocks(units, in_place) if not self._keep(block, held or {})]
         self.kept = frozenset(self._storages)
         self._num_held = len(self._slabs)
-        rest = [block for block in rest if not self._adopt(block, adopt or {})]
+        new = [block for block in new if not self._adopt(block, adopt or {})]
         self.adopted = frozenset(self._storages) - self.kept
-        for run in pack([block.num_bytes for block in rest], max_slab_bytes):
-            self._open(rest[run.start : run.stop])
+        for run in pack([block.num_bytes for block in new], max_slab_bytes):
+            self._open(new[run.start : run.stop])
 
     def _keep(self, block: _Block, held: Mapping[str, AlreadyPinned]) -> bool:
         """Whether all of ``block`` stays where it is held."""
@@ -137,7 +137,7 @@ class PinnedStore(Store):
     def _adopt(self, block: _Block, adopt: Mapping[str, torch.Tensor]) -> bool:
         """Whether the only storage of ``block`` stays where it is."""
         name = block.entries[0].storage
-        # A unit of several storages travels in one copy, and tensors of a model do not lie side by side.
+        # A unit of several storages is transferred in one copy, and tensors of a model do not lie side by side.
         if len(block.entries) > 1 or name not in adopt or self.registrar is None:
             return False
         slab = PinnedBuffer(adopt[name])
@@ -217,7 +217,7 @@ class PinnedStore(Store):
         if self.registrar is not None and index not in self._codes:
             self._codes[index] = self._pool.submit(self._slabs[index].register, self.registrar)
 
-    # -- at rest ------------------------------------------------------------------------------------------------------
+    # -- reading ------------------------------------------------------------------------------------------------------
 
     def copies(self, storage: str) -> list[Copy]:
         return [Copy(ByteRange.of(self.destination(storage)), 0)]
@@ -253,7 +253,7 @@ class PinnedStore(Store):
             slab.unregister()
 
     def close(self) -> None:
-        """Let go of the slabs; the last view of each unregisters and frees it."""
+        """Release the slabs; each is unregistered and freed with its last view."""
         self._pool.shutdown(cancel_futures=True)
         self._codes.clear()
         self._storages.clear()

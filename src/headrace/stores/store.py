@@ -85,7 +85,7 @@ class StoreRequest:
 
 @dataclass(frozen=True)
 class Load:
-    """What a link needs to bring one unit: its bytes, and its whole slab if that is ready in host memory.
+    """What a link needs to copy one unit: its bytes, and its slab if that is ready in host memory.
 
     Attributes:
         unit: index in the plan.
@@ -109,7 +109,7 @@ class Load:
 class Store(ABC):
     """Bytes of the offloaded storages, by storage name.
 
-    A store owns what it opened and gives it back in :meth:`close`; views handed out stay valid (contract 6).
+    A store owns what it opened and releases it in :meth:`close`; views handed out stay valid (contract 6).
 
     Attributes:
         takes_over: live tensors may view the store's memory as soon as their bytes are loaded there.
@@ -144,7 +144,7 @@ class Store(ABC):
 
     @abstractmethod
     def in_place(self, storage: str) -> torch.Tensor:
-        """The bytes of ``storage`` where they rest: uint8, 1-D. For the ``uva`` mechanism."""
+        """The bytes of ``storage`` where they are stored: uint8, 1-D. For the ``uva`` mechanism."""
 
     @property
     @abstractmethod
@@ -153,7 +153,7 @@ class Store(ABC):
 
     @property
     def account(self) -> dict[str, int]:
-        """Bytes of this store by where they rest.
+        """Bytes of this store by where they are stored.
 
         ``host``: in memory this process has taken for them; ``host_pinned``: the same, page-locked; ``host_shared``: in
         memory that all ranks of the host share, counted once; ``adopted``: in memory the model came with; ``file``;
@@ -183,7 +183,7 @@ class Store(ABC):
 
     @abstractmethod
     def close(self) -> None:
-        """Give back files and memory; idempotent."""
+        """Close files and free memory; idempotent."""
 
 
 def new_buffer(num_bytes: int) -> torch.Tensor:
@@ -258,7 +258,7 @@ class MetaStore(Store):
         return {}
 
     def close(self) -> None:
-        """Nothing to give back."""
+        """Nothing to free."""
 
 
 class DiskStore(Store):

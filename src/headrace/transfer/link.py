@@ -49,7 +49,7 @@ class Transfer(Protocol):
 
     @property
     def done(self) -> bool:
-        """Whether the bytes have arrived (or the copy has failed); never blocks."""
+        """Whether the copy has completed or failed; never blocks."""
 
 
 class Link(ABC):
@@ -116,7 +116,7 @@ class Link(ABC):
 
     @abstractmethod
     def copy(self, load: Load, slot: torch.Tensor, after: Sequence[ComputeEvent]) -> Transfer:
-        """Start moving a unit into ``slot`` once all of ``after`` is reached. Copies arrive in order of submission."""
+        """Start moving a unit into ``slot`` once all of ``after`` is reached. Copies complete in this order."""
 
     @abstractmethod
     def wait(self, transfer: Transfer, measure: bool = False) -> float:
@@ -132,7 +132,7 @@ class Link(ABC):
         """
 
     def check(self) -> None:
-        """Raise ``TransferError`` if bytes failed to arrive while no caller waited for them, as in a replay."""
+        """Raise ``TransferError`` if a copy failed while no caller waited for it, as in a replay."""
 
     def staging_stats(self) -> StagingStats | None:
         """Counters of the staging between store and copies; ``None`` for a link without any."""
@@ -147,7 +147,7 @@ class Link(ABC):
 
     @abstractmethod
     def close(self) -> None:
-        """Finish what is under way and give back threads and streams; idempotent."""
+        """Finish copies under way and release threads and streams; idempotent."""
 
 
 # Closed at the end of the program: a worker inside a copy would be torn out of it, which aborts the process.
@@ -155,7 +155,7 @@ _open_links: weakref.WeakSet[Link] = weakref.WeakSet()
 
 
 class ThreadTransfer:
-    """Counts the pieces still missing; the last one to arrive opens the gate.
+    """Counts the pieces still missing; the last one opens the gate.
 
     The gate is a plain lock and no ``threading.Event``: a Ctrl-C inside an event's own Python code can leave its lock
     taken forever, and then the worker that sets it blocks.
@@ -192,13 +192,13 @@ class ThreadTransfer:
                 pass
 
     def result(self) -> None:
-        """Block until all pieces are in; raise what went wrong on the way."""
+        """Block until all pieces are in; raise the error of the copy."""
         self.join()
         if self._error is None:
             return
         if isinstance(self._error, TransferError):
             raise TransferError(str(self._error)) from self._error
-        raise TransferError(f"unit {self.unit} did not arrive: {self._error!r}") from self._error
+        raise TransferError(f"unit {self.unit} was not copied: {self._error!r}") from self._error
 
 
 # A piece of a unit: the bytes to read, and the part of the slot that they fill.

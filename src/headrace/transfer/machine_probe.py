@@ -168,7 +168,7 @@ class DeviceName:
 
 
 def planning_rates(device: torch.device | DeviceName, direct: bool = False) -> Rates:
-    """What plans for ``device`` are made with: the kept probe of this machine, or else nominal figures."""
+    """The rates that plans for ``device`` use: those of the saved probe of this machine, or else nominal ones."""
     probe = load()
     if device.type == "cpu":
         nominal = replace(NOMINAL_CPU, in_place_grouped_s_per_byte=None) if direct else NOMINAL_CPU
@@ -283,7 +283,7 @@ def read_probe(path: Path) -> Probe:
 
 
 # Machines that plans can be made for by name: the GPU as torch names it, and no more memory than any driver leaves.
-# Without a probe of theirs the rates follow from published figures: link (PCIe, one direction), memory, bf16 with sums
+# Without a probe of theirs the rates follow from published values: link (PCIe, one direction), memory, bf16 with sums
 # in float32 and without sparsity.
 _GIB = 2**30
 _NOMINAL: dict[str, tuple[Machine, float, float, float]] = {

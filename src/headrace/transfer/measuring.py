@@ -1,6 +1,6 @@
 """Measures what this machine can do: a :class:`~headrace.transfer.machine_probe.Probe` of it.
 
-Every figure is the median of a few timed runs over buffers far larger than caches.
+Every value is the median of a few timed runs over buffers far larger than caches.
 """
 
 from __future__ import annotations
@@ -239,11 +239,11 @@ Exchange = Callable[[Any], list[Any]]
 
 
 def rates_among(device: torch.device, exchange: Exchange) -> Rates:
-    """What ranks that copy to their devices at the same time plan with. Collective.
+    """The rates for plans of ranks that copy to their devices at the same time. Collective.
 
-    The links of a host share its memory, and often a switch, so each is measured while the others copy, too. What was
-    measured is kept by the number of ranks on the host: other figures at each start would make other plans, and code
-    that was compiled for a plan is of no use with another. All ranks get the figures of the slowest, because a model
+    The links of a host share its memory, and often a switch, so each is measured while the others copy, too. The rates
+    are saved by the number of ranks on the host: other rates at each start would make other plans, and code
+    that was compiled for a plan is of no use with another. All ranks get the rates of the slowest, because a model
     that is split over ranks waits for it.
 
     Args:

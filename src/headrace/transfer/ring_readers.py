@@ -166,7 +166,8 @@ def _python() -> str:
     found = get_executable()
     if not found or (getattr(sys, "frozen", False) and os.fsdecode(found) == sys.executable):
         raise OptionError(
-            f"files come to a GPU by a process of their own, and this program ({sys.executable!r}) does not say where "
-            f"its Python interpreter is: call multiprocessing.set_executable with the path, or {_FIX}"
+            f"files are read for a GPU by a process of its own, and the Python interpreter of this program is not "
+            f"known (sys.executable is {sys.executable!r}): call multiprocessing.set_executable with the "
+            f"path, or {_FIX}"
         )
     return os.fsdecode(found)

@@ -85,7 +85,7 @@ class RingLink(StreamLink):
     def start(self, plan: Plan, loads: Sequence[Load]) -> None:
         """Start the readers' process, whose interpreter takes some tenths of a second; it does not serve yet.
 
-        At least one unit rests in files.
+        At least one unit is stored in files.
 
         Raises:
             OptionError: the readers' process cannot be started, pinned memory is forbidden, or a unit that passes
@@ -94,7 +94,7 @@ class RingLink(StreamLink):
         """
         if pin_memory_disabled():
             raise OptionError(
-                "what rests in files comes to a GPU through pinned memory, which HEADRACE_DISABLE_PIN_MEMORY=1 "
+                "units in files are copied to a GPU through pinned memory, which HEADRACE_DISABLE_PIN_MEMORY=1 "
                 "forbids; unset it, or use mode 'cpu' (--offload-mode cpu)"
             )
         refuse_capture(CudaRegistrar(self._device))

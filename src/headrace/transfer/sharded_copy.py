@@ -108,7 +108,7 @@ class GlooShardLink(ThreadLink):
     def _fail(self, unit: int, caught: BaseException) -> TransferError:
         """The first failure ends all exchanges, since their order is lost; the other ranks see the closed channel."""
         if self._failure is None:
-            wrapped = TransferError(f"unit {unit} did not arrive: {caught!r}")
+            wrapped = TransferError(f"unit {unit} was not copied: {caught!r}")
             self._failure = caught if isinstance(caught, TransferError) else wrapped
             self._channel.close()
         return self._failure
@@ -225,9 +225,9 @@ class HostShardLink(StreamLink):
             own = slot[stretch.start : stretch.end]
             with torch.cuda.stream(self._stream):
                 own.copy_(part[stretch.offset : stretch.offset + stretch.num_bytes], non_blocking=True)
-                arrived = self._stream.record_event()
+                copied = self._stream.record_event()
             for rank, lane in self._lanes.items():
-                lane.wait_event(arrived)
+                lane.wait_event(copied)
                 with torch.cuda.stream(lane):
                     views[rank][stretch.start : stretch.end].copy_(own, non_blocking=True)
 

@@ -355,10 +355,10 @@ def _shapes(
     try:
         return {name: tuple(value.shape) for name, value in assembly.run(model, get).items()}
     except Exception as error:  # conversion code raises errors of any type for shapes that it does not expect
-        raise _misfit(assembly, error) from error
+        raise _load_error(assembly, error) from error
 
 
-def _misfit(assembly: Assembly, error: Exception) -> CheckpointError:
+def _load_error(assembly: Assembly, error: Exception) -> CheckpointError:
     shapes = Counter(tensor.shape for _, tensor in assembly.parts)
     parts = sorted((tensor for _, tensor in assembly.parts), key=lambda tensor: shapes[tensor.shape])  # rare ones first
     found = ", ".join(f"{tensor.name} {list(tensor.shape)}" for tensor in parts[:4])
@@ -392,7 +392,7 @@ def _recipe(model: PreTrainedModel, names: tuple[str, ...], assembly: Assembly) 
         try:
             made = assembly.run(model, lambda tensor: parts[tensor.name].to(assembly.dtype))
         except Exception as error:  # as in _shapes(), which does not run code that reads values
-            raise _misfit(assembly, error) from error
+            raise _load_error(assembly, error) from error
         for name, tensor in expected.items():
             if made[name].shape != tensor.shape:  # it may depend on values in the files
                 _fit(name, tuple(made[name].shape), assembly, tensor)
