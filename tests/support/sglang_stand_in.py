@@ -268,7 +268,9 @@ class BaseRunner:
         self.model_runner = model_runner
 
 
-class FullCudaGraphBackend:
+class GraphBackend:
+    """Captures on a GPU, behind two warm-ups; elsewhere a replay runs the model again."""
+
     def __init__(self, cuda_graph_runner: Any) -> None:
         self._cuda_graph_runner = cuda_graph_runner
         self._graphs: dict[Any, Any] = {}
@@ -280,51 +282,34 @@ class FullCudaGraphBackend:
         capture_inputs: Any = None,
         post_warmup_hook: Callable[[], None] | None = None,
     ) -> None:
-        warm = _warm_up(forward_fn, post_warmup_hook)
-        if not warm.is_cuda:
-            self._graphs[shape_key] = forward_fn
-            return
-        graph = torch.cuda.CUDAGraph()
-        with torch.cuda.graph(cuda_graph=graph, stream=torch.cuda.Stream()):
-            out = forward_fn()
-        self._graphs[shape_key] = functools.partial(_replayed, graph, out)
+        for _ in range(2):
+            warm = forward_fn()
+            if post_warmup_hook is not None:
+                post_warmup_hook()
+        self._graphs[shape_key] = self._captured(forward_fn, warm) if warm.is_cuda else forward_fn
 
     def replay(self, shape_key: Any, static_forward_batch: Any = None, **kwargs: Any) -> Any:
         return self._graphs[shape_key]()
 
+    def _captured(self, forward_fn: Callable[[], Any], warm: torch.Tensor) -> Callable[[], torch.Tensor]:
+        raise NotImplementedError
 
-class BreakableCudaGraphBackend:
-    def __init__(self, cuda_graph_runner: Any) -> None:
-        self._cuda_graph_runner = cuda_graph_runner
-        self._graphs: dict[Any, Any] = {}
 
-    def capture_one(
-        self,
-        shape_key: Any,
-        forward_fn: Callable[[], Any],
-        capture_inputs: Any = None,
-        post_warmup_hook: Callable[[], None] | None = None,
-    ) -> None:
-        warm = _warm_up(forward_fn, post_warmup_hook)
-        if not warm.is_cuda:
-            self._graphs[shape_key] = forward_fn
-            return
+class FullCudaGraphBackend(GraphBackend):
+    def _captured(self, forward_fn: Callable[[], Any], warm: torch.Tensor) -> Callable[[], torch.Tensor]:
+        graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(cuda_graph=graph, stream=torch.cuda.Stream()):
+            out = forward_fn()
+        return functools.partial(_replayed, graph, out)
+
+
+class BreakableCudaGraphBackend(GraphBackend):
+    def _captured(self, forward_fn: Callable[[], Any], warm: torch.Tensor) -> Callable[[], torch.Tensor]:
         graph, out = BreakableCUDAGraph(), torch.empty_like(warm)
         torch.cuda.synchronize()
         with BreakableCUDAGraphCapture(graph, torch.cuda.graph_pool_handle(), torch.cuda.Stream()):
             out.copy_(forward_fn())
-        self._graphs[shape_key] = functools.partial(_replayed, graph, out)
-
-    def replay(self, shape_key: Any, static_forward_batch: Any = None, **kwargs: Any) -> Any:
-        return self._graphs[shape_key]()
-
-
-def _warm_up(forward_fn: Callable[[], Any], post_warmup_hook: Callable[[], None] | None) -> Any:
-    for _ in range(2):
-        output = forward_fn()
-        if post_warmup_hook is not None:
-            post_warmup_hook()
-    return output
+        return functools.partial(_replayed, graph, out)
 
 
 def _replayed(graph: Any, output: torch.Tensor) -> torch.Tensor:
