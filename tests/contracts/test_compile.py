@@ -19,7 +19,7 @@ from torch import nn
 import headrace
 from headrace.errors import HeadraceWarning, ModelChangedError, StateError
 from headrace.testing import SlowLink, assert_moved, assert_same_bits, boundaries, offload_over
-from models import DIM, MoE, OddStack, QuantStack, ScaledStack, Stack, all_layers, rows, with_output
+from models import DIM, MoE, OddStack, QuantStack, ScaledStack, Stack, all_layers, expecting, rows
 
 
 @pytest.fixture(autouse=True)
@@ -300,7 +300,7 @@ class TestOtherBackends:
     @pytest.mark.parametrize("slots", [1, 2])
     @pytest.mark.parametrize("build", [Stack, QuantStack, OddStack, ScaledStack])
     def test_eager(self, build: Callable[[], nn.Module], slots: int) -> None:
-        model, x, expected = with_output(build())
+        model, x, expected = expecting(build())
         handle = offload_over(model, all_layers(slots), SlowLink(max_delay_s=0.001))
         step = stepping(model, "eager")
         for forwards, run in enumerate((step, model, step, step), start=1):
@@ -316,7 +316,7 @@ class TestOtherBackends:
             stepping(model, "aot_eager")(rows())
 
     def test_two_threads(self) -> None:
-        model, x, expected = with_output(Stack(max_pause_s=0.0))
+        model, x, expected = expecting(Stack(max_pause_s=0.0))
         handle = offload_over(model, all_layers(2), SlowLink(max_delay_s=0.001))
         step = stepping(model, "eager")
         assert_same_bits(step(x), expected)
@@ -343,7 +343,7 @@ class TestBeforeAndAfter:
 
     @pytest.mark.parametrize("wrap", ["model", "function", "layers"])
     def test_compiled_first_then_offloaded_removed_and_offloaded_again(self, wrap: str) -> None:
-        model, x, expected = with_output(Stack())
+        model, x, expected = expecting(Stack())
         run: Any = model
         if wrap == "model":
             run = torch.compile(model, backend="eager", fullgraph=True)
@@ -466,7 +466,7 @@ def test_a_forward_without_graph_breaks_is_one_graph_that_knows_it() -> None:
         begins = [graph.graph.find_nodes(op="call_function", target=torch.ops.headrace.begin) for graph in graphs]
         return [[node.args[2] for node in found] for found in begins]
 
-    model, x, expected = with_output(OddStack())
+    model, x, expected = expecting(OddStack())
     with headrace.offload(model, all_layers()) as handle:
         assert_same_bits(torch.compile(model, backend=keep)(x), expected)
         assert whole() == [[True]]

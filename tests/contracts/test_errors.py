@@ -40,7 +40,7 @@ from headrace.stores.sources import ByteRange, Copy, File, Source
 from headrace.stores.store import CpuStore, DiskStore
 from headrace.testing import assert_moved, assert_same_bits
 from headrace.transfer.link import ThreadLink
-from models import DIM, MoE, Stack, all_layers, rows, save, state_of, with_output
+from models import DIM, MoE, Stack, all_layers, expecting, rows, save, state_of
 
 pytestmark = pytest.mark.usefixtures("no_grad")
 
@@ -434,7 +434,7 @@ class TestTransfers:
     @pytest.mark.parametrize("slots", [1, 2, 5])
     def test_a_file_truncated_while_in_use(self, tmp_path: Path, options: DiskOptions, slots: int) -> None:
         """Every call that misses bytes fails, also when a file is back: which bytes are in it cannot be known."""
-        model, x, expected = with_output(Stack(5))
+        model, x, expected = expecting(Stack(5))
         path = save(model, tmp_path) / "model.safetensors"
         handle = headrace.offload(model, all_layers(slots, "disk"), checkpoint=path, disk=options)
         for unit in range(slots):  # the copies made ahead must not be what fails
@@ -527,7 +527,7 @@ class TestTransfers:
         store.close()
 
     def test_an_error_of_the_disk(self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-        model, x, expected = with_output(Stack(5))
+        model, x, expected = expecting(Stack(5))
         handle = headrace.offload(model, all_layers(2, "disk"), checkpoint=save(model, tmp_path))
         assert_same_bits(model(x), expected)
 
@@ -623,7 +623,7 @@ class TestInterrupted:
     def test_remove_that_cannot_read_leaves_the_offload_in_force(
         self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
     ) -> None:
-        model, x, expected = with_output(Stack(4))
+        model, x, expected = expecting(Stack(4))
         path = save(model, tmp_path) / "model.safetensors"
         handle = headrace.offload(model, all_layers(2, "disk"), checkpoint=path)
         model(x)

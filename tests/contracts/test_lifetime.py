@@ -28,19 +28,8 @@ from headrace import UVA, HeadraceWarning, Prefetch
 from headrace.errors import ModelChangedError, StateError
 from headrace.model.live_tensors import is_placeholder
 from headrace.testing import assert_moved, assert_same_bits
-from models import (
-    DIM,
-    MoE,
-    ScaledStack,
-    Stack,
-    all_layers,
-    earlier_threads,
-    eventually,
-    open_files,
-    rows,
-    save,
-    with_output,
-)
+from models import DIM, MoE, ScaledStack, Stack, all_layers, earlier_threads, expecting, open_files, rows, save
+from waiting import eventually
 
 pytestmark = pytest.mark.usefixtures("no_grad")
 
@@ -123,7 +112,7 @@ class TestGivenBack:
             gc.enable()
 
     def test_a_hundred_times(self) -> None:
-        model, x, expected = with_output(Stack(2))
+        model, x, expected = expecting(Stack(2))
         for _ in range(100):
             with headrace.offload(model, all_layers(1)):
                 model(x)
@@ -223,7 +212,7 @@ class TestRemove:
         assert [p.data_ptr() for p in model.parameters()] == addresses
 
     def test_an_old_handle_does_not_end_a_new_offload(self) -> None:
-        model, x, expected = with_output(Stack(3))
+        model, x, expected = expecting(Stack(3))
         old = headrace.offload(model, all_layers())
         old.remove()
         with headrace.offload(model, all_layers()) as new:
@@ -251,7 +240,7 @@ class TestRemove:
         assert len(kept) == 1
 
     def test_while_another_thread_is_in_a_forward(self) -> None:
-        model, x, expected = with_output(Stack(6, max_pause_s=0.01))
+        model, x, expected = expecting(Stack(6, max_pause_s=0.01))
         handle = headrace.offload(model, all_layers(2))
         outcomes: list[Any] = []
 
@@ -319,7 +308,7 @@ class TestReplaced:
                 model(x)
 
     def test_deleted(self) -> None:
-        model, x, expected = with_output(Stack(4))
+        model, x, expected = expecting(Stack(4))
         model.layers[2].linear.register_parameter("unused", nn.Parameter(torch.randn(9)))
         with headrace.offload(model, all_layers(2)):
             del model.layers[2].linear.unused
@@ -378,7 +367,7 @@ class TestChanged:
         ids=["half", "double", "to", "to_empty", "to_empty alone"],
     )  # fmt: skip
     def test_a_cast_is_refused_at_once(self, change: Callable[[nn.Module], Any]) -> None:
-        model, x, expected = with_output(Stack(3))
+        model, x, expected = expecting(Stack(3))
         with headrace.offload(model, all_layers(2)) as handle:
             for module in (model, model.layers, model.layers[1].linear):
                 with pytest.raises(ModelChangedError, match=r"would change offloaded weights.*handle\.remove"):
@@ -424,7 +413,7 @@ class TestChanged:
                 model(x)
 
     def test_to_the_same_device_and_dtype_is_no_change(self) -> None:
-        model, x, expected = with_output(Stack(3))
+        model, x, expected = expecting(Stack(3))
         with headrace.offload(model, all_layers(2)) as handle:
             model.to("cpu").float().eval().requires_grad_(False)
             assert_same_bits(model(x), expected)
@@ -464,7 +453,7 @@ class TestRefused:
         ids=["deepcopy", "pickle", "torch.save", "part"],
     )
     def test_copies(self, policy: Prefetch | UVA, how: Callable[[nn.Module], Any]) -> None:
-        model, x, expected = with_output(Stack(3))
+        model, x, expected = expecting(Stack(3))
         with headrace.offload(model, policy):
             with pytest.raises(StateError, match="cannot be copied or pickled"):
                 how(model)
@@ -480,7 +469,7 @@ class TestRefused:
 
     def test_a_forward_in_a_forked_process(self) -> None:
         """Threads do not come along: an error, where there would be a wait for ever."""
-        model, x, expected = with_output(Stack(3))
+        model, x, expected = expecting(Stack(3))
         with headrace.offload(model, all_layers(1)) as handle:
             model(x)
             with warnings.catch_warnings():
@@ -498,7 +487,7 @@ class TestRefused:
             assert_same_bits(model(x), expected)
 
     def test_a_second_offload(self) -> None:
-        model, x, expected = with_output(nn.Sequential(Stack(3), nn.Linear(3, 3)))
+        model, x, expected = expecting(nn.Sequential(Stack(3), nn.Linear(3, 3)))
         for policy in (all_layers(2), UVA(params=["layers"])):
             handle = headrace.offload(model[0], policy)
             for again in (model, model[0], model[0].layers, model[0].layers[1].linear):

@@ -24,20 +24,7 @@ from headrace import UVA, Budget, DiskOptions, Prefetch
 from headrace.errors import HeadraceWarning, StateError
 from headrace.testing import SlowLink, assert_moved, assert_same_bits, offload_over
 from headrace.transfer.link import ThreadLink
-from models import (
-    DIM,
-    Block,
-    MoE,
-    OddStack,
-    QuantStack,
-    ScaledStack,
-    Stack,
-    aligned,
-    all_layers,
-    rows,
-    save,
-    with_output,
-)
+from models import DIM, Block, MoE, OddStack, QuantStack, ScaledStack, Stack, aligned, all_layers, expecting, rows, save
 from peers import stand_in
 
 MODELS: list[tuple[Callable[[], nn.Module], torch.Tensor]] = [
@@ -95,7 +82,7 @@ class TestEager:
         ids=["every third", "three of four", "a slot each", "smallest", "even spread", "barely", "some on a peer"],
     )
     def test_policies(self, policy: headrace.Prefetch | headrace.Budget) -> None:
-        model, x, expected = with_output(Stack(12, dim=128, max_pause_s=0.001), rows(128))
+        model, x, expected = expecting(Stack(12, dim=128, max_pause_s=0.001), rows(128))
         with stand_in():
             handle = offload_over(model, policy, SlowLink())
         assert handle.plan.prefetched_bytes > 0
@@ -108,7 +95,7 @@ class TestEager:
     def test_one_layer_used_again_and_again(self) -> None:
         """Shared layers: every unit runs several times per forward, in turn."""
         shared = Block(DIM)
-        model, x, expected = with_output(nn.Sequential(nn.Linear(DIM, DIM), *[shared] * 4))
+        model, x, expected = expecting(nn.Sequential(nn.Linear(DIM, DIM), *[shared] * 4))
         handle = offload_over(model, Prefetch(params=["ALL_MODEL_PARAMS"]), SlowLink(max_delay_s=0.001))
         for _ in range(3):
             assert_same_bits(model(x), expected)
@@ -117,7 +104,7 @@ class TestEager:
         handle.remove()
 
     def test_layers_wrapped_by_the_compiler(self) -> None:
-        model, x, expected = with_output(Stack(4))
+        model, x, expected = expecting(Stack(4))
         for index, layer in enumerate(model.layers):
             model.layers[index] = torch.compile(layer, backend="eager")
         for _ in range(2):
@@ -128,7 +115,7 @@ class TestEager:
 
     def test_all_of_it(self) -> None:
         """Modules outside the layers too, each as a unit of its own; a lookup table is read in place."""
-        model, x, expected = with_output(
+        model, x, expected = expecting(
             nn.Sequential(nn.Embedding(50, DIM), Stack(3), nn.Linear(3, 4000)), torch.arange(9)
         )
         with headrace.offload(model, Budget("70KiB", ["ALL_MODEL_PARAMS"])) as handle:
@@ -149,7 +136,7 @@ class TestEager:
             def forward(self, tokens: torch.Tensor) -> torch.Tensor:
                 return self.stack(self.embed(tokens)) @ self.embed.weight.t()
 
-        model, tokens, expected = with_output(Tied(), torch.arange(9))
+        model, tokens, expected = expecting(Tied(), torch.arange(9))
         with headrace.offload(model, Budget("12KiB", ["ALL_MODEL_PARAMS"])) as handle:
             for forwards in (1, 2):
                 assert_same_bits(model(tokens), expected)
@@ -166,7 +153,7 @@ class TestEager:
 
     def test_attention_beside_other_modules(self) -> None:
         """Its norms run in another order than they are declared in."""
-        model, x, expected = with_output(nn.TransformerEncoderLayer(DIM, 4, 64, batch_first=True), rows().unsqueeze(0))
+        model, x, expected = expecting(nn.TransformerEncoderLayer(DIM, 4, 64, batch_first=True), rows().unsqueeze(0))
         with headrace.offload(model, Prefetch(params=["ALL_MODEL_PARAMS"])) as handle:
             for _ in range(3):
                 assert_same_bits(model(x), expected)
@@ -208,7 +195,7 @@ class TestEager:
         assert_same_bits(model(x), expected)
 
     def test_uva_reads_in_place(self) -> None:
-        model, tokens, expected = with_output(MoE(3), torch.arange(9))
+        model, tokens, expected = expecting(MoE(3), torch.arange(9))
         with headrace.offload(model, UVA(params=["experts"])) as handle:
             assert_same_bits(model(tokens), expected)
             stats = handle.stats()
@@ -241,7 +228,7 @@ class TestDisk:
         "options", [DiskOptions(), DiskOptions(direct=True), DiskOptions(drop_cache=True)], ids=str
     )
     def test_prefetch(self, tmp_path: Path, num_shards: int, options: DiskOptions) -> None:
-        model, x, expected = with_output(Stack(5, max_pause_s=0.001))
+        model, x, expected = expecting(Stack(5, max_pause_s=0.001))
         folder = save(model, tmp_path, num_shards)
         handle = offload_over(model, all_layers(2, "disk"), SlowLink(), checkpoint=folder, disk=options)
         assert handle.plan.mode == "disk"
@@ -299,7 +286,7 @@ class TestDisk:
             assert handle.stats().bytes_moved == 0
 
     def test_budget_from_a_checkpoint_streams_from_its_files(self, tmp_path: Path) -> None:
-        model, x, expected = with_output(Stack(12, dim=128), rows(128))
+        model, x, expected = expecting(Stack(12, dim=128), rows(128))
         with headrace.offload(model, "400KiB", checkpoint=save(model, tmp_path)) as handle:
             assert handle.plan.mode == "disk"
             assert handle.plan.device_bytes <= 400 * 2**10
@@ -351,7 +338,7 @@ class TestOrder:
             assert handle.stats().units[2].runs == 0
 
     def test_a_part_of_the_model_called_by_itself(self) -> None:
-        model, x, expected = with_output(Stack(5))
+        model, x, expected = expecting(Stack(5))
         alone = model.layers[3](x)
         with headrace.offload(model, all_layers()) as handle:
             assert_same_bits(model.layers[3](x), alone)
@@ -415,7 +402,7 @@ class TestSeveral:
 
     def test_threads_in_turn(self) -> None:
         """Trap 5: a warm-up in one thread and the loop in another."""
-        model, x, expected = with_output(Stack(5))
+        model, x, expected = expecting(Stack(5))
         handle = offload_over(model, all_layers(), SlowLink())
         outputs: list[torch.Tensor] = []
         for _ in range(4):
@@ -454,7 +441,7 @@ class TestInterrupted:
     @pytest.mark.parametrize("slots", [1, 2])
     @pytest.mark.parametrize("before", [True, False])
     def test_a_forward_that_raises(self, error: BaseException, at: int, slots: int, before: bool) -> None:
-        model, x, expected = with_output(Stack(5))
+        model, x, expected = expecting(Stack(5))
         model.layers[at] = Failing(model.layers[at])
         handle = offload_over(model, all_layers(slots), SlowLink(max_delay_s=0.001))
         assert_same_bits(model(x), expected)
@@ -471,7 +458,7 @@ class TestInterrupted:
 
     def test_interrupted_while_it_waits(self, monkeypatch: pytest.MonkeyPatch) -> None:
         """Ctrl-C during a wait: the copy goes on, and must not land on top of the next one."""
-        model, x, expected = with_output(Stack(5))
+        model, x, expected = expecting(Stack(5))
         handle = offload_over(model, all_layers(2), SlowLink(max_delay_s=0.01))
         real, calls = ThreadLink.wait, iter([None] * 3 + [KeyboardInterrupt] + [None] * 2 + [KeyboardInterrupt])
 
@@ -505,7 +492,7 @@ class TestInterrupted:
                 armed.clear()
                 raise Interrupt
 
-        model, x, expected = with_output(Stack(5))
+        model, x, expected = expecting(Stack(5))
         handle = offload_over(model, all_layers(slots), SlowLink(max_delay_s=0.0005, seed=slots))
         before = signal.signal(signal.SIGALRM, alarm)
         interrupted = 0
@@ -529,7 +516,7 @@ class TestInterrupted:
         assert_same_bits(model(x), expected)
 
     def test_another_thread_goes_on_after_an_error(self) -> None:
-        model, x, expected = with_output(Stack(5, max_pause_s=0.001))
+        model, x, expected = expecting(Stack(5, max_pause_s=0.001))
         model.layers[2] = Failing(model.layers[2])
         handle = offload_over(model, all_layers(1), SlowLink(max_delay_s=0.001))
         model.layers[2].error = ValueError("mine")

@@ -30,7 +30,7 @@ from headrace.errors import (
 )
 from headrace.model.live_tensors import is_placeholder
 from headrace.testing import assert_same_bits
-from models import DIM, Stack, all_layers, rows, save, with_output
+from models import DIM, Stack, all_layers, expecting, rows, save
 from outside_models import EVERYTHING, Around, Reads
 from peers import on_peer, stand_in
 
@@ -368,7 +368,7 @@ class Writes(nn.Module):
 )
 def test_writes_inside_a_forward_are_refused(write: Callable[[nn.Linear], Any], inference: bool) -> None:
     with torch.inference_mode(inference):
-        model, x, expected = with_output(nn.Sequential(*(Writes(lambda lin: None) for _ in range(3))))
+        model, x, expected = expecting(nn.Sequential(*(Writes(lambda lin: None) for _ in range(3))))
         with headrace.offload(model, EVERYTHING) as handle:
             assert_same_bits(model(x), expected)
             model[1].write = write
@@ -655,7 +655,7 @@ class TestOthers:
     )
     def test_a_storage_without_bytes_is_refused(self, take: Callable[[torch.Tensor], Any]) -> None:
         """Torch would copy its no bytes into new memory of the whole size."""
-        model, x, expected = with_output(Stack(3))
+        model, x, expected = expecting(Stack(3))
         with headrace.offload(model, all_layers(1)) as handle:
             for _ in range(2):
                 with pytest.raises(
@@ -680,7 +680,7 @@ class TestTracers:
     )
     def test_are_refused(self, trace: Callable[..., torch.Tensor]) -> None:
 
-        model, x, expected = with_output(
+        model, x, expected = expecting(
             nn.Sequential(*(nn.Sequential(nn.Linear(DIM, DIM), nn.ReLU()) for _ in range(3)))
         )
         with headrace.offload(model, EVERYTHING):
@@ -691,7 +691,7 @@ class TestTracers:
 
 class TestRemove:
     def test_inside_a_forward(self) -> None:
-        model, x, expected = with_output(Stack(3))
+        model, x, expected = expecting(Stack(3))
         handle = headrace.offload(model, all_layers(1))
         hook = model.layers[1].register_forward_hook(lambda *_: handle.remove())
         with pytest.raises(StateError, match=r"remove\(\) was called inside a forward"):
@@ -702,7 +702,7 @@ class TestRemove:
         assert_same_bits(model(x), expected)
 
     def test_leaves_a_wrapper_that_came_later(self) -> None:
-        model, x, expected = with_output(Stack(3))
+        model, x, expected = expecting(Stack(3))
         handle = headrace.offload(model, all_layers(1))
         inner, calls = model.layers[1].forward, []
 
@@ -782,7 +782,7 @@ def test_a_weight_is_read_while_another_thread_runs_its_module() -> None:
 
 
 def test_a_forward_ended_by_an_interrupt_holds_up_no_other_thread() -> None:
-    model, x, expected = with_output(Stack(4))
+    model, x, expected = expecting(Stack(4))
     with headrace.offload(model, all_layers(1)):
 
         def interrupt(*_: Any) -> None:

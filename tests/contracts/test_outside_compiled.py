@@ -12,7 +12,7 @@ from torch import nn
 import headrace
 from headrace.errors import ModelChangedError, StateError
 from headrace.testing import assert_moved, assert_same_bits, boundaries
-from models import DIM, Stack, all_layers, rows, with_output
+from models import DIM, Stack, all_layers, expecting, rows
 from outside_models import EVERYTHING, Around, Reads
 
 OUTSIDE = r"outside of the forward that it is on the device for, in code that torch\.compile traces.*resident"
@@ -45,7 +45,7 @@ def test_a_model_that_keeps_to_itself_compiles() -> None:
 
 
 def test_after_eager_forwards_and_before() -> None:
-    model, x, expected = with_output(Stack(4))
+    model, x, expected = expecting(Stack(4))
     with headrace.offload(model, all_layers(1)) as handle:
         step = compiled(model, "eager")
         for run in (model, step, model, step):
@@ -59,7 +59,7 @@ def test_an_eager_forward_that_writes_a_weight_after_compiled_ones_is_an_error_a
     def write_weight(layer: nn.Module, *_: object) -> None:
         layer.linear.weight.add_(1)  # type: ignore[union-attr, operator]
 
-    model, x, expected = with_output(Stack(4))
+    model, x, expected = expecting(Stack(4))
     with headrace.offload(model, all_layers(1)):
         assert_same_bits(compiled(model, "eager")(x), expected)
         writes = model.layers[2].register_forward_pre_hook(write_weight)
@@ -89,7 +89,7 @@ def test_the_model_reads_a_table_behind_its_last_unit(backend: str) -> None:
         def forward(self, tokens: torch.Tensor) -> torch.Tensor:
             return F.linear(self.stack(self.embed(tokens)), self.embed.weight)
 
-    model, tokens, expected = with_output(Tied(), torch.arange(3))
+    model, tokens, expected = expecting(Tied(), torch.arange(3))
     rules = headrace.Rules([("embed", "prefetch"), ("linear", "prefetch")])
     with headrace.offload(model, rules) as handle:
         with pytest.raises(RuntimeError, match=rf"embed\.weight is used by .*{OUTSIDE}"):
@@ -109,7 +109,7 @@ def test_a_returned_view(backend: str) -> None:
 @pytest.mark.parametrize("backend", ["eager", "aot_eager", "inductor"])
 def test_a_child_that_is_never_called(backend: str) -> None:
     """It has no window in the graph, so its weight still rests when the compiled code reads it."""
-    model, x, expected = with_output(Reads(calls=False))
+    model, x, expected = expecting(Reads(calls=False))
     with headrace.offload(model, EVERYTHING):
         step = compiled(model, backend)
         try:
@@ -122,7 +122,7 @@ def test_a_child_that_is_never_called(backend: str) -> None:
 
 
 def test_layers_compiled_one_by_one() -> None:
-    model, x, expected = with_output(Stack(4))
+    model, x, expected = expecting(Stack(4))
     with headrace.offload(model, all_layers(2)) as handle:
         for layer in model.layers:
             layer.compile(backend="eager", fullgraph=True)
@@ -136,7 +136,7 @@ def test_layers_compiled_one_by_one() -> None:
 @pytest.mark.parametrize("part", ["", "layers.1"], ids=["model", "layer"])
 def test_export_is_refused_before_anything_changes(part: str, strict: bool, warm: bool) -> None:
     """Its program would hold slots in place of weights, and ops that no other process has."""
-    model, x, expected = with_output(Stack(4))
+    model, x, expected = expecting(Stack(4))
     with headrace.offload(model, all_layers(2)) as handle:
         assert_same_bits(model(x) if warm else expected, expected)
         with pytest.raises(StateError, match=r"torch\.export would record .* call handle\.remove\(\) first"):
@@ -150,7 +150,7 @@ def test_export_is_refused_before_anything_changes(part: str, strict: bool, warm
 
 @pytest.mark.parametrize("strict", [True, False])
 def test_export_of_weights_in_place_is_as_without(strict: bool) -> None:
-    model, x, expected = with_output(Stack(4))
+    model, x, expected = expecting(Stack(4))
     with headrace.offload(model, headrace.UVA(params=["ALL_MODEL_PARAMS"])) as handle:
         program = torch.export.export(model, (x,), strict=strict).run_decompositions()
         assert_same_bits(program.module()(x), expected)

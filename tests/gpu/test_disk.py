@@ -22,7 +22,7 @@ from headrace import DiskOptions, Handle
 from headrace.errors import OptionError, StateError, TransferError
 from headrace.model.inventory import take_inventory
 from headrace.transfer.ring_streams import RingLink
-from models import eventually
+from waiting import eventually
 
 
 def readers() -> set[int]:

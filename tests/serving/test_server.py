@@ -20,8 +20,8 @@ from commands import TINY
 from headrace.cli.demo_run import ensure_model
 from headrace.errors import OptionError
 from headrace.serving.app import bind
-from models import eventually
 from servers import NAME, Served, serving
+from waiting import eventually
 
 KEY = "s3cret"
 WITH_KEY = {"Authorization": f"Bearer {KEY}"}

@@ -2,12 +2,10 @@
 
 from __future__ import annotations
 
-import gc
 import os
 import random
 import threading
 import time
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -245,20 +243,11 @@ def rows(dim: int = DIM) -> torch.Tensor:
     return torch.randn(4, dim, generator=torch.Generator().manual_seed(7))
 
 
-def with_output(model: M, x: torch.Tensor | None = None) -> tuple[M, torch.Tensor, torch.Tensor]:
+def expecting(model: M, x: torch.Tensor | None = None) -> tuple[M, torch.Tensor, torch.Tensor]:
     """``model`` in evaluation mode, an input, and the output that it has to have when it is offloaded."""
     model.eval()
     x = rows() if x is None else x
     return model, x, model(x)
-
-
-def eventually(condition: Callable[[], bool], patience_s: float = 10.0) -> bool:
-    """Whether ``condition`` comes true in time. Garbage is collected meanwhile."""
-    end = time.monotonic() + patience_s
-    while not (met := condition()) and time.monotonic() < end:
-        gc.collect()
-        time.sleep(0.01)
-    return met
 
 
 def open_files(folder: Path) -> int:
