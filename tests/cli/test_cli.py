@@ -135,22 +135,19 @@ sys.exit(f"imported {heavy}" if heavy else 0)
     assert done.returncode == 0, done.stderr
 
 
-@pytest.mark.parametrize(
-    ("given", "expanded"),
-    [
-        ("plan M --offload-params a b c", "plan M --offload-params a --offload-params b --offload-params c"),
-        ("plan --offload-params a b -- M", "plan --offload-params a --offload-params b -- M"),
-        ("plan --offload-params a --json M", "plan --offload-params a --json M"),
-        ("plan M --offload-params a --offload-params b", "plan M --offload-params a --offload-params b"),
-        ("plan --cpu-offload-params a b --offload-params c", "plan --cpu-offload-params a --cpu-offload-params b "
-         "--offload-params c"),
-        ("plan --offload-params=a M", "plan --offload-params=a M"),
-        ("plan M --offload-rule a=uva re:b=c=uva", "plan M --offload-rule a=uva --offload-rule re:b=c=uva"),
-        ("plan -- M --offload-params a b", "plan -- M --offload-params a b"),
-        ("plan M", "plan M"),
-        ("", ""),
-    ],
-)  # fmt: skip
+@pytest.mark.parametrize(("given", "expanded"), [
+    ("plan M --offload-params a b c", "plan M --offload-params a --offload-params b --offload-params c"),
+    ("plan --offload-params a b -- M", "plan --offload-params a --offload-params b -- M"),
+    ("plan --offload-params a --json M", "plan --offload-params a --json M"),
+    ("plan M --offload-params a --offload-params b", "plan M --offload-params a --offload-params b"),
+    ("plan --cpu-offload-params a b --offload-params c", "plan --cpu-offload-params a --cpu-offload-params b "
+     "--offload-params c"),
+    ("plan --offload-params=a M", "plan --offload-params=a M"),
+    ("plan M --offload-rule a=uva re:b=c=uva", "plan M --offload-rule a=uva --offload-rule re:b=c=uva"),
+    ("plan -- M --offload-params a b", "plan -- M --offload-params a b"),
+    ("plan M", "plan M"),
+    ("", ""),
+])  # fmt: skip
 def test_a_list_after_one_flag_becomes_repeated_flags(given: str, expanded: str) -> None:
     assert expand_lists(given.split()) == expanded.split()
 

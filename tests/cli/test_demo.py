@@ -17,14 +17,7 @@ from transformers import AutoTokenizer
 from commands import TINY, error_of, run, succeed
 from headrace.checkpoint.safetensors_header import Checkpoint
 from headrace.cli import demo_run
-from headrace.cli.demo_run import (
-    Result,
-    comparison_table,
-    digest_of,
-    ensure_model,
-    failed_checks,
-    run_alone,
-)
+from headrace.cli.demo_run import Result, comparison_table, digest_of, ensure_model, failed_checks, run_alone
 from headrace.errors import OptionError, StateError
 from headrace.memory.system import PeakMeter
 

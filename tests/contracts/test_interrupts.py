@@ -13,10 +13,11 @@ from pathlib import Path
 import pytest
 
 import headrace
+from checks import require_forwards
 from headrace.errors import OptionError
 from headrace.model.live_tensors import BoundStorage
 from headrace.stores import sources
-from headrace.testing import assert_moved, assert_same_bits
+from headrace.testing import assert_same_bits
 from headrace.transfer import link as threads
 from models import Stack, all_layers, open_files, rows, save
 
@@ -40,8 +41,7 @@ def test_while_files_are_opened_or_closed(call: str, tmp_path: Path, monkeypatch
                 headrace.offload(model, policy, checkpoint=folder)
     else:
         handle = headrace.offload(model, policy, checkpoint=folder)
-        assert_same_bits(model(rows()), expected)
-        assert_moved(handle, 1)
+        require_forwards(handle, rows(), expected, 1)
         with monkeypatch.context() as patch:
             patch.setattr(sources.os, "close", lambda fd: interrupted(close(fd)))
             with pytest.raises(KeyboardInterrupt):
@@ -71,8 +71,7 @@ def test_while_the_originals_are_let_go(at: int, tmp_path: Path, monkeypatch: py
     assert next(calls) > at
     assert_same_bits(model(rows()), expected)
     with headrace.offload(model, all_layers(2, "disk"), checkpoint=folder) as handle:
-        assert_same_bits(model(rows()), expected)
-        assert_moved(handle, 1)
+        require_forwards(handle, rows(), expected, 1)
     assert_same_bits(model(rows()), expected)
 
 

@@ -20,6 +20,7 @@ from safetensors.torch import load_file
 from torch import nn
 
 import headrace
+from checks import require_forwards
 from headrace import UVA, Budget, DiskOptions, Prefetch
 from headrace.errors import HeadraceWarning, StateError
 from headrace.testing import SlowLink, assert_moved, assert_same_bits, offload_over
@@ -53,9 +54,7 @@ class TestEager:
         model = build().eval()
         expected = model(x)
         handle = offload_over(model, all_layers(slots), SlowLink(seed=slots))
-        for forwards in range(1, 4):
-            assert_same_bits(model(x), expected)
-            assert_moved(handle, forwards)
+        require_forwards(handle, x, expected, 3)
         handle.remove()
         assert_same_bits(model(x), expected)
 
@@ -65,8 +64,7 @@ class TestEager:
         x = rows().to(dtype)
         expected = model(x)
         with headrace.offload(model, all_layers()) as handle:
-            assert_same_bits(model(x), expected)
-            assert_moved(handle, 1)
+            require_forwards(handle, x, expected, 1)
 
     @pytest.mark.parametrize(
         "policy",
@@ -87,9 +85,7 @@ class TestEager:
             handle = offload_over(model, policy, SlowLink())
         assert handle.plan.prefetched_bytes > 0
         assert bool(handle.plan.peer_bytes) == bool(getattr(policy, "peer_memory", None))
-        for forwards in (1, 2):
-            assert_same_bits(model(x), expected)
-            assert_moved(handle, forwards)
+        require_forwards(handle, x, expected, 2)
         handle.remove()
 
     def test_one_layer_used_again_and_again(self) -> None:
@@ -109,9 +105,7 @@ class TestEager:
             model.layers[index] = torch.compile(layer, backend="eager")
         for _ in range(2):
             with headrace.offload(model, all_layers(2)) as handle:
-                for forwards in (1, 2):
-                    assert_same_bits(model(x), expected)
-                    assert_moved(handle, forwards)
+                require_forwards(handle, x, expected, 2)
 
     def test_all_of_it(self) -> None:
         """Modules outside the layers too, each as a unit of its own; a lookup table is read in place."""
@@ -119,8 +113,7 @@ class TestEager:
             nn.Sequential(nn.Embedding(50, DIM), Stack(3), nn.Linear(3, 4000)), torch.arange(9)
         )
         with headrace.offload(model, Budget("70KiB", ["ALL_MODEL_PARAMS"])) as handle:
-            assert_same_bits(model(x), expected)
-            assert_moved(handle, 1)
+            require_forwards(handle, x, expected, 1)
             assert handle.plan.mechanism_of("0.weight") == "uva"
 
     def test_a_table_that_is_read_again_without_a_call(self) -> None:
@@ -138,9 +131,7 @@ class TestEager:
 
         model, tokens, expected = expecting(Tied(), torch.arange(9))
         with headrace.offload(model, Budget("12KiB", ["ALL_MODEL_PARAMS"])) as handle:
-            for forwards in (1, 2):
-                assert_same_bits(model(tokens), expected)
-                assert_moved(handle, forwards)
+            require_forwards(handle, tokens, expected, 2)
 
     def test_attention_that_reads_its_childs_weight(self) -> None:
         model = nn.MultiheadAttention(DIM, 4).eval()
@@ -232,9 +223,7 @@ class TestDisk:
         folder = save(model, tmp_path, num_shards)
         handle = offload_over(model, all_layers(2, "disk"), SlowLink(), checkpoint=folder, disk=options)
         assert handle.plan.mode == "disk"
-        for forwards in (1, 2, 3):
-            assert_same_bits(model(x), expected)
-            assert_moved(handle, forwards)
+        require_forwards(handle, x, expected, 3)
         handle.remove()
         assert_same_bits(model(x), expected)
 
@@ -249,8 +238,7 @@ class TestDisk:
         for options in (DiskOptions(), DiskOptions(direct=True, drop_cache=True)):
             with headrace.offload(model, policy, checkpoint=save(model, tmp_path), disk=options) as handle:
                 assert max(unit.num_bytes for unit in handle.plan.units) > 2 * (2 << 20)
-                assert_same_bits(model(x), expected)
-                assert_moved(handle, 1)
+                require_forwards(handle, x, expected, 1)
 
     @pytest.mark.parametrize("mode", ["cpu", "disk"])
     def test_from_meta(self, tmp_path: Path, mode: str) -> None:
@@ -265,9 +253,7 @@ class TestDisk:
         handle = headrace.offload(
             model, all_layers(2, mode), checkpoint=folder, progress=lambda done, total: seen.append((done, total))
         )
-        for forwards in (1, 2):
-            assert_same_bits(model(tokens), expected)
-            assert_moved(handle, forwards)
+        require_forwards(handle, tokens, expected, 2)
         loaded = handle.plan.weight_bytes if mode == "cpu" else handle.plan.resident_bytes
         assert seen[0] == (0, loaded)
         assert seen[-1] == (loaded, loaded)
@@ -290,9 +276,7 @@ class TestDisk:
         with headrace.offload(model, "400KiB", checkpoint=save(model, tmp_path)) as handle:
             assert handle.plan.mode == "disk"
             assert handle.plan.device_bytes <= 400 * 2**10
-            for forwards in (1, 2):
-                assert_same_bits(model(x), expected)
-                assert_moved(handle, forwards)
+            require_forwards(handle, x, expected, 2)
 
 
 class TestOrder:

@@ -21,13 +21,7 @@ from torch import nn
 
 import headrace
 from headrace.checkpoint.safetensors_header import Checkpoint
-from headrace.errors import (
-    CheckpointError,
-    HeadraceWarning,
-    ModelChangedError,
-    OutsideAccessError,
-    StateError,
-)
+from headrace.errors import CheckpointError, HeadraceWarning, ModelChangedError, OutsideAccessError, StateError
 from headrace.model.live_tensors import is_placeholder
 from headrace.testing import assert_same_bits
 from models import DIM, Stack, all_layers, expecting, rows, save
@@ -290,8 +284,7 @@ class TestNoRoom:
             linear = model[int(handle.plan.units[0].module_fqn)]
             for step in (linear.weight.zero_, lambda: linear.weight.data.add_(1)):
                 with pytest.raises(
-                    OutsideAccessError,
-                    match="writes it in place, and making it resident would exceed the budget of",
+                    OutsideAccessError, match="writes it in place, and making it resident would exceed the budget of"
                 ):
                     step()
 

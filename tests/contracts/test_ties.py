@@ -117,13 +117,10 @@ def test_tensors_in_slots_share_memory_but_no_storage_object() -> None:
         assert len(set(addresses)) == 1
 
 
-@pytest.mark.parametrize(
-    "dtype",
-    [
-        torch.bool, torch.uint8, torch.int8, torch.int16, torch.int32, torch.int64, torch.uint16, torch.float16,
-        torch.bfloat16, torch.float64, torch.complex64, torch.float8_e4m3fn, torch.float8_e5m2,
-    ],
-)  # fmt: skip
+@pytest.mark.parametrize("dtype", [
+    torch.bool, torch.uint8, torch.int8, torch.int16, torch.int32, torch.int64, torch.uint16, torch.float16,
+    torch.bfloat16, torch.float64, torch.complex64, torch.float8_e4m3fn, torch.float8_e5m2,
+])  # fmt: skip
 @pytest.mark.parametrize("mode", ["cpu", "disk"])
 def test_every_dtype_every_bit(dtype: torch.dtype, mode: str, tmp_path: Path) -> None:
     """All byte patterns (NaNs with payloads, negative zeros), and trap 3: nothing asks for the range of an integer."""

@@ -226,13 +226,10 @@ def vector_to_parameters(model: Any) -> Any:
 
 @WHEN
 @POLICIES
-@pytest.mark.parametrize(
-    "act",
-    [
-        add_delta, add_under_no_grad, write_through_an_alias, write_through_numpy, swap_data,
-        exchange_the_data_of_a_resident, replace_a_parameter, initialise, average, vector_to_parameters,
-    ],
-)  # fmt: skip
+@pytest.mark.parametrize("act", [
+    add_delta, add_under_no_grad, write_through_an_alias, write_through_numpy, swap_data,
+    exchange_the_data_of_a_resident, replace_a_parameter, initialise, average, vector_to_parameters,
+])  # fmt: skip
 def test_writes(act: Action, policy: Action, warm: bool) -> None:
     equal_or_refused(plain, act, policy, rows(), warm)
 
@@ -464,13 +461,10 @@ def jacobian(model: Any) -> Any:
 
 
 @POLICIES
-@pytest.mark.parametrize(
-    "act",
-    [
-        traced_by_fx, traced_by_make_fx, traced_and_saved, linearized, mapped, called_functionally, ensembled, jitted,
-        exported, jacobian,
-    ],
-)  # fmt: skip
+@pytest.mark.parametrize("act", [
+    traced_by_fx, traced_by_make_fx, traced_and_saved, linearized, mapped, called_functionally, ensembled, jitted,
+    exported, jacobian,
+])  # fmt: skip
 def test_tracers(act: Action, policy: Action) -> None:
     x = rows()
     if act is linearized:  # it computes once, here with a grad mode of its own

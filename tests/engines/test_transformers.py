@@ -146,6 +146,12 @@ def assert_streams(
     assert handle.stats().mechanism_bytes["prefetch"] == handle.plan.prefetched_bytes > 0
 
 
+def assert_restored(handle: headrace.Handle, reference: nn.Module) -> None:
+    """Without the offload, the model has the resident one's tensors."""
+    handle.remove()
+    assert_same_tensors(handle.model, reference)
+
+
 @contextmanager
 def warned(*parts: str) -> Iterator[None]:
     """Exactly one HeadraceWarning for each of `parts`, in order, that says it."""
@@ -170,8 +176,7 @@ class TestEquality:
         assert model.name_or_path == reference.name_or_path == str(folder)
         assert model.config.to_dict() == reference.config.to_dict()
         assert_streams(model, handle, reference)
-        handle.remove()
-        assert_same_tensors(model, reference)
+        assert_restored(handle, reference)
         assert torch.equal(run(model), run(reference))
 
     @pytest.mark.parametrize("name", FUSED)
@@ -256,10 +261,9 @@ class TestUnevenCheckpoints:
         reference = resident(folder, model_class)
         torch.manual_seed(3)
         with warned("1 tensor (score.weight) of Qwen3ForSequenceClassification", "1 tensor (lm_head.weight) in"):
-            model, handle = load(folder, EVERYTHING, model_class=model_class)
+            _, handle = load(folder, EVERYTHING, model_class=model_class)
         assert handle.plan.mechanism_of("score.weight") == "resident"
-        handle.remove()
-        assert_same_tensors(model, reference)
+        assert_restored(handle, reference)
 
     def test_base_model_of_a_model_with_a_head(self, saved: Callable[[str], Path]) -> None:
         with warned("1 tensor (lm_head.weight) in"):
@@ -303,8 +307,7 @@ class TestUnevenCheckpoints:
         reference = resident(folder)
         assert (model.lm_head.weight is model.model.embed_tokens.weight) == equal
         assert_streams(model, handle, reference)
-        handle.remove()
-        assert_same_tensors(model, reference)
+        assert_restored(handle, reference)
 
     def test_only_the_other_end_of_a_tie_is_stored(self, copied: Callable[[str], Path]) -> None:
         folder = copied("qwen3_tied")
@@ -312,8 +315,7 @@ class TestUnevenCheckpoints:
         model, handle = load(folder, EVERYTHING)
         reference = resident(folder)
         assert_streams(model, handle, reference)
-        handle.remove()
-        assert_same_tensors(model, reference)
+        assert_restored(handle, reference)
         assert model.lm_head.weight is model.model.embed_tokens.weight
 
     def test_tensors_without_elements(self, tmp_path: Path) -> None:
@@ -361,8 +363,7 @@ class TestConverted:
         assert_streams(model, handle, reference)
         files = handle.stats().store_bytes["file"]
         assert files == sum(tensor.num_bytes for tensor in used(folder, handle))
-        handle.remove()
-        assert_same_tensors(model, reference)
+        assert_restored(handle, reference)
         assert Checkpoint.open(folder).stamps == stamps
 
     @pytest.mark.parametrize("way", WAYS)
@@ -408,8 +409,7 @@ class TestConverted:
         assert model.get_parameter(wo).dtype == torch.float32
         assert handle.plan.mechanism_of(wo) == "prefetch"
         assert_streams(model, handle, reference)
-        handle.remove()
-        assert_same_tensors(model, reference)
+        assert_restored(handle, reference)
 
     def test_used_outside_of_its_forward(self, saved: Callable[[str], Path]) -> None:
         folder = saved("qwen3")
@@ -468,8 +468,7 @@ class TestRearranged:
             model, handle = load(tmp_path, EVERYTHING)
         assert handle.plan.resident.keys() >= {"model.language_model.layers.0.mlp.experts.gate_up_proj"}
         assert_streams(model, handle, reference, share=0.2)  # text alone, no vision
-        handle.remove()
-        assert_same_tensors(model, reference)
+        assert_restored(handle, reference)
 
 
 class TestStretches:

@@ -19,12 +19,7 @@ from headrace.errors import OptionError, OptionTypeError, SizeError
 def offload_config(backend: str = "auto", **flags: Any) -> SimpleNamespace:
     """What vLLM makes of its flags; the defaults are vLLM's."""
     uva = {"cpu_offload_gb": 0.0, "cpu_offload_params": set()}
-    prefetch = {
-        "offload_group_size": 0,
-        "offload_num_in_group": 1,
-        "offload_prefetch_step": 1,
-        "offload_params": set(),
-    }
+    prefetch = {"offload_group_size": 0, "offload_num_in_group": 1, "offload_prefetch_step": 1, "offload_params": set()}
     for name, value in flags.items():
         (uva if name in uva else prefetch)[name] = value
     return SimpleNamespace(offload_backend=backend, uva=SimpleNamespace(**uva), prefetch=SimpleNamespace(**prefetch))
@@ -147,59 +142,56 @@ def test_a_budget_and_flags_contradict_each_other(flags: dict[str, Any], message
 FORM = """write it like --additional-config '{"headrace": {"device_memory": "20GiB"}}'"""
 
 
-@pytest.mark.parametrize(
-    ("own", "kind", "message"),
-    [
-        ([], OptionTypeError, f"headrace: expected an object, found list []; {FORM}"),
-        ("20GiB", OptionTypeError, f"headrace: expected an object, found str '20GiB'; {FORM}"),
-        ({"device_mem": "1GiB"}, OptionError, "headrace.device_mem is unknown: expected one of device_memory, batch"),
-        ({"device_mem": "1GiB"}, OptionError, "did you mean 'device_memory'?"),
-        ({"zzz": 1}, OptionError, "headrace.zzz is unknown: expected one of"),
-        ({"device_memory": "20 Gbit"}, SizeError, "headrace.device_memory: size '20 Gbit' is not a size; write it"),
-        ({"device_memory": -1}, SizeError, "headrace.device_memory: size -1: expected more than 0 bytes; write it"),
-        ({"device_memory": "lots"}, SizeError, "headrace.device_memory: size 'lots' is not a size; write it like"),
-        ({"device_memory": 1.5}, OptionTypeError, "headrace.device_memory: expected str or int, found float 1.5"),
-        ({"device_memory": None}, OptionTypeError, "headrace.device_memory: expected str or int, found NoneType"),
-        *(
-            ({"device_memory": "1GiB", "batch": wrong}, OptionError, f"headrace.batch = {number}: expected at least 1")
-            for wrong, number in ((0, 0), (-1, -1), ([0], 0))
-        ),
-        *(
-            ({"device_memory": "1GiB", "batch": wrong}, OptionTypeError, f"headrace.batch: expected {what}")
-            for wrong, what in (
-                (1.5, "numbers of rows such as [1, 16, 256], found 1.5"),
-                (True, "an int, found bool True"),
-                ([], "numbers of rows such as [1, 16, 256], found []"),
-                ([1, "16"], "an int, found str '16'"),
-                ({"1": 2}, "numbers of rows such as [1, 16, 256], found {'1': 2}"),
-                (None, "numbers of rows such as [1, 16, 256], found None"),
-            )
-        ),
-        ({"device_memory": "1GiB", "batch": "1;16"}, OptionError, "headrace.batch '1;16': expected numbers of rows"),
-        ({"device_memory": "1GiB", "params": "mlp"}, OptionTypeError, "headrace.params: expected a list of strings"),
-        ({"device_memory": "1GiB", "params": [1]}, OptionTypeError, 'such as ["mlp"], found [1]'),
-        ({"device_memory": "1GiB", "rules": "a=uva"}, OptionTypeError, "headrace.rules: expected a list of strings"),
-        ({"device_memory": "1GiB", "rules": ["mlp"]}, OptionError, "headrace.rules 'mlp': expected a name pattern"),
-        ({"device_memory": "1GiB", "rules": ["a=cpu"]}, OptionError, "'=' and a mechanism, found 'cpu'; write"),
-        (
-            {"device_memory": "1GiB", "rules": ["a=uva", "b=uva", "a=prefetch"]},
-            OptionError,
-            "rules 'a=uva' and 'a=prefetch' contradict each other: one pattern has one mechanism; leave one of them",
-        ),
-        ({"mode": "disk"}, OptionError, "headrace.mode 'disk': expected one of cpu, shm_cpu inside vLLM"),
-        ({"mode": ["cpu"]}, OptionError, "headrace.mode ['cpu']: expected one of cpu, shm_cpu"),
-        ({"replicas": "2"}, OptionTypeError, "headrace.replicas: expected an int, found str '2'"),
-        ({"replicas": True}, OptionTypeError, "headrace.replicas: expected an int, found bool True"),
-        ({"replicas": 1, "mode": "shm_cpu"}, OptionError, "headrace.replicas = 1: expected at least 2"),
-        ({"replicas": 2}, OptionError, "no effect with mode 'cpu': add \"mode\": \"shm_cpu\", or leave it out"),
-        ({"measure_stalls": 1}, OptionTypeError, "headrace.measure_stalls: expected true or false, found 1"),
-        ({"batch": 1}, OptionError, "headrace.batch has no effect without headrace.device_memory inside vLLM: add it"),
-        ({"rules": ["a=uva"]}, OptionError, "headrace.rules has no effect without headrace.device_memory"),
-        ({"params": ["a"]}, OptionError, "headrace.params has no effect without headrace.device_memory or --offload"),
-        ({"mode": "cpu"}, OptionError, "headrace.mode has no effect without headrace.device_memory, --offload-gro"),
-        ({"measure_stalls": True}, OptionError, "headrace.measure_stalls has no effect without headrace.device_me"),
-    ],
-)  # fmt: skip
+@pytest.mark.parametrize(("own", "kind", "message"), [
+    ([], OptionTypeError, f"headrace: expected an object, found list []; {FORM}"),
+    ("20GiB", OptionTypeError, f"headrace: expected an object, found str '20GiB'; {FORM}"),
+    ({"device_mem": "1GiB"}, OptionError, "headrace.device_mem is unknown: expected one of device_memory, batch"),
+    ({"device_mem": "1GiB"}, OptionError, "did you mean 'device_memory'?"),
+    ({"zzz": 1}, OptionError, "headrace.zzz is unknown: expected one of"),
+    ({"device_memory": "20 Gbit"}, SizeError, "headrace.device_memory: size '20 Gbit' is not a size; write it"),
+    ({"device_memory": -1}, SizeError, "headrace.device_memory: size -1: expected more than 0 bytes; write it"),
+    ({"device_memory": "lots"}, SizeError, "headrace.device_memory: size 'lots' is not a size; write it like"),
+    ({"device_memory": 1.5}, OptionTypeError, "headrace.device_memory: expected str or int, found float 1.5"),
+    ({"device_memory": None}, OptionTypeError, "headrace.device_memory: expected str or int, found NoneType"),
+    *(
+        ({"device_memory": "1GiB", "batch": wrong}, OptionError, f"headrace.batch = {number}: expected at least 1")
+        for wrong, number in ((0, 0), (-1, -1), ([0], 0))
+    ),
+    *(
+        ({"device_memory": "1GiB", "batch": wrong}, OptionTypeError, f"headrace.batch: expected {what}")
+        for wrong, what in (
+            (1.5, "numbers of rows such as [1, 16, 256], found 1.5"),
+            (True, "an int, found bool True"),
+            ([], "numbers of rows such as [1, 16, 256], found []"),
+            ([1, "16"], "an int, found str '16'"),
+            ({"1": 2}, "numbers of rows such as [1, 16, 256], found {'1': 2}"),
+            (None, "numbers of rows such as [1, 16, 256], found None"),
+        )
+    ),
+    ({"device_memory": "1GiB", "batch": "1;16"}, OptionError, "headrace.batch '1;16': expected numbers of rows"),
+    ({"device_memory": "1GiB", "params": "mlp"}, OptionTypeError, "headrace.params: expected a list of strings"),
+    ({"device_memory": "1GiB", "params": [1]}, OptionTypeError, 'such as ["mlp"], found [1]'),
+    ({"device_memory": "1GiB", "rules": "a=uva"}, OptionTypeError, "headrace.rules: expected a list of strings"),
+    ({"device_memory": "1GiB", "rules": ["mlp"]}, OptionError, "headrace.rules 'mlp': expected a name pattern"),
+    ({"device_memory": "1GiB", "rules": ["a=cpu"]}, OptionError, "'=' and a mechanism, found 'cpu'; write"),
+    (
+        {"device_memory": "1GiB", "rules": ["a=uva", "b=uva", "a=prefetch"]},
+        OptionError,
+        "rules 'a=uva' and 'a=prefetch' contradict each other: one pattern has one mechanism; leave one of them",
+    ),
+    ({"mode": "disk"}, OptionError, "headrace.mode 'disk': expected one of cpu, shm_cpu inside vLLM"),
+    ({"mode": ["cpu"]}, OptionError, "headrace.mode ['cpu']: expected one of cpu, shm_cpu"),
+    ({"replicas": "2"}, OptionTypeError, "headrace.replicas: expected an int, found str '2'"),
+    ({"replicas": True}, OptionTypeError, "headrace.replicas: expected an int, found bool True"),
+    ({"replicas": 1, "mode": "shm_cpu"}, OptionError, "headrace.replicas = 1: expected at least 2"),
+    ({"replicas": 2}, OptionError, "no effect with mode 'cpu': add \"mode\": \"shm_cpu\", or leave it out"),
+    ({"measure_stalls": 1}, OptionTypeError, "headrace.measure_stalls: expected true or false, found 1"),
+    ({"batch": 1}, OptionError, "headrace.batch has no effect without headrace.device_memory inside vLLM: add it"),
+    ({"rules": ["a=uva"]}, OptionError, "headrace.rules has no effect without headrace.device_memory"),
+    ({"params": ["a"]}, OptionError, "headrace.params has no effect without headrace.device_memory or --offload"),
+    ({"mode": "cpu"}, OptionError, "headrace.mode has no effect without headrace.device_memory, --offload-gro"),
+    ({"measure_stalls": True}, OptionError, "headrace.measure_stalls has no effect without headrace.device_me"),
+])  # fmt: skip
 def test_a_wrong_key_or_value_says_what_to_write(own: Any, kind: type[Exception], message: str) -> None:
     with pytest.raises(kind) as caught:
         read(own=own)

@@ -52,13 +52,9 @@ class Rig:
     """A cache of small tensors on the CPU, and what kernels would read through its map."""
 
     def __init__(
-        self,
-        num_experts: int,
-        num_slots: int,
-        away: frozenset[int] = frozenset(),
-        dtype: torch.dtype = torch.int32,
+        self, num_experts: int, num_slots: int, away: frozenset[int] = frozenset(), dtype: torch.dtype = torch.int32,
         num_overflow_rows: int = 0,
-    ) -> None:
+    ) -> None:  # fmt: skip
         # A range may have rows between slots and overflow rows, and between these and experts.
         overflow_rows = range(num_slots + 2, num_slots + 2 + num_overflow_rows)
         first = overflow_rows.stop + 1

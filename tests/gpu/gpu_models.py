@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
@@ -54,6 +55,12 @@ def build(num_layers: int = 7, device: str = "cuda", dtype: torch.dtype = torch.
     torch.manual_seed(seed)
     model = Stack(num_layers).eval().requires_grad_(False).to(dtype)
     return model.to(device)
+
+
+def twins() -> tuple[Stack, Stack]:
+    """One that stays resident, and one to offload."""
+    resident = build()
+    return resident, copy.deepcopy(resident)
 
 
 @contextmanager

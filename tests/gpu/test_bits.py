@@ -7,7 +7,7 @@ import warnings
 
 import pytest
 import torch
-from gpu_models import build, offloaded
+from gpu_models import build, offloaded, twins
 
 import headrace
 from headrace import UVA, Budget, Handle, Plan, Prefetch
@@ -47,8 +47,7 @@ POLICIES = {
 @pytest.fixture(params=POLICIES, ids=list(POLICIES))
 def pair(request: pytest.FixtureRequest):
     """A resident model and its offloaded twin."""
-    resident = build()
-    model = copy.deepcopy(resident)
+    resident, model = twins()
     with warnings.catch_warnings():
         warnings.simplefilter("ignore", headrace.HeadraceWarning)
         handle = headrace.offload(model, POLICIES[request.param](model))
@@ -227,8 +226,7 @@ def test_two_models_in_one_process() -> None:
 
 def test_uva_disabled_moves_on_demand(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("HEADRACE_DISABLE_UVA", "1")
-    resident = build()
-    model = copy.deepcopy(resident)
+    resident, model = twins()
     ids = inputs(16)
     with offloaded(model, UVA(params=["up_proj", "head", "embed"])) as handle:
         assert handle.plan == move_on_demand(take_inventory(resident), handle.plan)

@@ -9,7 +9,7 @@ from collections.abc import Iterator
 import pytest
 import torch
 import torch._dynamo
-from gpu_models import build, offloaded
+from gpu_models import build, offloaded, twins
 from torch import nn
 
 from headrace import Prefetch
@@ -118,8 +118,7 @@ def test_a_partitioned_graph_is_an_error_and_leaves_the_gpu_usable() -> None:
 
 @pytest.mark.filterwarnings("ignore:a CUDA graph holds a part of a forward")
 def test_a_module_captured_by_itself() -> None:
-    resident = build()
-    model = copy.deepcopy(resident)
+    resident, model = twins()
     hidden = torch.randn(8, 512, device="cuda", dtype=torch.bfloat16)
     with offloaded(model, Prefetch(1, 1, 2)) as handle:
         model(ids(0))

@@ -20,10 +20,7 @@ import pipelines
 if TYPE_CHECKING:  # importing diffusers takes a second, also where this file is only collected
     from headrace.adapters.diffusers import PipelineHandle
 
-pytestmark = [
-    pytest.mark.filterwarnings("ignore::FutureWarning"),
-    pytest.mark.filterwarnings("ignore::UserWarning"),
-]
+pytestmark = [pytest.mark.filterwarnings("ignore::FutureWarning"), pytest.mark.filterwarnings("ignore::UserWarning")]
 
 
 def offloaded(pipe: Any, share: float) -> PipelineHandle:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import copy
 import os
 import signal
 import threading
@@ -14,15 +13,15 @@ import psutil
 import pytest
 import torch
 from gpu_files import POLICIES, bytes_read_by_ten, captured, inputs, replay, require_bits_in_any_order, save
-from gpu_models import Stack, build, offloaded
+from gpu_models import Stack, build, offloaded, twins
 
 import headrace
+from checks import eventually
 from faulty_readers import Faults
 from headrace import DiskOptions, Handle
 from headrace.errors import OptionError, StateError, TransferError
 from headrace.model.inventory import take_inventory
 from headrace.transfer.ring_streams import RingLink
-from waiting import eventually
 
 
 def readers() -> set[int]:
@@ -35,14 +34,13 @@ def ring_mappings() -> int:
     return Path("/proc/self/maps").read_text().count("memfd:headrace-")
 
 
+@pytest.mark.usefixtures("no_grad")
 class TestBits:
-    @torch.no_grad()
     @pytest.mark.usefixtures("ring")
     @pytest.mark.parametrize("options", [DiskOptions(), DiskOptions(direct=True)], ids=["plain", "direct"])
     @pytest.mark.parametrize("name", POLICIES)
     def test_eager_captured_and_replayed_in_any_order(self, name: str, options: DiskOptions, tmp_path: Path) -> None:
-        resident = build()
-        model = copy.deepcopy(resident)
+        resident, model = twins()
         expected = [resident(inputs(seed)).clone() for seed in range(4)]
         with offloaded(model, POLICIES[name], checkpoint=save(model, tmp_path), disk=options) as handle:
             assert handle.plan.mode == "disk"
@@ -53,7 +51,6 @@ class TestBits:
                 assert staging.bytes_read > handle.stats().bytes_moved / 2
         assert torch.equal(model(inputs(1)), expected[1])
 
-    @torch.no_grad()
     def test_from_meta_and_under_a_compiler(self, tmp_path: Path) -> None:
         resident = build()
         save(resident, tmp_path)
@@ -68,11 +65,9 @@ class TestBits:
         assert torch.equal(model(inputs()), expected)
         handle.remove(graphs_released=True)
 
-    @torch.no_grad()
     @pytest.mark.usefixtures("ring")
     def test_a_slow_disk_holds_the_device_and_not_the_bits(self, tmp_path: Path, faults: Faults) -> None:
-        resident = build()
-        model = copy.deepcopy(resident)
+        resident, model = twins()
         expected = resident(inputs())
         handle = headrace.offload(model, POLICIES["two slots"], checkpoint=save(model, tmp_path))
         graph, out = captured(model, inputs())
@@ -87,7 +82,6 @@ class TestBits:
         assert staging.stall_s > 0.003
         handle.remove(graphs_released=True)
 
-    @torch.no_grad()
     def test_a_replay_reads_the_files(self, tmp_path: Path) -> None:
         """And no more of them than it moves."""
         model = build(12)
@@ -97,18 +91,16 @@ class TestBits:
         assert abs(bytes_read_by_ten(graph, handle) - 10 * handle.plan.moved_bytes) <= ring_bytes
         handle.remove(graphs_released=True)
 
-    @torch.no_grad()
     def test_debug_checksums(self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
         monkeypatch.setenv("HEADRACE_DEBUG", "1")
-        resident = build()
-        model = copy.deepcopy(resident)
+        resident, model = twins()
         with offloaded(model, POLICIES["two slots"], checkpoint=save(model, tmp_path)):
             for _ in range(3):
                 assert torch.equal(model(inputs()), resident(inputs()))
 
 
+@pytest.mark.usefixtures("no_grad")
 class TestFailure:
-    @torch.no_grad()
     @pytest.mark.parametrize("options", [DiskOptions(), DiskOptions(direct=True)], ids=["plain", "direct"])
     @pytest.mark.parametrize("harm", ["rewrite", "truncate"])
     def test_a_file_that_changes_under_replays(self, harm: str, options: DiskOptions, tmp_path: Path) -> None:
@@ -132,7 +124,6 @@ class TestFailure:
         with pytest.raises(TransferError, match="while in use"):
             handle.remove(graphs_released=True)
 
-    @torch.no_grad()
     @pytest.mark.parametrize("harm", ["remove", "replace"])
     def test_a_file_that_goes_is_still_open(self, harm: str, tmp_path: Path) -> None:
         model, handle, path = self.offloaded(tmp_path)
@@ -150,7 +141,6 @@ class TestFailure:
             assert torch.equal(model(inputs()), expected)
         handle.remove(graphs_released=True)
 
-    @torch.no_grad()
     def test_an_error_of_the_disk_in_eager_code(self, tmp_path: Path, faults: Faults) -> None:
         model, handle, _ = self.offloaded(tmp_path)
         model(inputs())
@@ -162,7 +152,6 @@ class TestFailure:
         handle.remove()  # this process can read: nothing is lost
         assert model(inputs()).isfinite().all()
 
-    @torch.no_grad()
     def test_a_read_that_never_ends(self, tmp_path: Path, faults: Faults, monkeypatch: pytest.MonkeyPatch) -> None:
         monkeypatch.setattr("headrace.transfer.open_link.RingLink", partial(RingLink, stuck_s=1.0))
         model, handle, _ = self.offloaded(tmp_path)
@@ -176,7 +165,6 @@ class TestFailure:
             handle.stats()
         handle.remove(graphs_released=True)
 
-    @torch.no_grad()
     @pytest.mark.parametrize("victims", ["server", "group"])
     def test_readers_that_are_killed(self, victims: str, tmp_path: Path) -> None:
         before = readers()
@@ -247,7 +235,7 @@ class TestLimits:
         assert error is not None
 
     def test_everything_is_given_back(self, tmp_path: Path) -> None:
-        assert eventually(lambda: not readers(), 20), "readers of an earlier test stay"
+        assert eventually(lambda: not readers()), "readers of an earlier test stay"
         mapped = ring_mappings()
         model = build()
         addresses = {name: p.data_ptr() for name, p in model.named_parameters()}
@@ -266,7 +254,7 @@ class TestLimits:
     @torch.no_grad()
     def test_an_offload_that_nobody_removes(self, tmp_path: Path, faults: Faults) -> None:
         """Its readers end some time after the last copy, and the thread that listened gives the memory back."""
-        assert eventually(lambda: not readers(), 20), "readers of an earlier test stay"
+        assert eventually(lambda: not readers()), "readers of an earlier test stay"
         mapped = ring_mappings()
         faults.linger(0.5)
         model = build()
@@ -275,6 +263,6 @@ class TestLimits:
         (pid,) = readers()
         assert ring_mappings() > mapped
         del handle, model
-        assert eventually(lambda: not readers(), 20)
+        assert eventually(lambda: not readers())
         assert not psutil.pid_exists(pid)
         assert ring_mappings() == mapped

@@ -6,7 +6,6 @@ So nothing that the device waits for may be a thread of this process: with the r
 
 from __future__ import annotations
 
-import copy
 import threading
 import time
 from collections.abc import Iterator
@@ -16,7 +15,7 @@ from pathlib import Path
 import pytest
 import torch
 from gpu_files import POLICIES, captured, inputs, save
-from gpu_models import build
+from gpu_models import twins
 
 import headrace
 from faulty_readers import Faults
@@ -70,8 +69,7 @@ def collecting(garbage: list[object], pause_s: float = 0.001) -> Iterator[None]:
 @torch.no_grad()
 @pytest.mark.parametrize("kind", GARBAGE)
 def test_what_ends_while_the_device_waits_holds_nobody_up(kind: str, tmp_path: Path, faults: Faults) -> None:
-    resident = build()
-    model = copy.deepcopy(resident)
+    resident, model = twins()
     expected = resident(inputs())
     handle = headrace.offload(model, POLICIES["two slots"], checkpoint=save(model, tmp_path))
     graph, out = captured(model, inputs())

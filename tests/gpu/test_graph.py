@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-import copy
 from functools import partial
 
 import pytest
 import torch
 from gpu_files import captured
-from gpu_models import build, offloaded
+from gpu_models import offloaded, twins
 from torch import nn
 from torch.profiler import ProfilerActivity, profile
 
@@ -31,8 +30,7 @@ def copies_to_device(run) -> list[tuple[str, float]]:
 
 
 def test_copies_are_inside_the_graph() -> None:
-    resident = build()
-    model = copy.deepcopy(resident)
+    resident, model = twins()
     ids = torch.arange(8, device="cuda")
     with offloaded(model, Prefetch(1, 1, 2)) as handle:
         graph, out = captured(model, ids)

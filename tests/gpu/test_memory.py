@@ -9,7 +9,7 @@ from contextlib import suppress
 import psutil
 import pytest
 import torch
-from gpu_models import build, offloaded
+from gpu_models import build, offloaded, twins
 
 import headrace
 from headrace import UVA, Prefetch
@@ -71,8 +71,7 @@ def test_refused_registration_falls_back(monkeypatch: pytest.MonkeyPatch) -> Non
 @torch.no_grad()
 def test_unpinned_memory_works_eagerly_and_says_so(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("HEADRACE_DISABLE_PIN_MEMORY", "1")
-    resident = build()
-    model = copy.deepcopy(resident)
+    resident, model = twins()
     ids = torch.arange(8, device="cuda")
     with pytest.warns(headrace.HeadraceWarning, match="HEADRACE_DISABLE_PIN_MEMORY"):
         handle = headrace.offload(model, Prefetch(1, 1, 2))

@@ -60,13 +60,9 @@ def test_equals_the_library(name: str, way: Callable[[Path, str], tuple[bool, in
 @pytest.mark.parametrize("way", [by_load, by_offload])
 @pytest.mark.parametrize(("name", "backend", "kernel"), KERNELS)
 def test_kernels_of_gptqmodel(
-    name: str,
-    backend: str,
-    kernel: str,
-    way: Callable[[Path, str], tuple[bool, int]],
-    tmp_path: Path,
+    name: str, backend: str, kernel: str, way: Callable[[Path, str], tuple[bool, int]], tmp_path: Path,
     monkeypatch: pytest.MonkeyPatch,
-) -> None:
+) -> None:  # fmt: skip
     if not FORMATS[name].is_here:
         pytest.skip(f"{FORMATS[name].package} is not installed")
     # Up to 128 rows AWQ's Triton kernel adds up with atomics, in any order: it does not repeat its own bits.

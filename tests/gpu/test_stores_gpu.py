@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 import torch
 from gpu_files import bytes_read_by_ten, captured, inputs, replay, require_bits_in_any_order, save
-from gpu_models import Stack, build, offloaded
+from gpu_models import Stack, build, offloaded, twins
 
 import headrace
 from headrace import Budget, Plan, Prefetch, Rules
@@ -41,8 +41,8 @@ def plan_of(name: str, model: Stack) -> Plan:
     return replace(made, units=tuple(units))
 
 
+@pytest.mark.usefixtures("no_grad")
 class TestBits:
-    @torch.no_grad()
     @pytest.mark.usefixtures("ring")
     @pytest.mark.parametrize("from_meta", [False, True], ids=["live", "from meta"])
     @pytest.mark.parametrize("name", PLANS)
@@ -61,7 +61,6 @@ class TestBits:
             assert stores.get("host_pinned", 0) >= kept
         assert torch.equal(model(inputs(1)), expected[1])
 
-    @torch.no_grad()
     def test_a_replay_reads_what_rests_in_files_and_no_more(self, tmp_path: Path) -> None:
         """In the order of the units in files alone: no piece is asked for out of turn."""
         model = build(12)
@@ -74,10 +73,8 @@ class TestBits:
         assert moved["cpu"] > moved["disk"] > 0
         handle.remove(graphs_released=True)
 
-    @torch.no_grad()
     def test_under_a_compiler(self, tmp_path: Path) -> None:
-        resident = build()
-        model = copy.deepcopy(resident)
+        resident, model = twins()
         handle = headrace.offload(model, plan_of("two slots", model), checkpoint=save(model, tmp_path))
         compiled = torch.compile(model, fullgraph=True)
         first = compiled(inputs())
@@ -86,11 +83,9 @@ class TestBits:
         assert torch.equal(model(inputs()), resident(inputs()))
         handle.remove(graphs_released=True)
 
-    @torch.no_grad()
     def test_debug_checksums(self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
         monkeypatch.setenv("HEADRACE_DEBUG", "1")
-        resident = build()
-        model = copy.deepcopy(resident)
+        resident, model = twins()
         with offloaded(model, plan_of("two slots", model), checkpoint=save(model, tmp_path)):
             for _ in range(3):
                 assert torch.equal(model(inputs()), resident(inputs()))
@@ -104,8 +99,7 @@ class TestBudget:
         """A budget that names no store; the ring counted at what it takes here and not at half a GiB."""
         spill = planner_factory.Spill
         monkeypatch.setattr(planner_factory, "Spill", partial(spill, ring_bytes=0))
-        resident = build()
-        model = copy.deepcopy(resident)
+        resident, model = twins()
         total = take_inventory(model).num_bytes
         budget = Budget(total // 2, host_memory=total // 5)
         with offloaded(model, budget, checkpoint=save(model, tmp_path)) as handle:

@@ -8,7 +8,6 @@ import re
 import resource
 import sys
 import warnings
-from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
@@ -38,13 +37,9 @@ from headrace.runtime import planner_factory
 from headrace.runtime.planner_factory import check_limits, finalize_plan, gpu_memory_kind, needs_of
 from models import Stack, all_layers, rows, save, state_of
 
+pytestmark = pytest.mark.usefixtures("no_grad")
+
 KIB, MIB, GIB = 2**10, 2**20, 2**30
-
-
-@pytest.fixture(autouse=True)
-def _no_grad() -> Iterator[None]:
-    with torch.no_grad():
-        yield
 
 
 # -- what the kernel says ----------------------------------------------------------------------------------------------

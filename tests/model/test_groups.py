@@ -20,46 +20,24 @@ from headrace.model.inventory import Inventory, take_inventory
 from headrace.model.semantic_groups import GROUPS, semantic_groups
 
 TEXT = {
-    "hidden_size": 64,
-    "intermediate_size": 96,
-    "num_hidden_layers": 2,
-    "num_attention_heads": 4,
-    "vocab_size": 200,
+    "hidden_size": 64, "intermediate_size": 96, "num_hidden_layers": 2, "num_attention_heads": 4, "vocab_size": 200,
     "pad_token_id": 0,
-}
+}  # fmt: skip
 HEADS = {**TEXT, "num_key_value_heads": 2}
 MOE = {**HEADS, "num_experts_per_tok": 2, "moe_intermediate_size": 32}
 MLA = {
-    **MOE,
-    "kv_lora_rank": 16,
-    "qk_rope_head_dim": 16,
-    "qk_nope_head_dim": 16,
-    "v_head_dim": 16,
-    "num_key_value_heads": 4,
-    "n_shared_experts": 1,
-    "first_k_dense_replace": 1,
-    "n_routed_experts": 8,
-}
+    **MOE, "kv_lora_rank": 16, "qk_rope_head_dim": 16, "qk_nope_head_dim": 16, "v_head_dim": 16,
+    "num_key_value_heads": 4, "n_shared_experts": 1, "first_k_dense_replace": 1, "n_routed_experts": 8,
+}  # fmt: skip
 VISION = {
-    "hidden_size": 40,
-    "intermediate_size": 80,
-    "num_hidden_layers": 2,
-    "num_attention_heads": 4,
-    "image_size": 32,
+    "hidden_size": 40, "intermediate_size": 80, "num_hidden_layers": 2, "num_attention_heads": 4, "image_size": 32,
     "patch_size": 8,
-}
+}  # fmt: skip
 QWEN_VISION = {"depth": 2, "num_heads": 4, "patch_size": 8, "spatial_merge_size": 2}
 STACKS = {
-    "d_model": 64,
-    "encoder_layers": 2,
-    "decoder_layers": 2,
-    "encoder_ffn_dim": 96,
-    "decoder_ffn_dim": 96,
-    "encoder_attention_heads": 4,
-    "decoder_attention_heads": 4,
-    "vocab_size": 200,
-    "max_position_embeddings": 64,
-}
+    "d_model": 64, "encoder_layers": 2, "decoder_layers": 2, "encoder_ffn_dim": 96, "decoder_ffn_dim": 96,
+    "encoder_attention_heads": 4, "decoder_attention_heads": 4, "vocab_size": 200, "max_position_embeddings": 64,
+}  # fmt: skip
 
 
 def on_meta(name: str, **config: Any) -> Callable[[], nn.Module]:

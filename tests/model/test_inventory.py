@@ -159,13 +159,10 @@ class TestLayout:
     def test_scalar(self) -> None:
         assert only_storage(bare(w=torch.tensor(3.0))).num_bytes == 4
 
-    @pytest.mark.parametrize(
-        "dtype",
-        [
-            torch.bool, torch.uint8, torch.int8, torch.int16, torch.int64, torch.uint16, torch.float16, torch.bfloat16,
-            torch.float64, torch.complex64, torch.complex128, torch.float8_e4m3fn, torch.float8_e5m2,
-        ],
-    )  # fmt: skip
+    @pytest.mark.parametrize("dtype", [
+        torch.bool, torch.uint8, torch.int8, torch.int16, torch.int64, torch.uint16, torch.float16, torch.bfloat16,
+        torch.float64, torch.complex64, torch.complex128, torch.float8_e4m3fn, torch.float8_e5m2,
+    ])  # fmt: skip
     def test_dtypes(self, dtype: torch.dtype) -> None:
         storage = only_storage(bare(w=torch.zeros(3, 5).to(dtype)))
         assert storage.num_bytes == 15 * dtype.itemsize

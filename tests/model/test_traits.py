@@ -24,30 +24,15 @@ from headrace.model.memory_profile import ModelProfile, profile_of
 SIZE = {**checkpoints.SIZE, "max_position_embeddings": 512}
 HEADS = {"num_key_value_heads": 2, "head_dim": 16}
 MLA = {
-    "kv_lora_rank": 16,
-    "qk_rope_head_dim": 8,
-    "qk_nope_head_dim": 16,
-    "v_head_dim": 24,
-    "num_key_value_heads": 4,
-    "moe_intermediate_size": 32,
-    "num_experts_per_tok": 2,
-    "n_shared_experts": 1,
-    "first_k_dense_replace": 1,
-    "n_routed_experts": 8,
-    "n_group": 1,
-    "topk_group": 1,
-}
+    "kv_lora_rank": 16, "qk_rope_head_dim": 8, "qk_nope_head_dim": 16, "v_head_dim": 24, "num_key_value_heads": 4,
+    "moe_intermediate_size": 32, "num_experts_per_tok": 2, "n_shared_experts": 1, "first_k_dense_replace": 1,
+    "n_routed_experts": 8, "n_group": 1, "topk_group": 1,
+}  # fmt: skip
 SLIDING = ["sliding_attention", "full_attention"] * 2
 QWEN3_NEXT = {
-    "num_experts": 4,
-    "num_experts_per_tok": 2,
-    "moe_intermediate_size": 32,
-    "shared_expert_intermediate_size": 32,
-    "linear_num_value_heads": 4,
-    "linear_num_key_heads": 2,
-    "linear_key_head_dim": 16,
-    "linear_value_head_dim": 24,
-}
+    "num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 32, "shared_expert_intermediate_size": 32,
+    "linear_num_value_heads": 4, "linear_num_key_heads": 2, "linear_key_head_dim": 16, "linear_value_head_dim": 24,
+}  # fmt: skip
 
 MODELS: dict[str, tuple[str, dict[str, Any]]] = {
     "llama": ("LlamaForCausalLM", {**SIZE, **HEADS}),
@@ -79,10 +64,7 @@ MODELS: dict[str, tuple[str, dict[str, Any]]] = {
     "zamba": (
         "ZambaForCausalLM",
         {
-            **SIZE,
-            "num_key_value_heads": 4,
-            "n_mamba_heads": 2,
-            "mamba_dt_rank": 4,
+            **SIZE, "num_key_value_heads": 4, "n_mamba_heads": 2, "mamba_dt_rank": 4,
             "layers_block_type": ["mamba", "hybrid"] * 2,
         },
     ),

@@ -66,14 +66,9 @@ from moe_models import qwen
 REPORT = Path(__file__).resolve().parents[2] / "benchmarks" / "results" / "2026-11-21-plan-h200-probe.json"
 
 MIXTURE = {
-    **SIZE,
-    "hidden_size": 256,
-    "intermediate_size": 768,
-    "moe_intermediate_size": 192,
-    "num_experts": 16,
-    "num_experts_per_tok": 2,
-    "num_hidden_layers": 6,
-}
+    **SIZE, "hidden_size": 256, "intermediate_size": 768, "moe_intermediate_size": 192, "num_experts": 16,
+    "num_experts_per_tok": 2, "num_hidden_layers": 6,
+}  # fmt: skip
 
 
 @pytest.fixture(scope="module")

@@ -66,10 +66,7 @@ def reference(compute: list[float], copies: list[float], num_slots: int, steps: 
     return max(now, link_free) - begun
 
 
-@given(
-    stages=st.lists(st.tuples(times.filter(bool), times), min_size=1, max_size=14),
-    num_slots=st.integers(1, 5),
-)
+@given(stages=st.lists(st.tuples(times.filter(bool), times), min_size=1, max_size=14), num_slots=st.integers(1, 5))
 @settings(max_examples=400, deadline=None)
 def test_equals_a_queue_of_copies(stages: list[tuple[float, float]], num_slots: int) -> None:
     compute, copies = [list(column) for column in zip(*stages, strict=True)]

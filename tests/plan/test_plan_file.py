@@ -28,6 +28,8 @@ from headrace.testing import assert_moved, assert_same_bits
 from models import MoE, Stack, all_layers, rows, save
 from plans import models, plan_for
 
+pytestmark = pytest.mark.usefixtures("no_grad")
+
 GIB = 2**30
 H200 = Machine("NVIDIA H200", 140 * GIB)
 
@@ -36,12 +38,6 @@ POLICIES = st.one_of(
     st.builds(lambda group, step: Prefetch(group, 1, step, [ALL_MODEL_PARAMS]), st.integers(1, 3), st.integers(1, 5)),
     st.just(UVA(params=[ALL_MODEL_PARAMS])),
 )
-
-
-@pytest.fixture(autouse=True)
-def _no_grad() -> Iterator[None]:
-    with torch.no_grad():
-        yield
 
 
 @pytest.fixture

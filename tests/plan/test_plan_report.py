@@ -16,13 +16,7 @@ from headrace.plan.report import compress_indices, render, role_of
 
 @pytest.mark.parametrize(
     ("indices", "text"),
-    [
-        ([], ""),
-        ([3], "3"),
-        ([0, 1, 2, 3, 7], "0-3, 7"),
-        (range(64), "0-63"),
-        (range(3, 64, 4), "3, 7, 11, ... 63"),
-    ],
+    [([], ""), ([3], "3"), ([0, 1, 2, 3, 7], "0-3, 7"), (range(64), "0-63"), (range(3, 64, 4), "3, 7, 11, ... 63")],
 )
 def test_compress_indices(indices: Sequence[int], text: str) -> None:
     assert compress_indices(indices) == text

@@ -5,7 +5,6 @@ from __future__ import annotations
 import itertools
 import re
 import warnings
-from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
 
@@ -32,11 +31,7 @@ from models import MoE, Reader, Stack, save
 from plans import assignments, check_plan, layered, models
 from spills import DISK, GIB, KIB, MIB, SPILL
 
-
-@pytest.fixture(autouse=True)
-def _no_grad() -> Iterator[None]:
-    with torch.no_grad():
-        yield
+pytestmark = pytest.mark.usefixtures("no_grad")
 
 
 # -- the order ---------------------------------------------------------------------------------------------------------

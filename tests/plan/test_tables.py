@@ -12,19 +12,9 @@ import pytest
 ROOT = Path(__file__).resolve().parents[2]
 RESULTS = sorted((ROOT / "benchmarks" / "results").glob("*.jsonl"))
 FIELDS = {
-    "table",
-    "case",
-    "rows",
-    "ms",
-    "spread_ms",
-    "floor_ms",
-    "resident_ms",
-    "bytes_moved",
-    "link_gb_per_s",
-    "peak_device_bytes",
-    "planned_device_bytes",
-    "bit_equal",
-}
+    "table", "case", "rows", "ms", "spread_ms", "floor_ms", "resident_ms", "bytes_moved", "link_gb_per_s",
+    "peak_device_bytes", "planned_device_bytes", "bit_equal",
+}  # fmt: skip
 
 
 # Of tables that are no steps.

@@ -32,14 +32,9 @@ def llama() -> nn.Module:
     """A small Llama of transformers', its layers split over all ranks."""
     transformers = pytest.importorskip("transformers")
     config = transformers.LlamaConfig(
-        vocab_size=64,
-        hidden_size=128,
-        intermediate_size=256,
-        num_hidden_layers=4,
-        num_attention_heads=4,
-        num_key_value_heads=4,
-        attn_implementation="eager",
-    )
+        vocab_size=64, hidden_size=128, intermediate_size=256, num_hidden_layers=4, num_attention_heads=4,
+        num_key_value_heads=4, attn_implementation="eager",
+    )  # fmt: skip
     torch.manual_seed(3)
     return transformers.LlamaForCausalLM(config).eval()
 

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import ctypes
 import itertools
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -25,7 +25,9 @@ from headrace.runtime.debug import POISON, Guard
 from headrace.stores.store import CpuStore, Load
 from headrace.testing import SlowLink, assert_same_bits, offload_over
 from headrace.transfer.link import ComputeEvent, ThreadLink, ThreadTransfer, Transfer
-from models import DIM, MoE, OddStack, Stack, all_layers, rows, save
+from models import DIM, MoE, OddStack, Stack, all_layers, expecting, rows, save
+
+pytestmark = pytest.mark.usefixtures("no_grad")
 
 
 class Packs(nn.Linear):
@@ -80,12 +82,6 @@ class TramplingLink(ThreadLink):
         raise AssertionError(f"unit {self._reading} has its slot to itself")
 
 
-@pytest.fixture(autouse=True)
-def _no_grad() -> Iterator[None]:
-    with torch.no_grad():
-        yield
-
-
 @pytest.fixture
 def debug(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("HEADRACE_DEBUG", "1")
@@ -93,15 +89,11 @@ def debug(monkeypatch: pytest.MonkeyPatch) -> None:
 
 class TestPlantedRaces:
     def early(self) -> tuple[Any, torch.Tensor, torch.Tensor, Any]:
-        model = Stack(5).eval()
-        x = rows()
-        expected = model(x)
+        model, x, expected = expecting(Stack(5))
         return model, x, expected, offload_over(model, all_layers(2), EarlyLink(max_delay_s=0.2))
 
     def trampled(self, layer: int) -> tuple[Any, torch.Tensor, torch.Tensor, Any]:
-        model = Stack(5).eval()
-        x = rows()
-        expected = model(x)
+        model, x, expected = expecting(Stack(5))
         link = TramplingLink()
         handle = offload_over(model, all_layers(2), link)
         assert_same_bits(model(x), expected)
@@ -216,9 +208,7 @@ class TestNoFalseAlarms:
             assert handle.stats().bytes_moved > 0
 
     def test_compiled(self) -> None:
-        model = Stack(5).eval()
-        x = rows()
-        expected = model(x)
+        model, x, expected = expecting(Stack(5))
         with headrace.offload(model, all_layers(2)) as handle:
             step = torch.compile(model, backend="eager", fullgraph=True)
             for run in (step, step, model, step):

@@ -154,6 +154,12 @@ class Engine:
     def run(self, step: str, which: int) -> None:
         getattr(self, step)(which) if step.startswith("replay") else getattr(self, step)()
 
+    def run_all(self, steps: Sequence[str], seed: int) -> None:
+        for number, step in enumerate(steps):
+            if self.has_graphs(step):
+                self.run(step, seed + number)
+        self.device.finish()
+
     def announce(self) -> None:
         """Of a replay of something else, a draft model perhaps."""
         self.pipeline.wait_all()
@@ -297,17 +303,21 @@ class RoughEngine(Engine):
 
 KINDS = ["forward", "capture", "replay", "replay", "prepare", "skip_last", "skip_first", "announce", "capture_cuts"]
 KINDS += ["capture_segments", "replay_segments"]
-STEPS = st.lists(st.sampled_from(KINDS), min_size=1, max_size=14)
+FOREIGN = ["forward", "capture", "replay", "skip_last", "capture_parts", "replay_parts", "capture_one"]
+OWN = ["forward", "capture", "replay", "replay", "skip_last", "run_first", "disown"]
+PIECES = ["forward", "capture", "replay", "capture_pieces", "replay_pieces", "replay_pieces"]
+SEEDS = st.integers(0, 1000)
+
+
+def lists_of(kinds: list[str], min_size: int = 1, max_size: int = 14) -> st.SearchStrategy[list[str]]:
+    return st.lists(st.sampled_from(kinds), min_size=min_size, max_size=max_size)
+
+
+STEPS = lists_of(KINDS)
 
 
 @pytest.mark.filterwarnings("ignore:.*offloaded modules did not run")
-@given(
-    steps=STEPS,
-    num_units=st.integers(1, 7),
-    num_slots=st.integers(1, 4),
-    seed=st.integers(0, 1000),
-    announced=st.booleans(),
-)
+@given(STEPS, st.integers(1, 7), st.integers(1, 4), SEEDS, st.booleans())
 @settings(max_examples=400, deadline=None)
 def test_every_read_finds_its_unit(
     steps: list[str], num_units: int, num_slots: int, seed: int, announced: bool
@@ -326,7 +336,7 @@ def test_every_read_finds_its_unit(
     assert skips or all(stats.misses == 0 for stats in engine.pipeline.stats)
 
 
-@given(steps=STEPS, num_units=st.integers(1, 7), num_slots=st.integers(1, 4), seed=st.integers(0, 1000))
+@given(STEPS, st.integers(1, 7), st.integers(1, 4), SEEDS)
 @settings(max_examples=200, deadline=None)
 def test_every_forward_leaves_the_first_units_in_the_slots(
     steps: list[str], num_units: int, num_slots: int, seed: int
@@ -374,39 +384,18 @@ def test_a_replay_in_segments_copies_each_unit_once(whole: bool) -> None:
 
 
 @pytest.mark.filterwarnings("ignore:a CUDA graph holds a part of a forward")
-@given(
-    steps=st.lists(
-        st.sampled_from(["forward", "capture", "replay", "skip_last", "capture_parts", "replay_parts", "capture_one"]),
-        min_size=1,
-        max_size=14,
-    ),
-    num_units=st.integers(1, 7),
-    num_slots=st.integers(1, 4),
-    seed=st.integers(0, 1000),
-)
+@given(lists_of(FOREIGN), st.integers(1, 7), st.integers(1, 4), SEEDS)
 @settings(max_examples=400, deadline=None)
 def test_every_read_finds_its_unit_in_captures_of_others(
     steps: list[str], num_units: int, num_slots: int, seed: int
 ) -> None:
     """A graph of a part of a forward leaves no copy to its end, and trusts none from before it."""
     engine = ForeignEngine(num_units, num_slots, seed)
-    for number, step in enumerate(steps):
-        if engine.has_graphs(step):
-            engine.run(step, seed + number)
-    engine.device.finish()
+    engine.run_all(steps, seed)
     assert engine.reads >= num_units * sum(step in ("forward", "capture", "capture_parts") for step in steps)
 
 
-@given(
-    steps=st.lists(
-        st.sampled_from(["forward", "capture", "replay", "replay", "skip_last", "run_first", "disown"]),
-        min_size=1,
-        max_size=14,
-    ),
-    num_units=st.integers(1, 7),
-    num_slots=st.integers(1, 4),
-    seed=st.integers(0, 1000),
-)
+@given(lists_of(OWN), st.integers(1, 7), st.integers(1, 4), SEEDS)
 @settings(max_examples=400, deadline=None)
 def test_every_read_finds_its_unit_beside_graphs_of_our_own(
     steps: list[str], num_units: int, num_slots: int, seed: int
@@ -445,8 +434,7 @@ def test_copies_of_the_next_step_run_between_two_of_our_own_replays() -> None:
     never = Op(lambda: None, [Op(lambda: None)])  # generate() chooses a token
     engine.replay(0)
     engine.link.give("compute", never.run, never.after)
-    while engine.device.advance():
-        pass
+    engine.device.run_ready()
     assert first_units_there(engine)
 
 
@@ -460,8 +448,7 @@ def test_a_replay_of_our_own_begins_before_the_second_slot_is_filled() -> None:
     engine.link.leave_copy_event(1)
     reads = engine.reads
     engine.graphs[0].launch(engine.device)
-    while engine.device.advance():
-        pass
+    engine.device.run_ready()
     assert engine.reads == reads + 1
 
 
@@ -524,29 +511,17 @@ def test_a_part_of_a_forward_in_a_graph_is_reported() -> None:
 
 
 WRONGS = ["cut", "cut_while_reading", "by_hand", "abort", "capture_some"]
-ROUGH = st.lists(
-    st.sampled_from([*KINDS[:5], *KINDS[7:], "backwards", "capture_backwards", *WRONGS]),
-    max_size=14,
-)
+ROUGH = lists_of([*KINDS[:5], *KINDS[7:], "backwards", "capture_backwards", *WRONGS], min_size=0)
 
 
 @pytest.mark.filterwarnings("ignore:.*offloaded modules did not run")
-@given(
-    steps=ROUGH,
-    num_units=st.integers(1, 6),
-    num_slots=st.integers(1, 4),
-    seed=st.integers(0, 1000),
-    announced=st.booleans(),
-)
+@given(ROUGH, st.integers(1, 6), st.integers(1, 4), SEEDS, st.booleans())
 @settings(max_examples=400, deadline=None)
 def test_every_read_finds_its_unit_after_what_went_wrong(
     steps: list[str], num_units: int, num_slots: int, seed: int, announced: bool
 ) -> None:
     engine = RoughEngine(num_units, num_slots, seed, announced)
-    for number, step in enumerate(steps):
-        if engine.has_graphs(step):
-            engine.run(step, seed + number)
-    engine.device.finish()
+    engine.run_all(steps, seed)
 
 
 @pytest.mark.parametrize("announced", [True, False], ids=["announced", "joined"])
@@ -640,8 +615,7 @@ def test_copies_for_the_next_replay_wait_for_the_last_read_and_not_for_the_end()
     engine.replay(0)
     engine.link.give("compute", never.run, never.after)
     engine.prepare()
-    while engine.device.advance():
-        pass
+    engine.device.run_ready()
     assert engine.pipeline.slot_memory(0).unique().tolist() == [0]
     assert engine.pipeline.slot_memory(1).unique().tolist() == [1]
 
@@ -662,8 +636,7 @@ def test_copies_for_the_next_forward_stand_behind_its_inputs() -> None:
     held = Op(lambda: None, [Op(lambda: None)])
     inputs_under_way = engine.device.give("compute", held)
     engine.pipeline.begin_forward()
-    while engine.device.advance():
-        pass
+    engine.device.run_ready()
     assert inputs.done
     assert not inputs_under_way.done
     assert not first_units_there(engine)
@@ -731,14 +704,7 @@ def test_copies_are_what_the_store_says() -> None:
     assert [(copy.dst_offset, copy.num_bytes) for copy in store.load(plan.units[1]).copies] == [(0, BYTES)]
 
 
-PIECES = st.lists(
-    st.sampled_from(["forward", "capture", "replay", "capture_pieces", "replay_pieces", "replay_pieces"]),
-    min_size=1,
-    max_size=12,
-)
-
-
-@given(steps=PIECES, num_units=st.integers(1, 6), num_slots=st.integers(1, 3), seed=st.integers(0, 1000))
+@given(lists_of(PIECES, max_size=12), st.integers(1, 6), st.integers(1, 3), SEEDS)
 @settings(max_examples=300, deadline=None)
 def test_graphs_of_pieces(steps: list[str], num_units: int, num_slots: int, seed: int) -> None:
     """Where an engine keeps units inside the graphs of pieces, replays are not announced as such."""

@@ -25,11 +25,7 @@ from headrace.stats import Recorder, Stats, UnitStats
 from headrace.testing import SlowLink, assert_moved, offload_over
 from models import Stack, all_layers, rows, save
 
-
-@pytest.fixture(autouse=True)
-def _no_grad() -> Iterator[None]:
-    with torch.no_grad():
-        yield
+pytestmark = pytest.mark.usefixtures("no_grad")
 
 
 class TestStats:

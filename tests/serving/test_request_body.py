@@ -84,11 +84,8 @@ def test_what_no_endpoint_carries_out(kind: type[GenerationRequest], body: dict[
 @pytest.mark.parametrize(("kind", "body"), KINDS)
 @pytest.mark.parametrize("name", ["user", "cache_prompt", "num_ctx", "store", "metadata"])
 def test_what_changes_no_answer(
-    kind: type[GenerationRequest],
-    body: dict[str, Any],
-    name: str,
-    caplog: pytest.LogCaptureFixture,
-) -> None:
+    kind: type[GenerationRequest], body: dict[str, Any], name: str, caplog: pytest.LogCaptureFixture,
+) -> None:  # fmt: skip
     _log_ignored.cache_clear()
     with caplog.at_level("INFO"):
         for _ in range(3):
@@ -98,81 +95,75 @@ def test_what_changes_no_answer(
     ]
 
 
-@pytest.mark.parametrize(
-    ("fields", "message"),
-    [
-        ({"n": 2}, "n = 2 is not supported (expected 1); leave it out, or use a server that has it"),
-        ({"logprobs": 0}, "logprobs = 0 is not supported (expected false)"),
-        ({"logprobs": 5}, "logprobs = 5 is not supported"),
-        ({"echo": True}, "echo = true is not"),
-        ({"echo": 0}, "echo = 0 is not"),
-        ({"best_of": 3}, "best_of = 3"),
-        ({"presence_penalty": 0.5}, "presence_penalty = 0.5 is not"),
-        ({"frequency_penalty": -1}, "frequency_penalty = -1 is not"),
-        ({"repetition_penalty": 1.05}, "repetition_penalty = 1.05 is not"),
-        ({"logit_bias": {"5": 1}}, "logit_bias = {\"5\": 1} is not"),
-        ({"stop": [""]}, "stop.0: String should have at least 1 character, found \"\""),
-        ({"stop": 5}, "stop: Input should be a valid list, found 5"),
-        ({"suffix": "x"}, "suffix = \"x\" is not"),
-        ({"temprature": 1}, "'temprature' is not supported; did you mean 'temperature'?"),
-        ({"max_tokens": 0}, "max_tokens: Input should be greater than or equal to 1, found 0"),
-        ({"max_tokens": 1.5}, "max_tokens: Input should be a valid integer, found 1.5"),
-        ({"max_tokens": True}, "max_tokens: Input should be a valid integer, found true"),
-        ({"max_tokens": "many"}, "max_tokens: Input should be a valid integer, found \"many\""),
-        ({"temperature": 2.5}, "temperature: Input should be less than or equal to 2, found 2.5"),
-        ({"temperature": float("nan")}, "temperature: Input should be a finite number, found NaN"),
-        ({"temperature": 1e-9}, "temperature: expected 0 (greedy), or from 0.01 to 2"),
-        ({"temperature": 10**400}, "temperature: Input should be"),
-        ({"prompt": "a\ud800"}, "prompt: Input should be a valid string"),
-        ({"top_p": 0}, "top_p: Input should be greater than 0, found 0"),
-        ({"top_k": -2}, "top_k: Input should be greater than or equal to -1, found -2"),
-        ({"seed": 2**70}, "seed: Input should be less than"),
-        ({"stream": "yes"}, "stream: Input should be a valid boolean, found \"yes\""),
-        ({"stream_options": {"include_usage": True}}, 'stream_options: expected "stream": true beside it'),
-        ({"stream": True, "stream_options": {"continuous_usage_stats": True}}, "continuous_usage_stats = true is"),
-        ({"model": 5}, "model: Input should be a valid string, found 5"),
-        ({"prompt": None}, "prompt: Input should be a valid string, found null"),
-        ({"prompt": ""}, "prompt: String should have at least 1 character, found \"\""),
-        ({"prompt": ["a", "b"]}, "prompt: Input should be a valid string, found [\"a\", \"b\"]"),
-        ({"prompt": [1, 2, 3]}, "prompt: Input should be a valid string, found [1, 2, 3]"),
-        ({"prompt": [5]}, "prompt: Input should be a valid string, found 5"),
-    ],
-)  # fmt: skip
+@pytest.mark.parametrize(("fields", "message"), [
+    ({"n": 2}, "n = 2 is not supported (expected 1); leave it out, or use a server that has it"),
+    ({"logprobs": 0}, "logprobs = 0 is not supported (expected false)"),
+    ({"logprobs": 5}, "logprobs = 5 is not supported"),
+    ({"echo": True}, "echo = true is not"),
+    ({"echo": 0}, "echo = 0 is not"),
+    ({"best_of": 3}, "best_of = 3"),
+    ({"presence_penalty": 0.5}, "presence_penalty = 0.5 is not"),
+    ({"frequency_penalty": -1}, "frequency_penalty = -1 is not"),
+    ({"repetition_penalty": 1.05}, "repetition_penalty = 1.05 is not"),
+    ({"logit_bias": {"5": 1}}, "logit_bias = {\"5\": 1} is not"),
+    ({"stop": [""]}, "stop.0: String should have at least 1 character, found \"\""),
+    ({"stop": 5}, "stop: Input should be a valid list, found 5"),
+    ({"suffix": "x"}, "suffix = \"x\" is not"),
+    ({"temprature": 1}, "'temprature' is not supported; did you mean 'temperature'?"),
+    ({"max_tokens": 0}, "max_tokens: Input should be greater than or equal to 1, found 0"),
+    ({"max_tokens": 1.5}, "max_tokens: Input should be a valid integer, found 1.5"),
+    ({"max_tokens": True}, "max_tokens: Input should be a valid integer, found true"),
+    ({"max_tokens": "many"}, "max_tokens: Input should be a valid integer, found \"many\""),
+    ({"temperature": 2.5}, "temperature: Input should be less than or equal to 2, found 2.5"),
+    ({"temperature": float("nan")}, "temperature: Input should be a finite number, found NaN"),
+    ({"temperature": 1e-9}, "temperature: expected 0 (greedy), or from 0.01 to 2"),
+    ({"temperature": 10**400}, "temperature: Input should be"),
+    ({"prompt": "a\ud800"}, "prompt: Input should be a valid string"),
+    ({"top_p": 0}, "top_p: Input should be greater than 0, found 0"),
+    ({"top_k": -2}, "top_k: Input should be greater than or equal to -1, found -2"),
+    ({"seed": 2**70}, "seed: Input should be less than"),
+    ({"stream": "yes"}, "stream: Input should be a valid boolean, found \"yes\""),
+    ({"stream_options": {"include_usage": True}}, 'stream_options: expected "stream": true beside it'),
+    ({"stream": True, "stream_options": {"continuous_usage_stats": True}}, "continuous_usage_stats = true is"),
+    ({"model": 5}, "model: Input should be a valid string, found 5"),
+    ({"prompt": None}, "prompt: Input should be a valid string, found null"),
+    ({"prompt": ""}, "prompt: String should have at least 1 character, found \"\""),
+    ({"prompt": ["a", "b"]}, "prompt: Input should be a valid string, found [\"a\", \"b\"]"),
+    ({"prompt": [1, 2, 3]}, "prompt: Input should be a valid string, found [1, 2, 3]"),
+    ({"prompt": [5]}, "prompt: Input should be a valid string, found 5"),
+])  # fmt: skip
 def test_what_a_completion_cannot_have(fields: dict[str, Any], message: str) -> None:
     assert message in refusal({"prompt": "hi", **fields})
 
 
-@pytest.mark.parametrize(
-    ("fields", "message"),
-    [
-        ({"tools": "f"}, "tools: Input should be a valid list, found \"f\""),
-        ({"tool_choice": "required"}, "tool_choice = \"required\" is not"),
-        ({"logprobs": True}, "logprobs = true is not"),
-        ({"top_logprobs": 2}, "top_logprobs = 2 is not"),
-        ({"response_format": {"type": "json_object"}}, "response_format = {\"type\": \"json_object\"} is not"),
-        ({"reasoning_effort": "low"}, "reasoning_effort = \"low\" is not supported (expected null)"),
-        ({"max_tokens": 5, "max_completion_tokens": 6}, "max_completion_tokens"),
-        ({"chat_template_kwargs": 1}, "chat_template_kwargs: Input should be a valid dictionary, found 1"),
-        ({"messages": []}, "messages: List should have at least 1 item after validation, not 0, found []"),
-        ({"messages": "hi"}, "messages: Input should be a valid list, found \"hi\""),
-        ({"messages": ["hi"]}, "messages.0: Input should be a valid dictionary or instance of Message, found \"hi\""),
-        ({"messages": [{"content": "hi"}]}, "messages.0.role: Field required, found {\"content\": \"hi\"}"),
-        ({"messages": [{"role": "user"}]}, "messages.0: content: expected a text"),
-        ({"messages": [{"role": "user", "content": 5}]}, "messages.0.content: Input should be a valid list, found 5"),
-        (
-            {"messages": [{"role": "user", "content": [{"type": "image_url", "image_url": {"url": "x"}}]}]},
-            "messages.0.content.0.type: Input should be 'text', 'input_text' or 'output_text', found \"image_url\"",
-        ),
-        (
-            {"messages": [{"role": "assistant", "content": "", "tool_calls": [{"id": "1"}]}]},
-            "messages.0.tool_calls.0.function: Field required",
-        ),
-        (
-            {"messages": [{"role": "assistant", "tool_calls": [{"function": {"name": "f", "arguments": "{"}}]}]},
-            "messages.0.tool_calls.0.function.arguments: Invalid JSON",
-        ),
-    ],
-)  # fmt: skip
+@pytest.mark.parametrize(("fields", "message"), [
+    ({"tools": "f"}, "tools: Input should be a valid list, found \"f\""),
+    ({"tool_choice": "required"}, "tool_choice = \"required\" is not"),
+    ({"logprobs": True}, "logprobs = true is not"),
+    ({"top_logprobs": 2}, "top_logprobs = 2 is not"),
+    ({"response_format": {"type": "json_object"}}, "response_format = {\"type\": \"json_object\"} is not"),
+    ({"reasoning_effort": "low"}, "reasoning_effort = \"low\" is not supported (expected null)"),
+    ({"max_tokens": 5, "max_completion_tokens": 6}, "max_completion_tokens"),
+    ({"chat_template_kwargs": 1}, "chat_template_kwargs: Input should be a valid dictionary, found 1"),
+    ({"messages": []}, "messages: List should have at least 1 item after validation, not 0, found []"),
+    ({"messages": "hi"}, "messages: Input should be a valid list, found \"hi\""),
+    ({"messages": ["hi"]}, "messages.0: Input should be a valid dictionary or instance of Message, found \"hi\""),
+    ({"messages": [{"content": "hi"}]}, "messages.0.role: Field required, found {\"content\": \"hi\"}"),
+    ({"messages": [{"role": "user"}]}, "messages.0: content: expected a text"),
+    ({"messages": [{"role": "user", "content": 5}]}, "messages.0.content: Input should be a valid list, found 5"),
+    (
+        {"messages": [{"role": "user", "content": [{"type": "image_url", "image_url": {"url": "x"}}]}]},
+        "messages.0.content.0.type: Input should be 'text', 'input_text' or 'output_text', found \"image_url\"",
+    ),
+    (
+        {"messages": [{"role": "assistant", "content": "", "tool_calls": [{"id": "1"}]}]},
+        "messages.0.tool_calls.0.function: Field required",
+    ),
+    (
+        {"messages": [{"role": "assistant", "tool_calls": [{"function": {"name": "f", "arguments": "{"}}]}]},
+        "messages.0.tool_calls.0.function.arguments: Invalid JSON",
+    ),
+])  # fmt: skip
 def test_what_a_chat_cannot_have(fields: dict[str, Any], message: str) -> None:
     assert message in refusal({**CHAT, **fields})
 

@@ -54,25 +54,22 @@ def nothing_is_loaded(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("headrace.adapters.transformers.load_folder.load_matched", load)
 
 
-@pytest.mark.parametrize(
-    ("flags", "message"),
-    [
-        (["--tensor-parallel-size", "2"], "--tensor-parallel-size: headrace serve has no such flag; flags of"),
-        (["--measure-stalls"], "--measure-stalls has no effect without --engine vllm"),
-        (["--additional-config", "{}"], "--additional-config has no effect without --engine vllm"),
-        (["--dtype", "int8"], "--dtype 'int8': expected bfloat16, float16 or float32"),
-        (["--generation-config", "vllm"], "--generation-config 'vllm': expected one of auto, none"),
-        (["--offload-mode", "meta", "--device-memory", "2MiB"], "--offload-mode 'meta': expected one of cpu, disk of"),
-        (["--offload-mode", "shm_cpu", "--device-memory", "2MiB"], "'shm_cpu': expected one of cpu, disk of headrace"),
-        (["--batch", "0"], "--batch '0': expected numbers of rows"),
-        (["--context", "5000"], "--context 5000: expected at most 4096, the tokens that the model was made for"),
-        (["--device-memory", "1KiB"], "1.0 KiB"),
-        (["--batch", "100000000"], "the plan does not fit this machine"),
-        (["--port", "65536"], "--port 65536: expected a port from 1 to 65535, or 0 for a free one"),
-        (["--max-queue", "0"], "--max-queue = 0: expected at least 1"),
-        (["--host", "1.2.3.4"], "--host 1.2.3.4 --port 8000: expected a free address of this machine"),
-    ],
-)  # fmt: skip
+@pytest.mark.parametrize(("flags", "message"), [
+    (["--tensor-parallel-size", "2"], "--tensor-parallel-size: headrace serve has no such flag; flags of"),
+    (["--measure-stalls"], "--measure-stalls has no effect without --engine vllm"),
+    (["--additional-config", "{}"], "--additional-config has no effect without --engine vllm"),
+    (["--dtype", "int8"], "--dtype 'int8': expected bfloat16, float16 or float32"),
+    (["--generation-config", "vllm"], "--generation-config 'vllm': expected one of auto, none"),
+    (["--offload-mode", "meta", "--device-memory", "2MiB"], "--offload-mode 'meta': expected one of cpu, disk of"),
+    (["--offload-mode", "shm_cpu", "--device-memory", "2MiB"], "'shm_cpu': expected one of cpu, disk of headrace"),
+    (["--batch", "0"], "--batch '0': expected numbers of rows"),
+    (["--context", "5000"], "--context 5000: expected at most 4096, the tokens that the model was made for"),
+    (["--device-memory", "1KiB"], "1.0 KiB"),
+    (["--batch", "100000000"], "the plan does not fit this machine"),
+    (["--port", "65536"], "--port 65536: expected a port from 1 to 65535, or 0 for a free one"),
+    (["--max-queue", "0"], "--max-queue = 0: expected at least 1"),
+    (["--host", "1.2.3.4"], "--host 1.2.3.4 --port 8000: expected a free address of this machine"),
+])  # fmt: skip
 def test_what_cannot_be_served(model: Path, flags: list[str], message: str) -> None:
     assert message in error_of("serve", model, *flags)
 

@@ -232,18 +232,15 @@ class TestResponses:
         with client.responses.stream(model=NAME, input="hi", max_output_tokens=4) as stream:
             assert "".join(event.delta for event in stream if event.type == "response.output_text.delta") == "abcd"
 
-    @pytest.mark.parametrize(
-        ("given", "message"),
-        [
-            ([HI, {"type": "image_generation_call"}], "input: expected a text or a list of messages"),
-            ([HI, {"type": "function_call"}], "input: expected a text or a list of messages"),
-            ([], "messages"),
-            ([{"role": "user", "content": [{"type": "input_image"}]}], "content.0.type: Input should"),
-            ([{"type": "input_image", "image_url": "x"}], "content.0.type: Input should"),
-            ([{"role": "user", "content": 5}], "content: Input should be a valid list"),
-            (5, "input"),
-        ],
-    )  # fmt: skip
+    @pytest.mark.parametrize(("given", "message"), [
+        ([HI, {"type": "image_generation_call"}], "input: expected a text or a list of messages"),
+        ([HI, {"type": "function_call"}], "input: expected a text or a list of messages"),
+        ([], "messages"),
+        ([{"role": "user", "content": [{"type": "input_image"}]}], "content.0.type: Input should"),
+        ([{"type": "input_image", "image_url": "x"}], "content.0.type: Input should"),
+        ([{"role": "user", "content": 5}], "content: Input should be a valid list"),
+        (5, "input"),
+    ])  # fmt: skip
     @pytest.mark.parametrize("stream", [False, True])
     def test_mistakes(self, served: Served, given: Any, message: str, stream: bool) -> None:
         status, text = served.send("/v1/responses", {"input": given, "stream": stream})

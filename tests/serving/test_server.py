@@ -16,12 +16,12 @@ from typing import Any
 import pytest
 import torch
 
+from checks import eventually
 from commands import TINY
 from headrace.cli.demo_run import ensure_model
 from headrace.errors import OptionError
 from headrace.serving.app import bind
 from servers import NAME, Served, serving
-from waiting import eventually
 
 KEY = "s3cret"
 WITH_KEY = {"Authorization": f"Bearer {KEY}"}
@@ -69,29 +69,26 @@ def error_of(answer: tuple[int, str]) -> tuple[int, str]:
 
 
 class TestErrors:
-    @pytest.mark.parametrize(
-        ("path", "body", "status", "message"),
-        [
-            ("/v1/completions", b"{", 400, "application/json (JSON decode error)"),
-            ("/v1/completions", b"[1]", 400, "the body: expected an object"),
-            ("/v1/completions", b"\xff\xfe", 400, "body"),
-            ("/v1/completions", b"[" * 100_000, 400, "body"),
-            ("/v1/completions", {"prompt": "hi", "n": 2}, 400, "n = 2 is not supported (expected 1)"),
-            ("/v1/completions", {"prompt": "hi", "model": "gpt"}, 404, f"model 'gpt' is not served here, {NAME!r} is"),
-            ("/v1/completions", {"prompt": "hi", "max_tokens": 255}, 400, "more than the 256 that a sequence may have"),
-            ("/v1/completions", {"prompt": "hi", "\ud800": 1}, 400, "unable to parse raw data as a unicode string"),
-            ("/v1/completions", b'{"prompt": "hi", "seed": ' + b"9" * 9999 + b"}", 400, "body"),
-            ("/v1/completions", {"prompt": "hi" * 200}, 400, "send a shorter prompt"),
-            ("/v1/completions", {"prompt": "hi", "top_p": 0.5}, 400, "top_p has no effect on greedy decoding"),
-            ("/v1/chat/completions", {"messages": []}, 404, "has no chat template; send texts to /v1/completions"),
-            ("/v1/responses", {"input": "hi"}, 404, "has no chat template; send texts to /v1/completions"),
-            ("/v1/systemone", {}, 404, "there are /v1/chat/completions, /v1/completions, /v1/responses, /v1/models"),
-            ("/v1/completions", {"prompt": "hi", "max_tokens": 1, "max_output_tokens": 1}, 400, "expected only one of"),
-            ("/reset", {}, 404, "POST /reset: Not Found"),
-            ("/load_model", {"model": "other"}, 404, "POST /load_model: Not Found"),
-            ("/v1/models", {}, 405, "POST /v1/models: Method Not Allowed"),
-        ],
-    )  # fmt: skip
+    @pytest.mark.parametrize(("path", "body", "status", "message"), [
+        ("/v1/completions", b"{", 400, "application/json (JSON decode error)"),
+        ("/v1/completions", b"[1]", 400, "the body: expected an object"),
+        ("/v1/completions", b"\xff\xfe", 400, "body"),
+        ("/v1/completions", b"[" * 100_000, 400, "body"),
+        ("/v1/completions", {"prompt": "hi", "n": 2}, 400, "n = 2 is not supported (expected 1)"),
+        ("/v1/completions", {"prompt": "hi", "model": "gpt"}, 404, f"model 'gpt' is not served here, {NAME!r} is"),
+        ("/v1/completions", {"prompt": "hi", "max_tokens": 255}, 400, "more than the 256 that a sequence may have"),
+        ("/v1/completions", {"prompt": "hi", "\ud800": 1}, 400, "unable to parse raw data as a unicode string"),
+        ("/v1/completions", b'{"prompt": "hi", "seed": ' + b"9" * 9999 + b"}", 400, "body"),
+        ("/v1/completions", {"prompt": "hi" * 200}, 400, "send a shorter prompt"),
+        ("/v1/completions", {"prompt": "hi", "top_p": 0.5}, 400, "top_p has no effect on greedy decoding"),
+        ("/v1/chat/completions", {"messages": []}, 404, "has no chat template; send texts to /v1/completions"),
+        ("/v1/responses", {"input": "hi"}, 404, "has no chat template; send texts to /v1/completions"),
+        ("/v1/systemone", {}, 404, "there are /v1/chat/completions, /v1/completions, /v1/responses, /v1/models"),
+        ("/v1/completions", {"prompt": "hi", "max_tokens": 1, "max_output_tokens": 1}, 400, "expected only one of"),
+        ("/reset", {}, 404, "POST /reset: Not Found"),
+        ("/load_model", {"model": "other"}, 404, "POST /load_model: Not Found"),
+        ("/v1/models", {}, 405, "POST /v1/models: Method Not Allowed"),
+    ])  # fmt: skip
     def test_in_the_form_of_openais(self, served: Served, path: str, body: Any, status: int, message: str) -> None:
         before = served.handle.stats().bytes_moved
         found, text = error_of(served.send(path, body))
@@ -135,21 +132,18 @@ class TestErrors:
 
 
 class TestChats:
-    @pytest.mark.parametrize(
-        ("fields", "message"),
-        [
-            ({"messages": [{"role": "\ud800", "content": "hi"}]}, "chat_template_kwargs: TypeError: TextEncodeInput"),
-            ({"messages": [{"role": "user", "content": "\ud800"}]}, "chat_template_kwargs: TypeError: TextEncodeInput"),
-            ({"messages": [{"role": "tool", "content": "hi"}]}, "tools or chat_template_kwargs: Temp"),
-            *(
-                ({"chat_template_kwargs": {name: value}}, "chat_template_kwargs")
-                for name, value in (
-                    ("messages", []), ("self", 1), ("load_audio_from_video", True), ("conversations", 1), ("tools", 1),
-                    ("greeting", "\ud800"), ("number", "many"),
-                )
-            ),
-        ],
-    )  # fmt: skip
+    @pytest.mark.parametrize(("fields", "message"), [
+        ({"messages": [{"role": "\ud800", "content": "hi"}]}, "chat_template_kwargs: TypeError: TextEncodeInput"),
+        ({"messages": [{"role": "user", "content": "\ud800"}]}, "chat_template_kwargs: TypeError: TextEncodeInput"),
+        ({"messages": [{"role": "tool", "content": "hi"}]}, "tools or chat_template_kwargs: Temp"),
+        *(
+            ({"chat_template_kwargs": {name: value}}, "chat_template_kwargs")
+            for name, value in (
+                ("messages", []), ("self", 1), ("load_audio_from_video", True), ("conversations", 1), ("tools", 1),
+                ("greeting", "\ud800"), ("number", "many"),
+            )
+        ),
+    ])  # fmt: skip
     @pytest.mark.parametrize("stream", [False, True])
     def test_mistakes(self, chatting: Served, fields: dict[str, Any], message: str, stream: bool) -> None:
         chat = {"messages": [{"role": "user", "content": "hi"}], "max_tokens": 2, "stream": stream}

@@ -73,24 +73,16 @@ class TestSameBytes:
         assert direct is not True or stats.direct == ends[-1] - offset
 
     @pytest.mark.parametrize("direct", [False, True, None])
-    @pytest.mark.parametrize(
-        ("stored", "dtype"),
-        [
-            (torch.float32, torch.bfloat16), (torch.float32, torch.float16), (torch.bfloat16, torch.float32),
-            (torch.float64, torch.bfloat16), (torch.float8_e4m3fn, torch.bfloat16),
-        ],
-        ids=str,
-    )  # fmt: skip
+    @pytest.mark.parametrize(("stored", "dtype"), [
+        (torch.float32, torch.bfloat16), (torch.float32, torch.float16), (torch.bfloat16, torch.float32),
+        (torch.float64, torch.bfloat16), (torch.float8_e4m3fn, torch.bfloat16),
+    ], ids=str)  # fmt: skip
     @settings(max_examples=15, deadline=None)
     @given(data=st.data())
     def test_converted(
-        self,
-        tmp_path_factory: pytest.TempPathFactory,
-        direct: bool | None,
-        stored: Any,
-        dtype: Any,
+        self, tmp_path_factory: pytest.TempPathFactory, direct: bool | None, stored: Any, dtype: Any,
         data: st.DataObject,
-    ) -> None:
+    ) -> None:  # fmt: skip
         """Any range of the converted bytes, wherever it cuts elements and blocks, and wherever they are in the file."""
         count, head = 50_001, data.draw(st.sampled_from([0, 3, 8, ALIGN_BYTES - 1]))
         values = (torch.randn(count) * 10 ** torch.randint(-9, 9, (count,))).to(stored)

@@ -26,14 +26,7 @@ from headrace.adapters.transformers import load
 from headrace.checkpoint.safetensors_header import Checkpoint
 from headrace.checkpoint.weight_map import FilePart, TensorSource
 from headrace.config import UVA, Budget, Rules
-from headrace.errors import (
-    CheckpointError,
-    HeadraceWarning,
-    OptionError,
-    RuleError,
-    SelectionError,
-    TransferError,
-)
+from headrace.errors import CheckpointError, HeadraceWarning, OptionError, RuleError, SelectionError, TransferError
 from headrace.memory.pages import whole_pages
 from headrace.planning import plan_model
 from headrace.runtime import planner_factory

@@ -23,7 +23,8 @@ from hypothesis import strategies as st
 from torch import nn
 
 import headrace
-from commands import TINY, error_of, run
+from checks import require_forwards
+from commands import TINY, error_of, run, succeed
 from cuda_driver import Driver
 from headrace import Budget, Workload
 from headrace.cli.demo_run import ensure_model
@@ -56,13 +57,9 @@ from registrars import Ledger
 from rings import FakeRingLink
 from spills import DISK, KIB, MIB, SPILL, staged
 
+pytestmark = pytest.mark.usefixtures("no_grad")
+
 PCIE = Curve.of({2**20: 12e9})  # between GPUs that have no bridge
-
-
-@pytest.fixture(autouse=True)
-def _no_grad() -> Iterator[None]:
-    with torch.no_grad():
-        yield
 
 
 def planned(model: nn.Module, slots: int = 2, *indices: int) -> Plan:
@@ -214,9 +211,7 @@ class TestCarriedOut:
         plan = planned(model, slots, *indices)
         handle = headrace.offload(model, plan, checkpoint=tmp_path if from_meta else None)
         before = handle.stats().moved_by_store
-        for _ in range(2):
-            assert_same_bits(model(rows()), expected)
-        assert_moved(handle, 2)
+        require_forwards(handle, rows(), expected, 2)
         after = handle.stats().moved_by_store
         moving = [unit for unit in plan.units if unit.index + slots < 6 or unit.index >= slots]
         for store in {unit.store for unit in plan.units}:
@@ -238,9 +233,7 @@ class TestCarriedOut:
         num_bytes = take_inventory(model).num_bytes
         budget = Budget(num_bytes * 7 // 10, ["ALL_MODEL_PARAMS"], peer_memory=num_bytes // 4)
         with headrace.offload(model, budget) as handle:
-            for forwards in (1, 2):
-                assert_same_bits(model(inputs), expected)
-                assert_moved(handle, forwards)
+            require_forwards(handle, inputs, expected, 2)
             assert 0 < handle.stats().store_bytes["peer"] <= num_bytes // 4
             assert handle.stats().moved_by_store["peer"] > 0
         assert_same_bits(model(inputs), expected)
@@ -268,9 +261,7 @@ class TestCarriedOut:
             model = QuantStack().eval()
         plan = staged(planned(model, slots, 2), 1, 3)
         handle = offload_over(model, plan, FakeRingLink(blocking=True, max_pause_s=0.0005), checkpoint=tmp_path)
-        for _ in range(6):
-            assert_same_bits(model(rows()), expected)
-        assert_moved(handle, 6)
+        require_forwards(handle, rows(), expected, 6)
         stores = handle.stats().store_bytes
         assert stores["peer"] == plan.units[2].num_bytes
         assert stores["file"] == plan.spilled_bytes
@@ -321,8 +312,7 @@ class TestCarriedOut:
         assert_same_bits(found, aligned(type(model).from_pretrained(tmp_path / "model"))(ids).logits)
         handle.remove()
         args = ("generate", tmp_path / "model", "--prompt", "Water", "--max-new-tokens", 8, "--device", "cpu")
-        beside = run(*args, "--device-memory", "2MiB", "--offload-mode", "cpu", "--peer-memory", "600KiB")
-        assert beside.exit_code == 0, beside.output
+        beside = succeed(*args, "--device-memory", "2MiB", "--offload-mode", "cpu", "--peer-memory", "600KiB")
         assert beside.stdout == run(*args).stdout
         assert "peer GPU" in beside.stderr
 

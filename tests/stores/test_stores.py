@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import io
 import warnings
-from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
 
@@ -14,6 +13,7 @@ from rich.console import Console
 from torch import nn
 
 import headrace
+from checks import require_forwards
 from headrace.config import Budget
 from headrace.errors import HeadraceWarning, OptionError
 from headrace.memory.system import Needs
@@ -28,18 +28,14 @@ from headrace.plan.units import move_on_demand
 from headrace.runtime.planner_factory import needs_of
 from headrace.stores import open_store
 from headrace.stores.pinned_host import open_pinned
-from headrace.testing import assert_moved, assert_same_bits, offload_over
+from headrace.testing import assert_same_bits, offload_over
 from models import MoE, QuantStack, Stack, all_layers, rows, save
 from plans import layered
 from registrars import Ledger
 from rings import FakeRingLink
 from spills import DISK, GIB, KIB, SPILL, staged
 
-
-@pytest.fixture(autouse=True)
-def _no_grad() -> Iterator[None]:
-    with torch.no_grad():
-        yield
+pytestmark = pytest.mark.usefixtures("no_grad")
 
 
 # -- what a plan says --------------------------------------------------------------------------------------------------
@@ -173,9 +169,7 @@ class TestCarriedOut:
         plan = two_stores(model, slots, *indices)
         handle = headrace.offload(model, plan, checkpoint=tmp_path)
         before = handle.stats().moved_by_store
-        for _ in range(2):
-            assert_same_bits(model(rows()), expected)
-        assert_moved(handle, 2)
+        require_forwards(handle, rows(), expected, 2)
         after = handle.stats().moved_by_store
         moving = [unit for unit in plan.units if unit.index + slots < 6 or unit.index >= slots]
         for store in {unit.store for unit in plan.units}:
@@ -230,9 +224,7 @@ class TestCarriedOut:
         plan = two_stores(model, slots, 1, 3)
         link = FakeRingLink(blocking=True, max_pause_s=0.0005)
         handle = offload_over(model, plan, link, checkpoint=tmp_path)
-        for _ in range(6):
-            assert_same_bits(model(rows()), expected)
-        assert_moved(handle, 6)
+        require_forwards(handle, rows(), expected, 6)
         assert {piece.unit for piece in link.layout.pieces} == {1, 3}
         staging = handle.stats().staging
         assert staging is not None

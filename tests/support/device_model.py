@@ -50,9 +50,12 @@ class Device:
         op.done = True
         return True
 
-    def finish(self) -> None:
+    def run_ready(self) -> None:
         while self.advance():
             pass
+
+    def finish(self) -> None:
+        self.run_ready()
         assert not any(self.streams.values()), "deadlock"
 
 

@@ -21,13 +21,9 @@ _context.set_forkserver_preload(["torch", "torch.distributed.tensor", "headrace.
 
 
 def run_ranks(
-    num_ranks: int,
-    function: Callable[..., Any],
-    *args: Any,
-    timeout_s: float = 20.0,
-    limit_s: float = 120.0,
+    num_ranks: int, function: Callable[..., Any], *args: Any, timeout_s: float = 20.0, limit_s: float = 120.0,
     backend: str = "gloo",
-) -> list[Any]:
+) -> list[Any]:  # fmt: skip
     """``function(rank, *args)`` on every rank; what each returns, an exception that it raised, or None if it died.
 
     ``timeout_s``: of the group. ``limit_s``: after this the test fails. ``backend``: with ``nccl`` each rank has the
@@ -70,15 +66,9 @@ def _receive(pipe: Connection, deadline: float) -> Any:
 
 
 def _main(
-    rank: int,
-    num_ranks: int,
-    store: str,
-    timeout_s: float,
-    backend: str,
-    pipe: Connection,
-    function: Callable[..., Any],
-    args: tuple[Any, ...],
-) -> None:
+    rank: int, num_ranks: int, store: str, timeout_s: float, backend: str, pipe: Connection,
+    function: Callable[..., Any], args: tuple[Any, ...],
+) -> None:  # fmt: skip
     torch.set_num_threads(1)
     os.environ["HEADRACE_READERS"] = "2"
     os.environ["GLOO_SOCKET_IFNAME"] = "lo"

@@ -126,15 +126,9 @@ class FakeRingLink(Link):
     """What the link of a GPU does, copies and compute on one :class:`FakeStream`."""
 
     def __init__(
-        self,
-        *,
-        max_pause_s: float = 0.0,
-        max_entries: int = 4,
-        num_threads: int = 2,
-        stuck_s: float = PATIENCE_S,
-        blocking: bool = False,
-        read_bytes: int = READ_BYTES,
-    ) -> None:
+        self, *, max_pause_s: float = 0.0, max_entries: int = 4, num_threads: int = 2, stuck_s: float = PATIENCE_S,
+        blocking: bool = False, read_bytes: int = READ_BYTES,
+    ) -> None:  # fmt: skip
         """``blocking``: compute is the caller's own, so that waiting has to hold the caller.
 
         ``read_bytes``: of a read at most; by default more than a piece has, so that a piece is read at once.
@@ -296,14 +290,9 @@ class Machine:
     """A pipeline over a ring, and a way to run units, live or in a graph."""
 
     def __init__(
-        self,
-        num_units: int,
-        num_slots: int,
-        pause_s: float = 0.0,
-        link: FakeRingLink | None = None,
-        store: Store | None = None,
-        **options: object,
-    ) -> None:
+        self, num_units: int, num_slots: int, pause_s: float = 0.0, link: FakeRingLink | None = None,
+        store: Store | None = None, **options: object,
+    ) -> None:  # fmt: skip
         """``link``: default a ring in this process, with these ``options``. ``store``: default patterns in memory."""
         self.plan, self.store = make_plan(num_units, num_slots, pause_s)
         self.link = link or FakeRingLink(max_pause_s=pause_s, **options)  # type: ignore[arg-type]
@@ -338,21 +327,25 @@ class Machine:
             self.forward()
             self.link.stream.synchronize()
 
-    def settle(self) -> None:
+    def check(self) -> None:
+        """Wait for the stream; every slot held what it should."""
         self.link.stream.synchronize()
         assert self.wrong == []
 
+    def checked_forward(self, units: list[int] | None = None) -> None:
+        self.forward(units)
+        self.check()
+
     def read_nothing_twice(self) -> None:
         """In the steady state of replays: all that is read moves, and is read in the expected order."""
-        self.forward()
-        self.settle()
+        self.checked_forward()
         graph = self.capture()
         self.link.stream.replay(graph)
         self.link.stream.synchronize()
         before = self.link.ring.memory.stats
         for _ in range(5):
             self.link.stream.replay(graph)
-            self.settle()
+            self.check()
         time.sleep(0.05)
         after = self.link.ring.memory.stats
         assert after.misses == before.misses

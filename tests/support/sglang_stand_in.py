@@ -119,11 +119,9 @@ def get_parallel() -> Any:
 
 class BaseOffloader:
     def wrap_modules(
-        self,
-        all_modules_generator: Iterable[nn.Module],
-        submodule_accessor: Any = None,
+        self, all_modules_generator: Iterable[nn.Module], submodule_accessor: Any = None,
         whitelist_param_names_creator: Any = None,
-    ) -> list[nn.Module]:
+    ) -> list[nn.Module]:  # fmt: skip
         return list(all_modules_generator)
 
     def post_init(self) -> None:
@@ -276,12 +274,9 @@ class GraphBackend:
         self._graphs: dict[Any, Any] = {}
 
     def capture_one(
-        self,
-        shape_key: Any,
-        forward_fn: Callable[[], Any],
-        capture_inputs: Any = None,
+        self, shape_key: Any, forward_fn: Callable[[], Any], capture_inputs: Any = None,
         post_warmup_hook: Callable[[], None] | None = None,
-    ) -> None:
+    ) -> None:  # fmt: skip
         for _ in range(2):
             warm = forward_fn()
             if post_warmup_hook is not None:
@@ -324,12 +319,9 @@ class ModelRunner:
     """``layer_fn``: makes a layer. ``kinds``: the graphs that it captures, ``decode`` (full) and ``prefill``."""
 
     def __init__(
-        self,
-        device: str = "cpu",
-        layer_fn: Callable[..., nn.Module] | None = None,
-        kinds: tuple[str, ...] = ("decode", "prefill"),
-        is_draft_worker: bool = False,
-    ) -> None:
+        self, device: str = "cpu", layer_fn: Callable[..., nn.Module] | None = None,
+        kinds: tuple[str, ...] = ("decode", "prefill"), is_draft_worker: bool = False,
+    ) -> None:  # fmt: skip
         self.device, self.is_draft_worker, self._kinds = device, is_draft_worker, kinds
         self._layer_fn = layer_fn or (lambda idx: Layer(WIDTH))
         offloader = sys.modules["sglang.srt.utils.offloader"]

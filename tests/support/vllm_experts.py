@@ -64,26 +64,15 @@ class TritonExperts:
         self.quant_config = quant_config
 
     def moe_problem_size(
-        self,
-        a1: torch.Tensor,
-        w1: torch.Tensor,
-        w2: torch.Tensor,
-        topk_ids: torch.Tensor,
-    ) -> tuple[int, int, int, int, int]:
+        self, a1: torch.Tensor, w1: torch.Tensor, w2: torch.Tensor, topk_ids: torch.Tensor,
+    ) -> tuple[int, int, int, int, int]:  # fmt: skip
         return w1.shape[0], a1.shape[0], w1.shape[1], a1.shape[1], topk_ids.shape[1]
 
     def apply(
-        self,
-        output: torch.Tensor,
-        hidden_states: torch.Tensor,
-        w1: torch.Tensor,
-        w2: torch.Tensor,
-        topk_weights: torch.Tensor,
-        topk_ids: torch.Tensor,
-        activation: str,
-        global_num_experts: int,
+        self, output: torch.Tensor, hidden_states: torch.Tensor, w1: torch.Tensor, w2: torch.Tensor,
+        topk_weights: torch.Tensor, topk_ids: torch.Tensor, activation: str, global_num_experts: int,
         expert_map: torch.Tensor | None,
-    ) -> None:
+    ) -> None:  # fmt: skip
         if expert_map is None:
             assert topk_ids.max() < global_num_experts == len(w1)
         else:  # of expert parallelism: counted by row
@@ -150,14 +139,9 @@ class RoutedExperts(nn.Module):
     """``divided``: this rank has three quarters of the experts."""
 
     def __init__(
-        self,
-        width: int,
-        experts_cls: type[TritonExperts],
-        copies_scales: bool,
-        divided: bool,
-        with_lora: bool,
+        self, width: int, experts_cls: type[TritonExperts], copies_scales: bool, divided: bool, with_lora: bool,
         parallel: FusedMoEParallelConfig,
-    ) -> None:
+    ) -> None:  # fmt: skip
         super().__init__()
         self.quant_method: Any = Method(experts_cls, copies_scales)
         self.moe_config = SimpleNamespace(is_lora_enabled=with_lora, moe_parallel_config=parallel)

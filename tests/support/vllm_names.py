@@ -101,9 +101,7 @@ NAMES = (
                 mentions=("try_get_optimal_moe_config", "quant_config"),
             ),
             Name(
-                f"{_MOE}.experts.triton_moe",
-                "TritonExperts.moe_problem_size",
-                ("self", "a1", "w1", "w2", "topk_ids"),
+                f"{_MOE}.experts.triton_moe", "TritonExperts.moe_problem_size", ("self", "a1", "w1", "w2", "topk_ids")
             ),
             Name(f"{_MOE}.config", "FusedMoEQuantConfig", fields=("_a1", "_a2", "_w1", "_w2")),
             Name(f"{_MOE}.routed_experts", "RoutedExperts.__init__", mentions=("quant_method", "moe_config")),

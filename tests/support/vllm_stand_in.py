@@ -357,13 +357,9 @@ class WorkerBase:
 
 class Worker(WorkerBase):
     def __init__(
-        self,
-        vllm_config: VllmConfig,
-        local_rank: int,
-        rank: int,
-        distributed_init_method: str,
+        self, vllm_config: VllmConfig, local_rank: int, rank: int, distributed_init_method: str,
         is_driver_worker: bool = False,
-    ) -> None:
+    ) -> None:  # fmt: skip
         super().__init__(vllm_config, rank)
         self.calls: list[str] = []
 

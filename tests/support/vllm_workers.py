@@ -30,14 +30,9 @@ def stand_in(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
 
 
 def make(
-    flags: dict[str, Any] | None = None,
-    own: dict[str, Any] | None = None,
-    *,
-    second: bool = True,
-    rank: int = 0,
-    moves: bool = True,
-    **config: Any,
-) -> Any:
+    flags: dict[str, Any] | None = None, own: dict[str, Any] | None = None, *, second: bool = True, rank: int = 0,
+    moves: bool = True, **config: Any,
+) -> Any:  # fmt: skip
     """headrace's worker as vLLM makes it, before the model is loaded; ``moves=False``: the reference's."""
     flags = flags or {}
     uva = {name: value for name, value in flags.items() if name.startswith("cpu_")}

@@ -19,6 +19,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import nn
 
+from checks import eventually
 from headrace.errors import TransferError
 from headrace.plan.plan import Plan
 from headrace.plan.schedule import STATUS_BYTES, RingLayout, lay_out_ring, next_in_chain, steady_order
@@ -101,7 +102,7 @@ class TestBytes:
             machine.link.stream.replay(graphs[turn % 2])
         machine.forward()
         machine.link.stream.replay(graphs[0])
-        machine.settle()
+        machine.check()
         machine.close()
 
     @settings(deadline=None, max_examples=40)
@@ -126,9 +127,9 @@ class TestBytes:
                 for graph in graphs[-2:]:
                     machine.link.stream.replay(graph)
             else:
-                machine.settle()  # torch synchronises before a capture
+                machine.check()  # torch synchronises before a capture
                 graphs.append(machine.capture(None if kind == "capture" else order))
-        machine.settle()
+        machine.check()
         machine.close()
 
     def test_a_forward_without_its_last_unit_before_a_replay(self) -> None:
@@ -137,8 +138,7 @@ class TestBytes:
         graph = machine.capture()
         machine.forward([])
         machine.link.stream.replay(graph)
-        machine.forward()
-        machine.settle()
+        machine.checked_forward()
         machine.close()
 
     @pytest.mark.parametrize(("units", "slots"), [(8, 2), (7, 2), (7, 3), (8, 4)])
@@ -155,11 +155,8 @@ class TestBytes:
         full = min(layout.num_entries, length)
 
         def catch_up() -> None:
-            machine.settle()
-            end = time.monotonic() + PATIENCE_S
-            while sum(map(server._holds, list(server._ahead))) < full - 1:
-                assert time.monotonic() < end, "read-ahead stopped half-way"
-                time.sleep(0.001)
+            machine.check()
+            assert eventually(lambda: sum(map(server._holds, [*server._ahead])) >= full - 1), "read-ahead stopped"
 
         # The server keeps pace with the first forward; all of the ring between two looks of it would be out of order.
         machine.pipeline.begin_forward()
@@ -177,27 +174,23 @@ class TestBytes:
 
     def test_reads_run_ahead_of_a_stream_that_stands_still(self) -> None:
         machine = Machine(8, 2, max_entries=4)
-        machine.settle()
-        end = time.monotonic() + PATIENCE_S
-        while sum(s.reads > 0 for s in machine.store.sources.values()) < 3:
-            assert time.monotonic() < end, "nothing is read before it is asked for"
-            time.sleep(0.001)
+        machine.check()
+        sources = machine.store.sources.values()
+        assert eventually(lambda: sum(s.reads > 0 for s in sources) >= 3), "nothing is read before it is asked for"
         machine.close()
 
     def test_order_that_is_not_kept_counts_as_misses(self) -> None:
         machine = Machine(8, 2, max_entries=4)
-        machine.forward([5, 1, 6])
-        machine.settle()
+        machine.checked_forward([5, 1, 6])
         assert machine.link.ring.memory.stats.misses > 0
         machine.close()
 
     def test_a_slow_disk_is_seen_as_stalls(self) -> None:
         machine = Machine(4, 2, max_entries=2)
-        machine.settle()
+        machine.check()
         for source in machine.store.sources.values():
             source.before = lambda: time.sleep(0.02)
-        machine.forward()
-        machine.settle()
+        machine.checked_forward()
         stats = machine.link.ring.memory.stats
         assert stats.stalls >= 1
         assert stats.stall_s > 0.02
@@ -221,9 +214,9 @@ class TestModels:
     def test_a_model_out_of_its_checkpoint(
         self, build: Callable[[], nn.Module], slots: int, entries: int, options: DiskOptions, tmp_path: Path
     ) -> None:
-        model = build().eval()
+        model = build()
         x = rows(70 if isinstance(model, Stack) and model.head.in_features == 70 else 32)
-        expected = model(x)
+        expected = model.eval()(x)
         link = FakeRingLink(max_pause_s=0.001, max_entries=entries, blocking=True)
         policy = all_layers(slots, "disk")
         with offload_over(model, policy, link, checkpoint=save(model, tmp_path), disk=options) as handle:
@@ -243,8 +236,7 @@ class TestModels:
 class TestFailure:
     def test_every_call_of_the_host_raises_from_then_on(self) -> None:
         machine = Machine(6, 2)
-        machine.forward()
-        machine.settle()
+        machine.checked_forward()
         broken(machine, TransferError("the disk is gone"))
         with pytest.raises(TransferError, match=r"the disk is gone.*remove\(\)"):
             machine.forwards(1000)
@@ -257,8 +249,7 @@ class TestFailure:
 
     def test_a_replay_in_flight_ends_and_gives_nan(self) -> None:
         machine = Machine(6, 2, max_entries=2)
-        machine.forward()
-        machine.settle()
+        machine.checked_forward()
         graph = machine.capture()
         broken(machine, OSError(5, "Input/output error"))
         for _ in range(3):
@@ -278,12 +269,11 @@ class TestFailure:
     def test_what_did_not_arrive_whole_is_poison_at_once(self, unit: int) -> None:
         """Not what the entry held before, and not half of the piece."""
         machine = Machine(6, 2, max_entries=2)
-        machine.forward()
-        machine.settle()
+        machine.checked_forward()
         graph = machine.capture()
         machine.store.sources[f"l{unit}.w"].before = lambda: time.sleep(0.01)
         machine.link.stream.replay(graph)
-        machine.settle()
+        machine.check()
         source, calls = machine.store.sources[f"l{unit}.w"], iter(range(1000))
 
         def every_second() -> None:
@@ -302,8 +292,7 @@ class TestFailure:
 
     def test_a_read_that_never_ends_does_not_hang_the_stream(self) -> None:
         machine = Machine(6, 2, stuck_s=0.2)
-        machine.forward()
-        machine.settle()
+        machine.checked_forward()
         gate = threading.Event()
         for source in machine.store.sources.values():
             source.before = lambda: gate.wait(PATIENCE_S)
@@ -315,15 +304,14 @@ class TestFailure:
     def test_an_idle_ring_is_not_taken_for_a_stuck_one(self) -> None:
         machine = Machine(6, 2, stuck_s=0.1)
         for _ in range(3):
-            machine.forward()
-            machine.settle()
+            machine.checked_forward()
             time.sleep(0.2)
         machine.link.check()
         machine.close()
 
     def test_an_error_of_the_server_itself_lets_the_stream_go_on(self, monkeypatch: pytest.MonkeyPatch) -> None:
         machine = Machine(6, 2)
-        machine.settle()
+        machine.check()
 
         def explode(*args: object) -> None:
             raise RuntimeError("a bug")
@@ -377,12 +365,9 @@ class TestEnd:
         machine = Machine(6, 2, 0.002)
         machine.forward()
         machine.link.ring.memory.counters[Counter.CLOSE_WHEN_IDLE] = 1
-        machine.settle()
+        machine.check()
         machine.link.stream.stop()
-        end = time.monotonic() + PATIENCE_S
-        while not set(threading.enumerate()) <= before:
-            assert time.monotonic() < end, "the threads of a retired ring stay"
-            time.sleep(0.01)
+        assert eventually(lambda: set(threading.enumerate()) <= before), "the threads of a retired ring stay"
 
     def test_an_ended_ring_leaves_no_memory(self) -> None:
         machine = Machine(6, 2)
@@ -412,8 +397,7 @@ class TestFiles:
         store = disk_store(path, DiskOptions(direct=direct))
         machine = Machine(6, 2, link=FakeRingLink(), store=store)
         assert machine.plan == plan
-        machine.forward()
-        machine.settle()
+        machine.checked_forward()
         time.sleep(0.02)  # times of files have the grain of the kernel's clock
         whole = path.read_bytes()
         if harm == "rewrite":
@@ -429,8 +413,7 @@ class TestFiles:
             other.rename(path)
         if harm in ("remove", "replace"):
             for _ in range(3):
-                machine.forward()
-                machine.settle()
+                machine.checked_forward()
         else:
             with pytest.raises(TransferError, match="while in use"):
                 machine.forwards(10)

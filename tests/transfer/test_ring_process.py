@@ -28,6 +28,7 @@ import torch
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
+from checks import eventually
 from faulty_readers import Faults
 from headrace.errors import OptionError, StateError, TransferError
 from headrace.memory.pinned import PinnedBuffer
@@ -85,13 +86,6 @@ def pid_of(machine: Machine) -> int:
     return machine.link.readers.pid
 
 
-def settle(condition: Callable[[], bool], patience_s: float = 10.0) -> bool:
-    end = time.monotonic() + patience_s
-    while not (met := condition()) and time.monotonic() < end:
-        time.sleep(0.01)
-    return met
-
-
 class TestBytes:
     @pytest.mark.parametrize("options", [DiskOptions(), DiskOptions(True), DiskOptions(None, True)], ids=str)
     @pytest.mark.parametrize(("units", "slots", "entries"), [(1, 1, 1), (5, 2, 3), (8, 3, 8), (7, 2, 2)])
@@ -101,8 +95,7 @@ class TestBytes:
         graphs = [machine.capture(), machine.capture()]
         for turn in range(4):
             machine.link.stream.replay(graphs[turn % 2])
-        machine.forward()
-        machine.settle()
+        machine.checked_forward()
         moved = sum(machine.plan.units[unit].payload_bytes for unit in machine.link.log)
         assert machine.link.ring.memory.stats.bytes_read >= moved > 0
 
@@ -113,14 +106,14 @@ class TestBytes:
         machine = make(max_entries=3)
         for in_graph, order in steps:
             if in_graph:
-                machine.settle()
+                machine.check()
                 graph = machine.capture(order)
                 for _ in range(2):
                     machine.link.stream.replay(graph)
             else:
                 machine.forward(order)
             machine.forward()
-        machine.settle()
+        machine.check()
         machine.close()
 
     def test_in_the_steady_state_nothing_is_read_twice(self, make: Make) -> None:
@@ -137,14 +130,13 @@ class TestBytes:
             staging = handle.stats().staging
             assert staging is not None
             # The last copies wait for the next forward, and may not be read yet.
-            assert settle(lambda: link.ring.memory.stats.bytes_read >= handle.stats().bytes_moved)
+            assert eventually(lambda: link.ring.memory.stats.bytes_read >= handle.stats().bytes_moved)
         assert_same_bits(model(rows()), expected)
 
     def test_a_slow_disk_is_seen_as_stalls(self, make: Make, faults: Faults) -> None:
         machine = make()
         faults.slow(0.02)
-        machine.forward()
-        machine.settle()
+        machine.checked_forward()
         stats = machine.link.ring.memory.stats
         assert stats.stalls >= 1
         assert stats.stall_s > 0.02
@@ -162,8 +154,7 @@ class TestFiles:
         self, make: Make, harm: str, options: DiskOptions, tmp_path: Path
     ) -> None:
         machine = make(options=options)
-        machine.forward()
-        machine.settle()
+        machine.checked_forward()
         time.sleep(0.02)  # times of files have the grain of the kernel's clock
         path = tmp_path / "model.safetensors"
         whole = path.read_bytes()
@@ -192,8 +183,7 @@ class TestFiles:
             machine.forward()
             go()
         for _ in range(3):
-            machine.forward()
-            machine.settle()
+            machine.checked_forward()
         machine.close()
         store.close()
 
@@ -201,16 +191,14 @@ class TestFiles:
         store = disk_store(save_patterns(make_plan(6, 2)[1], tmp_path))
         machine = Machine(6, 2, link=ProcessRingLink(), store=store)
         store.close()
-        machine.forward()
-        machine.settle()
+        machine.checked_forward()
         machine.close()
 
 
 class TestFailure:
     def test_an_error_of_the_disk_is_poison_and_told(self, make: Make, faults: Faults) -> None:
         machine = make(max_entries=2)
-        machine.forward()
-        machine.settle()
+        machine.checked_forward()
         graph = machine.capture()
         faults.error(5)
         for _ in range(3):
@@ -223,8 +211,7 @@ class TestFailure:
 
     def test_a_read_that_never_ends_is_named(self, make: Make, faults: Faults) -> None:
         machine = make(stuck_s=0.5)
-        machine.forward()
-        machine.settle()
+        machine.checked_forward()
         faults.never()
         begin = time.monotonic()
         with pytest.raises(
@@ -242,8 +229,7 @@ class TestFailure:
         if victims == "server":  # then the stand-by answers, and no thread of this process has to
             monkeypatch.setattr(ReaderProcess, "_watch", lambda self: self._process.wait())
         machine = make(max_entries=2)
-        machine.forward()
-        machine.settle()
+        machine.checked_forward()
         graph = machine.capture()
         (server,) = psutil.Process(pid_of(machine)).children()
         if victims == "group":
@@ -283,7 +269,7 @@ class TestFailure:
         monkeypatch.setattr(ring_readers, "JOIN_S", 0.3)
         with pytest.raises(OptionError, match=r"does not serve after 0 s at most: it has not ended"):
             make()
-        assert settle(lambda: not threads())
+        assert eventually(lambda: not threads())
 
     @pytest.mark.parametrize("executable", ["", None])
     def test_a_program_without_an_interpreter(
@@ -330,14 +316,13 @@ class TestEnd:
     def test_readers_that_ended_earlier_are_not_signalled(self, make: Make, monkeypatch: pytest.MonkeyPatch) -> None:
         machine = make()
         os.killpg(pid_of(machine), signal.SIGKILL)
-        assert settle(lambda: not psutil.pid_exists(pid_of(machine)))
+        assert eventually(lambda: not psutil.pid_exists(pid_of(machine)))
         monkeypatch.setattr(os, "killpg", lambda *args: pytest.fail("the number may be that of other processes by now"))
         machine.close()
 
     def test_closing_does_not_wait_for_a_read(self, make: Make, faults: Faults) -> None:
         machine = make()
-        machine.forward()
-        machine.settle()
+        machine.checked_forward()
         faults.never()
         machine.forward([5])
         begin = time.monotonic()
@@ -374,13 +359,13 @@ class TestEnd:
             if position == 1:
                 readers.close_when_idle()
             tag = memory.words[1 + layout.pieces[position].entry :][:1]
-            assert settle(partial(np.array_equal, tag, [position + 1]))
+            assert eventually(partial(np.array_equal, tag, [position + 1]))
             memory.words[0] = 0
             tag[0] = 0
         process = weakref.ref(readers._process)
         del readers, ring, pinned, memory, tag
-        assert settle(lambda: not ledger.held), "the memory of a retired ring stays pinned"
-        assert settle(lambda: process() is None)
+        assert eventually(lambda: not ledger.held), "the memory of a retired ring stays pinned"
+        assert eventually(lambda: process() is None)
         assert ring_failure(shared, layout) is None
         shared.close()
         store.close()
@@ -390,8 +375,7 @@ class TestEnd:
         machine = make()
         assert isinstance(machine.link, ProcessRingLink)
         readers = machine.link.readers
-        machine.forward()
-        machine.settle()
+        machine.checked_forward()
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")  # 3.12 warns of threads, which is what this is about
             forked = os.fork()
@@ -401,8 +385,7 @@ class TestEnd:
             os._exit(0)
         assert os.waitpid(forked, 0)[1] == 0
         time.sleep(0.5)
-        machine.forward()
-        machine.settle()
+        machine.checked_forward()
         machine.link.check()
 
 
@@ -533,7 +516,7 @@ class TestLink:
             prepare(ahead=ahead)
         gc.collect()
         assert links[0]() is None
-        assert settle(lambda: not threads())
+        assert eventually(lambda: not threads())
 
     @pytest.mark.parametrize(("cores", "readers"), [(1, 1), (2, 2), (7, 7), (8, 7), (15, 14), (16, 14), (32, 14)])
     def test_one_core_in_eight_is_left_to_others(
@@ -550,7 +533,7 @@ class TestLink:
         assert isinstance(link._copies, Copies)
         link._copies.stop()
         del link
-        assert settle(lambda: not threads())
+        assert eventually(lambda: not threads())
         assert ledger.held == {}
 
     def test_a_driver_that_refuses(self, ledger: Ledger, prepare: Callable[[], RingLink]) -> None:
@@ -579,8 +562,7 @@ from rings import Machine, ProcessRingLink, disk_store
 from headrace.transfer import ring_readers
 ring_readers.PROGRAM = "faulty_readers"
 machine = Machine(6, 2, link=ProcessRingLink(), store=disk_store(Path(sys.argv[2])))
-machine.forward()
-machine.settle()
+machine.checked_forward()
 if sys.argv[3] and os.fork() == 0:  # keeps the pipes open
     time.sleep(60)
     os._exit(0)
@@ -591,12 +573,10 @@ if sys.argv[3]:
     time.sleep(60)
 while True:
     try:
-        machine.forward()
-        machine.settle()
+        machine.checked_forward()
         print("forward", flush=True)
     except KeyboardInterrupt:
-        machine.forward()
-        machine.settle()
+        machine.checked_forward()
         print("interrupted", flush=True)
 """
 
@@ -638,13 +618,12 @@ class TestParents:
         """Then the end of their input is what ends the readers."""
         monkeypatch.setenv("FAULTY_READERS_NO_PIDFD", "1")
         machine = make()
-        machine.forward()
-        machine.settle()
+        machine.checked_forward()
         stand_by = psutil.Process(pid_of(machine))
         readers = [stand_by, *stand_by.children()]
         assert len(readers) == 2
         machine.link.close()
-        assert settle(lambda: not any(map(psutil.Process.is_running, readers)), 5)
+        assert eventually(lambda: not any(map(psutil.Process.is_running, readers)), 5)
 
     def test_readers_are_a_group_in_the_session_of_their_parent(self, make: Make) -> None:
         """Linux shares processors out among sessions: one of the readers' own has little of a busy one."""
@@ -660,7 +639,7 @@ class TestParents:
         assert len(parent.forked) == 1
         parent.process.kill()
         parent.process.wait()
-        assert settle(lambda: not any(map(psutil.Process.is_running, parent.readers)), 5)
+        assert eventually(lambda: not any(map(psutil.Process.is_running, parent.readers)), 5)
         parent.end()
 
     def test_an_interrupt_for_the_group_is_not_for_the_readers(self, path: Path) -> None:
@@ -706,15 +685,13 @@ class TestProgram:
         monkeypatch.setenv("PYTHONSTARTUP", str(tmp_path / "json.py"))
         monkeypatch.setenv("PYTHONPATH", str(tmp_path))
         machine = make()
-        machine.forward()
-        machine.settle()
+        machine.checked_forward()
 
     def test_a_path_that_is_no_text(self, tmp_path: Path) -> None:
         folder = tmp_path / os.fsdecode(b"\xff\xfe")
         folder.mkdir()
         machine = Machine(6, 2, link=ProcessRingLink(), store=disk_store(self.moved(tmp_path, folder)))
-        machine.forward()
-        machine.settle()
+        machine.checked_forward()
         machine.close()
 
     @pytest.mark.slow
@@ -729,8 +706,7 @@ class TestProgram:
             for fd in (0, 1, 2):
                 os.close(fd)
             machine = Machine(6, 2, link=ProcessRingLink(), store=disk_store(Path({str(path)!r})))
-            machine.forward()
-            machine.settle()
+            machine.checked_forward()
             machine.close()
             Path({str(tmp_path / "done")!r}).write_text("the bytes were right")
         """

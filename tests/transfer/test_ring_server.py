@@ -16,6 +16,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from checks import eventually
 from headrace.checkpoint.safetensors_header import opened
 from headrace.errors import TransferError
 from headrace.plan.schedule import cut, lay_out_ring
@@ -47,13 +48,9 @@ class Ring:
     """A ring of one piece per unit, without a stream: the test writes the words when it takes a piece."""
 
     def __init__(
-        self,
-        num_pieces: int,
-        num_entries: int,
-        read_bytes: int,
-        look: Callable[[], object] = lambda: None,
+        self, num_pieces: int, num_entries: int, read_bytes: int, look: Callable[[], object] = lambda: None,
         **options: object,
-    ) -> None:
+    ) -> None:  # fmt: skip
         self.layout = lay_out_ring([PIECE_BYTES] * num_pieces, 1, PIECE_BYTES, num_entries)
         self.memory = RingMemory(self.layout, np.zeros(self.layout.num_bytes, np.uint8))
         self.before: Callable[[int, int], None] = lambda position, start: None
@@ -97,13 +94,6 @@ def serving(num_pieces: int, num_entries: int, read_bytes: int = PIECE_BYTES, **
         ring.server.close()
 
 
-def settled(condition: Callable[[], bool]) -> bool:
-    end = time.monotonic() + PATIENCE_S
-    while not condition() and time.monotonic() < end:
-        time.sleep(0.001)
-    return condition()
-
-
 class TestReads:
     @given(st.data())
     def test_make_up_every_piece(self, data: st.DataObject) -> None:
@@ -133,7 +123,7 @@ class TestReads:
         graph = machine.capture()
         for _ in range(4):
             machine.link.stream.replay(graph)
-        machine.settle()
+        machine.check()
         most_reads = max(map(len, machine.link.server._reads))
         assert most_reads == (7 if read_bytes == 700 else 2)  # of 4096 bytes that lie in two stretches
         machine.close()
@@ -166,14 +156,12 @@ class TestCounters:
     @pytest.mark.parametrize("read_s", [0.0005, 0.005])
     def test_every_wait_of_the_stream_is_a_stall(self, read_s: float) -> None:
         machine = Machine(8, 2, max_entries=4)
-        machine.forward()
-        machine.settle()
+        machine.checked_forward()
         for source in machine.store.sources.values():
             source.before = lambda: time.sleep(read_s)
         before, waited = machine.link.ring.memory.stats.stalls, machine.link.stream.stalls
         for _ in range(10):
-            machine.forward()
-            machine.settle()
+            machine.checked_forward()
         counted, waited = machine.link.ring.memory.stats.stalls - before, machine.link.stream.stalls - waited
         machine.close()
         assert waited > 50
@@ -184,7 +172,7 @@ class TestCounters:
         with serving(12, 4) as ring:
             assert ring.take(0) == [1]
             for turn in range(1, 4):
-                assert settled(lambda: all(ring.memory.tag(entry) for entry in range(4)))
+                assert eventually(lambda: all(ring.memory.tag(entry) for entry in range(4)))
                 beyond = ring.server._next
                 assert beyond is not None
                 assert ring.take(beyond) == [beyond + 1]

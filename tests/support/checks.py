@@ -1,0 +1,29 @@
+"""What many tests check, and how they wait for what other threads and processes do."""
+
+from __future__ import annotations
+
+import gc
+import time
+from collections.abc import Callable
+from typing import Any
+
+import torch
+
+import headrace
+from headrace.testing import assert_moved, assert_same_bits
+
+
+def eventually(condition: Callable[[], bool], patience_s: float = 30.0) -> bool:
+    """Whether ``condition`` comes true in time. Garbage is collected meanwhile."""
+    end = time.monotonic() + patience_s
+    while not (met := condition()) and time.monotonic() < end:
+        gc.collect()
+        time.sleep(0.01)
+    return met
+
+
+def require_forwards(handle: headrace.Handle, x: torch.Tensor, expected: Any, count: int) -> None:
+    """The first ``count`` forwards have the bits of ``expected``, and each has moved what the plan says."""
+    for forwards in range(1, count + 1):
+        assert_same_bits(handle.model(x), expected)
+        assert_moved(handle, forwards)
