@@ -8,7 +8,6 @@ tested with the inductor, on as few and small models as will do.
 from __future__ import annotations
 
 import gc
-import threading
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -17,7 +16,7 @@ import torch
 from torch import nn
 
 import headrace
-from checks import require_forwards
+from checks import require_forwards, run_threads
 from headrace.errors import HeadraceWarning, ModelChangedError, StateError
 from headrace.testing import SlowLink, assert_moved, assert_same_bits, boundaries, offload_over
 from models import DIM, MoE, OddStack, QuantStack, ScaledStack, Stack, all_layers, expecting, rows
@@ -321,11 +320,7 @@ class TestOtherBackends:
             with torch.no_grad():
                 outputs.extend(step(x) for _ in range(5))
 
-        threads = [threading.Thread(target=work) for _ in range(2)]
-        for thread in threads:
-            thread.start()
-        for thread in threads:
-            thread.join(60)
+        run_threads([work, work])
         assert len(outputs) == 10
         for output in outputs:
             assert_same_bits(output, expected)

@@ -41,7 +41,7 @@ from headrace.stores.sources import ByteRange, Copy, File, Source
 from headrace.stores.store import CpuStore, DiskStore
 from headrace.testing import assert_moved, assert_same_bits
 from headrace.transfer.link import ThreadLink
-from models import DIM, MoE, Stack, all_layers, expecting, rows, save, state_of
+from models import DIM, MoE, Stack, all_layers, expecting, on_meta, rows, save, state_of
 
 pytestmark = pytest.mark.usefixtures("no_grad")
 
@@ -325,8 +325,7 @@ class TestCheckpoints:
     def test_missing(self, tmp_path: Path) -> None:
         self.refuses(Stack(3).eval(), None, r"none were given: pass checkpoint=FOLDER .*save_pretrained")
         self.refuses(Stack(3).eval(), tmp_path / "nowhere", "No such file")
-        with torch.device("meta"):
-            model = Stack(3).eval()
+        model = on_meta(Stack, 3)
         self.refuses(model, None, "none were given", all_layers(2, "cpu"))
 
     def test_a_tensor_that_is_not_there(self, tmp_path: Path) -> None:
@@ -399,8 +398,7 @@ class TestCheckpoints:
         checkpoint = Checkpoint.open(save(source, tmp_path))
         state = load_file(tmp_path / "model.safetensors")
         save_file({"new": torch.zeros(99), **state}, tmp_path / "model.safetensors")
-        with torch.device("meta"):
-            model = Stack(3).eval()
+        model = on_meta(Stack, 3)
         self.refuses(model, checkpoint, "changed while in use: open it again")
 
     def test_mode_meta_on_a_real_model(self) -> None:
@@ -578,8 +576,7 @@ class TestInterrupted:
 
         folder = save(MoE(3), tmp_path)
         progress: Any = None
-        with torch.device("meta"):
-            model = MoE(3).eval()
+        model = on_meta(MoE, 3)
         if place == "progress":
             progress = fail
         elif place == "hooks":

@@ -11,6 +11,7 @@ import signal
 import threading
 import warnings
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -20,7 +21,7 @@ from safetensors.torch import load_file
 from torch import nn
 
 import headrace
-from checks import require_forwards
+from checks import require_forwards, run_threads
 from headrace import UVA, Budget, DiskOptions, Prefetch
 from headrace.errors import HeadraceWarning, StateError
 from headrace.testing import SlowLink, assert_moved, assert_same_bits, offload_over
@@ -372,12 +373,7 @@ class TestSeveral:
             except BaseException as error:
                 problems.append(error)
 
-        threads = [threading.Thread(target=work, args=pair) for pair in zip(inputs, expected, strict=True)]
-        for thread in threads:
-            thread.start()
-        for thread in threads:
-            thread.join(60)
-        assert not any(thread.is_alive() for thread in threads), "deadlock"
+        run_threads([partial(work, *pair) for pair in zip(inputs, expected, strict=True)])
         assert problems == []
         stats = handle.stats()
         assert [unit.runs for unit in stats.units] == [18] * 5

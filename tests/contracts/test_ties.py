@@ -15,7 +15,7 @@ from torch import nn
 import headrace
 from headrace import UVA, Prefetch
 from headrace.testing import assert_moved, assert_same_bits
-from models import DIM, MoE, Odd, OddStack, Scaled, ScaledStack, Stack, all_layers, rows, save
+from models import DIM, MoE, Odd, OddStack, Scaled, ScaledStack, Stack, all_layers, on_meta, rows, save
 
 pytestmark = pytest.mark.usefixtures("no_grad")
 
@@ -170,8 +170,7 @@ class TestMeta:
     @pytest.mark.parametrize("mode", ["cpu", "disk"])
     def test_ties(self, mode: str, tmp_path: Path) -> None:
         source = MoE(3).eval()
-        with torch.device("meta"):
-            model = MoE(3).eval()
+        model = on_meta(MoE, 3)
         with headrace.offload(model, all_layers(2, mode), checkpoint=save(source, tmp_path)) as handle:
             assert model.head.weight is model.embed.weight
             assert isinstance(model.head.weight, nn.Parameter)

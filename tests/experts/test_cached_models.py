@@ -5,9 +5,9 @@ Kernels run in Triton's interpreter, on a CPU, where a range has one memory.
 
 from __future__ import annotations
 
-import threading
 from collections.abc import Callable, Iterator
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 
 import pytest
@@ -15,6 +15,7 @@ import torch
 from torch import nn
 
 import headrace
+from checks import run_threads
 from headrace import Rules
 from headrace.adapters.transformers import load
 from headrace.errors import HeadraceWarning, OptionError, RuleError, StateError
@@ -202,11 +203,7 @@ class TestBits:
                         wrong.append(index)
 
         with headrace.offload(model, Rules([("up", "cache")], expert_slots=1)) as handle:
-            threads = [threading.Thread(target=run, args=(index,)) for index in range(2)]
-            for thread in threads:
-                thread.start()
-            for thread in threads:
-                thread.join()
+            run_threads([partial(run, 0), partial(run, 1)])
             assert handle.stats().experts[0].steps == 24
             assert handle.stats().bytes_moved > 0
         assert not wrong

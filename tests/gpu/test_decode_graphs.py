@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import copy
 import gc
-import threading
 from collections.abc import Iterator
+from functools import partial
 from typing import Any
 
 import pytest
@@ -13,6 +13,7 @@ import torch
 from gpu_models import offloaded
 
 import headrace
+from checks import run_threads
 from headrace import UVA, Budget, Prefetch, Rules
 from headrace.errors import StateError
 from headrace.model.inventory import take_inventory
@@ -163,11 +164,7 @@ def test_two_threads_that_generate_at_once(case: Any) -> None:
             for _ in range(4):
                 found[which].append(model.generate(prompt(12 + which), max_new_tokens=20, do_sample=False).cpu())
 
-    threads = [threading.Thread(target=work, args=(which,)) for which in range(2)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join(120)
+    run_threads([partial(work, 0), partial(work, 1)], 120)
     assert [len(each) for each in found] == [4, 4]
     # One of two that run at once decodes eagerly, with a cache of another shape: greedy tokens agree, logits need not.
     agree = [torch.equal(each, tokens[which].cpu()) for which in range(2) for each in found[which]]

@@ -6,10 +6,10 @@ Graphs of a CPU here: operators of one step that run again (recorded_graphs.py).
 from __future__ import annotations
 
 import gc
-import threading
 import warnings
 import weakref
 from collections.abc import Iterator
+from functools import partial
 from typing import Any
 
 import pytest
@@ -19,6 +19,7 @@ from transformers import GenerationConfig, LogitsProcessorList, StoppingCriteria
 from transformers.generation.streamers import BaseStreamer
 
 import headrace
+from checks import run_threads
 from headrace.errors import HeadraceWarning, OptionError
 from headrace.graphs import decoding
 from recorded_graphs import RecordedStep
@@ -296,11 +297,7 @@ def test_two_threads_that_generate_at_once() -> None:
         for _ in range(4):
             found[which].append(model.generate(prompt(5 + which), max_new_tokens=16))
 
-    threads = [threading.Thread(target=work, args=(which,)) for which in range(2)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join(120)
+    run_threads([partial(work, 0), partial(work, 1)], 120)
     for which in range(2):
         assert len(found[which]) == 4
         assert all(torch.equal(each, expected[which][0]) for each in found[which])

@@ -35,7 +35,7 @@ from headrace.plan.build import build_plan
 from headrace.plan.plan import Machine
 from headrace.runtime import planner_factory
 from headrace.runtime.planner_factory import check_limits, finalize_plan, gpu_memory_kind, needs_of
-from models import Stack, all_layers, rows, save, state_of
+from models import Stack, all_layers, on_meta, rows, save, state_of
 
 pytestmark = pytest.mark.usefixtures("no_grad")
 
@@ -326,8 +326,7 @@ class TestOffload:
     def test_the_budget_it_names_works(self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
         resident = Stack(6, dim=256).eval()
         save(resident, tmp_path)
-        with torch.device("meta"):
-            model = Stack(6, dim=256).eval()
+        model = on_meta(Stack, 6, dim=256)
         limited(monkeypatch, host_available_bytes=MIB, cgroup_available_bytes=2 * MIB)
         with pytest.raises(LimitError, match="A smaller budget should fit, about --device-memory") as caught:
             headrace.offload(model, "1300KiB", checkpoint=tmp_path)
@@ -341,8 +340,7 @@ class TestOffload:
         resident = Stack(6).eval()
         save(resident, tmp_path)
         limited(monkeypatch, host_available_bytes=take_inventory(resident).num_bytes)
-        with torch.device("meta"):
-            model = Stack(6).eval()
+        model = on_meta(Stack, 6)
         with pytest.raises(LimitError, match=r"store the weights in the files \(--offload-mode disk\)"):
             headrace.offload(model, all_layers(), checkpoint=tmp_path)
         with headrace.offload(model, all_layers(mode="disk"), checkpoint=tmp_path):

@@ -60,7 +60,7 @@ from headrace.planning import plan_model
 from headrace.runtime.planner_factory import PlanRequest
 from headrace.stores.sources import DiskOptions
 from headrace.transfer.machine_probe import MACHINES, Probe, named_machine
-from models import MoE, OddStack, Stack, aligned, rows, save, state_of
+from models import MoE, OddStack, Stack, aligned, on_meta, rows, save, state_of
 from moe_models import qwen
 
 REPORT = Path(__file__).resolve().parents[2] / "benchmarks" / "results" / "2026-11-21-plan-h200-probe.json"
@@ -106,8 +106,7 @@ class TestModules:
     def test_a_module_on_meta_with_a_checkpoint_of_its_weights(self, tmp_path: Path) -> None:
         live = Stack()
         save(live, tmp_path)
-        with torch.device("meta"):
-            model = Stack().eval()
+        model = on_meta(Stack)
         plan = headrace.make_plan(model, Prefetch(params=["layers"], mode="disk"), checkpoint=tmp_path, device="cpu")
         assert all(p.is_meta for p in model.parameters())
         with headrace.offload(model, plan, checkpoint=tmp_path, device="cpu") as handle:
@@ -115,8 +114,7 @@ class TestModules:
             assert handle.stats().bytes_moved > 0
 
     def test_hundreds_of_gigabytes_on_meta(self) -> None:
-        with torch.device("meta"):
-            model = Stack(num_layers=40, dim=40_000)
+        model = on_meta(Stack, num_layers=40, dim=40_000)
         plan = headrace.make_plan(model, "60GiB", machine="h200")
         assert plan.weight_bytes > 200 * 2**30
         assert 0 < plan.device_bytes <= 60 * 2**30
@@ -257,8 +255,7 @@ class TestHonesty:
             load(folder, plan, device="cpu")
 
     def test_more_than_another_machine_has(self) -> None:
-        with torch.device("meta"):
-            model = Stack(num_layers=12, dim=40_000).eval()
+        model = on_meta(Stack, num_layers=12, dim=40_000)
         with pytest.warns(HeadraceWarning, match="does not fit NVIDIA GeForce RTX 4090 with 23"):
             headrace.make_plan(model, "40GiB", machine="4090")
 
@@ -377,8 +374,7 @@ class TestMachines:
 
     def test_faster_machines_are_faster(self, folder: Path) -> None:
         def step_s(machine: str) -> float:
-            with torch.device("meta"):
-                model = Stack(num_layers=12, dim=8000)
+            model = on_meta(Stack, num_layers=12, dim=8000)
             plan = headrace.make_plan(model, Prefetch(), machine=machine)
             return float(plan.outlook.forecasts[0].step_s)  # type: ignore[attr-defined]
 

@@ -25,7 +25,7 @@ from headrace.model.inventory import take_inventory
 from headrace.plan.build import build_plan
 from headrace.plan.plan import Machine, Plan, slab_bytes
 from headrace.testing import assert_moved, assert_same_bits
-from models import MoE, Stack, all_layers, rows, save
+from models import MoE, Stack, all_layers, on_meta, rows, save
 from plans import models, plan_for
 
 pytestmark = pytest.mark.usefixtures("no_grad")
@@ -117,8 +117,7 @@ class TestRoundTrip:
     def test_streams_from_a_checkpoint(self, tmp_path: Path) -> None:
         resident = MoE().eval()
         save(resident, tmp_path)
-        with torch.device("meta"):
-            model = MoE().eval()
+        model = on_meta(MoE)
         build_plan(take_inventory(model), all_layers(mode="disk")).save(tmp_path / "plan.json")
         with headrace.offload(model, Plan.load(tmp_path / "plan.json"), checkpoint=tmp_path) as handle:
             tokens = torch.arange(9)

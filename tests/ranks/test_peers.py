@@ -33,7 +33,7 @@ from headrace.stores import rank_stores
 from headrace.stores.rank_stores import checksum
 from headrace.stores.sharded import ShardedStore, Striping
 from headrace.testing import assert_moved, assert_same_bits, boundaries
-from models import MoE, OddStack, ScaledStack, Stack, aligned, all_layers, rows, save
+from models import MoE, OddStack, ScaledStack, Stack, aligned, all_layers, on_meta, rows, save
 from ranks import outcomes, run_ranks
 
 MODES = ["sharded_gpu", "sharded_cpu"]
@@ -122,8 +122,7 @@ def from_files(mode: str, folder: Path) -> bool:
     """A model on meta, every rank reading its own part of the files only."""
     torch.manual_seed(1)
     source = Stack().eval()
-    with torch.device("meta"):
-        model = Stack().eval()
+    model = on_meta(Stack)
     handle = share(model, mode, 2, checkpoint=folder)
     assert_same_bits(model(rows()), source(rows()))
     handle.remove()
@@ -288,8 +287,7 @@ def test_ranks_out_of_step_are_an_error() -> None:
 
 def broken_source(rank: int, folder: str) -> Any:
     """One rank cannot read its part of the files."""
-    with torch.device("meta"):
-        model = Stack().eval()
+    model = on_meta(Stack)
     if rank == 1:
 
         def fail(*args: object) -> None:
@@ -308,8 +306,7 @@ def test_a_rank_that_cannot_load_fails_all(tmp_path: Path) -> None:
 
 
 def other_files(rank: int, folders: list[str]) -> str:
-    with torch.device("meta"):
-        model = Stack().eval()
+    model = on_meta(Stack)
     with pytest.raises(OptionError) as caught:
         share(model, "sharded_cpu", checkpoint=folders[rank])
     return str(caught.value)

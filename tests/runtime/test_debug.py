@@ -25,7 +25,7 @@ from headrace.runtime.debug import POISON, Guard
 from headrace.stores.store import CpuStore, Load
 from headrace.testing import SlowLink, assert_same_bits, offload_over
 from headrace.transfer.link import ComputeEvent, ThreadLink, ThreadTransfer, Transfer
-from models import DIM, MoE, OddStack, Stack, all_layers, expecting, rows, save
+from models import DIM, MoE, OddStack, Stack, all_layers, expecting, on_meta, rows, save
 
 pytestmark = pytest.mark.usefixtures("no_grad")
 
@@ -228,8 +228,7 @@ class TestNoFalseAlarms:
                 assert_same_bits(model(x), twin(x))
 
     def test_mode_meta_has_no_bytes_to_check(self) -> None:
-        with torch.device("meta"):
-            model = Stack(3).eval()
+        model = on_meta(Stack, 3)
         with headrace.offload(model, all_layers(2, "meta")) as handle:
             assert handle.stats().bytes_moved > 0
         assert all(tensor.is_meta for tensor in model.parameters())

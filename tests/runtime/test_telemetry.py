@@ -14,7 +14,6 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import torch
 
 import headrace
 from headrace import UVA
@@ -23,7 +22,7 @@ from headrace.formatting import format_size
 from headrace.model.inventory import take_inventory
 from headrace.stats import Recorder, Stats, UnitStats
 from headrace.testing import SlowLink, assert_moved, offload_over
-from models import Stack, all_layers, rows, save
+from models import Stack, all_layers, on_meta, rows, save
 
 pytestmark = pytest.mark.usefixtures("no_grad")
 
@@ -104,8 +103,7 @@ class TestStats:
                 assert plan.store_bytes == {"resident": plan.resident_bytes, "slots": slots, mode: plan.offloaded_bytes}
                 assert found["resident"] + found[where] == sum(sizes.values())
                 assert handle.stats().to_json()["store_bytes"] == found
-        with torch.device("meta"):
-            empty = Stack(5).eval()
+        empty = on_meta(Stack, 5)
         with headrace.offload(empty, all_layers(2, "cpu"), checkpoint=folder) as handle:
             assert handle.stats().store_bytes["host"] == handle.plan.offloaded_bytes
 
@@ -263,8 +261,7 @@ class TestLog:
     def test_what_happens_is_told(self, caplog: pytest.LogCaptureFixture, tmp_path: Path) -> None:
         model = Stack(5).eval()
         folder = save(model, tmp_path)
-        with torch.device("meta"):
-            empty = Stack(5).eval()
+        empty = on_meta(Stack, 5)
         caplog.set_level(logging.INFO, "headrace")
         handle = headrace.offload(empty, all_layers(2), checkpoint=folder)
         with pytest.warns(HeadraceWarning):

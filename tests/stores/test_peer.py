@@ -50,7 +50,7 @@ from headrace.runtime.planner_factory import (
 from headrace.stores import open_store
 from headrace.stores.pinned_host import open_pinned
 from headrace.testing import assert_moved, assert_same_bits, offload_over
-from models import MoE, OddStack, QuantStack, ScaledStack, Stack, aligned, all_layers, rows, save
+from models import MoE, OddStack, QuantStack, ScaledStack, Stack, aligned, all_layers, on_meta, rows, save
 from peers import NEAR, on_peer, stand_in
 from plans import check_plan, layered, models
 from registrars import Ledger
@@ -257,8 +257,7 @@ class TestCarriedOut:
         monkeypatch.setattr(
             open_store, "_host_store", lambda plan, bound, device, held: open_pinned(plan, bound, ledger)
         )
-        with torch.device("meta"):
-            model = QuantStack().eval()
+        model = on_meta(QuantStack)
         plan = staged(planned(model, slots, 2), 1, 3)
         handle = offload_over(model, plan, FakeRingLink(blocking=True, max_pause_s=0.0005), checkpoint=tmp_path)
         require_forwards(handle, rows(), expected, 6)

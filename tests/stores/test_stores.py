@@ -29,7 +29,7 @@ from headrace.runtime.planner_factory import needs_of
 from headrace.stores import open_store
 from headrace.stores.pinned_host import open_pinned
 from headrace.testing import assert_same_bits, offload_over
-from models import MoE, QuantStack, Stack, all_layers, rows, save
+from models import MoE, QuantStack, Stack, all_layers, on_meta, rows, save
 from plans import layered
 from registrars import Ledger
 from rings import FakeRingLink
@@ -163,8 +163,7 @@ class TestCarriedOut:
         save(resident, tmp_path)
         model = resident
         if from_meta:
-            with torch.device("meta"):
-                model = Stack(6).eval()
+            model = on_meta(Stack, 6)
         expected = resident(rows())
         plan = two_stores(model, slots, *indices)
         handle = headrace.offload(model, plan, checkpoint=tmp_path)
@@ -188,8 +187,7 @@ class TestCarriedOut:
     def test_with_what_is_read_in_place_and_a_tie(self, make: type[nn.Module], tmp_path: Path) -> None:
         resident = make().eval()
         save(resident, tmp_path)
-        with torch.device("meta"):
-            model = make().eval()
+        model = on_meta(make)
         inputs = torch.arange(9) if make is MoE else rows()
         inventory = take_inventory(model)
         planner = Planner(inventory, DISK, ModelProfile(), spill=SPILL)

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import gc
+import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -20,6 +21,16 @@ def eventually(condition: Callable[[], bool], patience_s: float = 30.0) -> bool:
         gc.collect()
         time.sleep(0.01)
     return met
+
+
+def run_threads(works: Sequence[Callable[[], object]], timeout_s: float = 60.0) -> None:
+    """All at the same time; each has to end."""
+    threads = [threading.Thread(target=work, daemon=True) for work in works]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(timeout_s)
+    assert not any(thread.is_alive() for thread in threads), "deadlock"
 
 
 def require_forwards(handle: headrace.Handle, x: torch.Tensor, expected: Any, count: int) -> None:

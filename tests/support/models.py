@@ -6,6 +6,7 @@ import os
 import random
 import threading
 import time
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -231,6 +232,12 @@ class ScaledStack(nn.Module):
         for layer in self.layers:
             x = torch.tanh(layer(x))
         return x
+
+
+def on_meta(build: Callable[..., M], *args: Any, **options: Any) -> M:
+    """A model without data, in evaluation mode."""
+    with torch.device("meta"):
+        return build(*args, **options).eval()
 
 
 def all_layers(slots: int = 2, mode: str = "cpu", **options: Any) -> Prefetch:
