@@ -161,120 +161,114 @@ def test_a_list_flag_without_names_does_not_swallow_the_next_flag(args: Sequence
     assert "needs at least one name" in " ".join(result.stderr.split())
 
 
-@pytest.mark.parametrize(
-    ("flags", "policy"),
-    [
-        ({}, None),
-        ({"offload_backend": "none"}, None),
-        ({"cpu_offload_gb": 0.0, "offload_group_size": 0}, None),
-        ({"device_memory": "20GiB"}, Budget("20GiB")),
-        ({"device_memory": "20GiB", "offload_backend": "auto"}, Budget("20GiB")),
-        ({"device_memory": "1GiB", "offload_params": ["mlp"], "offload_mode": "cpu"}, Budget("1GiB", ["mlp"], "cpu")),
-        (
-            {"device_memory": "1GiB", "batch": "1, 16,16", "context": 4096, "host_memory": "2GiB"},
-            Budget("1GiB", workload=Workload([1, 16], 4096), host_memory="2GiB"),
-        ),
-        ({"offload_group_size": 4}, Prefetch(4, 1, 1, mode="disk")),
-        (
-            {"offload_group_size": 4, "offload_num_in_group": 2, "offload_prefetch_step": 3, "offload_params": ["a"]},
-            Prefetch(4, 2, 3, ["a"], "disk"),
-        ),
-        ({"offload_group_size": 1, "offload_mode": "cpu"}, Prefetch(mode="cpu")),
-        ({"cpu_offload_gb": 1.5}, UVA(int(1.5 * 2**30), mode="disk")),
-        ({"cpu_offload_params": ["experts"]}, UVA(None, ["experts"], "disk")),
-        (
-            {"offload_rule": ["re:a=b=uva", "@mlp=prefetch"]},
-            Rules([("re:a=b", "uva"), ("@mlp", "prefetch")], 2, "disk"),
-        ),
-        (
-            {"offload_rule": ["a=prefetch"], "offload_prefetch_step": 3, "offload_mode": "cpu"},
-            Rules([("a", "prefetch")], 3),
-        ),
-        (
-            {"device_memory": "1GiB", "offload_rule": ["a=uva", "b=resident"]},
-            Budget("1GiB", rules=[("a", "uva"), ("b", "resident")]),
-        ),
-    ],
-)
+@pytest.mark.parametrize(("flags", "policy"), [
+    ({}, None),
+    ({"offload_backend": "none"}, None),
+    ({"cpu_offload_gb": 0.0, "offload_group_size": 0}, None),
+    ({"device_memory": "20GiB"}, Budget("20GiB")),
+    ({"device_memory": "20GiB", "offload_backend": "auto"}, Budget("20GiB")),
+    ({"device_memory": "1GiB", "offload_params": ["mlp"], "offload_mode": "cpu"}, Budget("1GiB", ["mlp"], "cpu")),
+    (
+        {"device_memory": "1GiB", "batch": "1, 16,16", "context": 4096, "host_memory": "2GiB"},
+        Budget("1GiB", workload=Workload([1, 16], 4096), host_memory="2GiB"),
+    ),
+    ({"offload_group_size": 4}, Prefetch(4, 1, 1, mode="disk")),
+    (
+        {"offload_group_size": 4, "offload_num_in_group": 2, "offload_prefetch_step": 3, "offload_params": ["a"]},
+        Prefetch(4, 2, 3, ["a"], "disk"),
+    ),
+    ({"offload_group_size": 1, "offload_mode": "cpu"}, Prefetch(mode="cpu")),
+    ({"cpu_offload_gb": 1.5}, UVA(int(1.5 * 2**30), mode="disk")),
+    ({"cpu_offload_params": ["experts"]}, UVA(None, ["experts"], "disk")),
+    (
+        {"offload_rule": ["re:a=b=uva", "@mlp=prefetch"]},
+        Rules([("re:a=b", "uva"), ("@mlp", "prefetch")], 2, "disk"),
+    ),
+    (
+        {"offload_rule": ["a=prefetch"], "offload_prefetch_step": 3, "offload_mode": "cpu"},
+        Rules([("a", "prefetch")], 3),
+    ),
+    (
+        {"device_memory": "1GiB", "offload_rule": ["a=uva", "b=resident"]},
+        Budget("1GiB", rules=[("a", "uva"), ("b", "resident")]),
+    ),
+])  # fmt: skip
 def test_flags_become_a_policy(flags: dict[str, Any], policy: object) -> None:
     assert requested(OffloadFlags(**flags), target_device(flags.get("device"))) == policy
 
 
-@pytest.mark.parametrize(
-    ("flags", "message"),
-    [
-        ({"device_memory": "1GiB", "offload_group_size": 4}, "--device-memory and --offload-group-size contradict"),
-        ({"device_memory": "1GiB", "offload_num_in_group": 4}, "--offload-num-in-group contradict"),
-        ({"device_memory": "1GiB", "cpu_offload_gb": 4.0}, "--device-memory and --cpu-offload-gb contradict"),
-        ({"device_memory": "1GiB", "offload_backend": "uva"}, "--device-memory and --offload-backend contradict"),
-        ({"device_memory": "lots"}, "--device-memory: size 'lots' is not a size; write it like"),
-        ({"device_memory": "3MiB", "host_memory": "lots"}, "--host-memory: size 'lots' is not a size; write it like"),
-        *(
-            ({"cpu_offload_gb": wrong}, f"--cpu-offload-gb {wrong:g}: expected a number of GiB, at least one byte")
-            for wrong in (-1.0, 1e-10, math.nan, math.inf, 1e308)
-        ),
-        *(
-            (
-                {"device_memory": "1GiB", "batch": wrong},
-                f"--batch {wrong!r}: expected numbers of rows, each at least 1, such as --batch 1,16,256",
-            )
-            for wrong in ("", "0", "x", "-1", "1,", "1;2", "1.5", "²")
-        ),
-        ({"device_memory": "1GiB", "context": -1}, "--context = -1: expected at least 0"),
-        ({"batch": "1"}, "--batch has no effect without --device-memory"),
-        ({"context": 0}, "--context has no effect without --device-memory"),
-        ({"host_memory": "1GiB", "offload_group_size": 2}, "--host-memory has no effect without --device-memory"),
-        *(
-            ({"offload_rule": ["a=uva"], flag: value}, "has no effect without --device-memory")
-            for flag, value in (("batch", "4"), ("context", 8), ("host_memory", "1GiB"))
-        ),
-        ({"device_memory": "1GiB", "host_memory": "0"}, "expected more than 0 bytes"),
-        ({"offload_backend": "fast"}, "expected one of auto, prefetch, uva, none"),
-        ({"offload_backend": "prefetch"}, "needs --offload-group-size"),
-        ({"offload_backend": "uva", "offload_group_size": 2}, "needs --cpu-offload-gb"),
-        ({"offload_group_size": 2, "cpu_offload_gb": 1.0}, "--offload-group-size and --cpu-offload-gb contradict"),
+@pytest.mark.parametrize(("flags", "message"), [
+    ({"device_memory": "1GiB", "offload_group_size": 4}, "--device-memory and --offload-group-size contradict"),
+    ({"device_memory": "1GiB", "offload_num_in_group": 4}, "--offload-num-in-group contradict"),
+    ({"device_memory": "1GiB", "cpu_offload_gb": 4.0}, "--device-memory and --cpu-offload-gb contradict"),
+    ({"device_memory": "1GiB", "offload_backend": "uva"}, "--device-memory and --offload-backend contradict"),
+    ({"device_memory": "lots"}, "--device-memory: size 'lots' is not a size; write it like"),
+    ({"device_memory": "3MiB", "host_memory": "lots"}, "--host-memory: size 'lots' is not a size; write it like"),
+    *(
+        ({"cpu_offload_gb": wrong}, f"--cpu-offload-gb {wrong:g}: expected a number of GiB, at least one byte")
+        for wrong in (-1.0, 1e-10, math.nan, math.inf, 1e308)
+    ),
+    *(
         (
-            {"offload_group_size": 2, "offload_mode": "tape"},
-            "--offload-mode 'tape': expected one of cpu, shm_cpu, sharded_cpu, disk, sharded_gpu, meta",
-        ),
-        ({"offload_group_size": 2, "offload_num_in_group": 3}, "larger than group_size"),
-        ({"offload_num_in_group": 2}, "--offload-num-in-group has no effect without --offload-group-size"),
-        ({"offload_params": ["mlp"]}, "--offload-params has no effect without"),
-        (
-            {"offload_rule": ["mlp"]},
-            "--offload-rule 'mlp': expected a name pattern, '=' and a mechanism; write PATTERN=",
-        ),
-        (
-            {"device_memory": "1GiB", "offload_rule": ["mlp=cpu"]},
-            "--offload-rule 'mlp=cpu': expected a name pattern, '=' and a mechanism, found 'cpu'; write PATTERN=",
-        ),
-        ({"offload_rule": ["a=uva"], "offload_group_size": 2}, "--offload-rule and --offload-group-size contradict"),
-        ({"offload_rule": ["a=uva"], "cpu_offload_gb": 2.0}, "--offload-rule and --cpu-offload-gb contradict"),
-        ({"offload_rule": ["a=uva"], "offload_backend": "none"}, "--offload-rule and --offload-backend contradict"),
-        ({"offload_rule": ["a=uva"], "offload_params": ["b"]}, "--offload-params has no effect without"),
-        ({"offload_rule": ["a=uva"], "offload_prefetch_step": 2}, "has no effect without a rule that says prefetch"),
-        (
-            {"device_memory": "1GiB", "offload_rule": ["a=prefetch"], "offload_prefetch_step": 2},
-            "--device-memory and --offload-prefetch-step contradict",
-        ),
-        (
-            {"offload_mode": "disk"},
-            "--offload-mode has no effect without --device-memory, --offload-group-size, --cpu-off",
-        ),
-        (
-            {"offload_backend": "prefetch", "offload_group_size": 2, "cpu_offload_gb": 1.0},
-            "--offload-group-size and --cpu-offload-gb contradict each other: each says what is offloaded",
-        ),
-        (
-            {"offload_backend": "prefetch", "offload_group_size": 2, "cpu_offload_params": ["mlp"]},
-            "--offload-group-size and --cpu-offload-params contradict each other",
-        ),
-        (
-            {"offload_backend": "none", "offload_group_size": 2},
-            "--offload-group-size has no effect with --offload-backend none; leave one of the two out",
-        ),
-    ],
-)
+            {"device_memory": "1GiB", "batch": wrong},
+            f"--batch {wrong!r}: expected numbers of rows, each at least 1, such as --batch 1,16,256",
+        )
+        for wrong in ("", "0", "x", "-1", "1,", "1;2", "1.5", "²")
+    ),
+    ({"device_memory": "1GiB", "context": -1}, "--context = -1: expected at least 0"),
+    ({"batch": "1"}, "--batch has no effect without --device-memory"),
+    ({"context": 0}, "--context has no effect without --device-memory"),
+    ({"host_memory": "1GiB", "offload_group_size": 2}, "--host-memory has no effect without --device-memory"),
+    *(
+        ({"offload_rule": ["a=uva"], flag: value}, "has no effect without --device-memory")
+        for flag, value in (("batch", "4"), ("context", 8), ("host_memory", "1GiB"))
+    ),
+    ({"device_memory": "1GiB", "host_memory": "0"}, "expected more than 0 bytes"),
+    ({"offload_backend": "fast"}, "expected one of auto, prefetch, uva, none"),
+    ({"offload_backend": "prefetch"}, "needs --offload-group-size"),
+    ({"offload_backend": "uva", "offload_group_size": 2}, "needs --cpu-offload-gb"),
+    ({"offload_group_size": 2, "cpu_offload_gb": 1.0}, "--offload-group-size and --cpu-offload-gb contradict"),
+    (
+        {"offload_group_size": 2, "offload_mode": "tape"},
+        "--offload-mode 'tape': expected one of cpu, shm_cpu, sharded_cpu, disk, sharded_gpu, meta",
+    ),
+    ({"offload_group_size": 2, "offload_num_in_group": 3}, "larger than group_size"),
+    ({"offload_num_in_group": 2}, "--offload-num-in-group has no effect without --offload-group-size"),
+    ({"offload_params": ["mlp"]}, "--offload-params has no effect without"),
+    (
+        {"offload_rule": ["mlp"]},
+        "--offload-rule 'mlp': expected a name pattern, '=' and a mechanism; write PATTERN=",
+    ),
+    (
+        {"device_memory": "1GiB", "offload_rule": ["mlp=cpu"]},
+        "--offload-rule 'mlp=cpu': expected a name pattern, '=' and a mechanism, found 'cpu'; write PATTERN=",
+    ),
+    ({"offload_rule": ["a=uva"], "offload_group_size": 2}, "--offload-rule and --offload-group-size contradict"),
+    ({"offload_rule": ["a=uva"], "cpu_offload_gb": 2.0}, "--offload-rule and --cpu-offload-gb contradict"),
+    ({"offload_rule": ["a=uva"], "offload_backend": "none"}, "--offload-rule and --offload-backend contradict"),
+    ({"offload_rule": ["a=uva"], "offload_params": ["b"]}, "--offload-params has no effect without"),
+    ({"offload_rule": ["a=uva"], "offload_prefetch_step": 2}, "has no effect without a rule that says prefetch"),
+    (
+        {"device_memory": "1GiB", "offload_rule": ["a=prefetch"], "offload_prefetch_step": 2},
+        "--device-memory and --offload-prefetch-step contradict",
+    ),
+    (
+        {"offload_mode": "disk"},
+        "--offload-mode has no effect without --device-memory, --offload-group-size, --cpu-off",
+    ),
+    (
+        {"offload_backend": "prefetch", "offload_group_size": 2, "cpu_offload_gb": 1.0},
+        "--offload-group-size and --cpu-offload-gb contradict each other: each says what is offloaded",
+    ),
+    (
+        {"offload_backend": "prefetch", "offload_group_size": 2, "cpu_offload_params": ["mlp"]},
+        "--offload-group-size and --cpu-offload-params contradict each other",
+    ),
+    (
+        {"offload_backend": "none", "offload_group_size": 2},
+        "--offload-group-size has no effect with --offload-backend none; leave one of the two out",
+    ),
+])  # fmt: skip
 def test_contradictions_and_flags_without_effect_are_errors(flags: dict[str, Any], message: str) -> None:
     with pytest.raises(OptionError) as caught:
         requested(OffloadFlags(**flags), target_device(flags.get("device")))
@@ -562,15 +556,12 @@ def reference_text(folder: Path, prompt: str, **options: Any) -> str:
     return printed.getvalue()
 
 
-@pytest.mark.parametrize(
-    "flags",
-    [
-        ["--device-memory", "2MiB"],
-        ["--offload-group-size", "2", "--offload-mode", "cpu"],
-        ["--cpu-offload-gb", "0.001", "--offload-mode", "cpu"],
-        [],
-    ],
-)
+@pytest.mark.parametrize("flags", [
+    ["--device-memory", "2MiB"],
+    ["--offload-group-size", "2", "--offload-mode", "cpu"],
+    ["--cpu-offload-gb", "0.001", "--offload-mode", "cpu"],
+    [],
+])  # fmt: skip
 def test_generate_prints_what_transformers_prints(model: Path, flags: list[str]) -> None:
     result = succeed("generate", model, "--prompt", "Water", "--max-new-tokens", 12, *flags)
     assert result.stdout == reference_text(model, "Water", max_new_tokens=12, do_sample=False)
@@ -711,19 +702,16 @@ def test_debug_shows_the_traceback(monkeypatch: pytest.MonkeyPatch, tmp_path: Pa
     assert error_of("plan", tmp_path) == "error: HEADRACE_DEBUG='2': expected 0 or 1"
 
 
-@pytest.mark.parametrize(
-    ("args", "message"),
-    [
-        (("step", "--device", "tpu"), "--device 'tpu': expected cpu, cuda or cuda:N"),
-        (("step", "--device", "cuda:99"), "--device 'cuda:99': torch sees"),
-        (("step", "--device", ""), "--device '': expected cpu, cuda or cuda:N"),
-        *(
-            (("step", "--device", "cpu", flag, value), f"{flag} has no effect with --device cpu, whose step is always")
-            for flag, value in (("--rows", "77"), ("--variants", "zzz"), ("--layers", "36"))
-        ),
-        (("step", "--out", "/nonexistent/o.jsonl"), "--out '/nonexistent/o.jsonl': expected a file name in a folder"),
-    ],
-)
+@pytest.mark.parametrize(("args", "message"), [
+    (("step", "--device", "tpu"), "--device 'tpu': expected cpu, cuda or cuda:N"),
+    (("step", "--device", "cuda:99"), "--device 'cuda:99': torch sees"),
+    (("step", "--device", ""), "--device '': expected cpu, cuda or cuda:N"),
+    *(
+        (("step", "--device", "cpu", flag, value), f"{flag} has no effect with --device cpu, whose step is always")
+        for flag, value in (("--rows", "77"), ("--variants", "zzz"), ("--layers", "36"))
+    ),
+    (("step", "--out", "/nonexistent/o.jsonl"), "--out '/nonexistent/o.jsonl': expected a file name in a folder"),
+])  # fmt: skip
 def test_benchmarks_refuse_before_they_begin(args: tuple[str, ...], message: str) -> None:
     assert message in error_of("bench", *args)
 
@@ -849,19 +837,15 @@ def test_places_that_are_closed(model: Path, tmp_path: Path, monkeypatch: pytest
     assert f"--folder '{tmp_path}': expected a path that user" in error_of("demo", "--folder", tmp_path)
 
 
-@pytest.mark.parametrize(
-    ("raised", "line"),
-    [
-        (RecursionError("maximum recursion depth exceeded"), "error: RecursionError: maximum recursion depth exceeded"),
-        (MemoryError(), "error: no memory is left (MemoryError): free some, or raise this process's limit (ulimit -v)"),
-        (KeyError("x"), "error: KeyError: 'x'; HEADRACE_DEBUG=1 shows the traceback"),
-        (RuntimeError("a\nb \x1b[2Jc"), "error: RuntimeError: a b \\x1b[2Jc; HEADRACE_DEBUG=1 shows the tr"),
-        (OSError(36, "File name too long", "x"), "error: [Errno 36] File name too long: 'x'"),
-        (OSError("odd"), "error: OSError: odd; HEADRACE_DEBUG=1"),
-        (UnicodeEncodeError("utf-8", "\ud800", 0, 1, "surrogates not allowed"), "error: UnicodeEncodeError: 'utf-8'"),
-    ],
-    ids=lambda value: type(value).__name__ if isinstance(value, Exception) else "",
-)
+@pytest.mark.parametrize(("raised", "line"), [
+    (RecursionError("maximum recursion depth exceeded"), "error: RecursionError: maximum recursion depth exceeded"),
+    (MemoryError(), "error: no memory is left (MemoryError): free some, or raise this process's limit (ulimit -v)"),
+    (KeyError("x"), "error: KeyError: 'x'; HEADRACE_DEBUG=1 shows the traceback"),
+    (RuntimeError("a\nb \x1b[2Jc"), "error: RuntimeError: a b \\x1b[2Jc; HEADRACE_DEBUG=1 shows the tr"),
+    (OSError(36, "File name too long", "x"), "error: [Errno 36] File name too long: 'x'"),
+    (OSError("odd"), "error: OSError: odd; HEADRACE_DEBUG=1"),
+    (UnicodeEncodeError("utf-8", "\ud800", 0, 1, "surrogates not allowed"), "error: UnicodeEncodeError: 'utf-8'"),
+], ids=lambda value: type(value).__name__ if isinstance(value, Exception) else "")  # fmt: skip
 def test_whatever_is_raised_is_one_line(
     monkeypatch: pytest.MonkeyPatch, model: Path, raised: Exception, line: str
 ) -> None:

@@ -143,15 +143,12 @@ class TestOptions:
             make()
         assert "--" not in str(caught.value)
 
-    @pytest.mark.parametrize(
-        ("word", "message"),
-        [
-            ("budget", r"has no argument 'budget': write the policy as the second argument, e\.g\. \"20GiB\"$"),
-            ("max_memory", "write the policy as the second argument"),
-            ("device_map", r"'device_map': write device=\"cuda\" for where compute runs, and a policy such as"),
-            ("torch_dtype", "'torch_dtype': write "),
-        ],
-    )
+    @pytest.mark.parametrize(("word", "message"), [
+        ("budget", r"has no argument 'budget': write the policy as the second argument, e\.g\. \"20GiB\"$"),
+        ("max_memory", "write the policy as the second argument"),
+        ("device_map", r"'device_map': write device=\"cuda\" for where compute runs, and a policy such as"),
+        ("torch_dtype", "'torch_dtype': write "),
+    ])  # fmt: skip
     def test_words_of_other_libraries_name_what_to_write(self, word: str, message: str) -> None:
         from headrace.adapters.transformers import load as load_model
 
@@ -205,17 +202,13 @@ class TestOptions:
         with pytest.raises(OptionError, match=f"device {found}: "):
             headrace.offload(Stack(2), all_layers(1), device=device)
 
-    @pytest.mark.parametrize(
-        ("options", "kind", "message"),
-        [
-            ({"device": "tpu"}, OptionError, "device 'tpu': expected 'cpu', 'cuda', 'cuda:N' or a torch.device"),
-            ({"device": ""}, OptionError, "device '': expected 'cpu', 'cuda', 'cuda:N' or a torch.device"),
-            ({"device": 1.5}, OptionTypeError, "device: expected 'cpu', .*, found float 1.5"),
-            ({"device": True}, OptionTypeError, "device: expected 'cpu', .*, found bool True"),
-            ({"disk": True}, OptionTypeError, "disk: expected headrace.DiskOptions, .*, found bool True"),
-        ],
-        ids=str,
-    )
+    @pytest.mark.parametrize(("options", "kind", "message"), [
+        ({"device": "tpu"}, OptionError, "device 'tpu': expected 'cpu', 'cuda', 'cuda:N' or a torch.device"),
+        ({"device": ""}, OptionError, "device '': expected 'cpu', 'cuda', 'cuda:N' or a torch.device"),
+        ({"device": 1.5}, OptionTypeError, "device: expected 'cpu', .*, found float 1.5"),
+        ({"device": True}, OptionTypeError, "device: expected 'cpu', .*, found bool True"),
+        ({"disk": True}, OptionTypeError, "disk: expected headrace.DiskOptions, .*, found bool True"),
+    ], ids=str)  # fmt: skip
     @pytest.mark.parametrize("load", [False, True])
     def test_kinds(self, load: bool, options: dict[str, Any], kind: type[HeadraceError], message: str) -> None:
         from headrace.adapters.transformers import load as load_model
@@ -266,20 +259,16 @@ class TestOptions:
 
 
 class TestPlans:
-    @pytest.mark.parametrize(
-        ("policy", "message"),
-        [
-            (
-                Prefetch(params=["attention"]),
-                "pattern 'attention' matches none of the 14 tensor names; the nearest are",
-            ),
-            (Prefetch(group_size=50, params=["layers"]), "group rule 50/1 selects none of the 3 layers"),
-            (UVA(1), "a limit of 1 bytes offloads nothing"),
-            (UVA(params=["re:("]), "is not a regular expression"),
-            (Prefetch(params=[""]), "an empty name pattern"),
-        ],
-        ids=str,
-    )
+    @pytest.mark.parametrize(("policy", "message"), [
+        (
+            Prefetch(params=["attention"]),
+            "pattern 'attention' matches none of the 14 tensor names; the nearest are",
+        ),
+        (Prefetch(group_size=50, params=["layers"]), "group rule 50/1 selects none of the 3 layers"),
+        (UVA(1), "a limit of 1 bytes offloads nothing"),
+        (UVA(params=["re:("]), "is not a regular expression"),
+        (Prefetch(params=[""]), "an empty name pattern"),
+    ], ids=str)  # fmt: skip
     def test_selections(self, policy: Prefetch | UVA, message: str) -> None:
         model = MoE(3) if "14" not in message else MoE(2)
         if isinstance(policy, UVA) and policy.max_bytes:

@@ -207,18 +207,15 @@ class TestLoad:
         with pytest.raises(CheckpointError, match=message):
             load(saved(need(name)), MOVES, device="cpu")
 
-    @pytest.mark.parametrize(
-        ("name", "lacks", "message"),
-        [
-            (
-                "compressed-tensors int4",
-                "utils.quantization_config.is_compressed_tensors_available",
-                "pip install comp",
-            ),
-            ("GPTQ int4", "quantizers.quantizer_gptq.is_optimum_available", r"pip install optimum"),
-            ("AWQ int4", "quantizers.quantizer_awq.is_gptqmodel_available", "pip install gptqmodel"),
-        ],
-    )
+    @pytest.mark.parametrize(("name", "lacks", "message"), [
+        (
+            "compressed-tensors int4",
+            "utils.quantization_config.is_compressed_tensors_available",
+            "pip install comp",
+        ),
+        ("GPTQ int4", "quantizers.quantizer_gptq.is_optimum_available", r"pip install optimum"),
+        ("AWQ int4", "quantizers.quantizer_awq.is_gptqmodel_available", "pip install gptqmodel"),
+    ])  # fmt: skip
     def test_says_which_package_it_needs(
         self, name: str, lacks: str, message: str, saved: Callable[[str], Path], monkeypatch: pytest.MonkeyPatch
     ) -> None:
@@ -274,21 +271,18 @@ DENSE, EXPERT = f"{LAYER}mlp.down_proj.", f"{LAYER}mlp.experts.3.down_proj."
 
 
 class TestDamagedFiles:
-    @pytest.mark.parametrize(
-        ("name", "lost", "named"),
-        [
-            ("fp8, blocks", f"{DENSE}weight_scale_inv", ""),
-            ("fp8, blocks", f"{DENSE}weight", ""),
-            ("fp8, blocks, experts", f"{EXPERT}weight_scale_inv", ""),
-            ("fp8, blocks, experts", f"{EXPERT}weight", ""),
-            ("MXFP4, experts", f"{LAYER}mlp.experts.down_proj_scales", ""),
-            ("MXFP4, experts", f"{LAYER}mlp.experts.down_proj_blocks", ""),
-            ("compressed-tensors int4", f"{DENSE}weight_packed", f"{DENSE[:-1]}: .*holds no weight for it"),
-            ("compressed-tensors int4", f"{DENSE}weight_scale", f"{DENSE[:-1]}: "),
-            ("compressed-tensors int4, experts", f"{EXPERT}weight_scale", ""),
-            ("compressed-tensors int4, experts", f"{EXPERT}weight_shape", "experts.down_proj: expected tensors"),
-        ],
-    )
+    @pytest.mark.parametrize(("name", "lost", "named"), [
+        ("fp8, blocks", f"{DENSE}weight_scale_inv", ""),
+        ("fp8, blocks", f"{DENSE}weight", ""),
+        ("fp8, blocks, experts", f"{EXPERT}weight_scale_inv", ""),
+        ("fp8, blocks, experts", f"{EXPERT}weight", ""),
+        ("MXFP4, experts", f"{LAYER}mlp.experts.down_proj_scales", ""),
+        ("MXFP4, experts", f"{LAYER}mlp.experts.down_proj_blocks", ""),
+        ("compressed-tensors int4", f"{DENSE}weight_packed", f"{DENSE[:-1]}: .*holds no weight for it"),
+        ("compressed-tensors int4", f"{DENSE}weight_scale", f"{DENSE[:-1]}: "),
+        ("compressed-tensors int4, experts", f"{EXPERT}weight_scale", ""),
+        ("compressed-tensors int4, experts", f"{EXPERT}weight_shape", "experts.down_proj: expected tensors"),
+    ])  # fmt: skip
     def test_a_missing_part_is_named(
         self, name: str, lost: str, named: str, saved: Callable[[str], Path], tmp_path: Path
     ) -> None:
@@ -298,16 +292,13 @@ class TestDamagedFiles:
             load(folder, MOVES, device="cpu")
 
     @pytest.mark.parametrize("rows", [0, 3])
-    @pytest.mark.parametrize(
-        ("name", "part", "target"),
-        [
-            ("fp8, blocks", f"{DENSE}weight_scale_inv", f"{DENSE}weight"),
-            ("fp8, blocks, experts", f"{EXPERT}weight", f"{LAYER}mlp.experts.down_proj"),
-            ("MXFP4, experts", f"{LAYER}mlp.experts.down_proj_scales", f"{LAYER}mlp.experts.down_proj"),
-            ("compressed-tensors int4", f"{DENSE}weight_packed", DENSE[:-1]),
-            ("compressed-tensors int4, dequantised", f"{DENSE}weight_shape", f"{DENSE}weight"),
-        ],
-    )
+    @pytest.mark.parametrize(("name", "part", "target"), [
+        ("fp8, blocks", f"{DENSE}weight_scale_inv", f"{DENSE}weight"),
+        ("fp8, blocks, experts", f"{EXPERT}weight", f"{LAYER}mlp.experts.down_proj"),
+        ("MXFP4, experts", f"{LAYER}mlp.experts.down_proj_scales", f"{LAYER}mlp.experts.down_proj"),
+        ("compressed-tensors int4", f"{DENSE}weight_packed", DENSE[:-1]),
+        ("compressed-tensors int4, dequantised", f"{DENSE}weight_shape", f"{DENSE}weight"),
+    ])  # fmt: skip
     def test_a_shape_that_does_not_fit_is_named(
         self, name: str, part: str, target: str, rows: int, saved: Callable[[str], Path], tmp_path: Path
     ) -> None:
@@ -481,13 +472,10 @@ class TestOffload:
             name = "model.layers.1.mlp.up_proj.weight:quant_state:absmax"
             assert handle.plan.mechanism_of(name) == "prefetch"
 
-    @pytest.mark.parametrize(
-        ("name", "is_warm", "message"),
-        [
-            ("compressed-tensors int4", False, "exchanged by compressed-tensors in the first forward; load it with"),
-            ("bitsandbytes int8", True, "writes its weight in every forward; quantise it to 4 bits"),
-        ],
-    )
+    @pytest.mark.parametrize(("name", "is_warm", "message"), [
+        ("compressed-tensors int4", False, "exchanged by compressed-tensors in the first forward; load it with"),
+        ("bitsandbytes int8", True, "writes its weight in every forward; quantise it to 4 bits"),
+    ])  # fmt: skip
     def test_refuses_by_name(self, name: str, is_warm: bool, message: str, saved: Callable[[str], Path]) -> None:
         model = resident(saved(need(name)))
         if is_warm:
@@ -508,16 +496,13 @@ class TestOffload:
             assert torch.equal(logits(model), expected)
             assert sum(handle.stats().moved_by_store.values()) > 0
 
-    @pytest.mark.parametrize(
-        ("attr", "message"),
-        [
-            ("q_handle", "runs on addresses that it took once; load it with another backend"),
-            (
-                "gate_up_proj_precision_config",
-                r"objects of triton_kernels.*load it with Mxfp4Config\(dequantize=True\)",
-            ),
-        ],
-    )
+    @pytest.mark.parametrize(("attr", "message"), [
+        ("q_handle", "runs on addresses that it took once; load it with another backend"),
+        (
+            "gate_up_proj_precision_config",
+            r"objects of triton_kernels.*load it with Mxfp4Config\(dequantize=True\)",
+        ),
+    ])  # fmt: skip
     def test_refuses_kernels_that_hold_the_weights(self, attr: str, message: str) -> None:
         """Neither can be made without a GPU: ExLlama's layers have the first attribute, MXFP4's experts the second."""
         model = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4))

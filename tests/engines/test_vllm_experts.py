@@ -120,16 +120,12 @@ def test_a_kernel_that_changes_later_is_asked() -> None:
     require_same_outputs(worker, plain)
 
 
-@pytest.mark.parametrize(
-    ("kind", "reason"),
-    [
-        ({"experts_cls": MarlinExperts}, r"MarlinExperts runs them, .* \(--moe-backend triton\)"),
-        ({"parallel": FusedMoEParallelConfig(use_all2all=True)}, r"data and expert parallelism together"),
-        ({"parallel": FusedMoEParallelConfig(enable_eplb=True)}, r"--enable-eplb"),
-        ({"with_lora": True}, r"LoRA adapters .* \(--enable-lora\)"),
-    ],
-    ids=["another kernel", "tokens travel", "experts travel", "LoRA"],
-)
+@pytest.mark.parametrize(("kind", "reason"), [
+    ({"experts_cls": MarlinExperts}, r"MarlinExperts runs them, .* \(--moe-backend triton\)"),
+    ({"parallel": FusedMoEParallelConfig(use_all2all=True)}, r"data and expert parallelism together"),
+    ({"parallel": FusedMoEParallelConfig(enable_eplb=True)}, r"--enable-eplb"),
+    ({"with_lora": True}, r"LoRA adapters .* \(--enable-lora\)"),
+], ids=["another kernel", "tokens travel", "experts travel", "LoRA"])  # fmt: skip
 def test_refused_before_the_weights_are_loaded(kind: dict[str, Any], reason: str) -> None:
     final: list[Any] = []
     config = {"mlp": partial(Experts, **kind), "change_model": final.append}
@@ -162,19 +158,16 @@ def test_an_older_vllm_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
         loaded(own=cached(3), mlp=Experts)
 
 
-@pytest.mark.parametrize(
-    ("own", "error", "text"),
-    [
-        (cached(0), OptionError, r"headrace\.expert_slots = 0: expected at least 1"),
-        ({**CACHE, "expert_slots": "3"}, OptionTypeError, r"headrace\.expert_slots: .* found str '3'"),
-        (
-            {"device_memory": "1GiB", "expert_slots": 3},
-            OptionError,
-            r"headrace\.expert_slots .* without headrace\.rules",
-        ),
-        ({**CACHE, "rules": "experts=cache"}, OptionTypeError, r"headrace\.rules: expected a list"),
-    ],
-)
+@pytest.mark.parametrize(("own", "error", "text"), [
+    (cached(0), OptionError, r"headrace\.expert_slots = 0: expected at least 1"),
+    ({**CACHE, "expert_slots": "3"}, OptionTypeError, r"headrace\.expert_slots: .* found str '3'"),
+    (
+        {"device_memory": "1GiB", "expert_slots": 3},
+        OptionError,
+        r"headrace\.expert_slots .* without headrace\.rules",
+    ),
+    ({**CACHE, "rules": "experts=cache"}, OptionTypeError, r"headrace\.rules: expected a list"),
+])  # fmt: skip
 def test_keys(own: dict[str, Any], error: type[Exception], text: str) -> None:
     with pytest.raises(error, match=text):
         make(own=own)
