@@ -180,10 +180,7 @@ def test_a_list_flag_without_names_does_not_swallow_the_next_flag(args: Sequence
     ({"offload_group_size": 1, "offload_mode": "cpu"}, Prefetch(mode="cpu")),
     ({"cpu_offload_gb": 1.5}, UVA(int(1.5 * 2**30), mode="disk")),
     ({"cpu_offload_params": ["experts"]}, UVA(None, ["experts"], "disk")),
-    (
-        {"offload_rule": ["re:a=b=uva", "@mlp=prefetch"]},
-        Rules([("re:a=b", "uva"), ("@mlp", "prefetch")], 2, "disk"),
-    ),
+    ({"offload_rule": ["re:a=b=uva", "@mlp=prefetch"]}, Rules([("re:a=b", "uva"), ("@mlp", "prefetch")], 2, "disk")),
     (
         {"offload_rule": ["a=prefetch"], "offload_prefetch_step": 3, "offload_mode": "cpu"},
         Rules([("a", "prefetch")], 3),
@@ -235,10 +232,7 @@ def test_flags_become_a_policy(flags: dict[str, Any], policy: object) -> None:
     ({"offload_group_size": 2, "offload_num_in_group": 3}, "larger than group_size"),
     ({"offload_num_in_group": 2}, "--offload-num-in-group has no effect without --offload-group-size"),
     ({"offload_params": ["mlp"]}, "--offload-params has no effect without"),
-    (
-        {"offload_rule": ["mlp"]},
-        "--offload-rule 'mlp': expected a name pattern, '=' and a mechanism; write PATTERN=",
-    ),
+    ({"offload_rule": ["mlp"]}, "--offload-rule 'mlp': expected a name pattern, '=' and a mechanism; write PATTERN="),
     (
         {"device_memory": "1GiB", "offload_rule": ["mlp=cpu"]},
         "--offload-rule 'mlp=cpu': expected a name pattern, '=' and a mechanism, found 'cpu'; write PATTERN=",
@@ -252,10 +246,7 @@ def test_flags_become_a_policy(flags: dict[str, Any], policy: object) -> None:
         {"device_memory": "1GiB", "offload_rule": ["a=prefetch"], "offload_prefetch_step": 2},
         "--device-memory and --offload-prefetch-step contradict",
     ),
-    (
-        {"offload_mode": "disk"},
-        "--offload-mode has no effect without --device-memory, --offload-group-size, --cpu-off",
-    ),
+    ({"offload_mode": "disk"}, "--offload-mode has no effect without --device-memory, --offload-group-size, --cpu-off"),
     (
         {"offload_backend": "prefetch", "offload_group_size": 2, "cpu_offload_gb": 1.0},
         "--offload-group-size and --cpu-offload-gb contradict each other: each says what is offloaded",

@@ -260,10 +260,7 @@ class TestOptions:
 
 class TestPlans:
     @pytest.mark.parametrize(("policy", "message"), [
-        (
-            Prefetch(params=["attention"]),
-            "pattern 'attention' matches none of the 14 tensor names; the nearest are",
-        ),
+        (Prefetch(params=["attention"]), "pattern 'attention' matches none of the 14 tensor names; the nearest are"),
         (Prefetch(group_size=50, params=["layers"]), "group rule 50/1 selects none of the 3 layers"),
         (UVA(1), "a limit of 1 bytes offloads nothing"),
         (UVA(params=["re:("]), "is not a regular expression"),

@@ -208,11 +208,7 @@ class TestLoad:
             load(saved(need(name)), MOVES, device="cpu")
 
     @pytest.mark.parametrize(("name", "lacks", "message"), [
-        (
-            "compressed-tensors int4",
-            "utils.quantization_config.is_compressed_tensors_available",
-            "pip install comp",
-        ),
+        ("compressed-tensors int4", "utils.quantization_config.is_compressed_tensors_available", "pip install comp"),
         ("GPTQ int4", "quantizers.quantizer_gptq.is_optimum_available", r"pip install optimum"),
         ("AWQ int4", "quantizers.quantizer_awq.is_gptqmodel_available", "pip install gptqmodel"),
     ])  # fmt: skip
@@ -498,10 +494,7 @@ class TestOffload:
 
     @pytest.mark.parametrize(("attr", "message"), [
         ("q_handle", "runs on addresses that it took once; load it with another backend"),
-        (
-            "gate_up_proj_precision_config",
-            r"objects of triton_kernels.*load it with Mxfp4Config\(dequantize=True\)",
-        ),
+        ("gate_up_proj_precision_config", r"objects of triton_kernels.*load it with Mxfp4Config\(dequantize=True\)"),
     ])  # fmt: skip
     def test_refuses_kernels_that_hold_the_weights(self, attr: str, message: str) -> None:
         """Neither can be made without a GPU: ExLlama's layers have the first attribute, MXFP4's experts the second."""

@@ -161,11 +161,7 @@ def test_an_older_vllm_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.mark.parametrize(("own", "error", "text"), [
     (cached(0), OptionError, r"headrace\.expert_slots = 0: expected at least 1"),
     ({**CACHE, "expert_slots": "3"}, OptionTypeError, r"headrace\.expert_slots: .* found str '3'"),
-    (
-        {"device_memory": "1GiB", "expert_slots": 3},
-        OptionError,
-        r"headrace\.expert_slots .* without headrace\.rules",
-    ),
+    ({"device_memory": "1GiB", "expert_slots": 3}, OptionError, r"headrace\.expert_slots .* without headrace\.rules"),
     ({**CACHE, "rules": "experts=cache"}, OptionTypeError, r"headrace\.rules: expected a list"),
 ])  # fmt: skip
 def test_keys(own: dict[str, Any], error: type[Exception], text: str) -> None:
