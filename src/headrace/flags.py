@@ -248,9 +248,9 @@ class OffloadFlags:
         "shm_cpu, sharded_cpu or sharded_gpu. Default on a GPU: cpu, and disk for what does not fit there.",
     )
     device: str | None = row("NAME", "Where compute runs: cpu or cuda (default cuda where there is one).")
-    plan: Path | None = row("FILE", "Carry out the plan that `headrace plan MODEL ... --save FILE` wrote.")
+    plan: Path | None = row("FILE", "Use the plan that `headrace plan MODEL ... --save FILE` wrote.")
     disk_direct: bool = row("", "Read files past the page cache (O_DIRECT).", off=False)
-    disk_drop_cache: bool = row("", "Give pages of the files back to the system after reading.", off=False)
+    disk_drop_cache: bool = row("", "Drop the files' pages from the page cache after reading.", off=False)
     measure_stalls: bool = row("", "Time every wait for a unit.", _switch, off=False)
 
     def given(self, name: str) -> bool:

@@ -220,14 +220,14 @@ class TestInductor:
         policy = headrace.Prefetch(1, 1, 2, params=["ALL_MODEL_PARAMS"])
         expected = model(left, right)
         with offload_over(model, policy, SlowLink()) as handle:
-            monkeypatch.setattr("headrace.runtime.hooks._MISREADS_OFFSETS", True)
+            monkeypatch.setattr("headrace.runtime.compile_ops._MISREADS_OFFSETS", True)
             compiled = torch.compile(model, fullgraph=True)
             with pytest.raises(Exception, match=r"begins inside of its storage.*give the model a copy of it"):
                 compiled(left, right)
             found = compiled(left.clone(), right.clone())
             torch._dynamo.reset()
             if torch.__version__ >= "2.13":
-                monkeypatch.setattr("headrace.runtime.hooks._MISREADS_OFFSETS", False)
+                monkeypatch.setattr("headrace.runtime.compile_ops._MISREADS_OFFSETS", False)
                 found = compiled(left, right)
             assert handle.stats().bytes_moved > 0
         torch.testing.assert_close(found, expected)

@@ -158,6 +158,20 @@ def test_a_streamer_gets_every_token() -> None:
     assert streamer.tokens == [*out[0].tolist(), -1]
 
 
+@pytest.mark.parametrize("where", ["argument", "configuration"])
+@pytest.mark.parametrize("name", ["dynamic", "hybrid"])
+def test_a_growing_cache_by_name_is_replaced(name: str, where: str) -> None:
+    """Files of Gemma 2 name one, for which transformers makes a growing one since 4.56."""
+    model = gemma3()
+    expected = static(model, prompt(7))
+    options = {"cache_implementation": name} if where == "argument" else {}
+    if where == "configuration":
+        model.generation_config.cache_implementation = name
+    graphs = headrace.decode_in_graphs(model)
+    assert_equal(run(model, prompt(7), **options), expected)
+    assert graphs.replays > 0
+
+
 def test_a_second_call_replays_what_the_first_has_captured() -> None:
     model = qwen3()
     graphs = headrace.decode_in_graphs(model)

@@ -48,6 +48,9 @@ _MARK = "_headrace_decode_graphs"  # at the model
 
 GRAPH_DEVICES = ("cuda",)
 
+# Values of ``cache_implementation`` by which transformers makes a growing cache; the one of Gemma 2's files, too.
+_GROWING_CACHES = (None, "dynamic", "hybrid")
+
 # Lengths of caches are multiples, so that calls of similar lengths share one.
 _LENGTH_STEP = 256
 
@@ -160,7 +163,9 @@ class DecodeGraphs:
     ) -> Any:
         self._model.__dict__["__call__"] = self._step
         self._is_first_step = True
-        ours = {**kwargs, "past_key_values": self._cache_of(*size), "disable_compile": True}
+        cache = self._cache_of(*size)
+        # The name of an implementation beside a cache would be refused.
+        ours = {**kwargs, "past_key_values": cache, "cache_implementation": None, "disable_compile": True}
         try:
             output = self._original(inputs, config, **ours)
         except torch.OutOfMemoryError as error:
@@ -172,7 +177,7 @@ class DecodeGraphs:
                 self.release()  # the caller has the cache now
             return output
         # Outside of the except block, whose traceback keeps the tensors of the prompt alive.
-        del ours, self._model.__dict__["__call__"]
+        del ours, cache, self._model.__dict__["__call__"]
         self.release()
         self._warn(reason)
         if kwargs.get("streamer") is not None:
@@ -200,7 +205,7 @@ class DecodeGraphs:
             return f"{mode.value.replace('_', ' ')} is not captured"
         if kwargs.get("custom_generate") is not None or kwargs.get("synced_gpus"):
             return "custom_generate and synced_gpus are not captured"
-        if kwargs.get("past_key_values") is not None or config.cache_implementation not in (None, "dynamic"):
+        if kwargs.get("past_key_values") is not None or config.cache_implementation not in _GROWING_CACHES:
             return "past_key_values or cache_implementation ask for a cache of their own"
         if config.use_cache is False or config.output_attentions or config.output_hidden_states:
             return "use_cache=False, output_attentions and output_hidden_states are not captured"

@@ -5,37 +5,7 @@ are placeholders otherwise (see :mod:`headrace.model.live_tensors`). The module'
 that hooks do not see: a direct call of ``module.forward(x)``, which gets a window of its own, and a ``BaseException``
 such as ``KeyboardInterrupt``, for which torch runs no ``always_call`` hooks.
 
-[Note: ordering edges] In compiled code the hooks are traced as ops: ``headrace::wait`` and ``release`` around a module,
-``begin`` and ``join`` around a forward. A compiler may move any operation whose inputs are ready in its graph. Weights
-are inputs of the graph, so without an edge ``(w - zero) * scale`` is ready from the start and would be hoisted above
-the wait. An edge on the hidden state does not help, since this arithmetic reads no hidden state. So two ops around the
-module declare the unit's own tensors as *mutated*:
-
-* ``wait(tag, token!, tensors!, inputs!)`` is declared to write them, so every read of the weight stays after it. It is
-  declared to write what the module is given, too: a custom op of an engine may find its weights by the name of its
-  layer and not among its arguments, and then the hidden states are all that holds it after the wait;
-* ``release(tag, token!, tensors!, outputs!)`` writes them again, so it stays after every read of the weight, and
-  writes what the module returned. Reading that would not be enough: an output that is cheap to compute (a row of an
-  embedding) is inlined into whatever uses it later, and would be computed there from a slot that holds another unit.
-
-Neither op computes anything; functionalisation sees an in-place operator and the inductor adds no copy of a weight.
-
-``begin`` and ``join`` stand at the ends of a forward. ``join`` reads what the model returns and a tensor of every unit,
-so it comes last. Dynamo compiles the hooks of the module that is called first by themselves, so the model's own ops
-are traced by the wrapper around its ``forward``: one graph holds both, unless the forward has a graph break. A CUDA
-graph of it may then leave copies to run beside later layers; ``begin`` is told so (``whole``) when ``join`` is traced.
-
-All of them declare the offload's one ``token`` as mutated. It keeps them in the order of the program and from being
-dropped as dead code. Without it nothing would hold the ``wait`` of a unit after the ``release`` of the one before it
-in the same slot, because the compiler must not see that both view one memory: it would rebuild their tensors from
-a common base, which it cannot do for several dtypes, and its cache would hand that code to a plan with other slots. So
-every tensor in a slot has a storage of its own (``BoundStorage.point_at_slot``). The tag is not declared mutated: a
-backend may hand a mutated tensor over as a copy, and the tag is identified by its address.
-
-The unit is named by ``tag``, a one-element tensor identified by its address, and not by a number: a number would be a
-constant of the graph, and an engine that compiles one layer and reuses the code for its siblings could not. Tags and
-the token are attributes of the modules themselves, and tensors are found by their paths from there, so that code kept
-on disk finds them again in the next process.
+compile_ops.py has the ops that stand for the hooks in compiled code.
 """
 
 from __future__ import annotations
@@ -46,23 +16,29 @@ import sys
 import threading
 import traceback
 import types
-import weakref
 from collections.abc import Callable, Sequence
-from typing import Any, TypeVar
+from typing import Any
 
 import torch
 from torch import nn
-from torch.utils._pytree import tree_leaves, tree_map_only
+from torch.utils._pytree import tree_map_only
 from torch.utils.hooks import RemovableHandle
 
 from headrace.errors import ModelChangedError, OutsideAccessError, StateError
 from headrace.model.live_tensors import BoundStorage, live_tensors, own_forward, resident_rule
-from headrace.model.tracing import refuse_export, refuse_tracers, traced_graph
+from headrace.model.tracing import refuse_export, refuse_tracers
+from headrace.runtime.compile_ops import (
+    END_OF_GRADIENTS,
+    HOOK_BY_TAG,
+    leave_out_graph_inputs,
+    mark_whole_forward,
+    tensors_in,
+)
 from headrace.runtime.outside_use import NotCopyable, Promoter
 from headrace.runtime.prefetcher import Prefetcher, release_left
 from headrace.runtime.slot import Reader
 
-__all__ = ["CalledForwardHook", "ForwardHook", "UnitHook", "new_token", "unhooked_modules"]
+__all__ = ["CalledForwardHook", "ForwardHook", "UnitHook", "unhooked_modules"]
 
 # Compiled code reads its tags and the token from the modules: see the note on ordering edges.
 _TAG, _FORWARD_TAG, _TOKEN, _END = "_headrace_tag", "_headrace_forward_tag", "_headrace_token", "_headrace_end"
@@ -157,9 +133,9 @@ class _ModuleHook(NotCopyable):
         """Put the hooks in place; an interrupt leaves what :meth:`remove` takes off."""
         with torch.inference_mode(False):  # autograd saves it
             tag = torch.zeros(1, dtype=torch.int64, device=self._token.device)  # kept alive by the modules
-        _by_tag[tag.data_ptr()] = self
+        HOOK_BY_TAG[tag.data_ptr()] = self
         for module in (self._entry, self._module):
-            vars(module).update({self._tag_attr: tag, _TOKEN: self._token, _END: _end_of_gradients})
+            vars(module).update({self._tag_attr: tag, _TOKEN: self._token, _END: END_OF_GRADIENTS})
         if self._unhooked:
             return
         # The wait goes before every other hook, since those may read weights; the release after every other hook.
@@ -265,18 +241,18 @@ class UnitHook(_ModuleHook):
         tensors = list(live_tensors(module, self._paths))
         # Hidden states, and not the ids and positions that every layer is given alike. With gradients autograd
         # would refuse a write to a leaf, and engines that hide weights from the compiler do not train.
-        given = [] if torch.is_grad_enabled() else _tensors_in((args, kwargs))
+        given = [] if torch.is_grad_enabled() else tensors_in((args, kwargs))
         inputs = [tensor for tensor in given if tensor.is_floating_point()]
         with torch.no_grad():  # or the compiler would hand over copies of weights that require gradients
             torch.ops.headrace.wait(module._headrace_tag, module._headrace_token, tensors, inputs)
-            _leave_out_graph_inputs()
+            leave_out_graph_inputs()
 
     def _trace_after(self, module: nn.Module, args: Any, output: Any) -> Any:
         tensors = list(live_tensors(module, self._paths))
-        outputs = _tensors_in(output)
+        outputs = tensors_in(output)
         with torch.no_grad():
             torch.ops.headrace.release(module._headrace_tag, module._headrace_token, tensors, outputs)
-            _leave_out_graph_inputs()
+            leave_out_graph_inputs()
         if self._promoter is not None:
             self._promoter.check_trace()
         if not torch.is_grad_enabled():
@@ -486,9 +462,9 @@ class ForwardHook(_ModuleHook):
     def _trace_after(self, module: nn.Module, args: Any, output: Any) -> None:
         units = [self._units[index] for index in self._in_slots()]
         inputs = [tensor for unit_module, paths in units for tensor in live_tensors(unit_module, paths)]
-        inputs += _tensors_in(output)
+        inputs += tensors_in(output)
         torch.ops.headrace.join(module._headrace_forward_tag, module._headrace_token, inputs)
-        _mark_whole_forward()
+        mark_whole_forward()
         if self._promoter is not None:
             self._promoter.check_trace()
 
@@ -624,148 +600,3 @@ def _end_gradients(module: nn.Module, output: torch.Tensor) -> torch.Tensor:
     # Autograd would find no fault with a slot that holds another unit: it saves a weight after the ops have run.
     ended: torch.Tensor = torch.ops.headrace.end_gradients(module._headrace_tag, module._headrace_end, output.detach())
     return ended
-
-
-def _tensors_in(output: Any) -> list[torch.Tensor]:
-    return [leaf for leaf in tree_leaves(output) if isinstance(leaf, torch.Tensor)]
-
-
-# -- the ops of compiled code: see the note on ordering edges ----------------------------------------------------------
-
-_by_tag: weakref.WeakValueDictionary[int, _ModuleHook] = weakref.WeakValueDictionary()  # by the address of the tag
-
-_library = torch.library.Library("headrace", "DEF")
-
-
-def new_token(device: torch.device) -> torch.Tensor:
-    """What all ops of one offload declare as mutated: int64, shape ``[1]``, on ``device``."""
-    return torch.zeros(1, dtype=torch.int64, device=device)
-
-
-_Kind = TypeVar("_Kind", UnitHook, ForwardHook)
-
-
-def _hook_of(tag: torch.Tensor, kind: type[_Kind]) -> _Kind:
-    hook = _by_tag.get(tag.data_ptr())
-    if hook is None:
-        raise StateError(
-            "compiled code refers to an offload that is gone; compile the model again (torch._dynamo.reset())"
-        )
-    assert isinstance(hook, kind)
-    return hook
-
-
-def _define(name: str, arguments: str, run: Callable[..., None]) -> None:
-    """Register the op ``name`` with its kernel; on fake tensors it does nothing, because it has no output."""
-    _library.define(f"{name}({arguments}) -> ()")
-    _library.impl(name, run, "CompositeExplicitAutograd")
-    torch.library.register_fake(f"headrace::{name}", lambda *_: None, lib=_library)
-
-
-_Tensors = Sequence[torch.Tensor]
-
-
-def _wait(tag: torch.Tensor, token: torch.Tensor, tensors: _Tensors, inputs: _Tensors) -> None:
-    _hook_of(tag, UnitHook).enter_compiled(tensors)
-
-
-def _release(tag: torch.Tensor, token: torch.Tensor, tensors: _Tensors, outputs: _Tensors) -> None:
-    _hook_of(tag, UnitHook).leave_compiled(tensors)
-
-
-def _begin(tag: torch.Tensor, token: torch.Tensor, whole: bool) -> None:
-    _hook_of(tag, ForwardHook).begin_compiled(whole)
-
-
-def _join(tag: torch.Tensor, token: torch.Tensor, inputs: _Tensors) -> None:
-    _hook_of(tag, ForwardHook).join_compiled()
-
-
-_define("wait", "Tensor tag, Tensor(a!) token, Tensor(b!)[] tensors, Tensor(c!)[] inputs", _wait)
-_define("release", "Tensor tag, Tensor(a!) token, Tensor(b!)[] tensors, Tensor(c!)[] outputs", _release)
-_define("begin", "Tensor tag, Tensor(a!) token, bool whole", _begin)
-_define("join", "Tensor tag, Tensor(a!) token, Tensor[] inputs", _join)
-
-
-def _mark_whole_forward() -> None:
-    """Tell the ``begin`` of the join just traced that the same graph holds both."""
-    graph = traced_graph()
-    if graph is None:
-        return
-    join = next(iter(reversed(graph.nodes)))
-    for node in graph.find_nodes(op="call_function", target=torch.ops.headrace.begin):
-        if node.args[0] is join.args[0]:
-            node.args = (*node.args[:2], True)
-
-
-_mark_whole_forward._dynamo_marked_constant = True  # type: ignore[attr-defined] # see UnitHook.pin_to_slots
-
-
-# Inductor takes the offset of as_strided from where a graph input begins, instead of where its storage does.
-_MISREADS_OFFSETS = torch.__version__ < "2.13"
-
-
-def _leave_out_graph_inputs() -> None:
-    """Take from the wait or release just traced what its graph is given, and has not computed.
-
-    Where layers are compiled one by one a hook is a graph of its own, whose inputs may be views of one storage.
-    Inductor copies such an input if an op writes it, before torch 2.13 from the wrong offset.
-
-    Raises:
-        StateError: such an input is kept, because the graph may have written it in place.
-    """
-    graph = traced_graph()
-    if graph is None:
-        return
-    node = next(iter(reversed(graph.nodes)))
-    *others, ordered = node.args
-    ops = {torch.ops.headrace.wait, torch.ops.headrace.release}
-
-    def is_given(tensor: torch.fx.Node) -> bool:
-        # A wait may be early; a release must follow what writes an input in place.
-        is_used = any(user.target not in ops for user in tensor.users)
-        return tensor.op == "placeholder" and (node.target is torch.ops.headrace.wait or not is_used)
-
-    kept = [tensor for tensor in ordered if not is_given(tensor)]
-    for tensor in kept if _MISREADS_OFFSETS else ():
-        if tensor.op == "placeholder" and tensor.meta["example_value"].storage_offset() != 0:
-            raise StateError(
-                f"a module returns {tensor.name}, an input of the compiled code that begins inside of its storage, and "
-                f"torch {torch.__version__} would read it elsewhere: give the model a copy of it (.clone()), or use "
-                f"torch 2.13 or newer"
-            )
-    node.args = (*others, kept)
-
-
-_leave_out_graph_inputs._dynamo_marked_constant = True  # type: ignore[attr-defined] # see UnitHook.pin_to_slots
-
-
-# A backward pass of compiled code ends where it comes to the output of a unit's module: see UnitHook._after. To
-# autograd that output depends on this tensor alone, for which an op that raises would make the gradient.
-with torch.inference_mode(False):
-    _end_of_gradients = torch.zeros(1, device="cpu", requires_grad=True)
-
-
-def _refuse_backward(tag: torch.Tensor, gradient: torch.Tensor) -> torch.Tensor:
-    raise _hook_of(tag, UnitHook).backward_error()
-
-
-def _define_function(name: str, arguments: str, run: Callable[..., torch.Tensor], fake: Callable[..., Any]) -> None:
-    _library.define(f"{name}({arguments}) -> Tensor")
-    _library.impl(name, run, "CompositeExplicitAutograd")
-    torch.library.register_fake(f"headrace::{name}", fake, lib=_library)
-
-
-_define_function(
-    "end_gradients",
-    "Tensor tag, Tensor end, Tensor output",
-    lambda tag, end, output: output.clone(),  # an op may not return what it is given
-    lambda tag, end, output: output.clone(),
-)
-_define_function("refuse_backward", "Tensor tag, Tensor gradient", _refuse_backward, lambda *_: torch.empty(1))
-torch.library.register_autograd(
-    "headrace::end_gradients",
-    lambda ctx, gradient: (None, torch.ops.headrace.refuse_backward(*ctx.saved_tensors, gradient), None),
-    setup_context=lambda ctx, inputs, output: ctx.save_for_backward(inputs[0]),
-    lib=_library,
-)
