@@ -23,17 +23,7 @@ from headrace import UVA, Budget, DiskOptions, OffloadConfig, Prefetch, errors
 from headrace.checkpoint.safetensors_header import Checkpoint
 from headrace.checkpoint.weight_map import WeightMap
 from headrace.config import parse_size
-from headrace.errors import (
-    BudgetError,
-    CheckpointError,
-    HeadraceError,
-    HeadraceWarning,
-    OptionError,
-    OptionTypeError,
-    SelectionError,
-    SizeError,
-    TransferError,
-)
+from headrace.errors import BudgetError, HeadraceWarning, OptionError, OptionTypeError, SizeError, TransferError
 from headrace.model.inventory import take_inventory
 from headrace.runtime import prefetcher as pipeline
 from headrace.runtime.hooks import UnitHook
@@ -49,12 +39,12 @@ pytestmark = pytest.mark.usefixtures("no_grad")
 class TestTree:
     def test_one_root_and_python_kinds(self) -> None:
         kinds = [kind for _, kind in inspect.getmembers(errors, inspect.isclass) if issubclass(kind, Exception)]
-        assert all(issubclass(kind, HeadraceError | HeadraceWarning) for kind in kinds)
+        assert all(issubclass(kind, errors.HeadraceError | HeadraceWarning) for kind in kinds)
         for kind, builtin in (
-            (OptionError, ValueError), (SizeError, OptionError), (SelectionError, OptionError),
+            (OptionError, ValueError), (SizeError, OptionError), (errors.SelectionError, OptionError),
             (errors.RuleError, OptionError),
             (BudgetError, OptionError), (errors.LimitError, OptionError), (errors.PlanFileError, OptionError),
-            (OptionTypeError, TypeError), (CheckpointError, ValueError),
+            (OptionTypeError, TypeError), (errors.CheckpointError, ValueError),
             (errors.StateError, RuntimeError),
             (errors.ModelChangedError, errors.StateError), (TransferError, errors.StateError),
             (errors.SlotConflictError, errors.StateError), (errors.RaceError, errors.StateError),
@@ -210,7 +200,7 @@ class TestOptions:
         ({"disk": True}, OptionTypeError, "disk: expected headrace.DiskOptions, .*, found bool True"),
     ], ids=str)  # fmt: skip
     @pytest.mark.parametrize("load", [False, True])
-    def test_kinds(self, load: bool, options: dict[str, Any], kind: type[HeadraceError], message: str) -> None:
+    def test_kinds(self, load: bool, options: dict[str, Any], kind: type[errors.HeadraceError], message: str) -> None:
         from headrace.adapters.transformers import load as load_model
 
         model = Stack(2)
@@ -271,7 +261,7 @@ class TestPlans:
         if isinstance(policy, UVA) and policy.max_bytes:
             model = Stack(2, dim=128)
         before = state_of(model)
-        with pytest.raises(SelectionError, match=message.replace("(", r"\(")):
+        with pytest.raises(errors.SelectionError, match=message.replace("(", r"\(")):
             headrace.offload(model, policy)
         assert state_of(model) == before
 
@@ -303,9 +293,9 @@ class TestPlans:
 class TestCheckpoints:
     def refuses(self, model: nn.Module, checkpoint: Any, message: str, policy: Any = None, **options: Any) -> None:
         before = state_of(model)
-        with pytest.raises(HeadraceError, match=message) as caught:
+        with pytest.raises(errors.HeadraceError, match=message) as caught:
             headrace.offload(model, policy or all_layers(2, "disk"), checkpoint=checkpoint, **options)
-        assert isinstance(caught.value, CheckpointError | OptionError)
+        assert isinstance(caught.value, errors.CheckpointError | OptionError)
         assert state_of(model) == before
 
     def test_missing(self, tmp_path: Path) -> None:
@@ -342,7 +332,7 @@ class TestCheckpoints:
         mend = r"Too many open files\. Raise the limit of open files \(ulimit -n\), which is \d+"
         self.refuses(Stack(3).eval(), tmp_path, mend)
         for options in (DiskOptions(), DiskOptions(direct=True)):
-            with pytest.raises(CheckpointError, match=mend):
+            with pytest.raises(errors.CheckpointError, match=mend):
                 File(checkpoint.files[0], options)
 
     def test_another_dtype(self, tmp_path: Path) -> None:

@@ -11,18 +11,7 @@ import torch
 from torch import nn
 
 import headrace
-from headrace import (
-    UVA,
-    BaseOffloader,
-    NoopOffloader,
-    OffloadConfig,
-    Prefetch,
-    PrefetchOffloader,
-    UVAOffloader,
-    create_offloader,
-    get_offloader,
-    set_offloader,
-)
+from headrace import UVA, BaseOffloader, NoopOffloader, OffloadConfig, Prefetch, PrefetchOffloader, UVAOffloader
 from headrace.errors import OptionError, SelectionError, StateError
 from headrace.model.inventory import take_inventory
 from headrace.plan.build import build_plan
@@ -35,7 +24,7 @@ from models import DIM, Block, MoELayer, Stack, rows
 def _no_grad() -> Iterator[None]:
     with torch.no_grad():
         yield
-    set_offloader(None)
+    headrace.set_offloader(None)
 
 
 class Engine(nn.Module):
@@ -67,7 +56,7 @@ class TestNames:
         assert parameters_of(UVAOffloader) == [("cpu_offload_max_bytes", empty), ("cpu_offload_params", None)]
         assert parameters_of(NoopOffloader) == []
         assert parameters_of(BaseOffloader.wrap_modules) == [("modules_generator", empty), ("prefix", "")]
-        assert [name for name, _ in parameters_of(create_offloader)] == ["config"]
+        assert [name for name, _ in parameters_of(headrace.create_offloader)] == ["config"]
 
     @pytest.mark.parametrize("kind", [NoopOffloader, PrefetchOffloader, UVAOffloader])
     def test_every_offloader_answers_every_call(self, kind: type[BaseOffloader]) -> None:
@@ -262,16 +251,16 @@ class TestCreate:
         (OffloadConfig("uva", Prefetch(), UVA("1GiB")), UVAOffloader),
     ], ids=str)  # fmt: skip
     def test_auto_and_named(self, config: OffloadConfig, kind: type) -> None:
-        assert type(create_offloader(config)) is kind
+        assert type(headrace.create_offloader(config)) is kind
 
     def test_options_arrive(self) -> None:
-        offloader = create_offloader(OffloadConfig(prefetch=Prefetch(2, 1, 2, ["linear"])))
+        offloader = headrace.create_offloader(OffloadConfig(prefetch=Prefetch(2, 1, 2, ["linear"])))
         assert isinstance(offloader, PrefetchOffloader)
         Engine(offloader)
         offloader.post_init()
         assert (len(offloader.plan.units), offloader.plan.num_slots) == (3, 2)
         offloader.remove()
-        limited = create_offloader(OffloadConfig(uva=UVA(DIM * DIM * 4, ["linear.weight"])))
+        limited = headrace.create_offloader(OffloadConfig(uva=UVA(DIM * DIM * 4, ["linear.weight"])))
         assert isinstance(limited, UVAOffloader)
         Engine(limited)
         limited.post_init()
@@ -280,23 +269,23 @@ class TestCreate:
 
     def test_an_option_without_effect_is_refused(self) -> None:
         with pytest.raises(OptionError, match="mode 'disk' has no effect"):
-            create_offloader(OffloadConfig(uva=UVA("1GiB", mode="disk")))
+            headrace.create_offloader(OffloadConfig(uva=UVA("1GiB", mode="disk")))
 
 
 class TestCurrent:
     def test_get_and_set(self) -> None:
-        assert isinstance(get_offloader(), NoopOffloader)
+        assert isinstance(headrace.get_offloader(), NoopOffloader)
         mine = PrefetchOffloader(1, 1, 1)
-        set_offloader(mine)
-        assert get_offloader() is mine
-        set_offloader(None)
-        assert isinstance(get_offloader(), NoopOffloader)
+        headrace.set_offloader(mine)
+        assert headrace.get_offloader() is mine
+        headrace.set_offloader(None)
+        assert isinstance(headrace.get_offloader(), NoopOffloader)
 
     def test_offload_neither_reads_nor_sets_it(self) -> None:
         mine = PrefetchOffloader(1, 1, 1)
-        set_offloader(mine)
+        headrace.set_offloader(mine)
         with headrace.offload(Stack(3).eval(), Prefetch(params=["layers"])) as handle:
-            assert get_offloader() is mine
+            assert headrace.get_offloader() is mine
             assert handle.stats().bytes_moved > 0
         with pytest.raises(StateError):
             mine.stats()

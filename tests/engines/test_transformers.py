@@ -32,19 +32,12 @@ from torch import nn
 
 import headrace
 from checkpoints import HEADS, SIZE, assert_same_tensors, environment, make, resident, rewrite, run
+from headrace import errors
 from headrace.adapters.engine_interface import require_names
 from headrace.adapters.transformers import build_meta_model, load
 from headrace.adapters.transformers.conversion import FileSpans, NotSpansError, match
 from headrace.checkpoint.safetensors_header import Checkpoint, FileTensor
-from headrace.errors import (
-    CheckpointError,
-    HeadraceWarning,
-    OptionError,
-    OptionTypeError,
-    RuleError,
-    StateError,
-    TransferError,
-)
+from headrace.errors import CheckpointError, HeadraceWarning, OptionError, OptionTypeError, StateError, TransferError
 from headrace.model.inventory import take_inventory
 from headrace.model.memory_profile import profile_of
 from headrace.plan.build import Planner
@@ -429,7 +422,9 @@ class TestConverted:
 
     def test_a_table_in_the_files_is_not_read_in_place(self, saved: Callable[[str], Path]) -> None:
         policy = headrace.Rules([("embed_tokens", "uva"), ("mlp", "prefetch")], mode="disk")
-        with pytest.raises(RuleError, match=r"float32 in the checkpoint and torch\.bfloat16 .*\(prefetch would do\)"):
+        with pytest.raises(
+            errors.RuleError, match=r"float32 in the checkpoint and torch\.bfloat16 .*\(prefetch would do\)"
+        ):
             load(saved("qwen3"), policy, dtype="bfloat16")
 
     def test_files_that_change_while_they_are_used(self, copied: Callable[[str], Path]) -> None:

@@ -12,18 +12,13 @@ import torch
 import headrace.experts.cache  # noqa: F401 - before the first test, for its fixture
 import vllm_experts
 import vllm_stand_in as vllm
+import vllm_workers
 from engines import WIDTH
 from headrace.errors import OptionError, OptionTypeError, StateError
 from vllm_experts import NUM_EXPERTS, Experts, FusedMoEParallelConfig, MarlinExperts
-from vllm_workers import (
-    another_process,
-    ids,
-    loaded,
-    make,
-    require_same_outputs,
-    resident,
-    stand_in,  # noqa: F401 (a fixture for every test)
-)
+from vllm_workers import another_process, ids, loaded, make, require_same_outputs, resident
+
+stand_in = vllm_workers.stand_in  # a fixture for every test
 
 CACHE = {"device_memory": "54MiB", "rules": ["experts=cache"]}
 

@@ -17,21 +17,14 @@ import torch.distributed as dist
 from torch import nn
 
 import vllm_stand_in as vllm
+import vllm_workers
 from engines import Linear
 from headrace.errors import OptionError, PeerError, StateError
 from headrace.offloaders.layerwise import EngineOffloader
 from ranks import outcomes
-from vllm_workers import (
-    GROUP,
-    RUNNERS,
-    ids,
-    loaded,
-    make,
-    offloaded_names,
-    require_same_outputs,
-    resident,
-    stand_in,  # noqa: F401 (a fixture for every test)
-)
+from vllm_workers import GROUP, RUNNERS, ids, loaded, make, offloaded_names, require_same_outputs, resident
+
+stand_in = vllm_workers.stand_in  # a fixture for every test
 
 TOWER = {"visual.0.weight", "visual.1.weight"}
 

@@ -12,24 +12,16 @@ import pytest
 import torch.distributed as dist
 
 import vllm_stand_in as vllm
+import vllm_workers
 from headrace.errors import OptionError, PeerError, StateError
 from headrace.transfer.machine_probe import cache_path
 from ranks import outcomes, run_ranks
-from vllm_workers import (
-    GROUP,
-    RUNNERS,
-    SOME,
-    another_process,
-    loaded,
-    make,
-    offloaded_names,
-    require_same_outputs,
-    resident,
-    stand_in,  # noqa: F401 (a fixture for every test)
-)
+from vllm_workers import GROUP, SOME, another_process, loaded, make, offloaded_names, require_same_outputs, resident
+
+stand_in = vllm_workers.stand_in  # a fixture for every test
 
 
-@RUNNERS
+@vllm_workers.RUNNERS
 @pytest.mark.parametrize(("rank", "layers"), [(0, {1, 3}), (1, {5, 7})])
 def test_a_pipeline_stage_offloads_its_own_layers(rank: int, layers: set[int], second: bool) -> None:
     vllm.state.pipeline = (rank, 2)

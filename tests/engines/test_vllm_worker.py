@@ -18,6 +18,7 @@ import torch
 from torch import nn
 
 import vllm_stand_in as vllm
+import vllm_workers
 from engine_names import differences
 from engines import WIDTH, Wrapped
 from headrace.adapters.engine_interface import Refusal
@@ -26,20 +27,9 @@ from headrace.config import Prefetch
 from headrace.errors import OptionError, OutsideAccessError, SelectionError, StateError
 from headrace.offloaders.layerwise import EngineOffloader
 from vllm_names import NAMES
-from vllm_workers import (
-    GROUP,
-    RUNNERS,
-    SOME,
-    another_process,
-    ids,
-    loaded,
-    make,
-    offloaded_names,
-    require_same_outputs,
-    resident,
-    stand_in,  # noqa: F401 (a fixture for every test)
-    start,
-)
+from vllm_workers import GROUP, RUNNERS, SOME, another_process, ids, loaded, make, require_same_outputs, resident
+
+stand_in = vllm_workers.stand_in  # a fixture for every test
 
 
 def test_the_stand_in_has_what_a_real_one_has_to_have() -> None:
@@ -126,7 +116,7 @@ def test_a_replay_after_an_interrupt_finds_its_units() -> None:
 
 def test_the_group_rule_counts_the_layers_of_the_model() -> None:
     worker = loaded({**GROUP, "offload_params": {"mlp"}})
-    assert offloaded_names(worker) == {
+    assert vllm_workers.offloaded_names(worker) == {
         f"model.layers.{index}.mlp.{name}.weight" for index in (3, 7) for name in ("gate_up_proj", "down_proj")
     }
     assert worker._options.policy == Prefetch(4, 1, 1, ["mlp"])
@@ -156,7 +146,9 @@ def wrap_down_proj(model: vllm.Model) -> None:
 def test_names_reach_what_lora_has_wrapped(second: bool) -> None:
     flags = {**GROUP, "offload_params": {"mlp.down_proj.weight"}}
     worker = loaded(flags, second=second, change_model=wrap_down_proj)
-    assert offloaded_names(worker) == {f"model.layers.{index}.mlp.down_proj.base_layer.weight" for index in (3, 7)}
+    assert vllm_workers.offloaded_names(worker) == {
+        f"model.layers.{index}.mlp.down_proj.base_layer.weight" for index in (3, 7)
+    }
     require_same_outputs(worker, resident())
 
 
@@ -165,7 +157,7 @@ def test_a_draft_model_stays_where_it_is(second: bool) -> None:
     worker = loaded(GROUP, second=second, draft_layers=4)
     plain = resident(draft_layers=4)
     assert worker.headrace_stats()["num_units"] == 2
-    assert {name.split(".")[2] for name in offloaded_names(worker)} == {"3", "7"}
+    assert {name.split(".")[2] for name in vllm_workers.offloaded_names(worker)} == {"3", "7"}
     with torch.inference_mode():
         assert torch.equal(worker.model_runner.drafter(ids()), plain.model_runner.drafter(ids()))  # type: ignore[misc]
     require_same_outputs(worker, plain)
@@ -361,7 +353,7 @@ def test_the_compiled_model_is_cut_at_headraces_ops_once() -> None:
     expected = ["vllm::unified_attention", "headrace::wait", "headrace::release"]
     assert worker.vllm_config.compilation_config.splitting_ops == expected
     another_process()
-    again = start(worker.vllm_config)
+    again = vllm_workers.start(worker.vllm_config)
     assert again.vllm_config.compilation_config.splitting_ops == expected
 
 

@@ -20,16 +20,9 @@ import headrace
 from headrace import Budget, Plan, Prefetch, PrefetchOffloader
 from headrace.config import parse_size
 from headrace.errors import HeadraceWarning, LimitError, OptionError
+from headrace.memory import system
 from headrace.memory.pinned import pinning_fix
-from headrace.memory.system import (
-    Limits,
-    Needs,
-    cgroup_available_bytes,
-    host_available_bytes,
-    memlock_bytes,
-    read_limits,
-    require_disk,
-)
+from headrace.memory.system import Limits, Needs, cgroup_available_bytes, host_available_bytes, memlock_bytes
 from headrace.model.inventory import take_inventory
 from headrace.plan.build import build_plan
 from headrace.plan.plan import Machine
@@ -168,7 +161,7 @@ class TestLockedMemory:
 
 
 def test_the_cpu_has_no_device_memory_and_pins_nothing() -> None:
-    limits = read_limits(torch.device("cpu"), pinned_bytes=GIB)
+    limits = system.read_limits(torch.device("cpu"), pinned_bytes=GIB)
     assert (limits.device_free_bytes, limits.memlock_bytes) == (None, None)
     assert limits.host_available_bytes is not None
 
@@ -358,9 +351,9 @@ def _no_allocation(*size: Any, **options: Any) -> torch.Tensor:
 
 
 def test_a_full_disk(tmp_path: Path) -> None:
-    require_disk(tmp_path, 1, "")
+    system.require_disk(tmp_path, 1, "")
     with pytest.raises(LimitError, match=r"are free on its disk: .* GiB too little; take another"):
-        require_disk(tmp_path, 2**60, "take another")
+        system.require_disk(tmp_path, 2**60, "take another")
 
 
 class TestWhereMemoryIsTheHosts:

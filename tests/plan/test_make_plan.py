@@ -30,6 +30,7 @@ import headrace
 from checkpoints import SIZE, make, resident, rewrite
 from checkpoints import run as forward
 from commands import TINY, error_of, run
+from headrace import errors
 from headrace.adapters.transformers import load
 from headrace.checkpoint.safetensors_header import Checkpoint
 from headrace.cli.demo_run import ensure_model
@@ -45,16 +46,7 @@ from headrace.config import (
     Rules,
     Workload,
 )
-from headrace.errors import (
-    CheckpointError,
-    HeadraceError,
-    HeadraceWarning,
-    LimitError,
-    OptionError,
-    OptionTypeError,
-    SelectionError,
-    StateError,
-)
+from headrace.errors import HeadraceWarning, LimitError, OptionError, OptionTypeError, SelectionError, StateError
 from headrace.plan.plan import Machine
 from headrace.planning import plan_model
 from headrace.runtime.planner_factory import PlanRequest
@@ -318,7 +310,7 @@ class TestHonesty:
         model = OddStack().eval()
         save(model, tmp_path)
         for call in (headrace.make_plan, headrace.offload):
-            with pytest.raises(CheckpointError, match="the file is row-major"):
+            with pytest.raises(errors.CheckpointError, match="the file is row-major"):
                 call(model, Prefetch(params=["layers"], mode="disk"), checkpoint=tmp_path)
 
     def test_files_that_nobody_named(self) -> None:
@@ -485,7 +477,7 @@ def outcome(call: Callable[[], Any]) -> tuple[Any, set[str]]:
         warnings.simplefilter("always")
         try:
             found = call()
-        except HeadraceError as error:
+        except errors.HeadraceError as error:
             found = type(error)
     return found, {str(warning.message) for warning in seen}
 

@@ -9,15 +9,8 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from headrace.serving.request_body import (
-    Chat,
-    Completion,
-    GenerationRequest,
-    RequestError,
-    Response,
-    _log_ignored,
-    read,
-)
+from headrace.serving import request_body
+from headrace.serving.request_body import Chat, Completion, GenerationRequest, RequestError, _log_ignored, read
 
 CHAT: dict[str, Any] = {"messages": [{"role": "user", "content": "hi"}]}
 
@@ -25,7 +18,7 @@ CHAT: dict[str, Any] = {"messages": [{"role": "user", "content": "hi"}]}
 KINDS: list[tuple[type[GenerationRequest], dict[str, Any]]] = [
     (Completion, {"prompt": "hi"}),
     (Chat, CHAT),
-    (Response, {"input": "hi"}),
+    (request_body.Response, {"input": "hi"}),
 ]
 
 

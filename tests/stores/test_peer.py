@@ -39,14 +39,7 @@ from headrace.plan.cost_model import NOMINAL_GPU, Curve, Forecaster
 from headrace.plan.plan import Machine, Plan
 from headrace.plan.units import move_on_demand
 from headrace.runtime import planner_factory
-from headrace.runtime.planner_factory import (
-    DeviceName,
-    check_limits,
-    finalize_plan,
-    needs_of,
-    peer_of,
-    require_one_process,
-)
+from headrace.runtime.planner_factory import check_limits, finalize_plan, needs_of, peer_of, require_one_process
 from headrace.stores import open_store
 from headrace.stores.pinned_host import open_pinned
 from headrace.testing import assert_moved, assert_same_bits, offload_over
@@ -408,7 +401,7 @@ class TestRefused:
         device = torch.device("cuda", 1)
         if peers:
             assert peer_of(device) == torch.device("cuda", 2)
-            assert peer_of(DeviceName("cuda")) == torch.device("cuda", 2)
+            assert peer_of(planner_factory.DeviceName("cuda")) == torch.device("cuda", 2)
             return
         monkeypatch.setattr(planner_factory, "_warn_of_memory", lambda *_: None)
         inventory = take_inventory(Stack(6))

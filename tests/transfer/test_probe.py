@@ -19,18 +19,8 @@ import headrace
 from headrace.cli import app
 from headrace.errors import HeadraceWarning, OptionError
 from headrace.plan.cost_model import NOMINAL_CPU, NOMINAL_GPU
-from headrace.transfer import measuring
-from headrace.transfer.machine_probe import (
-    Probe,
-    cache_path,
-    describe_machine,
-    load,
-    load_shared_link,
-    planning_rates,
-    read_probe,
-    save,
-    save_shared_link,
-)
+from headrace.transfer import machine_probe, measuring
+from headrace.transfer.machine_probe import Probe, load, load_shared_link, planning_rates, save, save_shared_link
 from models import Stack
 
 CPU = torch.device("cpu")
@@ -40,7 +30,7 @@ NUM_MUTATIONS = 230
 def measured() -> Probe:
     """A probe of this machine, as if it had been measured."""
     return Probe(
-        describe_machine(),
+        machine_probe.describe_machine(),
         product_s_per_byte={1: 5e-11, 16: 6e-11, 256: 5e-10},
         disk_read_bytes_per_s=2e9,
         cached_read_bytes_per_s=8e9,
@@ -51,7 +41,7 @@ def measured() -> Probe:
 def place(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     """Where the probe of this machine would be kept; its folder is there."""
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
-    path = cache_path()
+    path = machine_probe.cache_path()
     assert path is not None
     path.parent.mkdir()
     return path
@@ -208,13 +198,13 @@ def test_a_damaged_file_is_named_and_ignored(place: Path, seed: int) -> None:
     place.write_bytes(content)
     require_ignored(place)
     with pytest.raises(OptionError, match="expected what `headrace probe --json` of this version printed"):
-        read_probe(place)
+        machine_probe.read_probe(place)
     save(measured())
     assert load() == measured()
 
 
 def test_the_probe_of_another_machine_under_this_ones_name(place: Path) -> None:
-    place.write_text(json.dumps(Probe({**describe_machine(), "host": "x"}, **_rates()).to_json()))
+    place.write_text(json.dumps(Probe({**machine_probe.describe_machine(), "host": "x"}, **_rates()).to_json()))
     assert "found: the probe of another machine" in require_ignored(place)
 
 
@@ -259,7 +249,7 @@ def test_budgets_work_without_a_home(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delenv("XDG_CACHE_HOME")
     monkeypatch.delenv("HOME", raising=False)
     monkeypatch.setattr(pwd, "getpwuid", unknown)
-    assert cache_path() is None
+    assert machine_probe.cache_path() is None
     assert planning_rates(CPU) is NOMINAL_CPU
     model = Stack(4, 256).eval()
     resident = sum(parameter.nbytes for parameter in model.parameters())

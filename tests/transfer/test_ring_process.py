@@ -28,6 +28,7 @@ import torch
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
+import rings
 from checks import eventually
 from faulty_readers import Faults
 from headrace.errors import OptionError, StateError, TransferError
@@ -44,16 +45,7 @@ from headrace.transfer.ring_readers import ReaderProcess
 from headrace.transfer.ring_streams import RingLink, StagingRing, reads_of
 from models import Stack, all_layers, rows, save
 from registrars import Ledger
-from rings import (
-    ENTRY_BYTES,
-    FakeStream,
-    Machine,
-    ProcessRingLink,
-    disk_store,
-    make_plan,
-    save_patterns,
-    serve_in_thread,
-)
+from rings import ENTRY_BYTES, Machine, ProcessRingLink, disk_store, make_plan, save_patterns, serve_in_thread
 
 Make = Callable[..., Machine]
 
@@ -389,7 +381,7 @@ class TestEnd:
         machine.link.check()
 
 
-class Copies(FakeStream):
+class Copies(rings.FakeStream):
     """The copy stream of a link, over the words at ``address``."""
 
     def __init__(self, stream: object, address: int) -> None:
