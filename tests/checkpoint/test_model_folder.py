@@ -126,9 +126,8 @@ class TestNotFound:
 
     def test_a_folder_of_models(self, folder: Path, tmp_path: Path) -> None:
         shutil.copytree(folder, tmp_path / "inside")
-        with pytest.raises(
-            CheckpointError, match=f"found none, but one in inside; give, for example, '{tmp_path}/inside'"
-        ):
+        message = f"found none, but one in inside; give, for example, '{tmp_path}/inside'"
+        with pytest.raises(CheckpointError, match=message):
             model_folder(tmp_path)
 
     def test_no_path(self) -> None:

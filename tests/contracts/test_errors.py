@@ -268,9 +268,8 @@ class TestPlans:
     def test_a_budget_too_small_says_the_smallest(self) -> None:
         model = Stack(6, dim=128).eval()
         before = state_of(model)
-        with pytest.raises(
-            BudgetError, match=r"a budget of .* \(100 bytes\) is too small: .* use --device-memory 1MiB"
-        ) as caught:
+        message = r"a budget of .* \(100 bytes\) is too small: .* use --device-memory 1MiB"
+        with pytest.raises(BudgetError, match=message) as caught:
             headrace.offload(model, 100)
         assert state_of(model) == before
         minimum = caught.value.minimum_bytes
@@ -497,9 +496,8 @@ class TestTransfers:
 
         with monkeypatch.context() as patch:
             patch.setattr("os.preadv", broken)
-            with pytest.raises(
-                TransferError, match=r"model\.safetensors: reading \d+ bytes at \d+ failed: Input/output error"
-            ):
+            message = r"model\.safetensors: reading \d+ bytes at \d+ failed: Input/output error"
+            with pytest.raises(TransferError, match=message):
                 model(x)
         assert_same_bits(model(x), expected)
         handle.remove()

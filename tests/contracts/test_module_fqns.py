@@ -278,9 +278,8 @@ class TestModulesWithoutForward:
         inventory = take_inventory(model)
         drafts = [UnitDraft(f"layers.{i}", tuple(inventory.under(f"layers.{i}"))) for i in range(4)]
         assemble(inventory, drafts, 2, "cpu").save(tmp_path / "plan.json")
-        with pytest.raises(
-            OptionError, match=r"unit at 'layers\.0' \(ModuleList\), which has no forward.*headrace plan"
-        ):
+        message = r"unit at 'layers\.0' \(ModuleList\), which has no forward.*headrace plan"
+        with pytest.raises(OptionError, match=message):
             headrace.offload(model, Plan.load(tmp_path / "plan.json"))
 
     def test_layers_of_lists_are_split_into_no_parts_but_their_modules(self) -> None:
@@ -347,9 +346,8 @@ class TestSharedModules:
         unit = replace(plan.units[0], entries=(*plan.units[0].entries, entry), num_bytes=entry.offset + size)
         resident = {name: size for name, size in plan.resident.items() if name != "0.inner.weight"}
         wrong = replace(plan, units=(unit, *plan.units[1:]), resident=resident)
-        with pytest.raises(
-            OptionError, match=r"0\.inner\.weight in the unit of '0', but .* is used in another place as well"
-        ):
+        message = r"0\.inner\.weight in the unit of '0', but .* is used in another place as well"
+        with pytest.raises(OptionError, match=message):
             wrong.check(inventory)
 
     def test_a_plan_with_units_nested_on_another_path_is_refused(self) -> None:

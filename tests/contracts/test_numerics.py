@@ -531,9 +531,8 @@ class TestGradients:
             output = model(x)
             assert_same_bits(output, expected)
             assert_moved(handle, 1)
-            with pytest.raises(
-                StateError, match=r"a backward pass needs layers\.4\.\w+\.weight, whose bytes"
-            ) as caught:
+            message = r"a backward pass needs layers\.4\.\w+\.weight, whose bytes"
+            with pytest.raises(StateError, match=message) as caught:
                 output.sum().backward()
             for part in ("headrace is for inference", "torch.no_grad()", "remove() before training", "'resident')])"):
                 assert part in str(caught.value)

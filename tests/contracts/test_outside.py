@@ -134,9 +134,8 @@ def test_a_kept_view_is_refused_in_every_forward() -> None:
     model = nn.Sequential(Keeps(), Keeps()).eval()
     with headrace.offload(model, EVERYTHING):
         for _ in range(2):
-            with pytest.raises(
-                OutsideAccessError, match=r"\('0\.lin\.weight', 'resident'\).*or let the module keep a c"
-            ):
+            message = r"\('0\.lin\.weight', 'resident'\).*or let the module keep a c"
+            with pytest.raises(OutsideAccessError, match=message):
                 model(rows())
     with headrace.offload(model, headrace.Rules([("lin.weight", "resident"), ("lin", "prefetch")])):
         assert_same_bits(model(rows()), nn.Sequential(*model)(rows()))
@@ -279,9 +278,8 @@ class TestNoRoom:
         with headrace.offload(model, plan.device_bytes, checkpoint=tmp_path) as handle:
             linear = model[int(handle.plan.units[0].module_fqn)]
             for step in (linear.weight.zero_, lambda: linear.weight.data.add_(1)):
-                with pytest.raises(
-                    OutsideAccessError, match="writes it in place, and making it resident would exceed the budget of"
-                ):
+                message = "writes it in place, and making it resident would exceed the budget of"
+                with pytest.raises(OutsideAccessError, match=message):
                     step()
 
     def test_views_that_are_written_are_errors(self) -> None:
@@ -516,9 +514,8 @@ class TestOthers:
             headrace.offload(model, all_layers(1))
         if when == "promoted":
             assert_same_bits(used * 1, before)  # it has the bytes since it was used
-        with pytest.raises(
-            StateError, match=r"alias .* of layers\.0\.linear\.weight, .* data was set .* take it again"
-        ):
+        message = r"alias .* of layers\.0\.linear\.weight, .* data was set .* take it again"
+        with pytest.raises(StateError, match=message):
             alias.clone()
         del owners
 
@@ -635,9 +632,8 @@ class TestOthers:
         model, x, expected = expecting(Stack(3))
         with headrace.offload(model, all_layers(1)) as handle:
             for _ in range(2):
-                with pytest.raises(
-                    OutsideAccessError, match=r"storage of layers\.1\.linear\.weight, .* has no bytes now"
-                ):
+                message = r"storage of layers\.1\.linear\.weight, .* has no bytes now"
+                with pytest.raises(OutsideAccessError, match=message):
                     take(model.layers[1].linear.weight)
                 assert_same_bits(model(x), expected)
             assert handle.stats().bytes_moved > 0

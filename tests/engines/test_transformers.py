@@ -422,9 +422,8 @@ class TestConverted:
 
     def test_a_table_in_the_files_is_not_read_in_place(self, saved: Callable[[str], Path]) -> None:
         policy = headrace.Rules([("embed_tokens", "uva"), ("mlp", "prefetch")], mode="disk")
-        with pytest.raises(
-            errors.RuleError, match=r"float32 in the checkpoint and torch\.bfloat16 .*\(prefetch would do\)"
-        ):
+        message = r"float32 in the checkpoint and torch\.bfloat16 .*\(prefetch would do\)"
+        with pytest.raises(errors.RuleError, match=message):
             load(saved("qwen3"), policy, dtype="bfloat16")
 
     def test_files_that_change_while_they_are_used(self, copied: Callable[[str], Path]) -> None:
@@ -744,9 +743,8 @@ class TestVersions:
             monkeypatch.setattr("importlib.metadata.version", lambda _, version=version: version)
             require_names("transformers", (5, 17), (5, 24))
         monkeypatch.setattr("importlib.metadata.version", lambda _: "5.25.0")
-        with pytest.warns(
-            HeadraceWarning, match=r"^transformers 5.25.0 was not tried with this headrace; 5.17 to 5.24"
-        ):
+        message = r"^transformers 5.25.0 was not tried with this headrace; 5.17 to 5.24"
+        with pytest.warns(HeadraceWarning, match=message):
             require_names("transformers", (5, 17), (5, 24))
 
     def test_one_without_a_name_is_refused(self, monkeypatch: pytest.MonkeyPatch) -> None:

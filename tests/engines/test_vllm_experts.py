@@ -134,9 +134,8 @@ def test_refused_before_the_weights_are_loaded(kind: dict[str, Any], reason: str
 
 def test_a_kernel_that_keeps_scales_for_itself_is_refused() -> None:
     mlp = partial(Experts, copies_scales=True)
-    with pytest.raises(
-        OptionError, match=r"cannot be cached: its kernel has a w1\.scale \[32, 256\] per expert outside"
-    ):
+    message = r"cannot be cached: its kernel has a w1\.scale \[32, 256\] per expert outside"
+    with pytest.raises(OptionError, match=message):
         loaded(own=cached(3), mlp=mlp)
 
 

@@ -66,9 +66,8 @@ def test_names_narrow_a_budget_and_the_group_rule_wherever_they_are_written() ->
     assert read({"offload_params": {"mlp"}}, {"device_memory": "1GiB"}) == budget
     assert read(own={"device_memory": "1GiB", "params": ["mlp"]}) == budget
     assert read(GROUP, {"params": ["mlp"]}) == EngineOptions(Prefetch(4, 1, 1, ["mlp"]))
-    with pytest.raises(
-        OptionError, match=r"headrace\.params is given twice: \['a'\] in --additional-config and \['mlp'\]"
-    ):
+    message = r"headrace\.params is given twice: \['a'\] in --additional-config and \['mlp'\]"
+    with pytest.raises(OptionError, match=message):
         read({"offload_params": {"mlp"}}, {"device_memory": "1GiB", "params": ["a"]})
 
 

@@ -342,9 +342,8 @@ def test_an_offload_runs_the_code_that_its_reference_compiled() -> None:
 
 
 def test_an_additional_config_that_is_no_dict_is_refused_at_start() -> None:
-    with pytest.raises(
-        OptionError, match=r"additional_config: expected a dict .* found tuple; the plan has to be part"
-    ):
+    message = r"additional_config: expected a dict .* found tuple; the plan has to be part"
+    with pytest.raises(OptionError, match=message):
         make(GROUP, additional_config=())
 
 
@@ -501,9 +500,8 @@ def test_a_foreign_offloader_is_not_replaced() -> None:
     worker = make(GROUP)
     foreign = ForeignOffloader()
     vllm.set_offloader(foreign)
-    with pytest.raises(
-        StateError, match=r"test_vllm_worker.ForeignOffloader is vLLM's offloader already.*one of the tw"
-    ):
+    message = r"test_vllm_worker.ForeignOffloader is vLLM's offloader already.*one of the tw"
+    with pytest.raises(StateError, match=message):
         worker.load_model()
     assert vllm.get_offloader() is foreign
 

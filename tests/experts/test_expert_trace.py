@@ -75,9 +75,8 @@ def test_files(tmp_path: Path) -> None:
     with pytest.raises(OptionError, match=r"text: expected a trace that `headrace generate --expert-trace` wrote"):
         load_trace(tmp_path / "text")
     np.savez(tmp_path / "high.npz", ids=np.full((1, 2, 2), 16), num_experts=16)
-    with pytest.raises(
-        OptionError, match=r"expected ids \[layers, tokens, top_k\] from 0 to 15, found int64 \[1, 2, 2\]"
-    ):
+    message = r"expected ids \[layers, tokens, top_k\] from 0 to 15, found int64 \[1, 2, 2\]"
+    with pytest.raises(OptionError, match=message):
         load_trace(tmp_path / "high.npz")
     with pytest.raises(OptionError, match="can be written there"):
         save_trace(recorded, tmp_path / "none" / "trace")
@@ -111,9 +110,8 @@ def test_damaged_files(ids: bytes | None, num_experts: bytes, tmp_path: Path) ->
         with zipfile.ZipFile(file, "w") as archive:
             archive.writestr("ids.npy", ids)
             archive.writestr("num_experts.npy", num_experts)
-    with pytest.raises(
-        OptionError, match=r"trace\.npz: expected a trace that `headrace generate --expert-trace` wrote"
-    ):
+    message = r"trace\.npz: expected a trace that `headrace generate --expert-trace` wrote"
+    with pytest.raises(OptionError, match=message):
         load_trace(file)
 
 

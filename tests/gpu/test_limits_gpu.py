@@ -50,9 +50,8 @@ def test_too_large_for_the_device_is_refused_with_a_budget_that_works(monkeypatc
     )
     gc.collect()  # what earlier tests left in cycles is not to go while this one looks
     allocated = torch.cuda.memory_allocated()
-    with pytest.raises(
-        LimitError, match=r"of device memory, .* A smaller budget should fit, about --device-memory"
-    ) as caught:
+    message = r"of device memory, .* A smaller budget should fit, about --device-memory"
+    with pytest.raises(LimitError, match=message) as caught:
         headrace.offload(model, Budget(int(total * 0.9)), device="cuda")
     assert torch.cuda.memory_allocated() == allocated
     assert {p.device for p in model.parameters()} == devices

@@ -360,9 +360,8 @@ def test_a_hook_of_the_user_runs_in_every_step_unless_it_is_meant_to_be_captured
     model, calls = qwen3(), []
     model.model.layers[1].register_forward_hook(lambda *_: calls.append(1))
     graphs = headrace.decode_in_graphs(model, with_hooks=False)
-    with pytest.warns(
-        HeadraceWarning, match="model.layers.1 has a forward hook, whose Python code a replay does not run"
-    ):
+    message = "model.layers.1 has a forward hook, whose Python code a replay does not run"
+    with pytest.warns(HeadraceWarning, match=message):
         model.generate(prompt(5), max_new_tokens=9)
     assert (len(calls), graphs.replays) == (9, 0)
     graphs = headrace.decode_in_graphs(model)

@@ -301,9 +301,8 @@ class TestHonesty:
             if all(tensor.offset % 64 for tensor in Checkpoint.open(tmp_path).tensors.values()):
                 break
         for call in (headrace.make_plan, headrace.offload):
-            with pytest.raises(
-                SelectionError, match=r"2 tensors .* cannot be read in place: 0\.weight starts \d+ bytes"
-            ):
+            message = r"2 tensors .* cannot be read in place: 0\.weight starts \d+ bytes"
+            with pytest.raises(SelectionError, match=message):
                 call(model, UVA(mode="disk"), checkpoint=tmp_path)
 
     def test_files_of_another_form_than_the_model(self, tmp_path: Path) -> None:

@@ -92,9 +92,8 @@ class TestRefusals:
 
     def test_what_no_unit_can_hold(self) -> None:
         """The tied table is read by two modules, so a slot for it could be overwritten between them."""
-        with pytest.raises(
-            RuleError, match=r"rule 'head=prefetch': 1 of the 1 tensors .*\(embed\.weight\).*several modules"
-        ):
+        message = r"rule 'head=prefetch': 1 of the 1 tensors .*\(embed\.weight\).*several modules"
+        with pytest.raises(RuleError, match=message):
             resolve_rules(INVENTORY, [("head", "prefetch")])
         with pytest.warns(HeadraceWarning, match=r"'ALL_MODEL_PARAMS=prefetch': 1 of the .*stay resident"):
             forced = resolve_rules(INVENTORY, [("ALL_MODEL_PARAMS", "prefetch")])

@@ -114,9 +114,8 @@ class TestOffsets:
             assert not handle.plan.uva
             assert torch.equal(model(TOKENS), source(TOKENS))
             assert handle.stats().bytes_moved > 0
-        with pytest.raises(
-            SelectionError, match=r"8 tensors \(.*experts.* at no multiple of the 4 bytes of an element"
-        ):
+        message = r"8 tensors \(.*experts.* at no multiple of the 4 bytes of an element"
+        with pytest.raises(SelectionError, match=message):
             from_files(source, tmp_path, EXPERTS)
 
     def test_wide_types_between_16_bytes_are_planned_another_way(self, tmp_path: Path) -> None:
@@ -316,9 +315,8 @@ class TestExpertsOfTransformers:
             assert not any(".experts." in name for name in handle.plan.uva)
             assert torch.equal(run(model), run(resident(folder)))
             assert handle.stats().bytes_moved > 0
-        with pytest.raises(
-            RuleError, match="pieces in the checkpoint, which do not meet at whole pages, cannot be read"
-        ):
+        message = "pieces in the checkpoint, which do not meet at whole pages, cannot be read"
+        with pytest.raises(RuleError, match=message):
             load(folder, Rules([("experts", "uva")], mode="disk"))
 
     def test_what_joining_takes_is_said_before(self, tmp_path: Path) -> None:

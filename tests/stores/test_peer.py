@@ -405,9 +405,8 @@ class TestRefused:
             return
         monkeypatch.setattr(planner_factory, "_warn_of_memory", lambda *_: None)
         inventory = take_inventory(Stack(6))
-        with pytest.raises(
-            OptionError, match=r"memory cuda:1 can address \(nvidia-smi topo -p2p r\), found none among 3"
-        ):
+        message = r"memory cuda:1 can address \(nvidia-smi topo -p2p r\), found none among 3"
+        with pytest.raises(OptionError, match=message):
             finalize_plan(planned(Stack(6)), inventory, device, Machine("gpu"))
         finalize_plan(build_plan(inventory, all_layers(2)), inventory, device, Machine("gpu"))
 
@@ -426,9 +425,8 @@ class TestRefused:
         needs = needs_of(plan, on_gpu=True)
         check_limits(plan, Limits(peer_free_bytes=plan.peer_bytes), needs)
         for device_bytes in (None, 10 * MIB):
-            with pytest.raises(
-                LimitError, match=r"of memory of the peer GPU, .* use a smaller --peer-memory"
-            ) as caught:
+            message = r"of memory of the peer GPU, .* use a smaller --peer-memory"
+            with pytest.raises(LimitError, match=message) as caught:
                 check_limits(plan, Limits(device_bytes, peer_free_bytes=plan.peer_bytes - 1), needs)
             assert (caught.value.limit, caught.value.budget_bytes) == ("memory of the peer GPU", None)
 

@@ -101,9 +101,8 @@ class TestWhatAPlanSays:
         made.check(inventory)
         for mode, store in (("shm_cpu", "disk"), ("disk", "cpu"), ("cpu", "meta")):
             units = [replace(u, store=store if u.index == 1 else mode) for u in made.units]
-            with pytest.raises(
-                OptionError, match=rf"unit 1 \(layers.1\) is stored in '{store}', and the plan has mode '{mode}'"
-            ):
+            message = rf"unit 1 \(layers.1\) is stored in '{store}', and the plan has mode '{mode}'"
+            with pytest.raises(OptionError, match=message):
                 replace(made, mode=mode, units=tuple(units)).check(inventory)
 
     def test_the_ring_knows_the_units_in_files_alone(self) -> None:

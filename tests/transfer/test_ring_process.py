@@ -206,9 +206,8 @@ class TestFailure:
         machine.checked_forward()
         faults.never()
         begin = time.monotonic()
-        with pytest.raises(
-            TransferError, match=r"no read has ended for 0 s.*\(under way: \d+ bytes at \d+ of /.*model\.safetensors"
-        ):
+        message = r"no read has ended for 0 s.*\(under way: \d+ bytes at \d+ of /.*model\.safetensors"
+        with pytest.raises(TransferError, match=message):
             machine.forwards(3)
         assert time.monotonic() - begin < 10
         machine.close()
