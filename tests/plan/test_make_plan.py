@@ -30,22 +30,11 @@ import headrace
 from checkpoints import SIZE, make, resident, rewrite
 from checkpoints import run as forward
 from commands import TINY, error_of, run
-from headrace import errors
+from headrace import UVA, Budget, Prefetch, Rules, Workload, errors
 from headrace.adapters.transformers import load
 from headrace.checkpoint.safetensors_header import Checkpoint
 from headrace.cli.demo_run import ensure_model
-from headrace.config import (
-    ALL_MODEL_PARAMS,
-    RANK_MODES,
-    SHARDED_MODES,
-    UVA,
-    Budget,
-    Mode,
-    Policy,
-    Prefetch,
-    Rules,
-    Workload,
-)
+from headrace.config import ALL_MODEL_PARAMS, RANK_MODES, SHARDED_MODES, Mode, Policy
 from headrace.errors import HeadraceWarning, LimitError, OptionError, OptionTypeError, SelectionError, StateError
 from headrace.plan.plan import Machine
 from headrace.planning import plan_model

@@ -48,7 +48,7 @@ from peers import NEAR, on_peer, stand_in
 from plans import check_plan, layered, models
 from registrars import Ledger
 from rings import FakeRingLink
-from spills import DISK, KIB, MIB, SPILL, staged
+from spills import DISK, KIB, MIB, PLACES, SPILL, require_bytes_of_each_store, staged
 
 pytestmark = pytest.mark.usefixtures("no_grad")
 
@@ -188,9 +188,7 @@ class TestCarriedOut:
             yield
 
     @pytest.mark.parametrize("from_meta", [True, False], ids=["from meta", "live"])
-    @pytest.mark.parametrize(
-        ("slots", "indices"), [(1, (0, 3)), (2, (1, 4)), (3, (5,)), (2, (0, 1, 2, 3, 4, 5)), (6, (2,))]
-    )
+    @PLACES
     def test_same_bits_and_bytes_of_each_place(
         self, slots: int, indices: tuple[int, ...], from_meta: bool, tmp_path: Path
     ) -> None:
@@ -203,13 +201,7 @@ class TestCarriedOut:
             model.load_state_dict(state)
         plan = planned(model, slots, *indices)
         handle = headrace.offload(model, plan, checkpoint=tmp_path if from_meta else None)
-        before = handle.stats().moved_by_store
-        require_forwards(handle, rows(), expected, 2)
-        after = handle.stats().moved_by_store
-        moving = [unit for unit in plan.units if unit.index + slots < 6 or unit.index >= slots]
-        for store in {unit.store for unit in plan.units}:
-            wanted = 2 * sum(unit.payload_bytes for unit in moving if unit.store == store)
-            assert after[store] - before[store] == wanted, store
+        require_bytes_of_each_store(handle, expected, slots)
         stores = handle.stats().store_bytes
         assert stores["peer"] == plan.peer_bytes
         assert stores.get("host" if from_meta else "adopted", 0) == plan.store_bytes["cpu"]

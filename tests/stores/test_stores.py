@@ -33,7 +33,7 @@ from models import MoE, QuantStack, Stack, all_layers, on_meta, rows, save
 from plans import layered
 from registrars import Ledger
 from rings import FakeRingLink
-from spills import DISK, GIB, KIB, SPILL, staged
+from spills import DISK, GIB, KIB, PLACES, SPILL, require_bytes_of_each_store, staged
 
 pytestmark = pytest.mark.usefixtures("no_grad")
 
@@ -152,9 +152,7 @@ def text_of(outlook: PlanPrediction) -> str:
 
 class TestCarriedOut:
     @pytest.mark.parametrize("from_meta", [True, False], ids=["from meta", "live"])
-    @pytest.mark.parametrize(
-        ("slots", "indices"), [(1, (0, 3)), (2, (1, 4)), (3, (5,)), (2, (0, 1, 2, 3, 4, 5)), (6, (2,))]
-    )
+    @PLACES
     def test_same_bits_and_bytes_of_each_store(
         self, slots: int, indices: tuple[int, ...], from_meta: bool, tmp_path: Path
     ) -> None:
@@ -166,13 +164,7 @@ class TestCarriedOut:
         expected = resident(rows())
         plan = two_stores(model, slots, *indices)
         handle = headrace.offload(model, plan, checkpoint=tmp_path)
-        before = handle.stats().moved_by_store
-        require_forwards(handle, rows(), expected, 2)
-        after = handle.stats().moved_by_store
-        moving = [unit for unit in plan.units if unit.index + slots < 6 or unit.index >= slots]
-        for store in {unit.store for unit in plan.units}:
-            wanted = 2 * sum(unit.payload_bytes for unit in moving if unit.store == store)
-            assert after[store] - before[store] == wanted, store
+        require_bytes_of_each_store(handle, expected, slots)
         stores = handle.stats().store_bytes
         assert stores["file"] == plan.spilled_bytes
         assert stores.get("host" if from_meta else "adopted", 0) == plan.store_bytes["cpu"]
