@@ -31,7 +31,7 @@ import typer
 from transformers import AutoModelForCausalLM, AutoTokenizer, BertConfig, BertModel, Qwen3Config, TextStreamer
 
 import headrace
-from commands import OFFLOAD_FLAGS, TINY, error_of, run, succeed
+from commands import OFFLOAD_FLAGS, TINY, error_of, run, succeed, tiny_model
 from headrace.cli import app, terminal
 from headrace.cli.arguments import VERB_FLAGS, requested, target_device
 from headrace.cli.demo_run import ensure_model
@@ -43,6 +43,8 @@ from headrace.formatting import format_size
 from headrace.stores.sources import DiskOptions, File
 from headrace.transfer.machine_probe import Probe
 from models import aligned
+
+model = tiny_model
 
 FLAGS = {
     "demo": ["--folder", "--keep", "-v", "--verbose"],
@@ -56,14 +58,6 @@ FLAGS = {
         *OFFLOAD_FLAGS, "-v", "--verbose",
     ],
 }  # fmt: skip
-
-
-@pytest.fixture(scope="module")
-def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A causal language model of 4 MB, with a byte-level tokenizer."""
-    folder = tmp_path_factory.mktemp("cli") / "tiny"
-    ensure_model(folder, TINY)
-    return folder
 
 
 def before_outlook(text: str) -> str:

@@ -245,7 +245,7 @@ def test_a_command_that_is_nowhere(monkeypatch: pytest.MonkeyPatch, tmp_path: Pa
     monkeypatch.setattr(metadata, "version", lambda name: "0.26.0")
     monkeypatch.setattr(sys, "executable", str(tmp_path / "python"))
     monkeypatch.setenv("PATH", str(tmp_path))
-    assert "its command 'vllm' is neither beside that nor on PATH: add its folder" in error_of("--engine", "vllm", "M")
+    assert "its command 'vllm' is neither next to it nor on PATH: add its folder" in error_of("--engine", "vllm", "M")
 
 
 def test_vllm_of_the_same_python_is_preferred(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:

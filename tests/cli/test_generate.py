@@ -15,11 +15,12 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer, TextStreamer
 
-from commands import TINY, error_of, run, succeed
-from headrace.cli.demo_run import ensure_model
+from commands import error_of, run, succeed, tiny_model
 from headrace.formatting import format_rate, format_time
 from headrace.plan.plan import Plan
 from models import aligned
+
+model = tiny_model
 
 # ChatML with the token that ends texts (an instruct model), and with one that does not (a base model's template).
 TEMPLATE = (
@@ -27,14 +28,6 @@ TEMPLATE = (
     "{%% if add_generation_prompt %%}[assistant]{%% endif %%}"
 )
 LIMIT = 4096
-
-
-@pytest.fixture(scope="module")
-def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A causal language model of 4 MB, with a byte-level tokenizer without a template."""
-    folder = tmp_path_factory.mktemp("generate") / "tiny"
-    ensure_model(folder, TINY)
-    return folder
 
 
 @pytest.fixture

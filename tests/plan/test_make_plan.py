@@ -29,11 +29,10 @@ from safetensors.torch import save_file
 import headrace
 from checkpoints import SIZE, make, resident, rewrite
 from checkpoints import run as forward
-from commands import TINY, error_of, run
+from commands import error_of, run, tiny_model
 from headrace import UVA, Budget, Prefetch, Rules, Workload, errors
 from headrace.adapters.transformers import load
 from headrace.checkpoint.safetensors_header import Checkpoint
-from headrace.cli.demo_run import ensure_model
 from headrace.config import ALL_MODEL_PARAMS, RANK_MODES, SHARDED_MODES, Mode, Policy
 from headrace.errors import HeadraceWarning, LimitError, OptionError, OptionTypeError, SelectionError, StateError
 from headrace.plan.plan import Machine
@@ -44,20 +43,14 @@ from headrace.transfer.machine_probe import MACHINES, Probe, named_machine
 from models import MoE, OddStack, Stack, aligned, on_meta, rows, save, state_of
 from moe_models import qwen
 
+folder = tiny_model
+
 REPORT = Path(__file__).resolve().parents[2] / "benchmarks" / "results" / "2026-11-21-plan-h200-probe.json"
 
 MIXTURE = {
     **SIZE, "hidden_size": 256, "intermediate_size": 768, "moe_intermediate_size": 192, "num_experts": 16,
     "num_experts_per_tok": 2, "num_hidden_layers": 6,
 }  # fmt: skip
-
-
-@pytest.fixture(scope="module")
-def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A causal language model of 4 MB."""
-    where = tmp_path_factory.mktemp("make_plan") / "tiny"
-    ensure_model(where, TINY)
-    return where
 
 
 # -- what can be planned -----------------------------------------------------------------------------------------------

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Any
 
+import pytest
 from typer.testing import CliRunner
 
 from headrace.cli import app
-from headrace.cli.demo_run import ModelSize
+from headrace.cli.demo_run import ModelSize, ensure_model
 
 TINY = ModelSize(hidden=128, intermediate=384, layers=4, heads=4, key_value_heads=2)
 # Of every verb that offloads, in the order of its help.
@@ -17,6 +19,14 @@ OFFLOAD_FLAGS = [
     "--offload-prefetch-step", "--offload-params", "--offload-rule", "--expert-slots", "--offload-mode", "--device",
     "--plan", "--disk-direct", "--disk-drop-cache",
 ]  # fmt: skip
+
+
+@pytest.fixture(scope="module")
+def tiny_model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A causal language model of 4 MB, with a byte-level tokenizer and without a chat template."""
+    folder = tmp_path_factory.mktemp("model") / "tiny"
+    ensure_model(folder, TINY)
+    return folder
 
 
 def run(*args: object, stdin: str | None = None) -> Any:

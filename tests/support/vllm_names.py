@@ -17,8 +17,22 @@ _GRAPHS = "vllm.v1.worker.gpu.cudagraph_utils"
 _BREAKABLE = "vllm.compilation.breakable_cudagraph"
 _GROUPS = "vllm.distributed.parallel_state"
 _MOE = "vllm.model_executor.layers.fused_moe"
+_TRITON = f"{_MOE}.experts.triton_moe"
+_MODELS = "vllm.model_executor.models.utils"
+_LOADING = "vllm.model_executor.model_loader.utils"
 _AROUND_CAPTURE = ("sync_prev_onload", "join_after_forward")
 _PARALLEL = ("data_parallel_master_port", "data_parallel_rank_local", "enable_dbo", "enable_eplb", "ubatch_size")
+_VLLM = (
+    "additional_config", "compilation_config", "load_config", "model_config", "offload_config", "parallel_config",
+    "weight_transfer_config",
+)  # fmt: skip
+_COMPILATION = ("mode", "splitting_ops", "use_inductor_graph_partition")
+_PREFETCH = ("offload_group_size", "offload_num_in_group", "offload_params", "offload_prefetch_step")
+_TUNING = ("w1_shape", "w2_shape", "top_k", "dtype", "M", "block_shape")
+_APPLY = (
+    "self", "output", "hidden_states", "w1", "w2", "topk_weights", "topk_ids", "activation", "global_num_experts",
+    "expert_map",
+)  # fmt: skip
 NAMES = (
     Name(_OFFLOADER, "get_offloader", ()),
     Name(_OFFLOADER, "set_offloader", ("instance",)),
@@ -28,10 +42,7 @@ NAMES = (
     Name(_OFFLOADER, "BaseOffloader.sync_prev_onload", ("self",)),
     Name(_OFFLOADER, "BaseOffloader.join_after_forward", ("self",)),
     Name(
-        "vllm.model_executor.models.utils",
-        "make_layers",
-        ("num_hidden_layers", "layer_fn", "prefix"),
-        mentions=("get_offloader", "wrap_modules"),
+        _MODELS, "make_layers", ("num_hidden_layers", "layer_fn", "prefix"), mentions=("get_offloader", "wrap_modules")
     ),
     Name("vllm.model_executor.layers.vocab_parallel_embedding", "VocabParallelEmbedding"),
     Name("vllm.model_executor.layers.vocab_parallel_embedding", "ParallelLMHead"),
@@ -62,47 +73,24 @@ NAMES = (
     # Between two segments it is false.
     Name(_BREAKABLE, "BreakableCUDAGraphCapture._end_segment", mentions=("_capturing",), since_later=True),
     # What repacks weights runs through the method of each module, where the result leaves the device.
-    Name(
-        "vllm.model_executor.model_loader.utils",
-        "process_weights_after_loading",
-        mentions=("quant_method", "process_weights_after_loading"),
-    ),
+    Name(_LOADING, "process_weights_after_loading", mentions=("quant_method", "process_weights_after_loading")),
     # vLLM moves the replacement of an offloaded parameter off the device again.
-    Name("vllm.model_executor.model_loader.utils", "device_loading_context", mentions=("_vllm_is_uva_offloaded",)),
+    Name(_LOADING, "device_loading_context", mentions=("_vllm_is_uva_offloaded",)),
     # Kernels of experts read weights that have the same mark once per expert.
-    Name(
-        "vllm.model_executor.layers.fused_moe.fused_moe",
-        "_weights_host_resident",
-        mentions=("_vllm_is_uva_offloaded",),
-        since=(0, 33),
-    ),
+    Name(f"{_MOE}.fused_moe", "_weights_host_resident", mentions=("_vllm_is_uva_offloaded",), since=(0, 33)),
     # Cached experts: the weights and numbers that a kernel is given are replaced, and how it is tuned is kept.
     *(
         replace(name, since=OLDEST_WITH_CACHE)
         for name in (
             Name(_MOE, "override_config", ("config",)),
-            Name(
-                f"{_MOE}.fused_moe",
-                "try_get_optimal_moe_config",
-                ("w1_shape", "w2_shape", "top_k", "dtype", "M", "block_shape"),
-            ),
+            Name(f"{_MOE}.fused_moe", "try_get_optimal_moe_config", _TUNING),
             Name(
                 f"{_MOE}.modular_kernel",
                 "FusedMoEKernelModularImpl._fused_experts",
                 mentions=("fused_experts", "apply"),
             ),
-            Name(
-                f"{_MOE}.experts.triton_moe",
-                "TritonExperts.apply",
-                (
-                    *("self", "output", "hidden_states", "w1", "w2", "topk_weights", "topk_ids", "activation"),
-                    *("global_num_experts", "expert_map"),
-                ),
-                mentions=("try_get_optimal_moe_config", "quant_config"),
-            ),
-            Name(
-                f"{_MOE}.experts.triton_moe", "TritonExperts.moe_problem_size", ("self", "a1", "w1", "w2", "topk_ids")
-            ),
+            Name(_TRITON, "TritonExperts.apply", _APPLY, mentions=("try_get_optimal_moe_config", "quant_config")),
+            Name(_TRITON, "TritonExperts.moe_problem_size", ("self", "a1", "w1", "w2", "topk_ids")),
             Name(f"{_MOE}.config", "FusedMoEQuantConfig", fields=("_a1", "_a2", "_w1", "_w2")),
             Name(f"{_MOE}.routed_experts", "RoutedExperts.__init__", mentions=("quant_method", "moe_config")),
             Name(f"{_MOE}.config", "FusedMoEParallelConfig.use_all2all_kernels"),
@@ -113,24 +101,10 @@ NAMES = (
     Name(_GROUPS, "GroupCoordinator.__init__", mentions=("cpu_group", "rank_in_group", "world_size")),
     Name(_GROUPS, "GroupCoordinator.broadcast_object", ("self", "obj", "src")),
     Name("vllm.logger", "init_logger", ("name",)),
-    Name(
-        "vllm.config.vllm",
-        "VllmConfig",
-        fields=(
-            "additional_config",
-            "compilation_config",
-            "load_config",
-            "model_config",
-            "offload_config",
-            "parallel_config",
-            "weight_transfer_config",
-        ),
-    ),
+    Name("vllm.config.vllm", "VllmConfig", fields=_VLLM),
     # The additional configuration is part of the compile cache's key.
     Name("vllm.config.vllm", "VllmConfig.compute_hash", ("self",), mentions=("additional_config",)),
-    Name(
-        "vllm.config.compilation", "CompilationConfig", fields=("mode", "splitting_ops", "use_inductor_graph_partition")
-    ),
+    Name("vllm.config.compilation", "CompilationConfig", fields=_COMPILATION),
     Name("vllm.config.parallel", "ParallelConfig", fields=_PARALLEL),
     Name("vllm.config.load", "LoadConfig", fields=("load_format",)),
     Name("vllm.config.model", "ModelConfig", fields=("multimodal_config",)),
@@ -138,9 +112,5 @@ NAMES = (
     Name("vllm.config.multimodal", "MultiModalConfig", fields=("mm_encoder_only",)),
     Name("vllm.config.offload", "OffloadConfig", fields=("offload_backend", "prefetch", "uva")),
     Name("vllm.config.offload", "UVAOffloadConfig", fields=("cpu_offload_gb", "cpu_offload_params")),
-    Name(
-        "vllm.config.offload",
-        "PrefetchOffloadConfig",
-        fields=("offload_group_size", "offload_num_in_group", "offload_params", "offload_prefetch_step"),
-    ),
+    Name("vllm.config.offload", "PrefetchOffloadConfig", fields=_PREFETCH),
 )
