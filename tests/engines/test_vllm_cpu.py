@@ -34,16 +34,11 @@ def engine(tmp_path_factory: pytest.TempPathFactory) -> Engine:
         kept = folder / f"{case.replace('/', ' ')}-{mode}.json"
         if not kept.exists():
             environment = {
-                **os.environ,
-                "VLLM_ENABLE_V1_MULTIPROCESSING": "0",
-                "VLLM_USE_V2_MODEL_RUNNER": "0",
-                "VLLM_CPU_KVCACHE_SPACE": "1",
-                "VLLM_CPU_OMP_THREADS_BIND": "nobind",
-                "VLLM_NO_USAGE_STATS": "1",
-                "VLLM_CACHE_ROOT": str(folder / "cache"),
-                "HF_HUB_OFFLINE": "1",
+                **os.environ, "VLLM_ENABLE_V1_MULTIPROCESSING": "0", "VLLM_USE_V2_MODEL_RUNNER": "0",
+                "VLLM_CPU_KVCACHE_SPACE": "1", "VLLM_CPU_OMP_THREADS_BIND": "nobind", "VLLM_NO_USAGE_STATS": "1",
+                "VLLM_CACHE_ROOT": str(folder / "cache"), "HF_HUB_OFFLINE": "1",
                 "PYTHONPATH": os.pathsep.join(map(str, PATHS)),
-            }
+            }  # fmt: skip
             command = [sys.executable, str(HERE / "vllm_cpu_engine.py"), str(folder), case, mode]
             done = subprocess.run(command, env=environment, capture_output=True, text=True, check=False)
             assert done.returncode == 0, done.stdout[-3000:] + done.stderr[-3000:]

@@ -35,15 +35,10 @@ KIB, MIB = 1 << 10, 1 << 20
 REPORTS = Path(__file__).resolve().parents[2] / "benchmarks" / "results"
 PROBE = REPORTS / "2026-11-21-plan-h200-probe.json"
 SLOW = Rates(
-    machine="a test",
-    copy_bytes_per_s=Curve.of({KIB: 1e9}),
-    product_s_per_byte=Curve.of({1: 1e-10}),
-    grouped_s_per_byte=Curve.of({1: 1e-10}),
-    in_place_s_per_byte=None,
-    in_place_grouped_s_per_byte=None,
-    kernel_s=2e-6,
+    machine="a test", copy_bytes_per_s=Curve.of({KIB: 1e9}), product_s_per_byte=Curve.of({1: 1e-10}),
+    grouped_s_per_byte=Curve.of({1: 1e-10}), in_place_s_per_byte=None, in_place_grouped_s_per_byte=None, kernel_s=2e-6,
     device_bytes_per_s=1e12,
-)
+)  # fmt: skip
 LINKED = replace(SLOW, peer_bytes_per_s=Curve.of({KIB: 1e11}))
 
 

@@ -266,14 +266,9 @@ def folder_of(tmp_path: Path, layout: str, dtype: torch.dtype = torch.float32, s
     shape = {"hidden_size": 64, "intermediate_size": 64, "num_hidden_layers": 2, "num_attention_heads": 4}
     heads = {"num_key_value_heads": 2, "head_dim": 16, "vocab_size": 128}
     model = make(
-        "Qwen3MoeForCausalLM",
-        dtype,
-        **shape,
-        **heads,
-        num_experts=12,
-        num_experts_per_tok=2,
+        "Qwen3MoeForCausalLM", dtype, **shape, **heads, num_experts=12, num_experts_per_tok=2,
         moe_intermediate_size=size,
-    )
+    )  # fmt: skip
     model.save_pretrained(tmp_path, save_original_format=layout == "one by one")
     return tmp_path
 

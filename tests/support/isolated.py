@@ -71,14 +71,9 @@ class Worker:
         self.errors.seek(0)
         self.errors.truncate()
         self.process = subprocess.Popen(
-            self.command,
-            stdin=subprocess.PIPE,
-            stdout=subprocess.PIPE,
-            stderr=self.errors,
-            bufsize=0,
-            start_new_session=True,
-            env=environment(),
-        )
+            self.command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=self.errors, bufsize=0,
+            start_new_session=True, env=environment(),
+        )  # fmt: skip
         self._rest = b""
         if not self._line(START_S):
             raise RuntimeError(f"the worker does not start:\n{self._stop()}")

@@ -125,15 +125,11 @@ KIB = 2**10
 
 # Rates at which a copy of 100 KiB takes about as long as a few kernels, so that neither side is lost in the other.
 SMALL = Rates(
-    machine="a test",
-    copy_bytes_per_s=Curve.of({KIB: 1e9, 2**20: 4e9}),
-    product_s_per_byte=Curve.of({1: 1e-11, 64: 1e-11, 1024: 4e-10}),
-    grouped_s_per_byte=Curve.of({1: 1e-11}),
-    in_place_s_per_byte=Curve.of({1: 3e-10, 128: 3e-10, 1024: 3e-9}),
-    in_place_grouped_s_per_byte=Curve.of({1: 3e-10}),
-    kernel_s=2e-6,
-    device_bytes_per_s=1e12,
-)
+    machine="a test", copy_bytes_per_s=Curve.of({KIB: 1e9, 2**20: 4e9}),
+    product_s_per_byte=Curve.of({1: 1e-11, 64: 1e-11, 1024: 4e-10}), grouped_s_per_byte=Curve.of({1: 1e-11}),
+    in_place_s_per_byte=Curve.of({1: 3e-10, 128: 3e-10, 1024: 3e-9}), in_place_grouped_s_per_byte=Curve.of({1: 3e-10}),
+    kernel_s=2e-6, device_bytes_per_s=1e12,
+)  # fmt: skip
 
 
 def memory_curve(planner: Planner, budget: Budget) -> list[Point]:

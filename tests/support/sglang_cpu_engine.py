@@ -86,17 +86,10 @@ def main(folder: Path, case: str) -> None:
 
     flags, _ = CASES[case]
     engine = sglang.Engine(
-        model_path=str(make_model(folder, moe=case.startswith("moe"))),
-        device="cpu",
-        attention_backend="torch_native",
-        skip_tokenizer_init=True,
-        disable_cuda_graph=True,
-        max_total_tokens=2048,
-        max_running_requests=8,
-        skip_server_warmup=True,
-        log_level="info",
-        **flags,
-    )
+        model_path=str(make_model(folder, moe=case.startswith("moe"))), device="cpu", attention_backend="torch_native",
+        skip_tokenizer_init=True, disable_cuda_graph=True, max_total_tokens=2048, max_running_requests=8,
+        skip_server_warmup=True, log_level="info", **flags,
+    )  # fmt: skip
     found = generate(engine)
     found["stats"] = engine.get_server_info()["internal_states"][0].get("headrace")
     found["imported"] = sorted(name for name in sys.modules if name.partition(".")[0] == "headrace")

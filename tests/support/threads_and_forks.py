@@ -157,13 +157,9 @@ def remove_beside_forwards(mode: str, rounds: int) -> dict[str, Any]:
                 handle.remove()
             after[outcome(subject, loop.notes)] += 1
         return {
-            "forwards": dict(loop.counts),
-            "removals": dict(removals),
-            "after": dict(after),
-            "slowest_s": round(slowest_s, 3),
-            "ended": ended,
-            "notes": sorted(loop.notes),
-        }
+            "forwards": dict(loop.counts), "removals": dict(removals), "after": dict(after),
+            "slowest_s": round(slowest_s, 3), "ended": ended, "notes": sorted(loop.notes),
+        }  # fmt: skip
 
 
 def _remove_alone(loop: Loop, handle: Any) -> bool:

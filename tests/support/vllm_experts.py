@@ -175,14 +175,7 @@ class Experts(nn.Module):
         weights, ids = self.gate(flat).softmax(-1).topk(TOP_K)
         output = torch.zeros_like(flat)
         experts.quant_method.moe_kernel._fused_experts(
-            output=output,
-            hidden_states=flat,
-            w1=experts.w13_weight,
-            w2=experts.w2_weight,
-            topk_weights=weights,
-            topk_ids=ids.int(),
-            activation="silu",
-            global_num_experts=NUM_EXPERTS,
-            expert_map=experts.expert_map,
-        )
+            output=output, hidden_states=flat, w1=experts.w13_weight, w2=experts.w2_weight, topk_weights=weights,
+            topk_ids=ids.int(), activation="silu", global_num_experts=NUM_EXPERTS, expert_map=experts.expert_map,
+        )  # fmt: skip
         return output.view_as(x)
