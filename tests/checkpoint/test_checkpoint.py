@@ -21,6 +21,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from safetensors.torch import load_file, save_file
 
+from checks import raising
 from headrace.checkpoint.safetensors_header import Checkpoint, FileFingerprint, FileTensor
 from headrace.errors import CheckpointError
 from headrace.stores.sources import DiskOptions, File
@@ -265,10 +266,7 @@ class TestRead:
     def test_disk_error(self, sound: Path, monkeypatch: pytest.MonkeyPatch) -> None:
         checkpoint = Checkpoint.open(sound)
 
-        def broken(*_: object) -> int:
-            raise OSError(5, "Input/output error")
-
-        monkeypatch.setattr(os, "preadv", broken)
+        monkeypatch.setattr(os, "preadv", raising(OSError(5, "Input/output error")))
         with pytest.raises(CheckpointError, match=r"model\.safetensors: .*Input/output error.*the disk"):
             checkpoint.read("b")
 

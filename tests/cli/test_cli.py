@@ -31,6 +31,7 @@ import typer
 from transformers import AutoModelForCausalLM, AutoTokenizer, BertConfig, BertModel, Qwen3Config, TextStreamer
 
 import headrace
+from checks import raising
 from commands import OFFLOAD_FLAGS, TINY, error_of, run, succeed, tiny_model
 from headrace.cli import app, terminal
 from headrace.cli.arguments import VERB_FLAGS, requested, target_device
@@ -834,9 +835,7 @@ def test_places_that_are_closed(model: Path, tmp_path: Path, monkeypatch: pytest
 def test_whatever_is_raised_is_one_line(
     monkeypatch: pytest.MonkeyPatch, model: Path, raised: Exception, line: str
 ) -> None:
-    def fail(*args: object) -> None:
-        raise raised
-
+    fail = raising(raised)
     monkeypatch.setattr("headrace.adapters.transformers.opened_model.open_model", fail)
     assert error_of("plan", model).startswith(line)
     assert run("plan", model).stderr.count("\n") == 1
@@ -921,10 +920,7 @@ def test_generate_refuses_the_mode_that_keeps_nothing(model: Path, tmp_path: Pat
 
 
 def test_interrupt_ends_with_130_and_a_word(monkeypatch: pytest.MonkeyPatch, model: Path) -> None:
-    def interrupt(*args: object) -> None:
-        raise KeyboardInterrupt
-
-    monkeypatch.setattr("headrace.adapters.transformers.opened_model.open_model", interrupt)
+    monkeypatch.setattr("headrace.adapters.transformers.opened_model.open_model", raising(KeyboardInterrupt))
     result = run("plan", model)
     assert result.exit_code == 130
     assert result.stderr == "interrupted\n"

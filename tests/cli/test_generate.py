@@ -15,6 +15,7 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer, TextStreamer
 
+from checks import raising
 from commands import error_of, run, succeed, tiny_model
 from headrace.formatting import format_rate, format_time
 from headrace.plan.plan import Plan
@@ -224,9 +225,7 @@ def test_a_plan_for_another_dtype_is_carried_out(model: Path, tmp_path: Path) ->
 
 @pytest.fixture
 def nothing_is_loaded(monkeypatch: pytest.MonkeyPatch) -> None:
-    def loaded(*_: object) -> None:
-        raise AssertionError("weights were loaded")
-
+    loaded = raising(AssertionError("weights were loaded"))
     monkeypatch.setattr("headrace.adapters.transformers.load_folder.load_matched", loaded)
 
 

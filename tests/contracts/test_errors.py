@@ -18,7 +18,7 @@ from safetensors.torch import load_file, save_file
 from torch import nn
 
 import headrace
-from checks import require_forwards
+from checks import raising, require_forwards
 from headrace import UVA, Budget, DiskOptions, OffloadConfig, Prefetch, errors
 from headrace.checkpoint.safetensors_header import Checkpoint
 from headrace.checkpoint.weight_map import WeightMap
@@ -323,11 +323,8 @@ class TestCheckpoints:
         self.refuses(Stack(3).eval(), tmp_path, message)
 
     def test_too_many_open_files(self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-        def fail(*args: object) -> int:
-            raise OSError(errno.EMFILE, "Too many open files")
-
         checkpoint = Checkpoint.open(save(Stack(3), tmp_path))
-        monkeypatch.setattr(os, "open", fail)
+        monkeypatch.setattr(os, "open", raising(OSError(errno.EMFILE, "Too many open files")))
         mend = r"Too many open files\. Raise the limit of open files \(ulimit -n\), which is \d+"
         self.refuses(Stack(3).eval(), tmp_path, mend)
         for options in (DiskOptions(), DiskOptions(direct=True)):
@@ -491,11 +488,8 @@ class TestTransfers:
         handle = headrace.offload(model, all_layers(2, "disk"), checkpoint=save(model, tmp_path))
         assert_same_bits(model(x), expected)
 
-        def broken(*args: object) -> int:
-            raise OSError(5, "Input/output error")
-
         with monkeypatch.context() as patch:
-            patch.setattr("os.preadv", broken)
+            patch.setattr("os.preadv", raising(OSError(5, "Input/output error")))
             message = r"model\.safetensors: reading \d+ bytes at \d+ failed: Input/output error"
             with pytest.raises(TransferError, match=message):
                 model(x)
@@ -538,9 +532,7 @@ class TestInterrupted:
     def test_everything_is_undone(
         self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, place: str, error: Any
     ) -> None:
-        def fail(*args: object, **kwargs: object) -> Any:
-            raise error
-
+        fail = raising(error)
         calls = iter(range(100))
 
         def fail_third(*args: Any, **kwargs: Any) -> Any:
@@ -583,10 +575,7 @@ class TestInterrupted:
         handle = headrace.offload(model, all_layers(2, "disk"), checkpoint=path)
         model(x)
 
-        def fail(*_: object) -> int:
-            raise OSError(errno.EIO, os.strerror(errno.EIO))
-
-        monkeypatch.setattr(os, "preadv", fail)
+        monkeypatch.setattr(os, "preadv", raising(OSError(errno.EIO, os.strerror(errno.EIO))))
         with pytest.raises(TransferError, match="Input/output error"):
             handle.remove()
         monkeypatch.undo()

@@ -13,7 +13,7 @@ from pathlib import Path
 import pytest
 
 import headrace
-from checks import require_forwards
+from checks import raising, require_forwards
 from headrace.errors import OptionError
 from headrace.model.live_tensors import BoundStorage
 from headrace.stores import sources
@@ -31,9 +31,7 @@ def test_while_files_are_opened_or_closed(call: str, tmp_path: Path, monkeypatch
     expected, folder = model(rows()), save(model, tmp_path)
     close = os.close
 
-    def interrupted(*_: object) -> None:
-        raise KeyboardInterrupt
-
+    interrupted = raising(KeyboardInterrupt)
     if call == "offload":
         with monkeypatch.context() as patch:
             patch.setattr(sources, "dup_above_stdio", interrupted)

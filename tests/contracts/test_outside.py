@@ -20,6 +20,7 @@ from safetensors.torch import save_file
 from torch import nn
 
 import headrace
+from checks import raising
 from headrace.checkpoint.safetensors_header import Checkpoint
 from headrace.errors import CheckpointError, HeadraceWarning, ModelChangedError, OutsideAccessError, StateError
 from headrace.model.live_tensors import is_placeholder
@@ -745,12 +746,8 @@ def test_a_weight_is_read_while_another_thread_runs_its_module() -> None:
 def test_a_forward_ended_by_an_interrupt_holds_up_no_other_thread() -> None:
     model, x, expected = expecting(Stack(4))
     with headrace.offload(model, all_layers(1)):
-
-        def interrupt(*_: Any) -> None:
-            raise KeyboardInterrupt
-
         for where in (model.layers[1].linear, model.layers[2]):
-            hook = where.register_forward_pre_hook(interrupt)
+            hook = where.register_forward_pre_hook(raising(KeyboardInterrupt))
             with pytest.raises(KeyboardInterrupt):
                 model(x)
             hook.remove()

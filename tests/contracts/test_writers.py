@@ -21,13 +21,10 @@ from headrace import Prefetch
 from headrace.errors import HeadraceError, ModelChangedError
 from models import DIM, Block, all_layers, rows
 
-pytestmark = [
-    # A weight that is used outside of its forward becomes resident, with a warning; its bits are what counts here.
-    pytest.mark.filterwarnings("ignore::headrace.HeadraceWarning"),
-    pytest.mark.filterwarnings("ignore::DeprecationWarning"),
-    pytest.mark.filterwarnings("ignore::FutureWarning"),
-    pytest.mark.filterwarnings("ignore::UserWarning"),
-]
+# A weight that is used outside of its forward becomes resident, with a warning; its bits are what counts here.
+pytestmark = pytest.mark.filterwarnings(
+    *("ignore::headrace.HeadraceWarning", "ignore::DeprecationWarning", "ignore::FutureWarning", "ignore::UserWarning")
+)
 
 Action = Callable[[Any], Any]  # does something to a model; returns what is to be called afterwards
 

@@ -19,6 +19,7 @@ from torch import nn
 
 import vllm_stand_in as vllm
 import vllm_workers
+from checks import raising
 from engine_names import differences
 from engines import WIDTH, Wrapped
 from headrace.adapters.engine_interface import Refusal
@@ -101,10 +102,7 @@ def test_a_replay_after_an_interrupt_finds_its_units() -> None:
     plain = worker.execute_model(ids())
     pipeline = worker._offloader._session._prefetcher
 
-    def interrupt(*given: object) -> None:
-        raise KeyboardInterrupt
-
-    hook = worker.model_runner.get_model().visual[0].register_forward_hook(interrupt)
+    hook = worker.model_runner.get_model().visual[0].register_forward_hook(raising(KeyboardInterrupt))
     with pytest.raises(KeyboardInterrupt):
         worker.execute_model(ids())
     hook.remove()

@@ -19,7 +19,7 @@ from transformers import GenerationConfig, LogitsProcessorList, StoppingCriteria
 from transformers.generation.streamers import BaseStreamer
 
 import headrace
-from checks import run_threads
+from checks import raising, run_threads
 from headrace.errors import HeadraceWarning, OptionError
 from headrace.graphs import decoding
 from recorded_graphs import RecordedStep
@@ -243,9 +243,7 @@ def test_a_step_that_cannot_be_captured_runs_eagerly(model: Any) -> None:
 
 
 def test_too_little_memory_for_graphs_is_said_with_what_is_free(monkeypatch: pytest.MonkeyPatch) -> None:
-    def refuse(*_: Any) -> None:
-        raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 GiB")
-
+    refuse = raising(torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 GiB"))
     model = qwen3()
     expected = static(model, prompt(7))
     headrace.decode_in_graphs(model)
@@ -261,9 +259,7 @@ def test_a_cache_that_does_not_fit_is_said_and_the_call_runs_eagerly(
 ) -> None:
     """Its memory is taken in the first forward; a streamer gets every token once."""
 
-    def refuse(*_: Any, **__: Any) -> None:
-        raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 GiB")
-
+    refuse = raising(torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 GiB"))
     model = qwen3()
     expected = run(model, prompt(7))
     graphs = headrace.decode_in_graphs(model)

@@ -22,7 +22,7 @@ from hypothesis import strategies as st
 from torch import nn
 
 import headrace
-from checks import require_forwards
+from checks import raising, require_forwards
 from headrace import Prefetch
 from headrace.checkpoint.safetensors_header import Checkpoint
 from headrace.checkpoint.weight_map import WeightMap
@@ -140,8 +140,7 @@ class TestDeliver:
 
     @pytest.mark.parametrize("place", ["source", "on_loaded", "on_progress", "copies"])
     def test_a_failure_stops_everything(self, place: str) -> None:
-        def fail(*args: object) -> Any:
-            raise TransferError("planted")
+        fail = raising(TransferError("planted"))
 
         class Broken(Source):
             def read(self, offset: int, into: memoryview) -> None:
@@ -288,10 +287,7 @@ class TestOffload:
         tokens = torch.arange(9)
         expected = model(tokens)
 
-        def fail(*args: object) -> None:
-            raise MemoryError
-
-        monkeypatch.setattr("headrace.runtime.session.StateGuard", fail)
+        monkeypatch.setattr("headrace.runtime.session.StateGuard", raising(MemoryError))
         with pytest.raises(MemoryError):
             headrace.offload(model, all_layers(2, "cpu"))
         assert all(parameter is tensors[name] for name, parameter in model.named_parameters())

@@ -30,6 +30,8 @@ from plans import models, plan_for
 
 pytestmark = pytest.mark.usefixtures("no_grad")
 
+CHECKS = [HealthCheck.too_slow, HealthCheck.function_scoped_fixture]
+
 GIB = 2**30
 H200 = Machine("NVIDIA H200", 140 * GIB)
 
@@ -57,11 +59,7 @@ def write(path: Path, plan: Plan, change: Callable[[Any], object]) -> Path:
 
 class TestRoundTrip:
     @given(models(), POLICIES, st.sampled_from([None, "a model, \N{SNOWMAN}"]), st.sampled_from([None, H200]))
-    @settings(
-        deadline=None,
-        max_examples=100,
-        suppress_health_check=[HealthCheck.too_slow, HealthCheck.function_scoped_fixture],
-    )
+    @settings(deadline=None, max_examples=100, suppress_health_check=CHECKS)
     def test_any_plan(
         self, tmp_path: Path, model: nn.Module, policy: Any, name: str | None, machine: Machine | None
     ) -> None:
@@ -242,11 +240,7 @@ class TestDamagedFiles:
         assert Plan.load(tmp_path / "plan.json") == plan
 
     @given(st.data())
-    @settings(
-        deadline=None,
-        max_examples=300,
-        suppress_health_check=[HealthCheck.too_slow, HealthCheck.function_scoped_fixture],
-    )
+    @settings(deadline=None, max_examples=300, suppress_health_check=CHECKS)
     def test_any_other_value_anywhere(self, plan: Plan, tmp_path: Path, data: st.DataObject) -> None:
         """Whatever one value is replaced by: an error of ours, or a plan that the file states in full."""
         content = plan.to_json()

@@ -16,6 +16,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 import headrace
+from checks import raising
 from headrace.cli.commands_plan import rates_of as table_of
 from headrace.config import Budget, Workload
 from headrace.errors import HeadraceWarning
@@ -229,9 +230,7 @@ class TestProbe:
     def test_a_device_that_fails_is_said_and_left_out(self, monkeypatch: pytest.MonkeyPatch) -> None:
         self.machine(monkeypatch, 2)
 
-        def empty(*args: Any, **options: Any) -> torch.Tensor:
-            raise torch.OutOfMemoryError("CUDA out of memory.\nTried to")
-
+        empty = raising(torch.OutOfMemoryError("CUDA out of memory.\nTried to"))
         monkeypatch.setattr(torch, "empty", empty)
         with pytest.warns(HeadraceWarning, match=r"could not be measured: CUDA out of memory\.$"):
             assert measuring.peer_rates(torch.device("cuda", 0)) == {}

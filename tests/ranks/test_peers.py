@@ -22,7 +22,7 @@ from hypothesis import strategies as st
 from torch import nn
 
 import headrace
-from checks import require_forwards
+from checks import raising, require_forwards
 from commands import TINY, run, succeed
 from headrace import Prefetch
 from headrace.cli.demo_run import ensure_model
@@ -289,11 +289,7 @@ def broken_source(rank: int, folder: str) -> Any:
     """One rank cannot read its part of the files."""
     model = on_meta(Stack)
     if rank == 1:
-
-        def fail(*args: object) -> None:
-            raise TransferError("planted")
-
-        rank_stores._clipped = fail  # type: ignore[assignment]
+        rank_stores._clipped = raising(TransferError("planted"))  # type: ignore[assignment]
     share(model, "sharded_gpu", checkpoint=folder)
 
 

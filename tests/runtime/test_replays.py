@@ -740,12 +740,9 @@ def test_what_waits_for_a_stuck_forward_of_another_thread_is_an_error(
     other.start()
     assert begun.wait(10)
     entered = []
-    with (
-        pytest.raises(
-            SlotConflictError, match=r"another thread has been running for .* one offloaded model per thread"
-        ),
-        pipeline.replaying() if what == "replay" else pipeline.rewriting(0),
-    ):
+    message = r"another thread has been running for .* one offloaded model per thread"
+    waiting = pipeline.replaying() if what == "replay" else pipeline.rewriting(0)
+    with pytest.raises(SlotConflictError, match=message), waiting:
         entered.append(what)
     done.set()
     other.join()

@@ -21,6 +21,7 @@ from typing import Any
 
 import pytest
 
+from checks import raising
 from commands import TINY, error_of, run, succeed
 from headrace.cli.demo_run import ensure_model
 from headrace.serving.app import bind
@@ -48,9 +49,7 @@ def changed(model: Path, tmp_path: Path) -> Callable[..., Path]:
 
 @pytest.fixture(autouse=True)
 def nothing_is_loaded(monkeypatch: pytest.MonkeyPatch) -> None:
-    def load(*_: Any) -> None:
-        raise AssertionError("weights are loaded")
-
+    load = raising(AssertionError("weights are loaded"))
     monkeypatch.setattr("headrace.adapters.transformers.load_folder.load_matched", load)
 
 

@@ -14,9 +14,8 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import torch
 
-from checks import eventually
+from checks import eventually, raising
 from commands import TINY
 from headrace.cli.demo_run import ensure_model
 from headrace.errors import OptionError
@@ -261,10 +260,7 @@ def test_the_end_of_the_batching_loop_is_reported(folder: Path) -> None:
         assert served.send("/health") == (200, '{"status":"ok"}')
         served.complete("hi", max_tokens=2)
 
-        def fail(*_: Any, **__: Any) -> torch.Tensor:
-            raise RuntimeError('out of "luck"')
-
-        served.model.forward = fail
+        served.model.forward = raising(RuntimeError('out of "luck"'))
         status, text = error_of(served.send("/v1/completions", {"prompt": "hi"}))
         assert status == 503
         assert 'out of "luck"' in text

@@ -15,6 +15,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from checks import raising
 from headrace.errors import CheckpointError, TransferError
 from headrace.memory.pages import map_file, map_pages, resident_bytes
 from headrace.stats import ReadStats
@@ -261,10 +262,7 @@ class TestPageCache:
         path, content = written
         options = direct_or_skip(path, None)
 
-        def refuse(*args: Any, **options: Any) -> Any:
-            raise OSError(errno.ENODEV, "No such device")
-
-        monkeypatch.setattr(files, "map_file", refuse)
+        monkeypatch.setattr(files, "map_file", raising(OSError(errno.ENODEV, "No such device")))
         file = File(path, options)
         into = bytearray(1000)
         file.read(11, memoryview(into))

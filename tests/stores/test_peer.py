@@ -23,7 +23,7 @@ from hypothesis import strategies as st
 from torch import nn
 
 import headrace
-from checks import require_forwards
+from checks import raising, require_forwards
 from commands import TINY, error_of, run, succeed
 from cuda_driver import Driver
 from headrace import Budget, Workload
@@ -304,12 +304,9 @@ class TestCarriedOut:
         model, closed = Stack(6).eval(), []
         before = [parameter.data_ptr() for parameter in model.parameters()]
 
-        def full(*_: Any) -> torch.Tensor:
-            raise BudgetError("no room", 1)
-
         close = open_store.CpuStore.close
         monkeypatch.setattr(open_store.CpuStore, "close", lambda store: (closed.append(store), close(store)))
-        monkeypatch.setattr(open_store, "peer_memory", full)
+        monkeypatch.setattr(open_store, "peer_memory", raising(BudgetError("no room", 1)))
         with pytest.raises(BudgetError, match="no room"):
             headrace.offload(model, planned(model))
         assert closed

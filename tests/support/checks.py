@@ -23,6 +23,15 @@ def eventually(condition: Callable[[], bool], patience_s: float = 30.0) -> bool:
     return met
 
 
+def raising(error: BaseException | type[BaseException]) -> Callable[..., Any]:
+    """A function that raises ``error``, whatever it is given."""
+
+    def fail(*_: Any, **__: Any) -> Any:
+        raise error
+
+    return fail
+
+
 def run_threads(works: Sequence[Callable[[], object]], timeout_s: float = 60.0) -> None:
     """All at the same time; each has to end."""
     threads = [threading.Thread(target=work, daemon=True) for work in works]

@@ -14,6 +14,7 @@ _BREAKABLE = "sglang.srt.model_executor.runner_backend_utils.breakable_cuda_grap
 _UPDATES = "sglang.srt.managers.scheduler_components.weight_updater"
 _EXPORT = "sglang.srt.model_executor.model_runner_components.weight_exporter"
 _CAPTURE = ("self", "shape_key", "forward_fn", "capture_inputs", "post_warmup_hook")
+_WRAP = ("self", "all_modules_generator", "submodule_accessor", "whitelist_param_names_creator")
 _GRAPHS = (
     (f"{_BACKENDS}.full_cuda_graph_backend", "FullCudaGraphBackend"),
     (f"{_BACKENDS}.breakable_cuda_graph_backend", "BreakableCudaGraphBackend"),
@@ -25,11 +26,7 @@ NAMES = (
     Name(_OFFLOADER, "set_offloader", ("instance",)),
     Name(_OFFLOADER, "get_offloader", ()),
     Name(_OFFLOADER, "NoopOffloader"),
-    Name(
-        _OFFLOADER,
-        "BaseOffloader.wrap_modules",
-        ("self", "all_modules_generator", "submodule_accessor", "whitelist_param_names_creator"),
-    ),
+    Name(_OFFLOADER, "BaseOffloader.wrap_modules", _WRAP),
     Name(_OFFLOADER, "BaseOffloader.post_init", ("self",)),
     Name(_OFFLOADER, "BaseOffloader.forbid_copy_engine_usage"),
     Name("sglang.srt.utils.common", "make_layers", mentions=("get_offloader", "wrap_modules")),

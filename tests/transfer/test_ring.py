@@ -19,7 +19,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import nn
 
-from checks import eventually
+from checks import eventually, raising
 from headrace.errors import TransferError
 from headrace.plan.plan import Plan
 from headrace.plan.schedule import STATUS_BYTES, RingLayout, lay_out_ring, next_in_chain, steady_order
@@ -313,10 +313,7 @@ class TestFailure:
         machine = Machine(6, 2)
         machine.check()
 
-        def explode(*args: object) -> None:
-            raise RuntimeError("a bug")
-
-        monkeypatch.setattr(machine.link.server, "_read_ahead", explode)
+        monkeypatch.setattr(machine.link.server, "_read_ahead", raising(RuntimeError("a bug")))
         with pytest.raises(TransferError, match="a bug"):
             machine.forwards(100)
         machine.close()
