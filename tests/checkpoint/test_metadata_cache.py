@@ -138,22 +138,12 @@ def plain(facts: FolderFacts) -> list[object]:
     ]  # fmt: skip
     inventory, checkpoint = facts.inventory, facts.weights.checkpoint
     rest: Any = (
-        inventory.empty,
-        list(inventory.modules.items()),
-        inventory.lookups,
-        inventory.containers,
-        inventory.shared,
-    )
+        inventory.empty, list(inventory.modules.items()), inventory.lookups, inventory.containers, inventory.shared,
+    )  # fmt: skip
     return [
-        storages,
-        found,
-        rest,
-        facts.profile,
-        facts.differences,
-        checkpoint.root,
-        checkpoint.stamps,
+        storages, found, rest, facts.profile, facts.differences, checkpoint.root, checkpoint.stamps,
         len(facts.weights.sources),
-    ]
+    ]  # fmt: skip
 
 
 class TestEqual:

@@ -30,13 +30,9 @@ TRAITS = EngineTraits(is_lookup, without_lora)
 SOME = 7 * 2**20  # of 9 MiB
 COMPILED_LAYERS = 4  # the compiler takes its time for each
 POLICIES = {
-    "prefetch": Prefetch(4, 1, 1),
-    "two of three": Prefetch(3, 2, 2),
-    "named": Prefetch(2, 1, 1, ["mlp"]),
-    "uva": UVA(2**40),
-    "uva, limited": UVA(1_000_000),
-    "budget": Budget(SOME),
-}
+    "prefetch": Prefetch(4, 1, 1), "two of three": Prefetch(3, 2, 2), "named": Prefetch(2, 1, 1, ["mlp"]),
+    "uva": UVA(2**40), "uva, limited": UVA(1_000_000), "budget": Budget(SOME),
+}  # fmt: skip
 
 
 @pytest.mark.parametrize("policy", POLICIES.values(), ids=POLICIES)

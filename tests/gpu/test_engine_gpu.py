@@ -38,15 +38,10 @@ def ids(rows: int) -> torch.Tensor:
 
 
 POLICIES = {
-    "prefetch": Prefetch(4, 1, 1),
-    "every layer": Prefetch(1, 1, 2),
-    "named": Prefetch(2, 1, 1, ["mlp"]),
-    "with a tower": Prefetch(4, 1, 1, ["mlp", "visual"]),
-    "glob": Prefetch(2, 1, 1, ["*.mlp.down_proj.*"]),
-    "uva": UVA(2**40),
-    "uva, limited": UVA(30_000_000),
-    "budget": Budget("100MiB"),
-}
+    "prefetch": Prefetch(4, 1, 1), "every layer": Prefetch(1, 1, 2), "named": Prefetch(2, 1, 1, ["mlp"]),
+    "with a tower": Prefetch(4, 1, 1, ["mlp", "visual"]), "glob": Prefetch(2, 1, 1, ["*.mlp.down_proj.*"]),
+    "uva": UVA(2**40), "uva, limited": UVA(30_000_000), "budget": Budget("100MiB"),
+}  # fmt: skip
 
 
 @pytest.mark.parametrize("policy", POLICIES.values(), ids=POLICIES)

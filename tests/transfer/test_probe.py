@@ -122,12 +122,8 @@ def test_links_are_kept_by_the_number_of_ranks(place: Path) -> None:
     assert load_shared_link(4) is None
     assert load() is None, "they are no probe"
     for damage in (
-        "",
-        "[]",
-        "{}",
-        kept.read_text().replace("4", "x"),
-        kept.read_text().replace('"torch": "', '"torch": "0'),
-    ):
+        "", "[]", "{}", kept.read_text().replace("4", "x"), kept.read_text().replace('"torch": "', '"torch": "0'),
+    ):  # fmt: skip
         kept.write_text(damage)
         with pytest.warns(HeadraceWarning, match=rf"{kept}: expected the rates of 2 links.*measured again"):
             assert load_shared_link(2) is None
