@@ -398,7 +398,7 @@ def test_a_folder(name: str, mode: Any, tmp_path: Path) -> None:
     moved, _ = moved_by(handle, lambda: pipelines.call(pipe), pipelines.call(twin))
     assert moved > 0
     if mode != "cpu":
-        with pytest.raises(StateError, match=r"fuse_lora\(\) writes weights, and some of these rest in files"):
+        with pytest.raises(StateError, match=r"fuse_lora\(\) writes weights, and some are in files"):
             pipe.fuse_lora()
         assert_same_bits(pipelines.call(pipe), pipelines.call(twin))
 

@@ -320,7 +320,7 @@ class TestExpertsOfTransformers:
         outlook = plan_model(PlanRequest(folder, EXPERTS, device="cpu")).outlook
         assert len(outlook.notes) == 1
         assert "4 tensors" in outlook.notes[0]
-        assert "loading maps the pieces and joins them" in outlook.notes[0]
+        assert "loading maps and joins them" in outlook.notes[0]
         assert json.loads(json.dumps(outlook.to_json()))["notes"] == list(outlook.notes)
 
     def test_layers_that_differ_keep_what_they_can(self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
