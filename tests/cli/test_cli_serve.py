@@ -78,20 +78,23 @@ def test_what_vllm_has_no_flag_for_goes_into_its_additional_config() -> None:
     }  # fmt: skip
 
 
-@pytest.mark.parametrize(("rest", "replicas"), [
-    ("", None),
-    ("--data-parallel-size 1", None),
-    ("--data-parallel-size 2", 2),
-    ("-dp=4", 4),
-    ("--data_parallel_size 8 -dpl 4", 4),
-    ("--data-parallel-size-local 1 -dp 2", None),
-    ("-dp 2 --data-parallel-rank 0", None),  # one engine per command
-    ("-dp 4 --nnodes 2", None),
-    ("-dp 4 --nnodes 2 -dpl 2", 2),
-    ("-dp 4 --nnodes 1", 4),
-    ("-dp many", None),
-    ("--seed 3 -dp", None),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    ("rest", "replicas"),
+    [
+        ("", None),
+        ("--data-parallel-size 1", None),
+        ("--data-parallel-size 2", 2),
+        ("-dp=4", 4),
+        ("--data_parallel_size 8 -dpl 4", 4),
+        ("--data-parallel-size-local 1 -dp 2", None),
+        ("-dp 2 --data-parallel-rank 0", None),  # one engine per command
+        ("-dp 4 --nnodes 2", None),
+        ("-dp 4 --nnodes 2 -dpl 2", 2),
+        ("-dp 4 --nnodes 1", 4),
+        ("-dp many", None),
+        ("--seed 3 -dp", None),
+    ],
+)
 def test_engines_of_one_host_are_counted_for_the_store_they_share(rest: str, replicas: int | None) -> None:
     command = command_of("--offload-group-size", "4", "--offload-mode", "shm_cpu", *rest.split())
     expected = {"mode": "shm_cpu"} if replicas is None else {"mode": "shm_cpu", "replicas": replicas}

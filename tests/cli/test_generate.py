@@ -241,12 +241,15 @@ def test_a_text_longer_than_the_model_is_refused_first(model: Path) -> None:
 
 
 @pytest.mark.usefixtures("nothing_is_loaded")
-@pytest.mark.parametrize(("rope", "limit"), [
-    ({"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 2048}, 8192),
-    ({"rope_type": "yarn", "factor": 2.0, "original_max_position_embeddings": 2048}, LIMIT),
-    ({"rope_type": "dynamic", "factor": 2.0}, 2 * LIMIT),
-    ({"rope_type": "default"}, LIMIT),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    ("rope", "limit"),
+    [
+        ({"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 2048}, 8192),
+        ({"rope_type": "yarn", "factor": 2.0, "original_max_position_embeddings": 2048}, LIMIT),
+        ({"rope_type": "dynamic", "factor": 2.0}, 2 * LIMIT),
+        ({"rope_type": "default"}, LIMIT),
+    ],
+)
 def test_rope_scaling_makes_texts_longer(model: Path, tmp_path: Path, rope: dict[str, Any], limit: int) -> None:
     folder = Path(shutil.copytree(model, tmp_path / "long"))
     config = folder / "config.json"

@@ -427,12 +427,15 @@ def test_boundaries_leave_nothing_behind() -> None:
     assert [dict(vars(module)) for module in model.modules()] == before
 
 
-@pytest.mark.parametrize(("name", "written"), [
-    ("wait", ["token", "tensors", "inputs"]),
-    ("release", ["token", "tensors", "outputs"]),
-    ("begin", ["token"]),
-    ("join", ["token"]),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    ("name", "written"),
+    [
+        ("wait", ["token", "tensors", "inputs"]),
+        ("release", ["token", "tensors", "outputs"]),
+        ("begin", ["token"]),
+        ("join", ["token"]),
+    ],
+)
 def test_every_op_declares_as_written_what_orders_it(name: str, written: list[str]) -> None:
     """The token keeps all of them in the order of the program. The inductor of today keeps it anyway, so no result
     would show that an edge is missing; and the tag must not be written, since it is known by its address."""

@@ -435,12 +435,16 @@ class TestRefused:
             assert_same_bits(model(rows()), torch.ones(4, 3))
 
     @pytest.mark.parametrize("policy", [all_layers(2), UVA(params=["layers"])], ids=["prefetch", "uva"])
-    @pytest.mark.parametrize("how", [
-        copy.deepcopy,
-        pickle.dumps,
-        lambda model: torch.save(model, io.BytesIO()),
-        lambda model: copy.deepcopy(model.layers[1].linear),
-    ], ids=["deepcopy", "pickle", "torch.save", "part"])  # fmt: skip
+    @pytest.mark.parametrize(
+        "how",
+        [
+            copy.deepcopy,
+            pickle.dumps,
+            lambda model: torch.save(model, io.BytesIO()),
+            lambda model: copy.deepcopy(model.layers[1].linear),
+        ],
+        ids=["deepcopy", "pickle", "torch.save", "part"],
+    )
     def test_copies(self, policy: Prefetch | UVA, how: Callable[[nn.Module], Any]) -> None:
         model, x, expected = expecting(Stack(3))
         with headrace.offload(model, policy):

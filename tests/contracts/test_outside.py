@@ -213,15 +213,19 @@ class TestNoRoom:
             assert handle.plan == plan
             assert handle.stats().notes[0].startswith("copied for every use outside of their module's forward")
 
-    @pytest.mark.parametrize("read", [
-        lambda w: w.numpy(),
-        lambda w: w.data.numpy(),
-        lambda w: w.detach().numpy(force=True),
-        lambda w: np.asarray(w),
-        lambda w: w.tolist(),
-        lambda w: torch.from_dlpack(w),
-        lambda w: np.from_dlpack(w),
-    ], ids=["numpy", "data.numpy", "force", "asarray", "tolist", "from_dlpack", "numpy's from_dlpack"])  # fmt: skip
+    @pytest.mark.parametrize(
+        "read",
+        [
+            lambda w: w.numpy(),
+            lambda w: w.data.numpy(),
+            lambda w: w.detach().numpy(force=True),
+            lambda w: np.asarray(w),
+            lambda w: w.tolist(),
+            lambda w: torch.from_dlpack(w),
+            lambda w: np.from_dlpack(w),
+        ],
+        ids=["numpy", "data.numpy", "force", "asarray", "tolist", "from_dlpack", "numpy's from_dlpack"],
+    )
     @pytest.mark.parametrize("room", [True, False])
     def test_arrays_and_lists(self, read: Callable[[torch.Tensor], Any], room: bool) -> None:
         model = nn.Sequential(*(nn.Linear(DIM * 8, DIM * 8) for _ in range(6))).eval().requires_grad_(False)
@@ -333,15 +337,19 @@ class Writes(nn.Module):
 
 
 @pytest.mark.parametrize("inference", [False, True])
-@pytest.mark.parametrize("write", [
-    lambda lin: lin.weight.add_(1),
-    lambda lin: lin.weight.data.add_(1),
-    lambda lin: lin.weight.data[2:].copy_(torch.ones(())),
-    lambda lin: lin.weight.t().detach().mul_(2),
-    lambda lin: torch.mul(lin.weight, 2, out=lin.weight.data),
-    lambda lin: torch._foreach_add_([lin.weight.data, torch.ones(3)], 1),
-    lambda lin: nn.init.normal_(lin.weight),
-], ids=["add_", "data", "view", "t", "out", "foreach", "init"])  # fmt: skip
+@pytest.mark.parametrize(
+    "write",
+    [
+        lambda lin: lin.weight.add_(1),
+        lambda lin: lin.weight.data.add_(1),
+        lambda lin: lin.weight.data[2:].copy_(torch.ones(())),
+        lambda lin: lin.weight.t().detach().mul_(2),
+        lambda lin: torch.mul(lin.weight, 2, out=lin.weight.data),
+        lambda lin: torch._foreach_add_([lin.weight.data, torch.ones(3)], 1),
+        lambda lin: nn.init.normal_(lin.weight),
+    ],
+    ids=["add_", "data", "view", "t", "out", "foreach", "init"],
+)
 def test_writes_inside_a_forward_are_refused(write: Callable[[nn.Linear], Any], inference: bool) -> None:
     with torch.inference_mode(inference):
         model, x, expected = expecting(nn.Sequential(*(Writes(lambda lin: None) for _ in range(3))))
@@ -542,12 +550,16 @@ class TestOthers:
     @promoted
     @pytest.mark.parametrize("mechanism", ["prefetch", "uva"])
     @pytest.mark.parametrize("mode", ["cpu", "disk"])
-    @pytest.mark.parametrize("alias", [
-        lambda model: model.layers[0].linear.weight.detach(),
-        lambda model: model.layers[0].linear.weight.detach().numpy(),
-        lambda model: list(model.layers[0].linear.weight.data.chunk(2)),
-        lambda model: model.state_dict()["layers.0.linear.weight"],
-    ], ids=["detach", "numpy", "list of views", "state_dict"])  # fmt: skip
+    @pytest.mark.parametrize(
+        "alias",
+        [
+            lambda model: model.layers[0].linear.weight.detach(),
+            lambda model: model.layers[0].linear.weight.detach().numpy(),
+            lambda model: list(model.layers[0].linear.weight.data.chunk(2)),
+            lambda model: model.state_dict()["layers.0.linear.weight"],
+        ],
+        ids=["detach", "numpy", "list of views", "state_dict"],
+    )
     def test_an_alias_from_before_the_offload(self, alias: Any, mode: str, mechanism: str, tmp_path: Path) -> None:
         """What it writes counts, also where files replace the other weights."""
         model, x = Stack(4).eval(), rows()
@@ -614,12 +626,16 @@ class TestOthers:
         with headrace.offload(model, all_layers(1)), pytest.raises(RuntimeError, match="Cannot access data pointer"):
             model.layers[1].linear.weight.data_ptr()
 
-    @pytest.mark.parametrize("take", [
-        lambda w: copy.deepcopy(w.detach()),
-        lambda w: w.untyped_storage().clone(),
-        lambda w: bytes(w.untyped_storage()),
-        lambda w: w.untyped_storage().tolist(),
-    ], ids=["deepcopy", "clone", "bytes", "tolist"])  # fmt: skip
+    @pytest.mark.parametrize(
+        "take",
+        [
+            lambda w: copy.deepcopy(w.detach()),
+            lambda w: w.untyped_storage().clone(),
+            lambda w: bytes(w.untyped_storage()),
+            lambda w: w.untyped_storage().tolist(),
+        ],
+        ids=["deepcopy", "clone", "bytes", "tolist"],
+    )
     def test_a_storage_without_bytes_is_refused(self, take: Callable[[torch.Tensor], Any]) -> None:
         """Torch would copy its no bytes into new memory of the whole size."""
         model, x, expected = expecting(Stack(3))
@@ -634,12 +650,16 @@ class TestOthers:
 
 class TestTracers:
     @promoted
-    @pytest.mark.parametrize("trace", [
-        lambda model, x: torch.fx.experimental.proxy_tensor.make_fx(model)(x)(x),
-        lambda model, x: torch.func.linearize(model, x)[0],
-        lambda model, x: torch.func.vmap(model)(x),
-        lambda model, x: torch.fx.symbolic_trace(model)(x),
-    ], ids=["make_fx", "linearize", "vmap", "symbolic_trace"])  # fmt: skip
+    @pytest.mark.parametrize(
+        "trace",
+        [
+            lambda model, x: torch.fx.experimental.proxy_tensor.make_fx(model)(x)(x),
+            lambda model, x: torch.func.linearize(model, x)[0],
+            lambda model, x: torch.func.vmap(model)(x),
+            lambda model, x: torch.fx.symbolic_trace(model)(x),
+        ],
+        ids=["make_fx", "linearize", "vmap", "symbolic_trace"],
+    )
     def test_are_refused(self, trace: Callable[..., torch.Tensor]) -> None:
 
         model, x, expected = expecting(

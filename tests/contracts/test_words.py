@@ -71,14 +71,17 @@ def test_the_docs(page: Path) -> None:
     assert not found, "\n".join(found)
 
 
-@pytest.mark.parametrize("line", [
-    "the weights rest in files",
-    "bytes that have arrived",
-    "def settle_rules",
-    "a resting tensor",
-    "wake up",
-    "give x, say",
-])  # fmt: skip
+@pytest.mark.parametrize(
+    "line",
+    [
+        "the weights rest in files",
+        "bytes that have arrived",
+        "def settle_rules",
+        "a resting tensor",
+        "wake up",
+        "give x, say",
+    ],
+)
 def test_a_retired_word_is_found(line: str) -> None:
     assert any(pattern.search(line.replace("_", " ")) for pattern in WORDS.values())
 

@@ -335,19 +335,26 @@ def recompile(model: Any) -> Any:
 
 
 @WHEN
-@pytest.mark.parametrize("policy", [
-    lambda model: all_layers(1),
-    lambda model: all_layers(2),
-    lambda model: headrace.Rules([("ALL_MODEL_PARAMS", "prefetch")]),
-    lambda model: headrace.Rules([("re:.*linear.weight", "prefetch")]),
-    lambda model: headrace.UVA(params=["ALL_MODEL_PARAMS"]),
-], ids=["one slot", "two slots", "every module", "matrices", "in place"])  # fmt: skip
-@pytest.mark.parametrize(("make", "act"), [
-    (of_own_classes, exchange_classes),
-    (of_own_classes, patch_class),
-    (of_own_classes, patch_root),
-    (as_graph, recompile),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    "policy",
+    [
+        lambda model: all_layers(1),
+        lambda model: all_layers(2),
+        lambda model: headrace.Rules([("ALL_MODEL_PARAMS", "prefetch")]),
+        lambda model: headrace.Rules([("re:.*linear.weight", "prefetch")]),
+        lambda model: headrace.UVA(params=["ALL_MODEL_PARAMS"]),
+    ],
+    ids=["one slot", "two slots", "every module", "matrices", "in place"],
+)
+@pytest.mark.parametrize(
+    ("make", "act"),
+    [
+        (of_own_classes, exchange_classes),
+        (of_own_classes, patch_class),
+        (of_own_classes, patch_root),
+        (as_graph, recompile),
+    ],
+)
 def test_forwards_of_classes(make: Callable[[], nn.Module], act: Action, policy: Action, warm: bool) -> None:
     assert equal_or_refused(make, act, policy, rows(), warm) == "equal"
 
@@ -375,14 +382,18 @@ NO_CUDA = (AssertionError, RuntimeError)
 
 
 @POLICIES
-@pytest.mark.parametrize(("cast", "error"), [
-    (lambda m: m.half(), ModelChangedError),
-    (lambda m: m.bfloat16(), ModelChangedError),
-    (lambda m: m.double(), ModelChangedError),
-    (lambda m: m.to(torch.float64), ModelChangedError),
-    (lambda m: m.to("meta"), ModelChangedError),
-    (lambda m: m.cuda(), ModelChangedError if torch.cuda.is_available() else (ModelChangedError, *NO_CUDA)),
-], ids=["half", "bfloat16", "double", "to", "meta", "cuda"])  # fmt: skip
+@pytest.mark.parametrize(
+    ("cast", "error"),
+    [
+        (lambda m: m.half(), ModelChangedError),
+        (lambda m: m.bfloat16(), ModelChangedError),
+        (lambda m: m.double(), ModelChangedError),
+        (lambda m: m.to(torch.float64), ModelChangedError),
+        (lambda m: m.to("meta"), ModelChangedError),
+        (lambda m: m.cuda(), ModelChangedError if torch.cuda.is_available() else (ModelChangedError, *NO_CUDA)),
+    ],
+    ids=["half", "bfloat16", "double", "to", "meta", "cuda"],
+)
 def test_casts_and_moves_are_refused_at_once(cast: Action, error: Any, policy: Action) -> None:
     for part in (lambda m: m, lambda m: m.layers, lambda m: m.layers[2].linear):
         model, untouched = plain(), plain()
@@ -593,13 +604,17 @@ def test_peft_on_an_adapted_model(act: Action, policy: Action, warm: bool) -> No
 
 
 @IN_LAYERS
-@pytest.mark.parametrize("options", [
-    {},
-    {"use_dora": True},
-    {"init_lora_weights": "pissa"},
-    {"init_lora_weights": "olora"},
-    {"init_lora_weights": "orthogonal"},
-], ids=["LoRA", "DoRA", "PiSSA", "OLoRA", "orthogonal"])  # fmt: skip
+@pytest.mark.parametrize(
+    "options",
+    [
+        {},
+        {"use_dora": True},
+        {"init_lora_weights": "pissa"},
+        {"init_lora_weights": "olora"},
+        {"init_lora_weights": "orthogonal"},
+    ],
+    ids=["LoRA", "DoRA", "PiSSA", "OLoRA", "orthogonal"],
+)
 @pytest.mark.parametrize(
     "then", [lambda m: m, merge_adapter, lambda m: m.merge_and_unload()], ids=["add", "merge", "unload"]
 )

@@ -432,14 +432,18 @@ def test_what_host_memory_has_no_room_for_stays_in_files(tmp_path: Path) -> None
 # -- refused -------------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize(("call", "message"), [
-    (lambda pipe: pipe.to("cpu"), r"to\(\) would move components"),
-    (lambda pipe: pipe.enable_model_cpu_offload(), r"enable_model_cpu_offload\(\) would move"),
-    (lambda pipe: pipe.enable_sequential_cpu_offload(), r"enable_sequential_cpu_offload\(\) would move"),
-    (lambda pipe: pipe.enable_group_offload(torch.device("cpu")), r"enable_group_offload\(\) would move"),
-    (lambda pipe: load(pipe, "9MiB"), "is offloaded already"),
-    (lambda pipe: headrace.offload(pipe.unet, "9MiB"), "is offloaded already"),
-], ids=["to", "model offload", "sequential offload", "group offload", "twice", "a part"])  # fmt: skip
+@pytest.mark.parametrize(
+    ("call", "message"),
+    [
+        (lambda pipe: pipe.to("cpu"), r"to\(\) would move components"),
+        (lambda pipe: pipe.enable_model_cpu_offload(), r"enable_model_cpu_offload\(\) would move"),
+        (lambda pipe: pipe.enable_sequential_cpu_offload(), r"enable_sequential_cpu_offload\(\) would move"),
+        (lambda pipe: pipe.enable_group_offload(torch.device("cpu")), r"enable_group_offload\(\) would move"),
+        (lambda pipe: load(pipe, "9MiB"), "is offloaded already"),
+        (lambda pipe: headrace.offload(pipe.unet, "9MiB"), "is offloaded already"),
+    ],
+    ids=["to", "model offload", "sequential offload", "group offload", "twice", "a part"],
+)
 def test_what_else_would_move_it(call: Callable[[Any], Any], message: str) -> None:
     pipe = pipelines.build("stable diffusion")
     expected = pipelines.call(pipe)

@@ -185,15 +185,18 @@ TOWER = {"visual.0.weight", "visual.1.weight"}
 
 
 @pytest.mark.parametrize("kind", [EngineOffloader, NoCopyOffloader])
-@pytest.mark.parametrize(("policy", "in_place"), [
-    (Prefetch(4, 1, 1), set()),
-    (Prefetch(4, 1, 1, ["visual", "mlp"]), TOWER),
-    (Prefetch(4, 1, 1, ["@mlp"]), TOWER),
-    (UVA(2**40, ["visual"]), TOWER),
-    (UVA(150_000), {"visual.0.weight"}),  # counted in the order of the model, as vLLM does
-    (Budget(SOME), set()),
-    (Budget(SOME, rules=[("visual", "uva")]), TOWER),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    ("policy", "in_place"),
+    [
+        (Prefetch(4, 1, 1), set()),
+        (Prefetch(4, 1, 1, ["visual", "mlp"]), TOWER),
+        (Prefetch(4, 1, 1, ["@mlp"]), TOWER),
+        (UVA(2**40, ["visual"]), TOWER),
+        (UVA(150_000), {"visual.0.weight"}),  # counted in the order of the model, as vLLM does
+        (Budget(SOME), set()),
+        (Budget(SOME, rules=[("visual", "uva")]), TOWER),
+    ],
+)
 def test_a_tower_that_is_handed_over(policy: EnginePolicy, in_place: set[str], kind: type[EngineOffloader]) -> None:
     plain = resident()
     model, offloader = build(policy, kind, hands_over=True)

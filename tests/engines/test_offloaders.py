@@ -242,14 +242,18 @@ class TestNoop:
 
 
 class TestCreate:
-    @pytest.mark.parametrize(("config", "kind"), [
-        (OffloadConfig(), NoopOffloader),
-        (OffloadConfig(prefetch=Prefetch(4, 1, 2)), PrefetchOffloader),
-        (OffloadConfig(uva=UVA("1GiB")), UVAOffloader),
-        (OffloadConfig("none", Prefetch(), UVA("1GiB")), NoopOffloader),
-        (OffloadConfig("prefetch", Prefetch(), UVA("1GiB")), PrefetchOffloader),
-        (OffloadConfig("uva", Prefetch(), UVA("1GiB")), UVAOffloader),
-    ], ids=str)  # fmt: skip
+    @pytest.mark.parametrize(
+        ("config", "kind"),
+        [
+            (OffloadConfig(), NoopOffloader),
+            (OffloadConfig(prefetch=Prefetch(4, 1, 2)), PrefetchOffloader),
+            (OffloadConfig(uva=UVA("1GiB")), UVAOffloader),
+            (OffloadConfig("none", Prefetch(), UVA("1GiB")), NoopOffloader),
+            (OffloadConfig("prefetch", Prefetch(), UVA("1GiB")), PrefetchOffloader),
+            (OffloadConfig("uva", Prefetch(), UVA("1GiB")), UVAOffloader),
+        ],
+        ids=str,
+    )
     def test_auto_and_named(self, config: OffloadConfig, kind: type) -> None:
         assert type(headrace.create_offloader(config)) is kind
 

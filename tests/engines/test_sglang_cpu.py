@@ -121,10 +121,13 @@ def test_saved_weights_are_the_true_ones(engine: Engine, folder: Path) -> None:
     assert all(weight.equal(saved[1][name]) for name, weight in saved[0].items())
 
 
-@pytest.mark.parametrize(("case", "message"), [
-    ("invalid", "HEADRACE_SGLANG.device_memroy is unknown: expected one of device_memory"),
-    ("lora", "--enable-lora replaces linear modules after their weights have left the device"),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    ("case", "message"),
+    [
+        ("invalid", "HEADRACE_SGLANG.device_memroy is unknown: expected one of device_memory"),
+        ("lora", "--enable-lora replaces linear modules after their weights have left the device"),
+    ],
+)
 def test_refusals_end_the_server_before_the_model_loads(folder: Path, case: str, message: str) -> None:
     done = run(folder, case)
     assert done.returncode != 0

@@ -72,14 +72,18 @@ def test_the_stand_in_has_what_a_real_one_has_to_have(start: Callable[..., Any])
 # -- what it moves -----------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize(("asked", "fields"), [
-    ("1", GROUP),
-    ("1", {"offload_group_size": 3, "offload_num_in_group": 2, "offload_prefetch_step": 2}),
-    ('{"params": ["mlp"], "measure_stalls": true}', {"offload_group_size": 2}),
-    ("1", {"cpu_offload_gb": 1}),
-    (BUDGET, {}),
-    ('{"device_memory": "5MB", "batch": [1, 16], "params": ["mlp"], "rules": ["down_proj=prefetch"]}', {}),
-], ids=["group", "two of three", "named", "limited", "budget", "budget, narrowed"])  # fmt: skip
+@pytest.mark.parametrize(
+    ("asked", "fields"),
+    [
+        ("1", GROUP),
+        ("1", {"offload_group_size": 3, "offload_num_in_group": 2, "offload_prefetch_step": 2}),
+        ('{"params": ["mlp"], "measure_stalls": true}', {"offload_group_size": 2}),
+        ("1", {"cpu_offload_gb": 1}),
+        (BUDGET, {}),
+        ('{"device_memory": "5MB", "batch": [1, 16], "params": ["mlp"], "rules": ["down_proj=prefetch"]}', {}),
+    ],
+    ids=["group", "two of three", "named", "limited", "budget", "budget, narrowed"],
+)
 def test_outputs_are_the_same_and_bytes_move(start: Callable[..., Any], asked: str, fields: dict[str, Any]) -> None:
     plain = outputs(start(None))
     runner = start(asked, **fields)
@@ -200,11 +204,14 @@ def test_nothing_to_do_is_said(start: Callable[..., Any], caplog: pytest.LogCapt
 # -- in force, or the server ends --------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize(("asked", "message"), [
-    ("yes", "expected 1 or a JSON object"),
-    ('{"device_memroy": "2MB"}', r"HEADRACE_SGLANG.device_memroy is unknown: .* did you mean 'device_memory'"),
-    ("[1]", "HEADRACE_SGLANG: expected an object, found list"),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    ("asked", "message"),
+    [
+        ("yes", "expected 1 or a JSON object"),
+        ('{"device_memroy": "2MB"}', r"HEADRACE_SGLANG.device_memroy is unknown: .* did you mean 'device_memory'"),
+        ("[1]", "HEADRACE_SGLANG: expected an object, found list"),
+    ],
+)
 def test_an_invalid_variable_ends_the_process(start: Callable[..., Any], asked: str, message: str) -> None:
     with pytest.raises(SystemExit, match=message):
         start(asked, **GROUP)
@@ -264,25 +271,29 @@ def test_a_layer_that_does_not_run_ends_the_server(start: Callable[..., Any]) ->
 # -- refused before the model loads ------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize(("fields", "message"), [
-    ({"offload_mode": "meta"}, "--offload-mode meta stores no weights"),
-    ({"offload_mode": "sharded_gpu"}, "--offload-mode sharded_gpu .* shm_cpu keeps one copy"),
-    ({"offload_mode": "shm_cpu"}, "this is the only one: add --dp-size N"),
-    ({"offload_mode": "shm_cpu", "tp_size": 2, "dp_size": 2}, "expected --tp-size 1, found 2"),
-    ({"cpu_offload_gb": 1}, "--offload-group-size and --cpu-offload-gb contradict|contradict each other"),
-    ({"enable_eplb": True}, "--enable-eplb moves experts"),
-    ({"enable_two_batch_overlap": True}, "--enable-two-batch-overlap runs parts of a batch"),
-    ({"enable_pdmux": True}, "--enable-pdmux runs parts"),
-    ({"speculative_algorithm": "EAGLE"}, "--speculative-algorithm EAGLE runs a draft model"),
-    ({"enable_lora": True}, "--enable-lora replaces linear modules"),
-    ({"enable_memory_saver": True}, "--enable-memory-saver frees and restores weights"),
-    ({"startup_weight_load_mode": "overlap"}, "--startup-weight-load-mode overlap writes weights"),
-    ({"enable_torch_compile": True}, "--enable-torch-compile compiles"),
-    (
-        {"cuda_graph_config": sglang.SimpleNamespace(prefill=sglang.SimpleNamespace(backend="tc_piecewise"))},
-        "--cuda-graph-backend-prefill tc_piecewise",
-    ),
-], ids=lambda value: next(iter(value)) if isinstance(value, dict) else "")  # fmt: skip
+@pytest.mark.parametrize(
+    ("fields", "message"),
+    [
+        ({"offload_mode": "meta"}, "--offload-mode meta stores no weights"),
+        ({"offload_mode": "sharded_gpu"}, "--offload-mode sharded_gpu .* shm_cpu keeps one copy"),
+        ({"offload_mode": "shm_cpu"}, "this is the only one: add --dp-size N"),
+        ({"offload_mode": "shm_cpu", "tp_size": 2, "dp_size": 2}, "expected --tp-size 1, found 2"),
+        ({"cpu_offload_gb": 1}, "--offload-group-size and --cpu-offload-gb contradict|contradict each other"),
+        ({"enable_eplb": True}, "--enable-eplb moves experts"),
+        ({"enable_two_batch_overlap": True}, "--enable-two-batch-overlap runs parts of a batch"),
+        ({"enable_pdmux": True}, "--enable-pdmux runs parts"),
+        ({"speculative_algorithm": "EAGLE"}, "--speculative-algorithm EAGLE runs a draft model"),
+        ({"enable_lora": True}, "--enable-lora replaces linear modules"),
+        ({"enable_memory_saver": True}, "--enable-memory-saver frees and restores weights"),
+        ({"startup_weight_load_mode": "overlap"}, "--startup-weight-load-mode overlap writes weights"),
+        ({"enable_torch_compile": True}, "--enable-torch-compile compiles"),
+        (
+            {"cuda_graph_config": sglang.SimpleNamespace(prefill=sglang.SimpleNamespace(backend="tc_piecewise"))},
+            "--cuda-graph-backend-prefill tc_piecewise",
+        ),
+    ],
+    ids=lambda value: next(iter(value)) if isinstance(value, dict) else "",
+)
 def test_what_headrace_cannot_run_with_is_refused(
     start: Callable[..., Any], fields: dict[str, Any], message: str
 ) -> None:
@@ -291,13 +302,16 @@ def test_what_headrace_cannot_run_with_is_refused(
     assert "load_model" not in sglang.state.log
 
 
-@pytest.mark.parametrize(("asked", "fields", "message"), [
-    (BUDGET, GROUP, r"HEADRACE_SGLANG.device_memory and --offload-group-size contradict each other"),
-    ('{"batch": [1]}', {}, r"HEADRACE_SGLANG.batch has no effect without HEADRACE_SGLANG.device_memory|batch has"),
-    ('{"batch": [0], "device_memory": "2MB"}', {}, "expected at least 1"),
-    ('{"rules": ["mlp=uva"]}', GROUP, "contradict|has no effect"),
-    ("1", {"offload_num_in_group": 2}, "--offload-num-in-group has no effect without --offload-group-size"),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    ("asked", "fields", "message"),
+    [
+        (BUDGET, GROUP, r"HEADRACE_SGLANG.device_memory and --offload-group-size contradict each other"),
+        ('{"batch": [1]}', {}, r"HEADRACE_SGLANG.batch has no effect without HEADRACE_SGLANG.device_memory|batch has"),
+        ('{"batch": [0], "device_memory": "2MB"}', {}, "expected at least 1"),
+        ('{"rules": ["mlp=uva"]}', GROUP, "contradict|has no effect"),
+        ("1", {"offload_num_in_group": 2}, "--offload-num-in-group has no effect without --offload-group-size"),
+    ],
+)
 def test_contradictions_are_refused(
     start: Callable[..., Any], asked: str, fields: dict[str, Any], message: str
 ) -> None:

@@ -476,17 +476,20 @@ class TestStretches:
         return Checkpoint.open(tmp_path)
 
     @pytest.mark.parametrize("dim", [0, 1, 2, -1])
-    @pytest.mark.parametrize("operation", [
-        lambda a, b, dim: torch.cat([a, b], dim=dim),
-        lambda a, b, dim: torch.stack([b, a], dim=dim),
-        lambda a, b, dim: torch.cat([b, a, b], dim),
-        lambda a, b, dim: torch.chunk(a, 2, dim=dim)[-1].contiguous(),
-        lambda a, b, dim: torch.split(torch.stack([a, b, a], dim=dim), [1, 2], dim=dim)[1],
-        lambda a, b, dim: torch.cat([*torch.chunk(b, 2, dim=dim), a], dim=dim),
-        lambda a, b, dim: torch.chunk(b, b.size(dim), dim=dim)[1].squeeze(dim),
-        lambda a, b, dim: torch.chunk(b.reshape(2, 2, -1, a.ndim).contiguous(), 2, dim=dim)[0],
-        lambda a, b, dim: torch.cat([a.view((a.numel() // 4, 2, 2)), b.reshape([6, 2, 2])], dim=dim),
-    ])  # fmt: skip
+    @pytest.mark.parametrize(
+        "operation",
+        [
+            lambda a, b, dim: torch.cat([a, b], dim=dim),
+            lambda a, b, dim: torch.stack([b, a], dim=dim),
+            lambda a, b, dim: torch.cat([b, a, b], dim),
+            lambda a, b, dim: torch.chunk(a, 2, dim=dim)[-1].contiguous(),
+            lambda a, b, dim: torch.split(torch.stack([a, b, a], dim=dim), [1, 2], dim=dim)[1],
+            lambda a, b, dim: torch.cat([*torch.chunk(b, 2, dim=dim), a], dim=dim),
+            lambda a, b, dim: torch.chunk(b, b.size(dim), dim=dim)[1].squeeze(dim),
+            lambda a, b, dim: torch.chunk(b.reshape(2, 2, -1, a.ndim).contiguous(), 2, dim=dim)[0],
+            lambda a, b, dim: torch.cat([a.view((a.numel() // 4, 2, 2)), b.reshape([6, 2, 2])], dim=dim),
+        ],
+    )
     def test_like_tensors(self, operation: Callable[..., Any], dim: int, checkpoint: Checkpoint) -> None:
         found = operation(FileSpans.of(checkpoint["a"]), FileSpans.of(checkpoint["b"]), dim)
         expected = operation(self.FILES["a"], self.FILES["b"], dim)
@@ -592,15 +595,18 @@ class TestErrors:
         with pytest.raises(CheckpointError, match=r"config\.json: expected a JSON object, found"):
             load(tmp_path, "1GiB")
 
-    @pytest.mark.parametrize(("changes", "message"), [
-        ({"model_type": "qwen33"}, r"knows, found 'qwen33' \(the nearest it knows: .*qwen3"),
-        ({"model_type": None}, "knows, found None"),
-        ({"model_type": "mine", "auto_map": {"AutoModel": "code.Mine"}}, "code of its own .* does not run"),
-        ({"architectures": ["Qwen3ForNothing"]}, "expected an architecture .* found 'Qwen3ForNothing'"),
-        ({"quantization_config": {"quant_method": "mine"}}, "quant_method that transformers knows .*found 'mine'"),
-        ({"hidden_size": "big"}, "makes no qwen3 configuration of it"),
-        ({"vocab_size": -5}, "cannot be built from its config.json"),
-    ])  # fmt: skip
+    @pytest.mark.parametrize(
+        ("changes", "message"),
+        [
+            ({"model_type": "qwen33"}, r"knows, found 'qwen33' \(the nearest it knows: .*qwen3"),
+            ({"model_type": None}, "knows, found None"),
+            ({"model_type": "mine", "auto_map": {"AutoModel": "code.Mine"}}, "code of its own .* does not run"),
+            ({"architectures": ["Qwen3ForNothing"]}, "expected an architecture .* found 'Qwen3ForNothing'"),
+            ({"quantization_config": {"quant_method": "mine"}}, "quant_method that transformers knows .*found 'mine'"),
+            ({"hidden_size": "big"}, "makes no qwen3 configuration of it"),
+            ({"vocab_size": -5}, "cannot be built from its config.json"),
+        ],
+    )
     def test_config_of_another_world(
         self, changes: dict[str, Any], message: str, copied: Callable[[str], Path]
     ) -> None:

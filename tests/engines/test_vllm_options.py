@@ -33,30 +33,36 @@ GROUP = {"offload_group_size": 4}
 GIB = 2**30
 
 
-@pytest.mark.parametrize(("flags", "policy"), [
-    ({}, None),
-    (GROUP, Prefetch(4, 1, 1)),
-    ({"backend": "prefetch", **GROUP}, Prefetch(4, 1, 1)),
-    (
-        {**GROUP, "offload_num_in_group": 2, "offload_prefetch_step": 3, "offload_params": {"w2", "w13"}},
-        Prefetch(4, 2, 3, ["w13", "w2"]),
-    ),
-    ({"cpu_offload_gb": 1.5}, UVA(3 * GIB // 2)),
-    ({"backend": "uva", "cpu_offload_gb": 10, "cpu_offload_params": {"experts"}}, UVA(10 * GIB, ["experts"])),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    ("flags", "policy"),
+    [
+        ({}, None),
+        (GROUP, Prefetch(4, 1, 1)),
+        ({"backend": "prefetch", **GROUP}, Prefetch(4, 1, 1)),
+        (
+            {**GROUP, "offload_num_in_group": 2, "offload_prefetch_step": 3, "offload_params": {"w2", "w13"}},
+            Prefetch(4, 2, 3, ["w13", "w2"]),
+        ),
+        ({"cpu_offload_gb": 1.5}, UVA(3 * GIB // 2)),
+        ({"backend": "uva", "cpu_offload_gb": 10, "cpu_offload_params": {"experts"}}, UVA(10 * GIB, ["experts"])),
+    ],
+)
 def test_flags_of_vllm_become_a_policy(flags: dict[str, Any], policy: object) -> None:
     assert read(flags) == EngineOptions(policy)  # type: ignore[arg-type]
 
 
-@pytest.mark.parametrize(("own", "budget"), [
-    ({"device_memory": "20GiB"}, Budget("20GiB", mode="cpu")),
-    ({"device_memory": 4096, "batch": 16}, Budget(4096, mode="cpu", workload=Workload([16]))),
-    ({"device_memory": 4096, "batch": "1,16"}, Budget(4096, mode="cpu", workload=Workload([1, 16]))),
-    (
-        {"device_memory": "1GiB", "batch": [1, 16], "params": ["mlp"], "rules": ["a=b=uva", "c=resident"]},
-        Budget("1GiB", ["mlp"], "cpu", [("a=b", "uva"), ("c", "resident")], Workload([1, 16])),
-    ),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    ("own", "budget"),
+    [
+        ({"device_memory": "20GiB"}, Budget("20GiB", mode="cpu")),
+        ({"device_memory": 4096, "batch": 16}, Budget(4096, mode="cpu", workload=Workload([16]))),
+        ({"device_memory": 4096, "batch": "1,16"}, Budget(4096, mode="cpu", workload=Workload([1, 16]))),
+        (
+            {"device_memory": "1GiB", "batch": [1, 16], "params": ["mlp"], "rules": ["a=b=uva", "c=resident"]},
+            Budget("1GiB", ["mlp"], "cpu", [("a=b", "uva"), ("c", "resident")], Workload([1, 16])),
+        ),
+    ],
+)
 def test_a_budget(own: dict[str, Any], budget: Budget) -> None:
     assert read(own=own) == EngineOptions(budget)
 
@@ -84,42 +90,48 @@ def test_what_is_not_for_headrace_is_left_alone(additional: Any) -> None:
     assert read_options(offload_config(), additional) == EngineOptions(None)
 
 
-@pytest.mark.parametrize(("flags", "message"), [
-    (
-        {**GROUP, "cpu_offload_gb": 1.5},
-        "--offload-group-size and --cpu-offload-gb contradict each other: each says what is offloaded; leave one "
-        "of the two out",
-    ),
-    # A backend does not settle it: vLLM would ignore the other flags with a warning.
-    ({"backend": "uva", **GROUP, "cpu_offload_gb": 1.0}, "--offload-group-size and --cpu-offload-gb contradict"),
-    ({"backend": "prefetch"}, "--offload-backend prefetch needs --offload-group-size, which is not set"),
-    ({"backend": "uva", **GROUP}, "--offload-backend uva needs --cpu-offload-gb, which is not set"),
-    ({"offload_group_size": 2, "offload_num_in_group": 3}, "num_in_group = 3 is larger than group_size = 2"),
-    ({**GROUP, "offload_prefetch_step": 0}, "--offload-prefetch-step = 0: expected at least 1"),
-    (
-        {"offload_params": {"mlp"}},
-        "--offload-params has no effect without headrace.device_memory or --offload-group-size inside vLLM: add "
-        "one of them, or leave --offload-params out",
-    ),
-    ({"offload_num_in_group": 2}, "--offload-num-in-group has no effect without --offload-group-size"),
-    ({"offload_prefetch_step": 2}, "--offload-prefetch-step has no effect without --offload-group-size"),
-    ({"cpu_offload_params": {"mlp"}}, "--cpu-offload-params has no effect without --cpu-offload-gb"),
-    ({**GROUP, "cpu_offload_params": {"mlp"}}, "--offload-group-size and --cpu-offload-params contradict"),
-    *(
-        ({"cpu_offload_gb": wrong}, f"--cpu-offload-gb {wrong:g}: expected a number of GiB, at least one byte")
-        for wrong in (float("inf"), float("nan"), 1e-10, -1.0)
-    ),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    ("flags", "message"),
+    [
+        (
+            {**GROUP, "cpu_offload_gb": 1.5},
+            "--offload-group-size and --cpu-offload-gb contradict each other: each says what is offloaded; leave one "
+            "of the two out",
+        ),
+        # A backend does not settle it: vLLM would ignore the other flags with a warning.
+        ({"backend": "uva", **GROUP, "cpu_offload_gb": 1.0}, "--offload-group-size and --cpu-offload-gb contradict"),
+        ({"backend": "prefetch"}, "--offload-backend prefetch needs --offload-group-size, which is not set"),
+        ({"backend": "uva", **GROUP}, "--offload-backend uva needs --cpu-offload-gb, which is not set"),
+        ({"offload_group_size": 2, "offload_num_in_group": 3}, "num_in_group = 3 is larger than group_size = 2"),
+        ({**GROUP, "offload_prefetch_step": 0}, "--offload-prefetch-step = 0: expected at least 1"),
+        (
+            {"offload_params": {"mlp"}},
+            "--offload-params has no effect without headrace.device_memory or --offload-group-size inside vLLM: add "
+            "one of them, or leave --offload-params out",
+        ),
+        ({"offload_num_in_group": 2}, "--offload-num-in-group has no effect without --offload-group-size"),
+        ({"offload_prefetch_step": 2}, "--offload-prefetch-step has no effect without --offload-group-size"),
+        ({"cpu_offload_params": {"mlp"}}, "--cpu-offload-params has no effect without --cpu-offload-gb"),
+        ({**GROUP, "cpu_offload_params": {"mlp"}}, "--offload-group-size and --cpu-offload-params contradict"),
+        *(
+            ({"cpu_offload_gb": wrong}, f"--cpu-offload-gb {wrong:g}: expected a number of GiB, at least one byte")
+            for wrong in (float("inf"), float("nan"), 1e-10, -1.0)
+        ),
+    ],
+)
 def test_flags_that_contradict_or_have_no_effect(flags: dict[str, Any], message: str) -> None:
     with pytest.raises(OptionError) as caught:
         read(flags)
     assert message in str(caught.value)
 
 
-@pytest.mark.parametrize(("flags", "message"), [
-    (GROUP, "headrace.device_memory and --offload-group-size contradict each other"),
-    ({"cpu_offload_gb": 2.0}, "leave one of the two out"),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    ("flags", "message"),
+    [
+        (GROUP, "headrace.device_memory and --offload-group-size contradict each other"),
+        ({"cpu_offload_gb": 2.0}, "leave one of the two out"),
+    ],
+)
 def test_a_budget_and_flags_contradict_each_other(flags: dict[str, Any], message: str) -> None:
     with pytest.raises(OptionError) as caught:
         read(flags, {"device_memory": "1GiB"})
@@ -202,16 +214,19 @@ def test_versions_that_will_do(version: str) -> None:
 
 
 @pytest.mark.usefixtures("_as_expected")
-@pytest.mark.parametrize(("version", "what"), [
-    ("0.20.1", "vLLM 0.20.1 is too old"),
-    ("0.9.2", "vLLM 0.9.2 is too old"),
-    ("0.20", "vLLM 0.20 is too old"),
-    ("0.34.0", "vLLM 0.34.0 is newer than the tested ones"),
-    ("0.34.0.dev1+gabc", "vLLM 0.34.0.dev1+gabc is newer than the tested ones"),
-    ("1.0.0", "vLLM 1.0.0 is newer than the tested ones"),
-    ("dev", "vLLM calls itself 'dev', which is no version number"),
-    ("", "vLLM calls itself '', which is no version number"),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    ("version", "what"),
+    [
+        ("0.20.1", "vLLM 0.20.1 is too old"),
+        ("0.9.2", "vLLM 0.9.2 is too old"),
+        ("0.20", "vLLM 0.20 is too old"),
+        ("0.34.0", "vLLM 0.34.0 is newer than the tested ones"),
+        ("0.34.0.dev1+gabc", "vLLM 0.34.0.dev1+gabc is newer than the tested ones"),
+        ("1.0.0", "vLLM 1.0.0 is newer than the tested ones"),
+        ("dev", "vLLM calls itself 'dev', which is no version number"),
+        ("", "vLLM calls itself '', which is no version number"),
+    ],
+)
 def test_versions_that_will_not(version: str, what: str) -> None:
     with pytest.raises(OptionError) as caught:
         require_supported(version)
@@ -224,22 +239,25 @@ def test_versions_that_will_not(version: str, what: str) -> None:
 # -- what vLLM has to have; json stands in for a module of it ---------------------------------------------------------
 
 
-@pytest.mark.parametrize(("name", "difference"), [
-    (Name("json", "loads", ("s",), mentions=("_default_decoder",)), ""),
-    (Name("json.decoder", "JSONDecoder.decode", ("self", "s")), ""),
-    (Name("json.gone", "loads"), "json.gone.loads is missing (No module named 'json.gone')"),
-    (Name("json", "JSONDecoder.gone"), "json.JSONDecoder.gone is missing"),
-    (Name("json", "loads", ("text",)), "json.loads takes (s, cls, object_hook"),
-    (Name("json", "loads", mentions=("gone",)), "json.loads no longer uses gone"),
-    (Name("json", "load", mentions=("read",)), ""),
-    (Name("json", "detect_encoding", mentions=("utf-32",)), ""),
-    (Name("json", "detect_encoding", mentions=("utf-64",)), "json.detect_encoding no longer uses utf-64"),
-    (Name("json", "gone", since=(0, 27)), ""),
-    (Name("json", "gone", since=(0, 26)), "json.gone is missing"),
-    (Name("json", "JSONDecoder", fields=("gone",)), "json.JSONDecoder has no field gone"),
-    (Name("headrace.config", "Budget", fields=("device_memory", "workload")), ""),
-    (Name("headrace.config", "Budget", fields=("rules", "gone")), "headrace.config.Budget has no field gone"),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    ("name", "difference"),
+    [
+        (Name("json", "loads", ("s",), mentions=("_default_decoder",)), ""),
+        (Name("json.decoder", "JSONDecoder.decode", ("self", "s")), ""),
+        (Name("json.gone", "loads"), "json.gone.loads is missing (No module named 'json.gone')"),
+        (Name("json", "JSONDecoder.gone"), "json.JSONDecoder.gone is missing"),
+        (Name("json", "loads", ("text",)), "json.loads takes (s, cls, object_hook"),
+        (Name("json", "loads", mentions=("gone",)), "json.loads no longer uses gone"),
+        (Name("json", "load", mentions=("read",)), ""),
+        (Name("json", "detect_encoding", mentions=("utf-32",)), ""),
+        (Name("json", "detect_encoding", mentions=("utf-64",)), "json.detect_encoding no longer uses utf-64"),
+        (Name("json", "gone", since=(0, 27)), ""),
+        (Name("json", "gone", since=(0, 26)), "json.gone is missing"),
+        (Name("json", "JSONDecoder", fields=("gone",)), "json.JSONDecoder has no field gone"),
+        (Name("headrace.config", "Budget", fields=("device_memory", "workload")), ""),
+        (Name("headrace.config", "Budget", fields=("rules", "gone")), "headrace.config.Budget has no field gone"),
+    ],
+)
 def test_differences_are_named(name: Name, difference: str) -> None:
     found = differences((name,), "0.26.0")
     if difference:
@@ -249,12 +267,15 @@ def test_differences_are_named(name: Name, difference: str) -> None:
         assert found == []
 
 
-@pytest.mark.parametrize(("target", "calls", "difference"), [
-    ("json.loads", ("gone",), "json.loads no longer uses gone"),
-    ("json.gone", (), "json.gone is missing"),
-    ("json.gone.loads", (), "json.gone.loads is missing"),
-    ("json.JSONDecoder", ("decode",), "json.JSONDecoder no longer uses decode"),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    ("target", "calls", "difference"),
+    [
+        ("json.loads", ("gone",), "json.loads no longer uses gone"),
+        ("json.gone", (), "json.gone is missing"),
+        ("json.gone.loads", (), "json.gone.loads is missing"),
+        ("json.JSONDecoder", ("decode",), "json.JSONDecoder no longer uses decode"),
+    ],
+)
 def test_a_vllm_of_the_right_version_without_a_hook_is_refused(
     monkeypatch: pytest.MonkeyPatch, target: str, calls: tuple[str, ...], difference: str
 ) -> None:

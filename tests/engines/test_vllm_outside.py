@@ -61,14 +61,17 @@ def test_a_budget_reads_a_tower_in_place(params: list[str], second: bool) -> Non
     require_same_outputs(worker, resident())
 
 
-@pytest.mark.parametrize(("rules", "stays", "in_place"), [
-    (["visual=resident"], TOWER, set()),
-    (["visual=uva"], set(), TOWER),
-    (["lm_head=resident"], {"lm_head.weight"}, set()),
-    (["lm_head=uva"], set(), {"lm_head.weight"}),
-    (["@lm_head=resident"], {"lm_head.weight"}, set()),
-    (["visual=resident", "ALL_MODEL_PARAMS=uva"], TOWER, {"lm_head.weight"}),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    ("rules", "stays", "in_place"),
+    [
+        (["visual=resident"], TOWER, set()),
+        (["visual=uva"], set(), TOWER),
+        (["lm_head=resident"], {"lm_head.weight"}, set()),
+        (["lm_head=uva"], set(), {"lm_head.weight"}),
+        (["@lm_head=resident"], {"lm_head.weight"}, set()),
+        (["visual=resident", "ALL_MODEL_PARAMS=uva"], TOWER, {"lm_head.weight"}),
+    ],
+)
 def test_rules_for_what_is_outside(rules: list[str], stays: set[str], in_place: set[str]) -> None:
     worker = loaded(own={"device_memory": "4MiB", "params": ["ALL_MODEL_PARAMS"], "rules": rules})
     uva = set(worker.headrace_stats()["uva_names"])

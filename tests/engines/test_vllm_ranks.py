@@ -142,12 +142,15 @@ def test_a_port_where_somebody_else_listens_holds_nobody_up() -> None:
     assert isinstance(seeker, PeerError)
 
 
-@pytest.mark.parametrize(("own", "index", "message"), [
-    ({}, None, r"keeps one copy for data-parallel ranks, and this engine is the only one.*--data-parallel-size N"),
-    ({}, 0, r'give their number on this host \("replicas": N\)'),
-    ({"replicas": 2}, None, r"start vLLM with --data-parallel-size N"),
-    ({"replicas": 2}, 2, r"headrace.replicas = 2, and this is engine 2 of this host, counted from 0"),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    ("own", "index", "message"),
+    [
+        ({}, None, r"keeps one copy for data-parallel ranks, and this engine is the only one.*--data-parallel-size N"),
+        ({}, 0, r'give their number on this host \("replicas": N\)'),
+        ({"replicas": 2}, None, r"start vLLM with --data-parallel-size N"),
+        ({"replicas": 2}, 2, r"headrace.replicas = 2, and this is engine 2 of this host, counted from 0"),
+    ],
+)
 def test_one_copy_for_nobody_knows_whom_is_refused(own: dict[str, Any], index: int | None, message: str) -> None:
     parallel = vllm.ParallelConfig(data_parallel_rank_local=index)
     worker = make(GROUP, {"mode": "shm_cpu", **own}, parallel_config=parallel)

@@ -41,15 +41,19 @@ def test_the_stand_in_has_what_a_real_one_has_to_have() -> None:
 
 
 @RUNNERS
-@pytest.mark.parametrize(("flags", "own"), [
-    (GROUP, None),
-    ({"offload_group_size": 3, "offload_num_in_group": 2, "offload_prefetch_step": 2}, None),
-    ({"offload_group_size": 2, "offload_params": {"mlp"}}, {"measure_stalls": True}),
-    ({"cpu_offload_gb": 1.0}, None),
-    ({"cpu_offload_gb": 0.001, "cpu_offload_params": {"mlp"}}, None),
-    ({}, SOME),
-    ({}, {**SOME, "batch": [1, 16], "params": ["mlp"], "rules": ["down_proj=prefetch"]}),
-], ids=["group", "two of three", "named", "uva", "uva, limited", "budget", "budget, narrowed"])  # fmt: skip
+@pytest.mark.parametrize(
+    ("flags", "own"),
+    [
+        (GROUP, None),
+        ({"offload_group_size": 3, "offload_num_in_group": 2, "offload_prefetch_step": 2}, None),
+        ({"offload_group_size": 2, "offload_params": {"mlp"}}, {"measure_stalls": True}),
+        ({"cpu_offload_gb": 1.0}, None),
+        ({"cpu_offload_gb": 0.001, "cpu_offload_params": {"mlp"}}, None),
+        ({}, SOME),
+        ({}, {**SOME, "batch": [1, 16], "params": ["mlp"], "rules": ["down_proj=prefetch"]}),
+    ],
+    ids=["group", "two of three", "named", "uva", "uva, limited", "budget", "budget, narrowed"],
+)
 def test_outputs_are_the_same_and_bytes_move(flags: dict[str, Any], own: dict[str, Any] | None, second: bool) -> None:
     plain = resident(use_v2_model_runner=second)
     worker = loaded(flags, own, second=second)

@@ -335,11 +335,14 @@ class TestRefusals:
         with headrace.offload(model, policy), refused:
             compiled(torch.randn(5, 24))
 
-    @pytest.mark.parametrize(("pattern", "why"), [
-        pytest.param("*.gate_up_proj", "down_proj of the same experts has to be cached, too", id="one of two"),
-        pytest.param("q_proj", "expected tensors [experts, ., .] of one module", id="no experts"),
-        pytest.param("q_norm", "expected a contiguous tensor [experts, ...]", id="a vector"),
-    ])  # fmt: skip
+    @pytest.mark.parametrize(
+        ("pattern", "why"),
+        [
+            pytest.param("*.gate_up_proj", "down_proj of the same experts has to be cached, too", id="one of two"),
+            pytest.param("q_proj", "expected tensors [experts, ., .] of one module", id="no experts"),
+            pytest.param("q_norm", "expected a contiguous tensor [experts, ...]", id="a vector"),
+        ],
+    )
     def test_other_tensors(self, pattern: str, why: str) -> None:
         with pytest.raises(RuleError) as caught:
             build_plan(take_inventory(qwen()), Rules([(pattern, "cache")], expert_slots=3))

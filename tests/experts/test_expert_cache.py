@@ -115,13 +115,16 @@ def test_equals_its_model(workload: tuple[int, int, int, frozenset[int], list[to
         rig.step(ids)
 
 
-@pytest.mark.parametrize(("num_slots", "ids", "counts"), [
-    pytest.param(4, [], CacheCounts(2, 0, 0, 0, 0), id="an empty batch"),
-    pytest.param(4, [-1, -1, 8, 99], CacheCounts(2, 0, 0, 0, 0), id="padding"),
-    pytest.param(1, [3, 3, 3], CacheCounts(2, 1, 1, 0, 0), id="one slot"),
-    pytest.param(8, [*range(8)], CacheCounts(2, 7, 8, 1, 0), id="a slot for each, but one in place at first"),
-    pytest.param(2, [*range(8)] * 40, CacheCounts(2, 2, 2, 12, 0), id="more experts than slots"),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    ("num_slots", "ids", "counts"),
+    [
+        pytest.param(4, [], CacheCounts(2, 0, 0, 0, 0), id="an empty batch"),
+        pytest.param(4, [-1, -1, 8, 99], CacheCounts(2, 0, 0, 0, 0), id="padding"),
+        pytest.param(1, [3, 3, 3], CacheCounts(2, 1, 1, 0, 0), id="one slot"),
+        pytest.param(8, [*range(8)], CacheCounts(2, 7, 8, 1, 0), id="a slot for each, but one in place at first"),
+        pytest.param(2, [*range(8)] * 40, CacheCounts(2, 2, 2, 12, 0), id="more experts than slots"),
+    ],
+)
 def test_twice_the_same_step(num_slots: int, ids: list[int], counts: CacheCounts) -> None:
     rig = Rig(8, num_slots)
     for _ in range(2):

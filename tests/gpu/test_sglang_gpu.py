@@ -39,13 +39,17 @@ def outputs(made: Any, stream: torch.cuda.Stream) -> list[torch.Tensor]:
     return found
 
 
-@pytest.mark.parametrize(("asked", "fields"), [
-    ("1", {"offload_group_size": 4}),
-    ("1", {"offload_group_size": 3, "offload_num_in_group": 2, "offload_prefetch_step": 2}),
-    ("1", {"offload_group_size": 1, "offload_prefetch_step": 3}),
-    ("1", {"cpu_offload_gb": 1}),
-    ('{"device_memory": "40MB"}', {}),
-], ids=["group", "two of three", "every layer", "limited", "budget"])  # fmt: skip
+@pytest.mark.parametrize(
+    ("asked", "fields"),
+    [
+        ("1", {"offload_group_size": 4}),
+        ("1", {"offload_group_size": 3, "offload_num_in_group": 2, "offload_prefetch_step": 2}),
+        ("1", {"offload_group_size": 1, "offload_prefetch_step": 3}),
+        ("1", {"cpu_offload_gb": 1}),
+        ('{"device_memory": "40MB"}', {}),
+    ],
+    ids=["group", "two of three", "every layer", "limited", "budget"],
+)
 def test_same_bits_eager_and_in_graphs(monkeypatch: pytest.MonkeyPatch, asked: str, fields: dict[str, Any]) -> None:
     stream = torch.cuda.Stream()
     plain = outputs(runner(monkeypatch, None), stream)

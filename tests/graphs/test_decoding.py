@@ -122,15 +122,19 @@ def static_of(model: Any, ids: torch.Tensor, **options: Any) -> tuple[torch.Tens
         model.generate = ours
 
 
-@pytest.mark.parametrize("options", [
-    {"do_sample": True, "temperature": 0.7, "top_k": 20},
-    {"num_return_sequences": 3, "do_sample": True},
-    {"repetition_penalty": 1.3, "no_repeat_ngram_size": 2},
-    {"logits_processor": LogitsProcessorList([lambda ids, scores: scores.flip(-1)])},
-    {"stopping_criteria": StoppingCriteriaList([lambda ids, scores: torch.ones(len(ids)) * ids.shape[1] > 9])},
-    {"eos_token_id": [3, 5, 7, 11]},
-    {"generation_config": GenerationConfig(do_sample=True, top_p=0.8, pad_token_id=0)},
-], ids=lambda options: " ".join(options))  # fmt: skip
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"do_sample": True, "temperature": 0.7, "top_k": 20},
+        {"num_return_sequences": 3, "do_sample": True},
+        {"repetition_penalty": 1.3, "no_repeat_ngram_size": 2},
+        {"logits_processor": LogitsProcessorList([lambda ids, scores: scores.flip(-1)])},
+        {"stopping_criteria": StoppingCriteriaList([lambda ids, scores: torch.ones(len(ids)) * ids.shape[1] > 9])},
+        {"eos_token_id": [3, 5, 7, 11]},
+        {"generation_config": GenerationConfig(do_sample=True, top_p=0.8, pad_token_id=0)},
+    ],
+    ids=lambda options: " ".join(options),
+)
 def test_options_of_generate_keep_working(options: dict[str, Any]) -> None:
     model = qwen3()
     graphs = headrace.decode_in_graphs(model)
@@ -194,13 +198,17 @@ def test_a_returned_cache_is_the_callers(how: dict[str, Any]) -> None:
     assert torch.equal(first.past_key_values.layers[0].keys, kept)
 
 
-@pytest.mark.parametrize(("options", "reason"), [
-    ({"num_beams": 2}, "beam search is not captured"),
-    ({"prompt_lookup_num_tokens": 2}, "assisted generation is not captured"),
-    ({"cache_implementation": "static"}, "cache_implementation ask for a cache of their own"),
-    ({"use_cache": False}, "use_cache=False"),
-    ({"output_hidden_states": True}, "output_hidden_states"),
-], ids=lambda value: value if isinstance(value, str) else "")  # fmt: skip
+@pytest.mark.parametrize(
+    ("options", "reason"),
+    [
+        ({"num_beams": 2}, "beam search is not captured"),
+        ({"prompt_lookup_num_tokens": 2}, "assisted generation is not captured"),
+        ({"cache_implementation": "static"}, "cache_implementation ask for a cache of their own"),
+        ({"use_cache": False}, "use_cache=False"),
+        ({"output_hidden_states": True}, "output_hidden_states"),
+    ],
+    ids=lambda value: value if isinstance(value, str) else "",
+)
 def test_what_is_not_captured_runs_eagerly_and_says_why(options: dict[str, Any], reason: str) -> None:
     model = qwen3()
     expected = run(model, prompt(5), **options)

@@ -91,17 +91,21 @@ def test_rows_tell_how_the_files_were_read(tmp_path: Path) -> None:
     assert json.loads(done.stdout.splitlines()[-1]) == {"bench": "load", "cases": 3, "not_bit_equal": []}
 
 
-@pytest.mark.parametrize(("args", "message"), [
-    (("load_checkpoint", "--ways", "penstok"), "argument --ways: expected some of headrace, headrace-direct"),
-    (("load_checkpoint", "--files", "warm"), "argument --files: expected some of cached, cold, found 'warm'"),
-    (("load_checkpoint", "--plain-blocks", "0.5"), "--plain-blocks: expected whole numbers, each at least 1"),
-    (("load_checkpoint", "--folder", "/nonexistent/x"), "--folder: expected a folder that can be written to"),
-    (("plan_predictions", "--rows", "1,0"), "argument --rows: expected whole numbers, each at least 1"),
-    (("plan_predictions", "--shares", "half"), "argument --shares: expected numbers above 0"),
-    (("plan_predictions", "--shares", "0"), "argument --shares: expected numbers above 0"),
-    (("plan_predictions", "--out", "/nonexistent/o.jsonl"), "--out: expected a file that can be written, in a"),
-    (("decode_step", "--model", "gpt-2"), "argument --model: invalid choice: 'gpt-2'"),
-], ids=lambda value: " ".join(value) if isinstance(value, tuple) else "")  # fmt: skip
+@pytest.mark.parametrize(
+    ("args", "message"),
+    [
+        (("load_checkpoint", "--ways", "penstok"), "argument --ways: expected some of headrace, headrace-direct"),
+        (("load_checkpoint", "--files", "warm"), "argument --files: expected some of cached, cold, found 'warm'"),
+        (("load_checkpoint", "--plain-blocks", "0.5"), "--plain-blocks: expected whole numbers, each at least 1"),
+        (("load_checkpoint", "--folder", "/nonexistent/x"), "--folder: expected a folder that can be written to"),
+        (("plan_predictions", "--rows", "1,0"), "argument --rows: expected whole numbers, each at least 1"),
+        (("plan_predictions", "--shares", "half"), "argument --shares: expected numbers above 0"),
+        (("plan_predictions", "--shares", "0"), "argument --shares: expected numbers above 0"),
+        (("plan_predictions", "--out", "/nonexistent/o.jsonl"), "--out: expected a file that can be written, in a"),
+        (("decode_step", "--model", "gpt-2"), "argument --model: invalid choice: 'gpt-2'"),
+    ],
+    ids=lambda value: " ".join(value) if isinstance(value, tuple) else "",
+)
 def test_wrong_arguments_are_refused_before_anything_is_measured(
     args: tuple[str, ...], message: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:

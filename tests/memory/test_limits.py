@@ -227,12 +227,15 @@ class TestNeeds:
 
 
 class TestRefusals:
-    @pytest.mark.parametrize(("limits", "limit", "available"), [
-        (Limits(device_free_bytes=99), "device memory", 99),
-        (Limits(device_free_bytes=GIB, host_available_bytes=98), "host memory", 98),
-        (Limits(GIB, 500, 97), "host memory under its cgroup's limit", 97),
-        (Limits(GIB, GIB, GIB, 96), "locked memory (RLIMIT_MEMLOCK)", 96),
-    ])  # fmt: skip
+    @pytest.mark.parametrize(
+        ("limits", "limit", "available"),
+        [
+            (Limits(device_free_bytes=99), "device memory", 99),
+            (Limits(device_free_bytes=GIB, host_available_bytes=98), "host memory", 98),
+            (Limits(GIB, 500, 97), "host memory under its cgroup's limit", 97),
+            (Limits(GIB, GIB, GIB, 96), "locked memory (RLIMIT_MEMLOCK)", 96),
+        ],
+    )
     def test_the_limit_and_the_figures(self, limits: Limits, limit: str, available: int) -> None:
         plan = build_plan(take_inventory(Stack(4)), all_layers())
         needs = needs_of(plan, on_gpu=True)
@@ -252,12 +255,15 @@ class TestRefusals:
         check_limits(plan, enough, needs)
         check_limits(plan, Limits(), needs)
 
-    @pytest.mark.parametrize(("limits", "start", "which"), [
-        (Limits(device_free_bytes=10 * MIB), "15MiB", "smaller"),
-        (Limits(GIB, 10 * MIB), "6MiB", "larger"),
-        (Limits(GIB, GIB, 10 * MIB), "6MiB", "larger"),
-        (Limits(GIB, GIB, GIB, 10 * MIB), "6MiB", "larger"),
-    ])  # fmt: skip
+    @pytest.mark.parametrize(
+        ("limits", "start", "which"),
+        [
+            (Limits(device_free_bytes=10 * MIB), "15MiB", "smaller"),
+            (Limits(GIB, 10 * MIB), "6MiB", "larger"),
+            (Limits(GIB, GIB, 10 * MIB), "6MiB", "larger"),
+            (Limits(GIB, GIB, GIB, 10 * MIB), "6MiB", "larger"),
+        ],
+    )
     def test_the_budget_it_names_fits(self, limits: Limits, start: str, which: str) -> None:
         with torch.device("meta"):
             model = Stack(72, dim=256)  # 18.1 MiB

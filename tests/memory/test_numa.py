@@ -42,14 +42,17 @@ def test_the_local_ones_that_are_allowed(tmp_path: Path) -> None:
     assert local_cpus(ADDRESS, range(6), plant(tmp_path)) == {4, 5}
 
 
-@pytest.mark.parametrize("tree", [
-    {"nodes": 1},
-    {"numa_node": "-1\n"},
-    {"numa_node": "what\n"},
-    {"cpus": "\n"},
-    {"cpus": "8-9\n"},  # none of ours
-    {"cpus": "0-7\n"},  # all of ours
-])  # fmt: skip
+@pytest.mark.parametrize(
+    "tree",
+    [
+        {"nodes": 1},
+        {"numa_node": "-1\n"},
+        {"numa_node": "what\n"},
+        {"cpus": "\n"},
+        {"cpus": "8-9\n"},  # none of ours
+        {"cpus": "0-7\n"},  # all of ours
+    ],
+)
 def test_nothing_to_choose(tmp_path: Path, tree: dict[str, object]) -> None:
     assert local_cpus(ADDRESS, range(8), plant(tmp_path, **tree)) is None  # type: ignore[arg-type]
 

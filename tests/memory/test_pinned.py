@@ -242,16 +242,19 @@ class TestAdoption:
         mapped = torch.from_file(path, shared=False, size=MIN_ADOPTED_BYTES, dtype=torch.uint8)
         assert not can_pin_in_place(mapped, alignment=1)
 
-    @pytest.mark.parametrize(("start", "end", "expected"), [
-        (0x1000, 0x2000, True),
-        (0x1800, 0x3800, True),  # two mappings side by side
-        (0x3800, 0x4800, False),  # the second is a file's
-        (0x4000, 0x5000, False),
-        (0x5000, 0x6000, False),  # read only
-        (0x6000, 0x7000, False),  # shared
-        (0x1000, 0x9000, False),  # a hole
-        (0x9000, 0xA000, False),  # unmapped
-    ])  # fmt: skip
+    @pytest.mark.parametrize(
+        ("start", "end", "expected"),
+        [
+            (0x1000, 0x2000, True),
+            (0x1800, 0x3800, True),  # two mappings side by side
+            (0x3800, 0x4800, False),  # the second is a file's
+            (0x4000, 0x5000, False),
+            (0x5000, 0x6000, False),  # read only
+            (0x6000, 0x7000, False),  # shared
+            (0x1000, 0x9000, False),  # a hole
+            (0x9000, 0xA000, False),  # unmapped
+        ],
+    )
     def test_maps(self, start: int, end: int, expected: bool) -> None:
         maps = """\
 1000-3000 rw-p 00000000 00:00 0

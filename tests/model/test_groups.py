@@ -339,17 +339,20 @@ class Fused(nn.Module):
 
 
 class TestStructure:
-    @pytest.mark.parametrize(("sizes", "group"), [
-        ([(WIDTH, WIDTH)] * 4, "attention"),
-        ([(WIDTH, WIDTH), (8, WIDTH), (8, WIDTH), (WIDTH, WIDTH)], "attention"),
-        ([(3 * WIDTH, WIDTH), (WIDTH, WIDTH)], "attention"),
-        ([(2 * WIDTH, WIDTH), (WIDTH, WIDTH)], "attention"),
-        ([(WIDTH, WIDTH), (16, WIDTH), (WIDTH, WIDTH)], "attention"),
-        ([(96, WIDTH), (WIDTH, 96)], "mlp"),
-        ([(96, WIDTH), (96, WIDTH), (WIDTH, 96)], "mlp"),
-        ([(192, WIDTH), (WIDTH, 96)], "mlp"),
-        ([(WIDTH, 96), (96, WIDTH)], "mlp"),
-    ])  # fmt: skip
+    @pytest.mark.parametrize(
+        ("sizes", "group"),
+        [
+            ([(WIDTH, WIDTH)] * 4, "attention"),
+            ([(WIDTH, WIDTH), (8, WIDTH), (8, WIDTH), (WIDTH, WIDTH)], "attention"),
+            ([(3 * WIDTH, WIDTH), (WIDTH, WIDTH)], "attention"),
+            ([(2 * WIDTH, WIDTH), (WIDTH, WIDTH)], "attention"),
+            ([(WIDTH, WIDTH), (16, WIDTH), (WIDTH, WIDTH)], "attention"),
+            ([(96, WIDTH), (WIDTH, 96)], "mlp"),
+            ([(96, WIDTH), (96, WIDTH), (WIDTH, 96)], "mlp"),
+            ([(192, WIDTH), (WIDTH, 96)], "mlp"),
+            ([(WIDTH, 96), (96, WIDTH)], "mlp"),
+        ],
+    )
     def test_blocks_without_telling_names(self, sizes: list[tuple[int, int]], group: str) -> None:
         inventory = stacked(lambda: nn.ModuleDict({"first": blocks(*sizes), "norm": nn.LayerNorm(WIDTH)}))
         assert group_of(inventory, "layers.1.first.part_a.weight") == [group]

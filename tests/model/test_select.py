@@ -143,11 +143,14 @@ class TestNothing:
         with pytest.raises(SelectionError, match="'attention' matches none of the 14 tensor names"):
             select(MOE, ["experts", "attention"])
 
-    @pytest.mark.parametrize(("misspelt", "near"), [
-        ("experst", "experts"),
-        ("share_expert", "shared_expert"),
-        ("layers.0.mlp.expert.up_proj", expert_names(0)[0]),
-    ])  # fmt: skip
+    @pytest.mark.parametrize(
+        ("misspelt", "near"),
+        [
+            ("experst", "experts"),
+            ("share_expert", "shared_expert"),
+            ("layers.0.mlp.expert.up_proj", expert_names(0)[0]),
+        ],
+    )
     def test_nearest_names(self, misspelt: str, near: str) -> None:
         with pytest.raises(SelectionError, match=f"the nearest are .*{near}") as caught:
             select(MOE, [misspelt])

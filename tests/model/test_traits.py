@@ -237,12 +237,15 @@ class TestKernels:
         assert counted is not None
         assert counted == pytest.approx(launches_of_step(model, 32), abs=4)
 
-    @pytest.mark.parametrize(("name", "per_layer"), [
-        # Two norms of 8, two rotations of 5, the cache 2, repeated heads 2, scores 5 (scaled, masked, softmax,
-        # two casts), two sums, an activation and a product.
-        ("llama", 39),
-        ("qwen3", 39 + 2 * 8),  # norms of queries and keys
-    ])  # fmt: skip
+    @pytest.mark.parametrize(
+        ("name", "per_layer"),
+        [
+            # Two norms of 8, two rotations of 5, the cache 2, repeated heads 2, scores 5 (scaled, masked, softmax,
+            # two casts), two sums, an activation and a product.
+            ("llama", 39),
+            ("qwen3", 39 + 2 * 8),  # norms of queries and keys
+        ],
+    )
     def test_of_a_layer_by_hand(self, name: str, per_layer: int) -> None:
         few, more = (profile_of(make(name, torch.bfloat16, num_hidden_layers=n), 64).kernels_per_step for n in (2, 5))
         assert few is not None

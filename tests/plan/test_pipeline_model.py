@@ -101,15 +101,18 @@ def test_with_one_slot_nothing_overlaps_where_every_stage_has_a_unit(stages: lis
     assert played(compute, copies, 1) == pytest.approx(sum(compute) + sum(copies))
 
 
-@pytest.mark.parametrize(("resident_ms", "every", "num_slots", "measured_ms", "tolerance"), [
-    # One H200, 36 layers of 386 MB, 55.5 GB/s: docs/benchmarks, steps on one H200.
-    (5.19, 4, 2, 63.01, 0.01),
-    (46.39, 4, 2, 65.82, 0.04),
-    (46.39, 4, 1, 75.92, 0.03),
-    (46.39, 4, 3, 62.59, 0.01),
-    (192.04, 4, 2, 191.61, 0.01),
-    (5.19, 1, 2, 250.14, 0.01),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    ("resident_ms", "every", "num_slots", "measured_ms", "tolerance"),
+    [
+        # One H200, 36 layers of 386 MB, 55.5 GB/s: docs/benchmarks, steps on one H200.
+        (5.19, 4, 2, 63.01, 0.01),
+        (46.39, 4, 2, 65.82, 0.04),
+        (46.39, 4, 1, 75.92, 0.03),
+        (46.39, 4, 3, 62.59, 0.01),
+        (192.04, 4, 2, 191.61, 0.01),
+        (5.19, 1, 2, 250.14, 0.01),
+    ],
+)
 def test_agrees_with_a_measured_machine(
     resident_ms: float, every: int, num_slots: int, measured_ms: float, tolerance: float
 ) -> None:

@@ -251,17 +251,21 @@ class TestDamagedFiles:
         with contextlib.suppress(PlanFileError):
             assert Plan.load(tmp_path / "plan.json").to_json() == content
 
-    @pytest.mark.parametrize(("content", "message"), [
-        (b"", "expected a plan in JSON, found"),
-        (b"{", "expected a plan in JSON, found"),
-        (b"\xff\xfe{}", "expected a plan in JSON, found: 'utf-8'"),
-        (b"[" * 100_000, "expected a plan in JSON, found"),
-        (b"9" * 5000, "expected a plan in JSON, found"),
-        (b"[]", r"the file: expected an object, found \[\]"),
-        (b"null", "the file: expected an object, found null"),
-        (b'{"schema": 6, "schema": 6}', "the key 'schema' twice in one object"),
-        (b'{"schema": NaN}', "schema: expected 6, .* found NaN"),
-    ], ids=lambda value: str(value)[:20])  # fmt: skip
+    @pytest.mark.parametrize(
+        ("content", "message"),
+        [
+            (b"", "expected a plan in JSON, found"),
+            (b"{", "expected a plan in JSON, found"),
+            (b"\xff\xfe{}", "expected a plan in JSON, found: 'utf-8'"),
+            (b"[" * 100_000, "expected a plan in JSON, found"),
+            (b"9" * 5000, "expected a plan in JSON, found"),
+            (b"[]", r"the file: expected an object, found \[\]"),
+            (b"null", "the file: expected an object, found null"),
+            (b'{"schema": 6, "schema": 6}', "the key 'schema' twice in one object"),
+            (b'{"schema": NaN}', "schema: expected 6, .* found NaN"),
+        ],
+        ids=lambda value: str(value)[:20],
+    )
     def test_no_json_or_none_of_ours(self, content: bytes, message: str, tmp_path: Path) -> None:
         (tmp_path / "plan.json").write_bytes(content)
         with pytest.raises(PlanFileError, match=message):
@@ -383,13 +387,16 @@ class TestOtherMachines:
         message = refusal(Stack(5), plan)
         assert "made for another machine: for NVIDIA H200 with 140.000 GiB, and this is cpu; make it again" in message
 
-    @pytest.mark.parametrize(("here", "suits"), [
-        (H200, True),
-        (replace(H200, device_bytes=141 * GIB), True),
-        (replace(H200, device_bytes=139 * GIB), False),
-        (Machine("NVIDIA H100", 140 * GIB), False),
-        (Machine("cpu"), False),
-    ])  # fmt: skip
+    @pytest.mark.parametrize(
+        ("here", "suits"),
+        [
+            (H200, True),
+            (replace(H200, device_bytes=141 * GIB), True),
+            (replace(H200, device_bytes=139 * GIB), False),
+            (Machine("NVIDIA H100", 140 * GIB), False),
+            (Machine("cpu"), False),
+        ],
+    )
     def test_less_memory_or_another_name(self, here: Machine, suits: bool) -> None:
         plan = replace(build_plan(take_inventory(Stack(5)), all_layers()), made_for=H200)
         with contextlib.nullcontext() if suits else pytest.raises(OptionError, match=f"for {H200}, and this is {here}"):

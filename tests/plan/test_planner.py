@@ -75,12 +75,16 @@ def exhaustive(inventory: Inventory, budget: int, rows: int) -> float:
 
 @pytest.mark.parametrize("rows", [1, 1024])
 @pytest.mark.parametrize("share", [0.45, 0.6, 0.75, 0.9])
-@pytest.mark.parametrize("inventory", [
-    layered(3, 300 * KIB, 100 * KIB),
-    layered(2, 200 * KIB, 200 * KIB),
-    layered(5, 400 * KIB),
-    layered(4, 256 * KIB, head=512 * KIB),
-], ids=["two roles", "equal roles", "one role", "a head"])  # fmt: skip
+@pytest.mark.parametrize(
+    "inventory",
+    [
+        layered(3, 300 * KIB, 100 * KIB),
+        layered(2, 200 * KIB, 200 * KIB),
+        layered(5, 400 * KIB),
+        layered(4, 256 * KIB, head=512 * KIB),
+    ],
+    ids=["two roles", "equal roles", "one role", "a head"],
+)
 def test_close_to_the_best_there_is(inventory: Inventory, share: float, rows: int) -> None:
     """The solver offers patterns, not every assignment; what that costs in the smallest models is bounded here.
 

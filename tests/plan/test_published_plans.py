@@ -62,11 +62,14 @@ def test_no_plan_is_slower_than_the_one_that_was_measured(stack: str) -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(("name", "is_offloaded", "measured_ms"), [
-    ("qwen3-8b", False, 9.26),
-    ("qwen3-8b", True, 62.89),  # every fourth layer
-    ("qwen3-30b-a3b", False, 12.35),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    ("name", "is_offloaded", "measured_ms"),
+    [
+        ("qwen3-8b", False, 9.26),
+        ("qwen3-8b", True, 62.89),  # every fourth layer
+        ("qwen3-30b-a3b", False, 12.35),
+    ],
+)
 def test_steps_of_transformers_in_graphs(name: str, is_offloaded: bool, measured_ms: float) -> None:
     """On an H200, `benchmarks/decode_step.py --rows 1 --variants resident+graph`: the eager forward, captured."""
     with torch.device("meta"):

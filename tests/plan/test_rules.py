@@ -115,12 +115,15 @@ class TestRefusals:
 
 
 class TestForm:
-    @pytest.mark.parametrize(("text", "rule"), [
-        ("experts=uva", ("experts", "uva")),
-        ("@attention=prefetch", ("@attention", "prefetch")),
-        (r"re:.*(?=\.weight).*=resident", (r"re:.*(?=\.weight).*", "resident")),
-        ("a=b=uva", ("a=b", "uva")),
-    ])  # fmt: skip
+    @pytest.mark.parametrize(
+        ("text", "rule"),
+        [
+            ("experts=uva", ("experts", "uva")),
+            ("@attention=prefetch", ("@attention", "prefetch")),
+            (r"re:.*(?=\.weight).*=resident", (r"re:.*(?=\.weight).*", "resident")),
+            ("a=b=uva", ("a=b", "uva")),
+        ],
+    )
     def test_right(self, text: str, rule: Rule) -> None:
         assert parse_rules("--offload-rule", [text]) == (rule,)
 

@@ -64,11 +64,14 @@ def predicted(rates: Rates, mode: Any, num_ranks: int) -> float:
 
 
 class TestAgainstMeasurements:
-    @pytest.mark.parametrize(("way", "mode", "num_ranks", "low", "high"), [
-        ("pooled", "sharded_cpu", 2, 1.0, 1.02),
-        ("pooled", "sharded_cpu", 4, 1.0, 1.15),
-        ("sharded", "sharded_gpu", 2, 1.0, 1.1),
-    ])  # fmt: skip
+    @pytest.mark.parametrize(
+        ("way", "mode", "num_ranks", "low", "high"),
+        [
+            ("pooled", "sharded_cpu", 2, 1.0, 1.02),
+            ("pooled", "sharded_cpu", 4, 1.0, 1.15),
+            ("sharded", "sharded_gpu", 2, 1.0, 1.1),
+        ],
+    )
     def test_a_pair_tells_most(self, way: str, mode: str, num_ranks: int, low: float, high: float) -> None:
         """Each a little too fast: barriers, launches, and four host links at once are not in it."""
         assert low <= predicted(h200(), mode, num_ranks) / published(way, num_ranks) <= high

@@ -317,11 +317,14 @@ def disagree(rank: int, talk: Connection, what: str) -> Any:
     return (*found, torch.equal(model(rows()), want), mappings())
 
 
-@pytest.mark.parametrize(("what", "words"), [
-    ("slots", ["slots: 2 here, 3 there", "units"]),
-    ("layers", ["units: 5 of", "here, 6 of"]),
-    ("weights", ["weights of layers.1.linear.weight", "mode 'cpu'"]),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    ("what", "words"),
+    [
+        ("slots", ["slots: 2 here, 3 there", "units"]),
+        ("layers", ["units: 5 of", "here, 6 of"]),
+        ("weights", ["weights of layers.1.linear.weight", "mode 'cpu'"]),
+    ],
+)
 def test_other_plans_or_weights_are_refused(what: str, words: list[str], tmp_path: Path) -> None:
     with ranks(2, tmp_path, disagree, what) as group:
         found = [rank.hear() for rank in group]

@@ -124,14 +124,17 @@ ENDPOINTS = ["completions", "chat/completions", "responses"]
 
 @pytest.mark.parametrize("endpoint", ENDPOINTS)
 class TestEnds:
-    @pytest.mark.parametrize(("stop", "text", "tokens"), [
-        ("gh", "abcdef", 8),
-        (["zz", "def", "cde"], "ab", 5),
-        (["a"], "", 1),
-        ("hx", "abcdefg", 9),
-        ("fghz", "abcdefghxx", 10),
-        ("xxx", "abcdefghxx", 10),
-    ])  # fmt: skip
+    @pytest.mark.parametrize(
+        ("stop", "text", "tokens"),
+        [
+            ("gh", "abcdef", 8),
+            (["zz", "def", "cde"], "ab", 5),
+            (["a"], "", 1),
+            ("hx", "abcdefg", 9),
+            ("fghz", "abcdefghxx", 10),
+            ("xxx", "abcdefghxx", 10),
+        ],
+    )
     def test_stop_strings(self, served: Served, says: Says, endpoint: str, stop: Any, text: str, tokens: int) -> None:
         says("abcdefgh")
         whole, streamed = answers(served, endpoint, stop=stop, max_tokens=10)

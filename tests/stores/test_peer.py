@@ -345,15 +345,18 @@ class TestItsMemory:
         del mapped
         assert [given for name, given in driver.calls if name == "cuMemUnmap"] == places
 
-    @pytest.mark.parametrize(("call", "code", "error", "message"), [
-        ("cuMemCreate", "CUDA_ERROR_OUT_OF_MEMORY", BudgetError, r"no room for 10485760 bytes of units on cuda:3"),
-        (
-            "cuMemSetAccess",
-            "CUDA_ERROR_NOT_SUPPORTED",
-            OptionError,
-            r"address memory of cuda:3; leave --peer-memory out",
-        ),
-    ])  # fmt: skip
+    @pytest.mark.parametrize(
+        ("call", "code", "error", "message"),
+        [
+            ("cuMemCreate", "CUDA_ERROR_OUT_OF_MEMORY", BudgetError, r"no room for 10485760 bytes of units on cuda:3"),
+            (
+                "cuMemSetAccess",
+                "CUDA_ERROR_NOT_SUPPORTED",
+                OptionError,
+                r"address memory of cuda:3; leave --peer-memory out",
+            ),
+        ],
+    )
     def test_what_the_driver_refuses_names_both(
         self, call: str, code: str, error: type[Exception], message: str, monkeypatch: pytest.MonkeyPatch
     ) -> None:

@@ -208,13 +208,17 @@ def _rates() -> dict[str, Any]:
     return {name: getattr(measured(), name) for name in ("product_s_per_byte", "cached_read_bytes_per_s")}
 
 
-@pytest.mark.parametrize(("make", "found"), [
-    (os.mkfifo, "no regular file"),
-    (os.mkdir, "Is a directory"),
-    (lambda path: path.symlink_to("/dev/zero"), "no regular file"),
-    (lambda path: path.symlink_to(path), "Too many levels of symbolic links"),
-    (lambda path: path.write_bytes(b" " * 2**21), "more than 1048576 bytes"),
-], ids=["fifo", "folder", "device", "loop", "too long"])  # fmt: skip
+@pytest.mark.parametrize(
+    ("make", "found"),
+    [
+        (os.mkfifo, "no regular file"),
+        (os.mkdir, "Is a directory"),
+        (lambda path: path.symlink_to("/dev/zero"), "no regular file"),
+        (lambda path: path.symlink_to(path), "Too many levels of symbolic links"),
+        (lambda path: path.write_bytes(b" " * 2**21), "more than 1048576 bytes"),
+    ],
+    ids=["fifo", "folder", "device", "loop", "too long"],
+)
 def test_what_is_no_file_is_not_waited_for(place: Path, make: Callable[[Path], object], found: str) -> None:
     make(place)
     assert f"found: {found}" in require_ignored(place)
