@@ -13,7 +13,7 @@ from functools import partial
 
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 from device_model import BYTES, Device, DeviceLink, Graph, Op, plan_and_store
@@ -385,6 +385,8 @@ def test_a_replay_in_segments_copies_each_unit_once(whole: bool) -> None:
 
 @pytest.mark.filterwarnings("ignore:a CUDA graph holds a part of a forward")
 @given(lists_of(FOREIGN), st.integers(1, 7), st.integers(1, 4), SEEDS)
+# A copy that the beginning of a forward starts, beside the replay of a part: found once in 14,000 runs.
+@example(["capture_parts", "skip_last", "capture_parts", "replay_parts", "replay", "replay_parts"], 2, 1, 2)
 @settings(max_examples=400, deadline=None)
 def test_every_read_finds_its_unit_in_captures_of_others(
     steps: list[str], num_units: int, num_slots: int, seed: int

@@ -145,6 +145,8 @@ class Prefetcher:
                 first = self._schedule.first.get(slot.index)
                 if first is not None and slot.state in (SlotState.EMPTY, SlotState.HELD_BACK):
                     self._start(first, slot, behind_compute=True)
+                    if self._is_loose:  # a graph of a part that is replayed next waits for no copy outside of it
+                        self._wait_for(slot)
 
     def finish_forward(self, whole: bool = True) -> None:
         """The model has returned: make the slots ready for the next forward, eager or replayed.
