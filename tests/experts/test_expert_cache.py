@@ -13,7 +13,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from headrace.experts.cache import CacheCounts, ExpertCache
-from headrace.plan.traces import lru_hits, reuse_distances, seeded_trace
+from headrace.plan.traces import Trace, lru_hits, seeded_trace
 
 
 @dataclass
@@ -177,6 +177,16 @@ def test_a_thread_copies_16_bytes_at_a_time() -> None:
     without = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
     done = subprocess.run([sys.executable, "-c", _COMPILE], capture_output=True, text=True, check=False, env=without)
     assert done.stdout.split() == ["16", "16"], done.stderr
+
+
+def reuse_distances(trace: Trace) -> list[int]:
+    """Of every choice but the first of each expert: tokens since the expert was last chosen."""
+    last: dict[int, int] = {}
+    found = []
+    for token, row in enumerate(trace.tolist()):
+        found += [token - last[expert] for expert in row if expert in last]
+        last.update(dict.fromkeys(row, token))
+    return found
 
 
 class TestTraces:

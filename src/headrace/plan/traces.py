@@ -18,7 +18,7 @@ import numpy as np
 from headrace.errors import OptionError
 
 __all__ = [
-    "ExpertHits", "FixedHits", "Recorded", "Trace", "load_trace", "lru_hits", "reuse_distances",
+    "ExpertHits", "FixedHits", "Recorded", "Trace", "load_trace", "lru_hits",
     "save_trace", "seeded_trace",
 ]  # fmt: skip
 
@@ -62,16 +62,6 @@ def seeded_trace(seed: int, num_tokens: int, num_experts: int, top_k: int) -> Tr
         recent = [chosen, *([e for e in row if e not in chosen] for row in recent[: len(_RECENT) - 1])]
         trace[token] = chosen
     return trace
-
-
-def reuse_distances(trace: Trace) -> list[int]:
-    """Of every choice but the first of each expert: tokens since the expert was last chosen."""
-    last: dict[int, int] = {}
-    found = []
-    for token, row in enumerate(trace.tolist()):
-        found += [token - last[expert] for expert in row if expert in last]
-        last.update(dict.fromkeys(row, token))
-    return found
 
 
 def lru_hits(trace: Trace, num_slots: int, warm_up: int = 0) -> float:
