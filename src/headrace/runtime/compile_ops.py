@@ -50,7 +50,6 @@ __all__ = [
     "HOOK_BY_TAG",
     "leave_out_graph_inputs",
     "mark_whole_forward",
-    "new_token",
     "tensors_in",
 ]
 
@@ -63,11 +62,6 @@ _library = torch.library.Library("headrace", "DEF")
 def tensors_in(output: Any) -> list[torch.Tensor]:
     """The tensors in the nested containers of ``output``."""
     return [leaf for leaf in tree_leaves(output) if isinstance(leaf, torch.Tensor)]
-
-
-def new_token(device: torch.device) -> torch.Tensor:
-    """What all ops of one offload declare as mutated: int64, shape ``[1]``, on ``device``."""
-    return torch.zeros(1, dtype=torch.int64, device=device)
 
 
 def _hook_of(tag: torch.Tensor) -> Any:

@@ -38,7 +38,7 @@ from headrace.runtime.outside_use import NotCopyable, Promoter
 from headrace.runtime.prefetcher import Prefetcher, release_left
 from headrace.runtime.slot import Reader
 
-__all__ = ["CalledForwardHook", "ForwardHook", "UnitHook", "unhooked_modules"]
+__all__ = ["CalledForwardHook", "ForwardHook", "UnitHook", "new_token", "unhooked_modules"]
 
 # Compiled code reads its tags and the token from the modules: see the note on ordering edges.
 _TAG, _FORWARD_TAG, _TOKEN, _END = "_headrace_tag", "_headrace_forward_tag", "_headrace_token", "_headrace_end"
@@ -529,6 +529,11 @@ class CalledForwardHook(ForwardHook):
         finally:
             self._run_after(self._module, args, output)
         return output
+
+
+def new_token(device: torch.device) -> torch.Tensor:
+    """What all ops of one offload declare as mutated: int64, shape ``[1]``, on ``device``."""
+    return torch.zeros(1, dtype=torch.int64, device=device)
 
 
 def unhooked_modules(model: nn.Module) -> set[nn.Module]:

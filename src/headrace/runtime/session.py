@@ -27,9 +27,8 @@ from headrace.model.live_tensors import BoundStorage, used_elsewhere
 from headrace.model.patterns import compile_pattern
 from headrace.plan.cached_experts import CachedLayer
 from headrace.plan.plan import Plan, slab_bytes
-from headrace.runtime.compile_ops import new_token
 from headrace.runtime.debug import AddressGuard
-from headrace.runtime.hooks import CalledForwardHook, ForwardHook, UnitHook, unhooked_modules
+from headrace.runtime.hooks import CalledForwardHook, ForwardHook, UnitHook, new_token, unhooked_modules
 from headrace.runtime.outside_use import NotCopyable, Promoter, StateGuard, TableGuard
 from headrace.runtime.prefetcher import Prefetcher, release_left
 from headrace.runtime.prepare import Prepared
