@@ -79,7 +79,7 @@ def slow_groups() -> dict[str, list[str]]:
 
 def test_groups_of_tests_share_nothing_and_exist() -> None:
     groups = slow_groups()
-    assert groups.keys() == {"fuzz", "families", "engines", "compile", "interrupts"}
+    assert groups.keys() == {"fuzz", "families", "engines", "compile", "interrupts", "ranks"}
     paths = [path for each in groups.values() for path in each]
     assert len(paths) == len(set(paths))
     assert [path for path in paths if not (ROOT / path).exists()] == []
