@@ -28,6 +28,7 @@ from headrace import Prefetch
 from headrace.cli.demo_run import ensure_model
 from headrace.errors import HeadraceWarning, OptionError, PeerError, TransferError
 from headrace.memory.shared import SymmetricMemory
+from headrace.plan.plan import equal_chunk_bytes
 from headrace.ranks.group import RankGroup
 from headrace.stores import rank_stores
 from headrace.stores.rank_stores import checksum
@@ -66,6 +67,7 @@ class TestStriping:
             assert striping.part_bytes(rank) == sum(s.num_bytes for s in mine) <= striping.part_bytes(0)
             assert all(limit is None or s.num_bytes <= limit for s in mine)
             assert limit is not None or len(mine) <= 1
+        assert limit is not None or striping.part_bytes(0) == min(equal_chunk_bytes(256 * blocks, ranks), 256 * blocks)
         assert striping.part_bytes(0) <= 256 * blocks / ranks + 256 * max(1, len(list(striping.stretches(0))))
 
 

@@ -33,6 +33,7 @@ __all__ = [
     "Unit",
     "UnitDraft",
     "assemble",
+    "equal_chunk_bytes",
     "show",
     "slab_bytes",
 ]
@@ -247,8 +248,7 @@ class Plan:
     @property
     def part_bytes(self) -> int:
         """Bytes of all units that one rank stores: as :class:`headrace.stores.sharded.Striping` splits them."""
-        parts = ((slab_bytes([-(-unit.num_bytes // self.num_ranks)]), unit.num_bytes) for unit in self.units)
-        return sum(map(min, parts))
+        return sum(min(equal_chunk_bytes(unit.num_bytes, self.num_ranks), unit.num_bytes) for unit in self.units)
 
     @property
     def spilled_bytes(self) -> int:
@@ -527,6 +527,11 @@ def _lay_out(index: int, fqn: str, sizes: Mapping[str, int], num_slots: int, sto
     *offsets, end = accumulate((slab_bytes([size]) for size in sizes.values()), initial=0)
     entries = tuple(SlabEntry(name, at, size) for (name, size), at in zip(sizes.items(), offsets, strict=True))
     return Unit(index, fqn, slot_of(index, num_slots), entries, end, store)
+
+
+def equal_chunk_bytes(num_bytes: int, num_chunks: int) -> int:
+    """Length of each of ``num_chunks`` equal chunks of a slab, aligned; the last ones may be shorter."""
+    return slab_bytes([-(-num_bytes // num_chunks)])
 
 
 def slab_bytes(sizes: Iterable[int]) -> int:

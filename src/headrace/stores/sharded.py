@@ -15,7 +15,7 @@ import torch
 
 from headrace.errors import OptionError, StateError
 from headrace.memory.shared import SymmetricMemory
-from headrace.plan.plan import Unit, slab_bytes
+from headrace.plan.plan import Unit, equal_chunk_bytes
 from headrace.ranks.group import GlooChannel, RankGroup
 from headrace.stores.sources import ByteRange, Copy
 from headrace.stores.store import Load, Store, new_buffer
@@ -59,7 +59,7 @@ class Striping:
     def of(cls, num_bytes: int, num_ranks: int, max_chunk_bytes: int | None = None) -> Striping:
         """As few stripes as ``max_chunk_bytes`` allows (``None``: one), all of the same length but the last."""
         stripes = 1 if max_chunk_bytes is None else max(1, -(-num_bytes // (num_ranks * max_chunk_bytes)))
-        return cls(num_bytes, num_ranks, slab_bytes([-(-num_bytes // (num_ranks * stripes))]))
+        return cls(num_bytes, num_ranks, equal_chunk_bytes(num_bytes, num_ranks * stripes))
 
     def stretches(self, rank: int) -> Iterator[Stripe]:
         """The stripes that ``rank`` stores, in order."""
