@@ -33,6 +33,7 @@ from headrace.api import handle_of
 from headrace.config import RANK_MODES
 from headrace.errors import OptionError, StateError, warn_user
 from headrace.formatting import format_size
+from headrace.memory.system import round_up
 from headrace.model.live_tensors import storage_id
 
 if TYPE_CHECKING:
@@ -214,7 +215,7 @@ class DecodeGraphs:
         if reason := self._why_not_captured():
             return reason
         end = config.max_length if config.max_new_tokens is None else prompt.shape[1] + config.max_new_tokens
-        length = -(-max(self._context, end) // _LENGTH_STEP) * _LENGTH_STEP
+        length = round_up(max(self._context, end), _LENGTH_STEP)
         return prompt.shape[0] * (config.num_return_sequences or 1), length
 
     def _why_not_captured(self) -> str | None:
