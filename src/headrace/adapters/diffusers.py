@@ -171,7 +171,7 @@ class PipelineHandle(Handle):
             self.pipe._headrace = self
             self.pipe.__class__ = _offloaded_class(self._class)
         except BaseException:
-            # Also after an interrupt: without a handle nobody could remove the offload.
+            # Also after an interrupt: without a handle the offload could not be removed.
             if (begun := handle_of(components)) is not None:
                 begun.remove()
             self._restore()

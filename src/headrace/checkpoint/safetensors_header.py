@@ -49,7 +49,7 @@ class FileFingerprint:
     """A file as it was when opened: size, times in ns since 1970, inode (of a link's target).
 
     Attributes:
-        modified_ns: of the last write; whoever writes may set it back (``cp -p``, ``rsync -t``).
+        modified_ns: of the last write; a writer may set it back (``cp -p``, ``rsync -t``).
         changed_ns: of the last change of content or attributes, which the kernel alone sets.
     """
 

@@ -201,7 +201,7 @@ class Prefetcher:
                 graphs.replay_is_due = True
 
     def may_own_graphs(self) -> bool:
-        """Whether this project may capture graphs of its own: nobody else has captured any."""
+        """Whether this project may capture graphs of its own: no other code has captured any."""
         return self._owns_graphs or not self._graphs.exist
 
     @contextmanager

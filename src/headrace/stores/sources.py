@@ -256,7 +256,7 @@ class File(Source):
         self.options = options
         descriptors = {fd for fd in opened or () if fd is not None}
         self.close = functools.partial(_close_all, descriptors)
-        # What an interrupt, or a store that nobody closes, leaves open.
+        # What an interrupt, or a store that is not closed, leaves open.
         self._leftover = weakref.finalize(self, self.close)
         self.fd, self._direct_fd = opened or _open(path, options, descriptors)
         self.num_bytes = os.fstat(self.fd).st_size
