@@ -67,6 +67,8 @@ from headrace.config import Budget, Prefetch, parse_size
 from headrace.model.inventory import take_inventory
 from headrace.plan.plan import Plan
 from headrace.plan.traces import seeded_trace
+from headrace.planning import plan_model
+from headrace.runtime.planner_factory import PlanRequest
 from headrace.stats import Stats
 
 PROMPT_TOKENS = 128
@@ -181,6 +183,7 @@ class _Sequence:
 
     def __init__(self, model: Any, prompt_tokens: int, num_tokens: int, device: torch.device) -> None:
         self._model, self._num_tokens, config = model, num_tokens, model.config
+        self.num_tokens = prompt_tokens + num_tokens
         model.generation_config = GenerationConfig(do_sample=False, pad_token_id=0)
         generator = torch.Generator().manual_seed(0)
         self._prompt = torch.randint(1, config.vocab_size, (1, prompt_tokens), generator=generator).to(device)
@@ -328,10 +331,14 @@ class Rehearsal:
         weight_bytes = take_inventory(model).num_bytes
         with Card(self.card_bytes, self.device) as card:
             on_host_s = time.perf_counter() - begin
-            handle = headrace.offload(model, self.policy(case, weight_bytes), device=self.device)
+            policy = self.policy(case, weight_bytes)
+            planner = plan_model(PlanRequest(model, policy, device=self.device)).planner
+            handle = headrace.offload(model, policy, device=self.device)
             facts = {"on_host_s": on_host_s, "start_s": time.perf_counter() - begin - on_host_s}
             facts |= {"link_gb_per_s": link / 1e9, "weight_bytes": weight_bytes}
             facts |= {"layers": model.config.num_hidden_layers}
+            facts |= {"expected_ms": planner.forecast(handle.plan, 1, sequence.num_tokens).step_s * 1e3}
+            facts |= {"rates": planner.rates.machine, "is_measured": planner.rates.is_measured}
             for way in self.ways:
                 with _way(way, model) as graphs:
                     first = sequence.run()
@@ -395,7 +402,7 @@ def describe(row: Mapping[str, Any]) -> str:
     return (
         f"{row['model']:<18} {row['case']:<15} {row['way']:<7} floor {row['floor_ms']:8.2f}  mean "
         f"{row['ms']:8.2f} ms (spread {row['spread_ms']:.2f}, {row['ms'] / row['floor_ms']:.3f} x floor)  "
-        f"{row['tokens_per_s']:.2f} of {row['floor_tokens_per_s']:.2f} tokens/s  resident {row['resident_ms']:.2f} ms  "
+        f"expected {row['expected_ms']:.2f}  {row['tokens_per_s']:.2f} of {row['floor_tokens_per_s']:.2f} tokens/s  resident {row['resident_ms']:.2f} ms  "
         f"{row['bytes_moved'] / 1e9:.3f} GB a token at {row['link_gb_per_s']:.1f} GB/s{hits}  {peak} of "
         f"{row['card_bytes'] / 1e9:.0f}  first token {row['first_token_ms']:.0f} ms  offloaded in "
         f"{row['start_s']:.1f} s  {'same bits' if row['bit_equal'] else 'OTHER BITS'}"

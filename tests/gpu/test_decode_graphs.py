@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import gc
+import os
 from collections.abc import Iterator
 from functools import partial
 from typing import Any
@@ -16,6 +17,7 @@ import headrace
 from checks import run_threads
 from headrace import UVA, Budget, Prefetch, Rules
 from headrace.errors import StateError
+from headrace.memory.system import rss_bytes
 from headrace.model.inventory import take_inventory
 
 pytestmark = pytest.mark.usefixtures("no_grad")
@@ -212,19 +214,33 @@ def test_other_captures_are_refused_until_graphs_are_removed() -> None:
             assert torch.equal(model(ids).logits, expected)
 
 
-def test_nothing_is_left_of_many_calls() -> None:
+def test_nothing_is_left_of_200_calls_and_10000_tokens() -> None:
+    """Device memory, host memory, tensors and file descriptors are those after two calls."""
     model = build("qwen3")
     handle = headrace.offload(model, Prefetch(4, 1, 2, params=ALL))
     graphs = headrace.decode_in_graphs(model)
-    for length in (3, 300):
-        run(model, length)
-    gc.collect()
-    torch.cuda.empty_cache()
-    before = torch.cuda.memory_reserved()
-    for call in range(60):
-        run(model, (3, 300)[call % 2], tokens=8)
-    gc.collect()
-    torch.cuda.empty_cache()
-    assert torch.cuda.memory_reserved() <= before + (2 << 20)
+
+    def held() -> tuple[int, int, int, int]:
+        gc.collect()
+        torch.cuda.empty_cache()
+        tensors = sum(issubclass(type(each), torch.Tensor) for each in gc.get_objects())
+        return torch.cuda.memory_reserved(), rss_bytes(), tensors, len(os.listdir("/proc/self/fd"))
+
+    def call(number: int) -> None:
+        length = (3, 300)[number % 2]
+        out = model.generate(prompt(length), max_new_tokens=50, do_sample=False)
+        assert out.shape[1] == length + 50
+
+    for number in range(4):
+        call(number)
+    before = held()
+    for number in range(200):
+        call(number)
+    device, host, tensors, descriptors = (after - earlier for earlier, after in zip(before, held(), strict=True))
+    assert device <= 2 << 20
+    assert host <= 32 << 20
+    assert tensors <= 0
+    assert descriptors <= 0
+    assert graphs.replays >= 9_000
     graphs.remove()
     handle.remove()
