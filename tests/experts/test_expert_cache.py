@@ -5,7 +5,9 @@ from __future__ import annotations
 import os
 import subprocess
 import sys
+from collections.abc import Callable
 from dataclasses import dataclass, field
+from functools import partial
 
 import pytest
 import torch
@@ -13,7 +15,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from headrace.experts.cache import CacheCounts, ExpertCache
+from headrace.plan.cached_experts import CachedLayer
 from headrace.plan.traces import Trace, lru_hits, seeded_trace
+from headrace.transfer import measuring
 
 
 @dataclass
@@ -147,6 +151,40 @@ def test_the_least_recently_used_leaves() -> None:
 
 
 @pytest.mark.slow
+def test_the_probe_counts_experts_that_were_copied(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A step without a hit leaves one expert in host memory, which is not to count as copied."""
+    home, ran, counts = 6, [], []
+    admit, layer_of_16_bytes = ExpertCache.admit, partial(CachedLayer, storages={"": 8 * 16})
+
+    class Ranges:
+        def __init__(self, *_: object) -> None:
+            pass
+
+        def rows(self, _: str) -> torch.Tensor:
+            return torch.arange(home + 8, dtype=torch.uint8)[:, None].repeat(1, 16)
+
+    def seconds(run: Callable[[], None]) -> float:
+        ran.append(run)
+        return 1.0
+
+    monkeypatch.setattr(CachedLayer, "first_row", home)
+    monkeypatch.setattr(measuring, "CachedLayer", lambda *args, storages, **sizes: layer_of_16_bytes(*args, **sizes))
+    monkeypatch.setattr(measuring, "ExpertRanges", Ranges)
+    monkeypatch.setattr(measuring, "_graph", lambda run: [run(), run][1])
+    monkeypatch.setattr(measuring, "_timed", seconds)
+
+    def noted(cache: ExpertCache, ids: torch.Tensor) -> torch.Tensor:
+        rows = admit(cache, ids)
+        assert int(rows.max()) < cache.num_slots or not counts, "an expert was left in host memory"
+        counts.append(cache.counts().fetched)
+        return rows
+
+    monkeypatch.setattr(ExpertCache, "admit", noted)
+    rate = measuring._fetch_rate(torch.device("cpu"))
+    assert len(ran) == 1
+    assert rate == (counts[3] - counts[1]) * 16 == 6 * 16
+
+
 def test_hits_are_those_of_the_trace() -> None:
     trace = seeded_trace(3, 60, 16, 3)
     rig = Rig(16, 6)

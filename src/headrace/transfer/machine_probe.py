@@ -45,7 +45,7 @@ __all__ = [
 ]
 
 MIB = 1 << 20
-SCHEMA_VERSION = 2
+SCHEMA_VERSION = 3  # in 2, experts seemed to be fetched 4/3 as fast
 
 
 @dataclass(frozen=True)

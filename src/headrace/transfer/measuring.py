@@ -144,13 +144,17 @@ def _fetch_rate(device: torch.device) -> float | None:
     except (ImportError, OptionError):  # no Triton, or no range of both memories
         return None
     cache = ExpertCache([ranges.rows("")], layer.first_row + torch.arange(8, device=device), layer.num_slots)
-    halves = torch.arange(8, device=device).split(4)  # each evicts the other
+    # Each step evicts three experts of the other; without a hit it would leave one expert where it is.
+    steps = torch.tensor([[0, 1, 2, 3], [0, 4, 5, 6]], device=device)
 
     def fetch() -> None:
-        for half in halves:
-            cache.admit(half)
+        for ids in steps:
+            cache.admit(ids)
 
-    return layer.num_bytes / _timed(_graph(fetch))
+    run = _graph(fetch)
+    before = cache.counts().fetched
+    run()
+    return (cache.counts().fetched - before) * layer.row_bytes("") / _timed(run)
 
 
 def _timed(run: Callable[[], object]) -> float:
