@@ -19,6 +19,7 @@ from headrace import UVA, Budget, Prefetch, Rules
 from headrace.errors import StateError
 from headrace.memory.system import rss_bytes
 from headrace.model.inventory import take_inventory
+from headrace.model.memory_profile import profile_of
 
 pytestmark = pytest.mark.usefixtures("no_grad")
 
@@ -212,6 +213,40 @@ def test_other_captures_are_refused_until_graphs_are_removed() -> None:
             graph.replay()
             assert torch.equal(out, expected)
             assert torch.equal(model(ids).logits, expected)
+
+
+class _Synchronizes:
+    """Garbage that only a collection of cycles frees, by a call that ends a capture, as one for pinned memory does."""
+
+    def __init__(self) -> None:
+        self.cycle = self
+
+    def __del__(self) -> None:
+        torch.cuda.synchronize()
+
+
+@pytest.mark.filterwarnings("error::headrace.errors.HeadraceWarning")
+def test_no_garbage_is_collected_in_a_capture() -> None:
+    model = build("qwen3")
+    expected = run(model)
+    model.model.layers[2].register_forward_pre_hook(lambda *_: _Synchronizes() and None)
+    graphs = headrace.decode_in_graphs(model)
+    thresholds = gc.get_threshold()
+    gc.set_threshold(1, 1, 1)
+    try:
+        found = run(model)
+    finally:
+        gc.set_threshold(*thresholds)
+    assert graphs.replays > 10
+    assert found.argmax(-1).equal(expected.argmax(-1))
+
+
+def test_graphs_take_the_memory_that_is_planned_for_them() -> None:
+    model = build("experts")
+    graphs = headrace.decode_in_graphs(model)
+    run(model)
+    planned = profile_of(model, 256)
+    assert 0 < graphs.num_bytes <= planned.workload_bytes(1, 256) - planned.cache_bytes(1, 256)
 
 
 def test_nothing_is_left_of_200_calls_and_10000_tokens() -> None:

@@ -33,7 +33,7 @@ from headrace.api import handle_of
 from headrace.config import RANK_MODES
 from headrace.errors import OptionError, StateError, warn_user
 from headrace.formatting import format_size
-from headrace.memory.system import round_up
+from headrace.memory.system import gc_paused, round_up
 from headrace.model.live_tensors import storage_id
 
 if TYPE_CHECKING:
@@ -455,8 +455,8 @@ class StepGraph:
         self._inputs: Inputs = tree_map_only(torch.Tensor, torch.clone, dict(inputs))
         self._tensors = _tensors_of(self._inputs)
         self._graph = torch.cuda.CUDAGraph()
-        # Other threads may allocate and launch meanwhile.
-        with torch.cuda.graph(self._graph, capture_error_mode="thread_local"):
+        # Other threads may allocate and launch meanwhile. A destructor that frees pinned memory would end the capture.
+        with gc_paused(), torch.cuda.graph(self._graph, capture_error_mode="thread_local"):
             self._output = call(**self._inputs)
         segments, pool = torch.cuda.memory_snapshot(), self._graph.pool()
         self.num_bytes = sum(each["total_size"] for each in segments if tuple(each["segment_pool_id"]) == tuple(pool))
