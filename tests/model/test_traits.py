@@ -163,7 +163,7 @@ WITH_PROMPT = [name for name in MODELS if name not in ("qwen3_next", "mamba", "m
 
 def planned_and_measured(model: Any, batch: int, context: int) -> tuple[int, int]:
     """What a step takes beside the caches: as planned, and as metered."""
-    profile = profile_of(model, context)
+    profile = replace(profile_of(model, context), kernels_per_step=None)  # eager steps
     caches = profile.cache_bytes(batch, context)
     return profile.workload_bytes(batch, context) - caches, peak_of_step(model, batch, context) - caches
 
@@ -254,6 +254,18 @@ class TestKernels:
     def test_not_without_a_context_nor_a_decoder(self) -> None:
         assert profile_of(make("llama")).kernels_per_step is None
         assert profile_of(transformers.BertModel(transformers.BertConfig(**SIZE)), 64).kernels_per_step is None
+
+    @pytest.mark.parametrize("how", ["grouped_mm", "eager"])
+    def test_copies_of_experts_count_where_rows_are_read(self, how: str) -> None:
+        """Decoding in ``batched_mm`` copies all weights of the experts of a row; ``eager`` copies none."""
+        model = make("mixtral", torch.bfloat16)
+        model.set_experts_implementation(how)
+        profile, config = profile_of(model, 64), model.config
+        each = 3 * config.hidden_size * config.intermediate_size * 2
+        assert profile.copied_experts_bytes_per_row == (how == "grouped_mm") * config.num_experts_per_tok * each
+        eager = replace(profile, kernels_per_step=None)
+        graphs = profile.workload_bytes(3, 64) - eager.workload_bytes(3, 64)
+        assert graphs == (22 << 20) + 3 * profile.copied_experts_bytes_per_row
 
     def test_memory_is_known_where_no_step_could_be_counted(self, monkeypatch: pytest.MonkeyPatch) -> None:
         known, forward = profile_of(make("llama"), 64), transformers.LlamaModel.forward
@@ -347,7 +359,7 @@ class TestReading:
         model = make("qwen3", intermediate_size=4096)
         weights = take_inventory(model).num_bytes
         work = Workload([4], 256)
-        beside = profile_of(model, 256).workload_bytes(4, 256)
+        beside = replace(profile_of(model, 256), kernels_per_step=None).workload_bytes(4, 256)  # a CPU has no graphs
         with headrace.offload(model, headrace.Budget(weights + beside // 2, workload=work)) as handle:
             assert handle.plan.device_bytes <= weights - beside // 2
         with pytest.raises(OptionError, match="context of 513 tokens is longer than the 512"):

@@ -32,7 +32,7 @@ if TYPE_CHECKING:
 __all__ = ["FolderFacts", "folder_facts"]
 
 # Raise it with any change of the entries.
-_SCHEMA = 5
+_SCHEMA = 6
 _MOST_FILES = 64  # those used last; a model of 46,000 tensors takes 4 MB
 _MOST_BYTES = 1 << 28
 _OURS = Path(__file__).parents[1]

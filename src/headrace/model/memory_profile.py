@@ -111,7 +111,15 @@ def measured(profile: ModelProfile, model: nn.Module) -> ModelProfile:
         activation_bytes_per_row=_activation_bytes(twin, config, dtype.itemsize),
         attention_bytes_per_token=_attention_bytes(twin, config, growth, dtype.itemsize),
         kernels_per_step=kernels,
+        copied_experts_bytes_per_row=_copied_experts_bytes(profile, twin),
     )
+
+
+def _copied_experts_bytes(profile: ModelProfile, model: nn.Module) -> int:
+    """Bytes of the experts of a row, which ``batched_mm`` copies to multiply with them: on a GPU decoding uses it."""
+    layers = [_fused_experts(module) for module in model.modules() if chosen_implementation(module)]
+    experts = [sum(weight[0].nbytes for weight in weights) for weights in layers if profile.row_readers]
+    return (profile.experts_per_token or 1) * max(experts, default=0)
 
 
 def chosen_implementation(module: nn.Module) -> str | None:

@@ -44,6 +44,9 @@ __all__ = [
 
 Kind = Literal["parameter", "buffer", "attribute"]
 
+# torch's allocator gives the pool of a captured step whole segments, one for small and one for large tensors.
+_GRAPH_POOL_BYTES = (2 + 20) << 20
+
 # These hand a child's weight to a kernel without calling the child, whose hooks would never run.
 _READS_CHILDREN = frozenset({"MultiheadAttention"})
 
@@ -330,6 +333,7 @@ class ModelProfile:
         row_readers: modules whose experts may lie in any order of rows, by dotted name.
         kernels_per_step: kernels of a decoding step of transformers' eager forward, matrix products apart; ``None`` for
             a model whose kernels are fused (of an engine, of a compiler), or that was not measured.
+        copied_experts_bytes_per_row: of the experts of a row that such a step copies before it multiplies with them.
     """
 
     experts_per_token: int | None = None
@@ -342,6 +346,7 @@ class ModelProfile:
     max_context: int | None = None
     row_readers: tuple[str, ...] = ()
     kernels_per_step: int | None = None
+    copied_experts_bytes_per_row: int = 0
 
     def check_context(self, context: int) -> None:
         """Raise OptionError if ``context`` is longer than the model allows."""
@@ -361,4 +366,8 @@ class ModelProfile:
         if context == 0:
             return 0
         per_sequence = self.activation_bytes_per_row + context * self.attention_bytes_per_token
-        return self.cache_bytes(batch, context) + batch * per_sequence
+        graph_bytes = 0
+        if self.kernels_per_step is not None:
+            per_sequence += self.copied_experts_bytes_per_row
+            graph_bytes = _GRAPH_POOL_BYTES
+        return self.cache_bytes(batch, context) + batch * per_sequence + graph_bytes
