@@ -402,7 +402,8 @@ def describe(row: Mapping[str, Any]) -> str:
     return (
         f"{row['model']:<18} {row['case']:<15} {row['way']:<7} floor {row['floor_ms']:8.2f}  mean "
         f"{row['ms']:8.2f} ms (spread {row['spread_ms']:.2f}, {row['ms'] / row['floor_ms']:.3f} x floor)  "
-        f"expected {row['expected_ms']:.2f}  {row['tokens_per_s']:.2f} of {row['floor_tokens_per_s']:.2f} tokens/s  resident {row['resident_ms']:.2f} ms  "
+        f"expected {row['expected_ms']:.2f}  {row['tokens_per_s']:.2f} of {row['floor_tokens_per_s']:.2f} tokens/s  "
+        f"resident {row['resident_ms']:.2f} ms  "
         f"{row['bytes_moved'] / 1e9:.3f} GB a token at {row['link_gb_per_s']:.1f} GB/s{hits}  {peak} of "
         f"{row['card_bytes'] / 1e9:.0f}  first token {row['first_token_ms']:.0f} ms  offloaded in "
         f"{row['start_s']:.1f} s  {'same bits' if row['bit_equal'] else 'OTHER BITS'}"
