@@ -463,7 +463,7 @@ def test_planning_for_another_machine(model: Path, tmp_path: Path) -> None:
     """A probe from a machine with a GPU: rates, zero-copy, the store and the refusal here all follow from it."""
     rate, seconds = {"1048576": 50e9}, {"1": 3e-13, "256": 4e-13}
     probe = {
-        "schema": 2,
+        "schema": 3,
         "machine": {"devices": "A GPU, A GPU", "device_bytes": str(2**34), "cpu": "x86", "torch": "2.11"},
         "h2d_bytes_per_s": rate, "device_copy_bytes_per_s": 4e12, "kernel_s": 1e-6, "disk_read_bytes_per_s": 3e9,
         "product_s_per_byte": seconds, "grouped_s_per_byte": seconds, "in_place_s_per_byte": seconds,
@@ -481,7 +481,7 @@ def test_planning_for_another_machine(model: Path, tmp_path: Path) -> None:
     assert "run it again on that machine" in error_of(*args)
     for key in ("devices", "cpu"):
         rates = {"kernel_s": probe["kernel_s"]} if key == "cpu" else probe
-        file.write_text(json.dumps({"schema": 2, **rates, "machine": {}}))
+        file.write_text(json.dumps({"schema": 3, **rates, "machine": {}}))
         assert f"found: no key '{key}'; run it again" in error_of(*args)
     file.unlink()
     assert "headrace probe --json" in error_of(*args)

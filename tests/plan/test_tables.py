@@ -77,6 +77,9 @@ OTHER_FIELDS = {
         "model", "layers", "tokens_per_s", "first_token_ms", "hits", "card_bytes", "within_card", "start_s", *FIELDS
     },
     "families": {"family", "way", "what", "detail", "moved_bytes"},
+    "card-start": {"tree", "way", "first_s", "total_s", "text"},
+    "card-overhead": {"tree", "case", "round", "ms", "bytes_moved", "bit_equal"},
+    "card-fetch": {"programs", "words", "misses", "us_a_layer", "expert_bytes"},
 }  # fmt: skip
 
 
@@ -84,7 +87,7 @@ OTHER_FIELDS = {
 NOTHING_COMPARED = {
     "policies", "host-memory", "ranges", "experts-launch", "experts-vllm-memory", "experts-vllm-starts", "pipelines",
     "admission", "experts-vllm-prompt-memory", "experts-vllm-rounding", "ranks-dp-compiled",
-    "smallest", "starts-wan", "starts-flux", "start-phases",
+    "smallest", "starts-wan", "starts-flux", "start-phases", "card-start", "card-fetch",
 }  # fmt: skip
 
 
