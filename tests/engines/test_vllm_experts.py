@@ -15,7 +15,14 @@ import vllm_stand_in as vllm
 import vllm_workers
 from engines import WIDTH
 from headrace.errors import OptionError, OptionTypeError, StateError
-from vllm_experts import NUM_EXPERTS, Experts, FusedMoEParallelConfig, MarlinExperts
+from vllm_experts import (
+    NUM_EXPERTS,
+    DeepGemmExperts,
+    Experts,
+    FusedMoEParallelConfig,
+    MarlinExperts,
+    TritonExperts,
+)
 from vllm_workers import another_process, ids, loaded, make, require_same_outputs, resident
 
 stand_in = vllm_workers.stand_in  # a fixture for every test
@@ -27,11 +34,25 @@ def cached(slots: int, **own: Any) -> dict[str, Any]:
     return {**CACHE, "expert_slots": slots, **own}
 
 
+@pytest.mark.parametrize("slots", [3, 24])
+def test_packed_weights_have_two_names(slots: int) -> None:
+    """AWQ, GPTQ and compressed-tensors give the packed weights a second name in the same module."""
+    mlp = partial(Experts, experts_cls=MarlinExperts, packed=True)
+    worker, plain = loaded(own=cached(slots), mlp=mlp), resident(mlp=mlp)
+    require_same_outputs(worker, plain)
+    assert all(layer["fetched"] > 0 for layer in worker.headrace_stats()["experts"])
+
+
+KERNELS = pytest.mark.parametrize("kernel", [TritonExperts, MarlinExperts])
+
+
+@KERNELS
 @pytest.mark.parametrize(("slots", "second"), [(1, True), (3, True), (3, False), (24, True)])
-def test_outputs_are_the_same_and_experts_move(slots: int, second: bool) -> None:
-    """The stand-in's kernel rounds by the number of experts that it is configured for, as vLLM's may."""
-    plain = resident(use_v2_model_runner=second, mlp=Experts)
-    worker = loaded(own=cached(slots), second=second, mlp=Experts)
+def test_outputs_are_the_same_and_experts_move(slots: int, second: bool, kernel: type[TritonExperts]) -> None:
+    """The stand-in's kernels round by the number of experts that they are configured for, as vLLM's may."""
+    mlp = partial(Experts, experts_cls=kernel)
+    plain = resident(use_v2_model_runner=second, mlp=mlp)
+    worker = loaded(own=cached(slots), second=second, mlp=mlp)
     require_same_outputs(worker, plain)
     layers = worker.headrace_stats()["experts"]
     assert len(layers) == vllm.NUM_LAYERS
@@ -44,9 +65,10 @@ def test_outputs_are_the_same_and_experts_move(slots: int, second: bool) -> None
     )
 
 
-def test_experts_of_other_ranks_are_left_out() -> None:
+@KERNELS
+def test_experts_of_other_ranks_are_left_out(kernel: type[TritonExperts]) -> None:
     """With expert parallelism a rank has some of the experts, and numbers of all of them come in."""
-    mlp = partial(Experts, divided=True)
+    mlp = partial(Experts, divided=True, experts_cls=kernel)
     plain = resident(mlp=mlp)
     worker = loaded(own={**cached(5), "device_memory": "42MiB"}, mlp=mlp)
     require_same_outputs(worker, plain)
@@ -116,7 +138,7 @@ def test_a_kernel_that_changes_later_is_asked() -> None:
 
 
 @pytest.mark.parametrize(("kind", "reason"), [
-    ({"experts_cls": MarlinExperts}, r"MarlinExperts runs them, .* \(--moe-backend triton\)"),
+    ({"experts_cls": DeepGemmExperts}, r"DeepGemmExperts runs them, .* \(--moe-backend triton, or marlin\)"),
     ({"parallel": FusedMoEParallelConfig(use_all2all=True)}, r"data and expert parallelism together"),
     ({"parallel": FusedMoEParallelConfig(enable_eplb=True)}, r"--enable-eplb"),
     ({"with_lora": True}, r"LoRA adapters .* \(--enable-lora\)"),

@@ -6,6 +6,7 @@ that let vLLM choose it by the number of its rows would return other bits.
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
@@ -92,8 +93,50 @@ class TritonExperts:
                 output[token] += topk_weights[token, at] * down
 
 
-class MarlinExperts(TritonExperts):
+class DeepGemmExperts(TritonExperts):
     pass
+
+
+def moe_align_block_size(
+    topk_ids: torch.Tensor, block_size: int, num_experts: int, expert_map: torch.Tensor | None = None,
+    pad_sorted_ids: bool = False, ignore_invalid_experts: bool = False,
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:  # fmt: skip
+    """Tiles of one token each, by the number of the expert on this rank; the memory of unused tiles is not written."""
+    assert topk_ids.max() < num_experts
+    assert ignore_invalid_experts
+    ids = topk_ids.flatten() if expert_map is None else expert_map[topk_ids].flatten()
+    order = ids.sort(stable=True).indices
+    order = order[ids[order] >= 0]
+    experts = torch.full((ids.numel() + 3,), 10**9, dtype=torch.int32)
+    experts[: len(order)] = ids[order]
+    return order, experts, torch.tensor([len(order)])
+
+
+class MarlinExperts(TritonExperts):
+    """Sums in an order that depends on the position of a tile and on the number of experts."""
+
+    def apply(
+        self, output: torch.Tensor, hidden_states: torch.Tensor, w1: torch.Tensor, w2: torch.Tensor,
+        topk_weights: torch.Tensor, topk_ids: torch.Tensor, activation: str, global_num_experts: int,
+        expert_map: torch.Tensor | None,
+    ) -> None:  # fmt: skip
+        align = sys.modules["vllm.model_executor.layers.fused_moe.experts.marlin_moe"].moe_align_block_size
+        pairs, experts, count = align(topk_ids, 8, global_num_experts, expert_map, ignore_invalid_experts=True)
+        scale = self.quant_config._w1.scale
+        for tile, pair in enumerate(pairs[: int(count)].tolist()):
+            token, at = divmod(pair, topk_ids.shape[1])
+            block = 8 << ((tile + len(w1)) % 3)
+            up = _product(_row(w1, experts[tile]), hidden_states[token], block)
+            gate, up = (up if scale is None else up * _row(scale, experts[tile])).chunk(2)
+            output[token] += topk_weights[token, at] * _product(
+                _row(w2, experts[tile]), functional.silu(gate) * up, block
+            )
+
+
+def _row(tensor: torch.Tensor, row: torch.Tensor) -> torch.Tensor:
+    """As a kernel finds it: by its distance from the first, whatever ``tensor`` has."""
+    start = tensor.storage_offset() + int(row) * tensor.stride(0)
+    return tensor.as_strided(tensor.shape[1:], tensor.stride()[1:], start)
 
 
 def _product(weight: torch.Tensor, x: torch.Tensor, block: int) -> torch.Tensor:
@@ -120,6 +163,8 @@ class Method:
         self._copies_scales = copies_scales
 
     def process_weights_after_loading(self, layer: RoutedExperts) -> None:
+        if hasattr(layer, "w13_qweight"):
+            layer.w13_weight, layer.w2_weight = layer.w13_qweight, layer.w2_qweight
         scale = layer.w13_weight_scale.data.clone() if self._copies_scales else layer.w13_weight_scale
         config = FusedMoEQuantConfig(_w1=FusedMoEQuantDesc(scale))
         self.moe_kernel = FusedMoEKernelModularImpl(self.experts_cls(config))
@@ -136,11 +181,11 @@ class FusedMoEParallelConfig:
 
 
 class RoutedExperts(nn.Module):
-    """``divided``: this rank has three quarters of the experts."""
+    """``divided``: this rank has three quarters of the experts. ``packed``: weights have two names in the end (AWQ)."""
 
     def __init__(
         self, width: int, experts_cls: type[TritonExperts], copies_scales: bool, divided: bool, with_lora: bool,
-        parallel: FusedMoEParallelConfig,
+        packed: bool, parallel: FusedMoEParallelConfig,
     ) -> None:  # fmt: skip
         super().__init__()
         self.quant_method: Any = Method(experts_cls, copies_scales)
@@ -151,8 +196,8 @@ class RoutedExperts(nn.Module):
             numbers = torch.arange(NUM_EXPERTS, dtype=torch.int32)
             self.expert_map = torch.where(numbers < count, numbers, -1)
         for name, shape in (
-            ("w13_weight", (count, 2 * INTERMEDIATE, width)),
-            ("w2_weight", (count, width, INTERMEDIATE)),
+            ("w13_qweight" if packed else "w13_weight", (count, 2 * INTERMEDIATE, width)),
+            ("w2_qweight" if packed else "w2_weight", (count, width, INTERMEDIATE)),
             ("w13_weight_scale", (count, 2 * INTERMEDIATE)),
         ):
             self.register_parameter(name, nn.Parameter(torch.randn(shape) / shape[-1] ** 0.5, requires_grad=False))
@@ -164,7 +209,13 @@ class Experts(nn.Module):
     def __init__(self, width: int, is_called: bool = True, **kind: Any) -> None:
         super().__init__()
         self.gate = nn.Linear(width, NUM_EXPERTS, bias=False)
-        kinds = {"experts_cls": TritonExperts, "copies_scales": False, "divided": False, "with_lora": False}
+        kinds = {
+            "experts_cls": TritonExperts,
+            "copies_scales": False,
+            "divided": False,
+            "with_lora": False,
+            "packed": False,
+        }
         self.experts = RoutedExperts(width, **{**kinds, "parallel": FusedMoEParallelConfig(), **kind})
         self._is_called = is_called
 

@@ -33,6 +33,7 @@ _APPLY = (
     "self", "output", "hidden_states", "w1", "w2", "topk_weights", "topk_ids", "activation", "global_num_experts",
     "expert_map",
 )  # fmt: skip
+_ALIGN = ("topk_ids", "block_size", "num_experts", "expert_map", "pad_sorted_ids", "ignore_invalid_experts")
 NAMES = (
     Name(_OFFLOADER, "get_offloader", ()),
     Name(_OFFLOADER, "set_offloader", ("instance",)),
@@ -91,6 +92,8 @@ NAMES = (
             ),
             Name(_TRITON, "TritonExperts.apply", _APPLY, mentions=("try_get_optimal_moe_config", "quant_config")),
             Name(_TRITON, "TritonExperts.moe_problem_size", ("self", "a1", "w1", "w2", "topk_ids")),
+            Name(f"{_MOE}.experts.marlin_moe", "MarlinExperts.apply", _APPLY),
+            Name(f"{_MOE}.experts.marlin_moe", "moe_align_block_size", _ALIGN),
             Name(f"{_MOE}.config", "FusedMoEQuantConfig", fields=("_a1", "_a2", "_w1", "_w2")),
             Name(f"{_MOE}.routed_experts", "RoutedExperts.__init__", mentions=("quant_method", "moe_config")),
             Name(f"{_MOE}.config", "FusedMoEParallelConfig.use_all2all_kernels"),

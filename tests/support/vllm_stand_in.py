@@ -525,6 +525,10 @@ _MODULES: dict[str, list[Any]] = {
     "vllm.model_executor.layers.fused_moe.modular_kernel": [vllm_experts.FusedMoEKernelModularImpl],
     "vllm.model_executor.layers.fused_moe.routed_experts": [vllm_experts.RoutedExperts],
     "vllm.model_executor.layers.fused_moe.experts.triton_moe": [vllm_experts.TritonExperts],
+    "vllm.model_executor.layers.fused_moe.experts.marlin_moe": [
+        vllm_experts.MarlinExperts,
+        vllm_experts.moe_align_block_size,
+    ],
     "vllm.model_executor.model_loader.utils": [device_loading_context, process_weights_after_loading],
     "vllm.model_executor.models.utils": [make_layers, PPMissingLayer],
     "vllm.model_executor.layers.vocab_parallel_embedding": [VocabParallelEmbedding, ParallelLMHead],

@@ -197,8 +197,8 @@ def why_not_cached(inventory: Inventory, names: Collection[str]) -> dict[str, st
     for storage in inventory.storages:
         if storage.name in names:
             tensor = storage.tensors[0]
-            if len(storage.names) > 1:
-                reasons[storage.name] = "it has several names"
+            if len(storage.tensors) > 1 or len(storage.modules) > 1:
+                reasons[storage.name] = "several tensors or modules share it"
             elif len(tensor.shape) < 2 or not tensor.is_contiguous or storage.num_bytes != tensor.extent_bytes:
                 reasons[storage.name] = f"expected a contiguous tensor [experts, ...], found {list(tensor.shape)}"
             wanted.setdefault(tensor.locations[0].module, []).append(storage)

@@ -1,21 +1,26 @@
-"""Cached experts inside vLLM: its Triton kernel of experts reads the rows of a cache.
+"""Cached experts inside vLLM: its Triton and Marlin kernels of experts read the rows of a cache.
 
 vLLM runs the experts of a layer by one object (``FusedMoEExpertsModular``), with the weights and the expert numbers of
 each token as arguments. The kernel indexes weights by these numbers, so headrace passes a range with all rows of the
 cache in place of the weights, and rows in place of numbers. Its quantisation config has the other tensors that it reads
-per expert (scales, biases).
+per expert (scales, zero points, biases).
+
+Marlin splits the sum of a product between thread blocks by the position of a tile, and tiles are sorted by the number
+of their expert. So the numbers stay until they are sorted, and only the expert of each tile is replaced by its row.
 """
 
 from __future__ import annotations
 
 import copy
 from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import replace
 from typing import Any
 
 import torch
 from torch import nn
 from vllm.model_executor.layers.fused_moe import override_config
+from vllm.model_executor.layers.fused_moe.experts import marlin_moe
 from vllm.model_executor.layers.fused_moe.experts.triton_moe import TritonExperts
 from vllm.model_executor.layers.fused_moe.fused_moe import try_get_optimal_moe_config
 from vllm.model_executor.layers.fused_moe.routed_experts import RoutedExperts
@@ -41,11 +46,14 @@ class KernelExperts:
         self._cache = cache
         self._kernel: Any = _kernel_of(module)
         own = {id(getattr(module, name)): rows for name, rows in tensors.items()}
+        if isinstance(self._kernel, marlin_moe.MarlinExperts):
+            # It chooses the height of tiles by the number of experts, and reads a row at any distance from the first.
+            own = {key: rows[: module.local_num_experts] for key, rows in own.items()}
+        self._w13, self._w2 = own[id(module.w13_weight)], own[id(module.w2_weight)]
         self._quant_config = copy.copy(self._kernel.quant_config)
         for part, desc in _descs(self._quant_config):
             by_rows = {name: own.get(id(value), value) for name, value in vars(desc).items()}
             setattr(self._quant_config, part, replace(desc, **by_rows))
-        self._w13, self._w2 = tensors["w13_weight"], tensors["w2_weight"]
         # For expert parallelism: a row maps to itself, and one further number stands for experts of other ranks.
         rows = torch.arange(len(self._w13) + 1, dtype=torch.int32, device=self._w13.device)
         self._map_of_rows = torch.where(rows < len(self._w13), rows, -1)
@@ -71,6 +79,9 @@ class KernelExperts:
         by_rows: Any = copy.copy(self._kernel)  # now, since vLLM sets attributes of it at any time
         vars(by_rows).pop("apply")
         by_rows.quant_config = self._quant_config
+        if isinstance(by_rows, marlin_moe.MarlinExperts):
+            with self._tiles_by_rows(topk_ids, arguments["expert_map"]):
+                return by_rows.apply(**{**arguments, "topk_ids": topk_ids, "w1": self._w13, "w2": self._w2})
         hidden = arguments["hidden_states"]
         _, num_tokens, _, _, top_k = by_rows.moe_problem_size(hidden, w1, w2, topk_ids)
         # The block sizes set the order in which products are summed, and vLLM chooses them by the number of experts.
@@ -94,14 +105,34 @@ class KernelExperts:
             "global_num_experts": num_rows + 1,
         }
 
+    @contextmanager
+    def _tiles_by_rows(self, topk_ids: torch.Tensor, expert_map: torch.Tensor | None) -> Iterator[None]:
+        """Within, the expert of each tile that vLLM sorts is a row."""
+        ids = topk_ids if expert_map is None else expert_map[topk_ids]
+        rows = self._cache.admit(ids.contiguous())
+        # Experts of other ranks and unused tiles have the number -1, which is the last one here.
+        row_of = torch.full((len(self._w13) + 1,), -1, dtype=torch.int32, device=ids.device)
+        row_of[ids.flatten().long()] = rows.flatten().int()
+        align = marlin_moe.moe_align_block_size
+
+        def align_rows(*args: Any, **kwargs: Any) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+            tokens, experts, num_tokens = align(*args, **kwargs)
+            return tokens, row_of[experts.clamp(-1, len(self._w13) - 1)], num_tokens
+
+        marlin_moe.moe_align_block_size = align_rows
+        try:
+            yield
+        finally:
+            marlin_moe.moe_align_block_size = align
+
 
 def _why_not(module: Any) -> str | None:
     method, layout = module.quant_method, module.moe_config
     kernel = _kernel_of(module)
     kind = getattr(method, "experts_cls", None) if kernel is None else type(kernel)
-    if kind is not TritonExperts:
+    if kind not in (TritonExperts, marlin_moe.MarlinExperts):
         name = getattr(kind, "__name__", type(method).__name__)
-        return f"{name} runs them, which may not read rows: choose vLLM's Triton kernel (--moe-backend triton)"
+        return f"{name} runs them, which may not read rows: choose another kernel (--moe-backend triton, or marlin)"
     if layout.moe_parallel_config.use_all2all_kernels or layout.moe_parallel_config.enable_eplb:
         return "tokens or experts move between ranks (data and expert parallelism together, --enable-eplb)"
     if layout.is_lora_enabled:
