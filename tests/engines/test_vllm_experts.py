@@ -14,7 +14,7 @@ import vllm_experts
 import vllm_stand_in as vllm
 import vllm_workers
 from engines import WIDTH
-from headrace.errors import OptionError, OptionTypeError, StateError
+from headrace.errors import OptionError, OptionTypeError, RaceError, StateError
 from vllm_experts import (
     NUM_EXPERTS,
     DeepGemmExperts,
@@ -63,6 +63,30 @@ def test_outputs_are_the_same_and_experts_move(slots: int, second: bool, kernel:
     assert f"info: headrace: of {vllm.NUM_LAYERS} layers, {slots} of {NUM_EXPERTS} experts on the GPU at a time" in (
         "\n".join(vllm.state.logger.lines)
     )
+
+
+@KERNELS
+@pytest.mark.parametrize("divided", [False, True])
+def test_rows_are_compared_with_the_store(
+    kernel: type[TritonExperts], divided: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """With HEADRACE_DEBUG=1, after each run of a kernel; what another stream has overwritten meanwhile is found."""
+    monkeypatch.setenv("HEADRACE_DEBUG", "1")
+    worker = loaded(
+        own={**cached(5), "device_memory": "42MiB"}, mlp=partial(Experts, experts_cls=kernel, divided=divided)
+    )
+    worker.execute_model(ids())
+    assert all(layer["fetched"] > 0 for layer in worker.headrace_stats()["experts"])
+    apply = kernel.apply
+
+    def overwritten(self: Any, **arguments: Any) -> None:
+        apply(self, **arguments)
+        arguments["w2"][:5].zero_()  # slots
+
+    monkeypatch.setattr(kernel, "apply", overwritten)
+    worker.execute_model(ids())
+    with pytest.raises(RaceError, match="differ from the store"):
+        worker.headrace_stats()
 
 
 @KERNELS

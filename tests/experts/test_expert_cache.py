@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import subprocess
 import sys
+from collections import defaultdict
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from functools import partial
@@ -14,7 +15,8 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from headrace.experts.cache import CacheCounts, ExpertCache
+from headrace.errors import RaceError
+from headrace.experts.cache import CacheCounts, CountsReader, ExpertCache
 from headrace.plan.cached_experts import CachedLayer
 from headrace.plan.traces import Trace, lru_hits, seeded_trace
 from headrace.transfer import measuring
@@ -69,7 +71,7 @@ class Rig:
         for tensor in self.rows:
             tensor[first:] = torch.randint(0, 256, tensor[first:].shape, dtype=torch.uint8)
         self.experts = [tensor[first:].clone() for tensor in self.rows]
-        self.cache = ExpertCache(self.rows, home, num_slots, overflow_rows)
+        self.cache = ExpertCache(self.rows, home, num_slots, overflow_rows, debug=True)
         self.model = Model(num_experts, num_slots, away, overflow_rows=overflow_rows)
 
     def step(self, ids: torch.Tensor) -> None:
@@ -79,6 +81,7 @@ class Rig:
         now = {expert: overflow_row.get(expert, row) for expert, row in enumerate(location)}
         assert (rows.dtype, rows.shape) == (ids.dtype, ids.shape)
         assert rows.tolist() == [now.get(i, i) for i in ids.tolist()]
+        self.cache.compare(ids, rows)  # an error of counts() below
         for expert, row in overflow_row.items():
             for tensor, bytes_of in zip(self.rows, self.experts, strict=True):
                 assert torch.equal(tensor[row], bytes_of[expert]), f"expert {expert} in overflow row {row}"
@@ -150,7 +153,42 @@ def test_the_least_recently_used_leaves() -> None:
     assert [expert for expert, row in enumerate(rig.cache.location.tolist()) if row < 3] == [0, 2, 5]
 
 
-@pytest.mark.slow
+PLANTED: dict[str, Callable[[Rig, torch.Tensor], object]] = {
+    "a byte of a slot": lambda rig, _: rig.rows[2][1, 40015].add_(1),
+    "two experts in each other's slots": lambda rig, _: rig.rows[0][:2].copy_(rig.rows[0][:2].flip(0)),
+    "the row of another expert": lambda _, rows: rows[1].copy_(rows[2]),
+    "a small row": lambda rig, _: rig.rows[3][2].zero_(),
+}
+
+
+@pytest.mark.parametrize("fault", PLANTED)
+def test_rows_that_differ_from_the_store_are_found(fault: str) -> None:
+    """Whatever a kernel computes of them: in the step that reads them, and once for each word."""
+    rig = Rig(8, 4)
+    rig.step(torch.tensor([0]))
+    ids = torch.tensor([0, 5, 6], dtype=torch.int32)
+    rows = rig.cache.admit(ids)
+    rig.cache.compare(ids, rows)
+    assert rig.cache.counts().fetched == 3
+    PLANTED[fault](rig, rows)
+    rig.cache.compare(ids, rows)
+    with pytest.raises(RaceError, match=r"\d+ words in rows that a kernel read differ from the store"):
+        rig.cache.counts()
+    reader = CountsReader([rig.cache])
+    reader.begin()
+    with pytest.raises(RaceError):
+        reader.result()
+
+
+def test_a_fetch_that_does_not_happen_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
+    rig = Rig(8, 4)
+    monkeypatch.setattr("headrace.experts.cache.fetch_kernel", defaultdict(lambda: lambda *_, **__: None))
+    ids = torch.tensor([0, 5], dtype=torch.int32)
+    rig.cache.compare(ids, rig.cache.admit(ids))
+    with pytest.raises(RaceError):
+        rig.cache.counts()
+
+
 def test_the_probe_counts_experts_that_were_copied(monkeypatch: pytest.MonkeyPatch) -> None:
     """A step without a hit leaves one expert in host memory, which is not to count as copied."""
     home, ran, counts = 6, [], []
@@ -185,6 +223,7 @@ def test_the_probe_counts_experts_that_were_copied(monkeypatch: pytest.MonkeyPat
     assert rate == (counts[3] - counts[1]) * 16 == 6 * 16
 
 
+@pytest.mark.slow
 def test_hits_are_those_of_the_trace() -> None:
     trace = seeded_trace(3, 60, 16, 3)
     rig = Rig(16, 6)

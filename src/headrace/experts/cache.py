@@ -12,7 +12,8 @@ import torch
 import triton
 import triton.language as tl
 
-from headrace.experts.kernels import admit_kernel, fetch_kernel
+from headrace.errors import RaceError
+from headrace.experts.kernels import admit_kernel, compare_kernel, fetch_kernel
 from headrace.experts.rows import CacheStreamOrder
 
 __all__ = ["CacheCounts", "CountsReader", "ExpertCache"]
@@ -59,6 +60,7 @@ class ExpertCache:
         overflow_rows: range = range(0),
         turn: CacheStreamOrder | None = None,
         shift: int = 0,
+        debug: bool = False,
     ) -> None:
         """
         Args:
@@ -70,8 +72,10 @@ class ExpertCache:
             overflow_rows: rows after the slots, in memory that other layers may share.
             turn: of the layers that share it; ``None``: there are none.
             shift: see :meth:`admit`.
+            debug: :meth:`compare` compares.
         """
         device = home.device
+        self._debug = debug
         self.num_slots = num_slots
         self.turn = turn or CacheStreamOrder(device)
         self._overflow_rows = overflow_rows
@@ -82,7 +86,7 @@ class ExpertCache:
         self._expert_in = torch.full((max(num_slots, overflow_rows.stop),), -1, dtype=torch.int32, device=device)
         self._last_used = torch.zeros(num_slots, dtype=torch.int64, device=device)
         self._fetched = torch.zeros(1 + num_slots + len(overflow_rows), dtype=torch.int32, device=device)
-        self._counters = torch.zeros(5, dtype=torch.int64, device=device)
+        self._counters = torch.zeros(6, dtype=torch.int64, device=device)
         self._chosen = torch.zeros(home.numel(), dtype=torch.int64, device=device)
         self._missing = torch.zeros(home.numel(), dtype=torch.int32, device=device)
         # By the bytes of a word: only small rows do not begin at multiples of 16 bytes; they are copied byte by byte.
@@ -146,9 +150,40 @@ class ExpertCache:
             )
         return rows
 
+    def compare(self, ids: torch.Tensor, rows: torch.Tensor) -> None:
+        """With ``debug``, after a kernel has read the experts ``ids`` in ``rows``: compare these with host memory.
+
+        Bytes that differ are an error of the next :meth:`counts`, also where a graph contains the comparison. So the
+        kernel has read what the store holds, whether or not its own result repeats (contract 1).
+
+        Args:
+            ids, rows: of one shape; numbers that are no expert are ignored.
+        """
+        if not self._debug:
+            return
+        is_expert = (ids >= 0) & (ids < self._num_experts)
+        row_of = torch.full((self._num_experts + 1,), -1, dtype=torch.int64, device=ids.device)
+        row_of[torch.where(is_expert, ids, self._num_experts).long()] = rows.long()
+        for word, table in self._tables:
+            compare_kernel[(_PROGRAMS,)](
+                row_of,
+                self._home,
+                table,
+                self._counters[5:],
+                NUM_EXPERTS=self._num_experts,
+                NUM_TENSORS=len(table),
+                WORD=word,
+                BLOCK=_BLOCK,
+                num_warps=8,
+            )
+
     def counts(self) -> CacheCounts:
-        """The counts so far; waits for the device."""
-        return CacheCounts(*self._counters.tolist())
+        """The counts so far; waits for the device.
+
+        Raises:
+            RaceError: see :meth:`compare`.
+        """
+        return _checked(self._counters)
 
 
 class CountsReader:
@@ -168,7 +203,18 @@ class CountsReader:
             self._copied.record()
 
     def result(self) -> CacheCounts | None:
-        """The counts of the last :meth:`begin`; ``None``: not read yet."""
+        """The counts of the last :meth:`begin`; ``None``: not read yet. Raises as :meth:`ExpertCache.counts` does."""
         if self._copied is not None and not self._copied.query():
             return None
-        return CacheCounts(*self._totals.tolist())
+        return _checked(self._totals)
+
+
+def _checked(counters: torch.Tensor) -> CacheCounts:
+    *counts, differing = counters.tolist()
+    if differing:
+        raise RaceError(
+            f"cached experts: {differing} words in rows that a kernel read differ from the store: rows were "
+            f"overwritten before they were read, or hold other experts; this is a bug in headrace: report it, and read "
+            f"experts in place meanwhile (experts=uva)"
+        )
+    return CacheCounts(*counts)

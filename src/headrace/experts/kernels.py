@@ -1,6 +1,6 @@
-"""Triton kernels of the expert cache: one chooses the experts in slots, the other copies the missing ones.
+"""Triton kernels of the expert cache: one chooses the experts in slots, one copies the missing ones, one compares rows.
 
-Both run on the stream of the forward without the host, so a CUDA graph can contain them. A layer has E experts and S
+They run on the stream of the forward without the host, so a CUDA graph can contain them. A layer has E experts and S
 slots. Each of its tensors is one range of rows: rows 0 to S - 1 are slots in device memory, and rows from H on are the
 experts in host memory. ``location[e]`` is the row at which expert e is read: its slot, or its own row. Between them may
 be P overflow rows, in device memory that all layers share: a large step reads experts without a slot there.
@@ -11,7 +11,7 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-__all__ = ["admit_kernel", "fetch_kernel"]
+__all__ = ["admit_kernel", "compare_kernel", "fetch_kernel"]
 
 
 @triton.jit
@@ -25,7 +25,7 @@ def admit_kernel(
     expert_in,  # int32 [S] or [first overflow row + P]: the expert in each slot; -1: empty
     last_used,  # int64 [S]: the step in which each slot was last used
     fetched,  # int32 [1 + S + P]: how many experts this step fetches, then their rows
-    counters,  # int64 [5]: steps, hits, experts fetched into slots, experts without a slot, evicted experts
+    counters,  # int64 [6]: steps, hits, experts fetched into slots, experts without a slot, evicted experts; unchanged
     chosen,  # int64 [E]: the step that chose each expert last
     missing,  # int32 [E]: scratch
     NUM_EXPERTS: tl.constexpr,
@@ -148,3 +148,30 @@ def fetch_kernel(
                 read, written = tl.multiple_of(read, 16), tl.multiple_of(written, 16)
                 inside = tl.max_constancy(inside, 2)
             tl.store(written, tl.load(read, mask=inside), mask=inside)
+
+
+@triton.jit
+def compare_kernel(
+    row_of,  # int64 [E]: the row in which a kernel has read each expert; below 0: it has not
+    home,  # [E], see admit_kernel
+    tensors,  # int64 [T, 2], see fetch_kernel
+    differing,  # int64 [1]: words that differ from the expert's own row are added
+    NUM_EXPERTS: tl.constexpr,
+    NUM_TENSORS: tl.constexpr,
+    WORD: tl.constexpr,
+    BLOCK: tl.constexpr,
+):
+    """Compare the rows that a kernel has read with the experts in host memory; any grid."""
+    for tensor in tl.static_range(NUM_TENSORS):
+        base = tl.load(tensors + 2 * tensor).to(tl.pointer_type(WORD))
+        words = tl.load(tensors + 2 * tensor + 1)
+        blocks = tl.cdiv(words, BLOCK)
+        for item in range(tl.program_id(0), NUM_EXPERTS * blocks, tl.num_programs(0)):
+            row, own = tl.load(row_of + item // blocks), tl.load(home + item // blocks).to(tl.int64)
+            word = (item % blocks) * BLOCK + tl.arange(0, BLOCK)
+            inside = (word < words) & (row >= 0) & (row != own) & (own >= 0)
+            read = tl.load(base + row * words + word, mask=inside, other=0)
+            stored = tl.load(base + own * words + word, mask=inside, other=0)
+            different = tl.sum((read != stored).to(tl.int32), axis=0)
+            if different > 0:
+                tl.atomic_add(differing, different.to(tl.int64))

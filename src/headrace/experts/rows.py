@@ -66,6 +66,8 @@ def expert_rows(module: nn.Module, ids: torch.Tensor) -> tuple[Any, torch.Tensor
     else:
         _admissions.begin(cached)
     rows: torch.Tensor = torch.ops.headrace.expert_rows(cached.cache.turn.token, cached.cache.location, ids)
+    if not torch.compiler.is_compiling():
+        cached.admitted = ids, rows
     return cached.twin, rows
 
 
@@ -114,6 +116,9 @@ class RowMap(Protocol):
     def admit(self, ids: torch.Tensor) -> torch.Tensor:
         """Bring the experts ``ids`` to the device, change ``location`` accordingly, and return their rows."""
 
+    def compare(self, ids: torch.Tensor, rows: torch.Tensor) -> None:
+        """With ``HEADRACE_DEBUG=1``: a kernel has read experts ``ids`` in ``rows``; compare these with the store."""
+
 
 class ExpertHook(Protocol):
     """Makes the code that runs the experts of a module read rows, from :meth:`attach` to :meth:`remove`."""
@@ -149,6 +154,9 @@ class NoCache:
         """Nothing moves."""
         return ids.clone()  # the op below may not return its argument
 
+    def compare(self, ids: torch.Tensor, rows: torch.Tensor) -> None:
+        """Rows are the experts."""
+
 
 class CachedExperts:
     """Makes :func:`expert_rows` find the cache of ``module``, from :meth:`attach` to :meth:`remove`."""
@@ -160,6 +168,7 @@ class CachedExperts:
         self.twin = _twin(module, tensors)
         self._names = tuple(tensors)
         self._storages = {tensor.untyped_storage().data_ptr() for tensor in tensors.values()}
+        self.admitted: tuple[torch.Tensor, torch.Tensor] | None = None  # by the forward that runs: ids and their rows
         self._own_forward = vars(module).get("forward")  # of the instance, perhaps another library's
         self._kept_forward = own_forward(module)
 
@@ -209,10 +218,15 @@ class CachedExperts:
 
     def _run(self, *args: Any, **kwargs: Any) -> Any:
         if chosen_implementation(self._module) is None:
-            original = self._kept_forward or functools.partial(type(self._module).forward, self._module)
-            return original(*args, **kwargs)
-        require_rows(self._module)  # again: the implementation may have changed
-        return _forward_by_rows(self._module, *args, **kwargs)
+            run: Any = self._kept_forward or functools.partial(type(self._module).forward, self._module)
+        else:
+            require_rows(self._module)  # again: the implementation may have changed
+            run = functools.partial(_forward_by_rows, self._module)
+        output = run(*args, **kwargs)
+        if not torch.compiler.is_compiling() and self.admitted is not None:
+            self.cache.compare(*self.admitted)
+            self.admitted = None
+        return output
 
     def _pack(self, saved: torch.Tensor) -> torch.Tensor | None:
         """Keep autograd from saving views of slots, whose bytes change."""

@@ -449,7 +449,7 @@ class OffloadSession(NotCopyable):
             else layer.num_experts
         )
         shift = num_rows - layer.num_experts
-        cache = ExpertCache(list(rows.values()), home, layer.num_slots, overflow_rows, turn, shift)
+        cache = ExpertCache(list(rows.values()), home, layer.num_slots, overflow_rows, turn, shift, debug_enabled())
         module, tensors = self._model.get_submodule(layer.module_fqn), {}
         for name, memory in rows.items():
             (tensor,) = self._bound[name].tensors

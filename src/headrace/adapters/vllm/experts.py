@@ -79,51 +79,55 @@ class KernelExperts:
         by_rows: Any = copy.copy(self._kernel)  # now, since vLLM sets attributes of it at any time
         vars(by_rows).pop("apply")
         by_rows.quant_config = self._quant_config
+        expert_map = arguments["expert_map"]
+        ids = topk_ids if expert_map is None else expert_map[topk_ids]
+        rows = self._cache.admit(ids.contiguous())
         if isinstance(by_rows, marlin_moe.MarlinExperts):
-            with self._tiles_by_rows(topk_ids, arguments["expert_map"]):
-                return by_rows.apply(**{**arguments, "topk_ids": topk_ids, "w1": self._w13, "w2": self._w2})
-        hidden = arguments["hidden_states"]
-        _, num_tokens, _, _, top_k = by_rows.moe_problem_size(hidden, w1, w2, topk_ids)
-        # The block sizes set the order in which products are summed, and vLLM chooses them by the number of experts.
-        dtype = by_rows.quant_config.config_name(hidden.dtype)
-        config = try_get_optimal_moe_config(w1.size(), w2.size(), top_k, dtype, num_tokens, by_rows.block_shape)
-        # Experts beyond the slots are read over the link, so once each and not once per token.
-        mark_host_resident(self._w13, topk_ids.numel() > self._cache.num_slots)
-        arguments |= self._rows_of(topk_ids, arguments["expert_map"])
-        with override_config(config):
-            return by_rows.apply(**{**arguments, "w1": self._w13, "w2": self._w2})
+            arguments["topk_ids"] = topk_ids
+            as_resident = _tiles_of_rows(ids, rows, len(self._w13))
+        else:
+            _, num_tokens, _, _, top_k = by_rows.moe_problem_size(arguments["hidden_states"], w1, w2, topk_ids)
+            # Block sizes set the order in which products are summed, and vLLM chooses them by the number of experts.
+            dtype = by_rows.quant_config.config_name(arguments["hidden_states"].dtype)
+            config = try_get_optimal_moe_config(w1.size(), w2.size(), top_k, dtype, num_tokens, by_rows.block_shape)
+            # Experts beyond the slots are read over the link, so once each and not once per token.
+            mark_host_resident(self._w13, topk_ids.numel() > self._cache.num_slots)
+            arguments |= self._numbers_of(rows, topk_ids.dtype, is_divided=expert_map is not None)
+            as_resident = override_config(config)
+        with as_resident:
+            result = by_rows.apply(**{**arguments, "w1": self._w13, "w2": self._w2})
+        self._cache.compare(ids, rows)
+        return result
 
-    def _rows_of(self, topk_ids: torch.Tensor, expert_map: torch.Tensor | None) -> dict[str, Any]:
-        """Arguments with rows in place of numbers; with an ``expert_map``, numbers are of all ranks' experts."""
+    def _numbers_of(self, rows: torch.Tensor, dtype: torch.dtype, is_divided: bool) -> dict[str, Any]:
+        """Arguments with ``rows`` in place of numbers; those of divided experts are numbers of all ranks' experts."""
         num_rows = len(self._w13)
-        if expert_map is None:
-            return {"topk_ids": self._cache.admit(topk_ids.contiguous()), "global_num_experts": num_rows}
-        rows = self._cache.admit(expert_map[topk_ids].contiguous())
+        if not is_divided:
+            return {"topk_ids": rows, "global_num_experts": num_rows}
         return {
-            "topk_ids": torch.where(rows < 0, num_rows, rows).to(topk_ids.dtype),
+            "topk_ids": torch.where(rows < 0, num_rows, rows).to(dtype),
             "expert_map": self._map_of_rows,
             "global_num_experts": num_rows + 1,
         }
 
-    @contextmanager
-    def _tiles_by_rows(self, topk_ids: torch.Tensor, expert_map: torch.Tensor | None) -> Iterator[None]:
-        """Within, the expert of each tile that vLLM sorts is a row."""
-        ids = topk_ids if expert_map is None else expert_map[topk_ids]
-        rows = self._cache.admit(ids.contiguous())
-        # Experts of other ranks and unused tiles have the number -1, which is the last one here.
-        row_of = torch.full((len(self._w13) + 1,), -1, dtype=torch.int32, device=ids.device)
-        row_of[ids.flatten().long()] = rows.flatten().int()
-        align = marlin_moe.moe_align_block_size
 
-        def align_rows(*args: Any, **kwargs: Any) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-            tokens, experts, num_tokens = align(*args, **kwargs)
-            return tokens, row_of[experts.clamp(-1, len(self._w13) - 1)], num_tokens
+@contextmanager
+def _tiles_of_rows(ids: torch.Tensor, rows: torch.Tensor, num_experts: int) -> Iterator[None]:
+    """Within, the expert of each tile that vLLM sorts is a row: of each of ``ids`` that of ``rows``."""
+    # Experts of other ranks and unused tiles have the number -1, which is the last one here.
+    row_of = torch.full((num_experts + 1,), -1, dtype=torch.int32, device=ids.device)
+    row_of[ids.long()] = rows.int()
+    align = marlin_moe.moe_align_block_size
 
-        marlin_moe.moe_align_block_size = align_rows
-        try:
-            yield
-        finally:
-            marlin_moe.moe_align_block_size = align
+    def align_rows(*args: Any, **kwargs: Any) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+        tokens, experts, num_tokens = align(*args, **kwargs)
+        return tokens, row_of[experts.clamp(-1, num_experts - 1)], num_tokens
+
+    marlin_moe.moe_align_block_size = align_rows
+    try:
+        yield
+    finally:
+        marlin_moe.moe_align_block_size = align
 
 
 def _why_not(module: Any) -> str | None:
