@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import sys
+from dataclasses import replace
 from functools import partial
 from typing import Any
 
@@ -15,6 +16,8 @@ import vllm_stand_in as vllm
 import vllm_workers
 from engines import WIDTH
 from headrace.errors import OptionError, OptionTypeError, RaceError, StateError
+from headrace.plan.cost_model import NOMINAL_GPU
+from headrace.runtime.planner_factory import make_planner
 from vllm_experts import (
     NUM_EXPERTS,
     DeepGemmExperts,
@@ -63,6 +66,24 @@ def test_outputs_are_the_same_and_experts_move(slots: int, second: bool, kernel:
     assert f"info: headrace: of {vllm.NUM_LAYERS} layers, {slots} of {NUM_EXPERTS} experts on the GPU at a time" in (
         "\n".join(vllm.state.logger.lines)
     )
+
+
+@pytest.mark.parametrize(("kernel", "is_advised"), [(MarlinExperts, True), (DeepGemmExperts, False)])
+def test_a_budget_that_a_cache_would_beat_says_so(
+    kernel: type[TritonExperts], is_advised: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def on_gpu(inventory: Any, profile: Any, *args: Any, **options: Any) -> Any:
+        made = make_planner(inventory, profile, *args, **options)
+        readers = {s.name for s in inventory.storages if not s.modules.isdisjoint(profile.row_readers)}
+        rates = replace(NOMINAL_GPU, fetch_bytes_per_s=NOMINAL_GPU.copy_bytes_per_s.points[-1][1])
+        profile = replace(made.profile, experts_per_token=2)
+        return replace(made, rates=rates, profile=profile, cacheable=frozenset(readers))
+
+    monkeypatch.setattr("headrace.offloaders.layerwise.make_planner", on_gpu)
+    loaded(own={"device_memory": "42MiB"}, mlp=partial(Experts, experts_cls=kernel))
+    lines = [line for line in vllm.state.logger.lines if "with cached experts a step of 1 rows would take" in line]
+    assert len(lines) == is_advised
+    assert all("add headrace.rules = ['experts=cache']" in line for line in lines)
 
 
 @KERNELS

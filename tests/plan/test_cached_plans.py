@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from dataclasses import replace
 from functools import cache
 
@@ -11,9 +12,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from transformers import Qwen3MoeConfig, Qwen3MoeForCausalLM
 
-from headrace.config import Budget, Rules, Workload
+from headrace.config import Budget, Policy, Rules, Workload
 from headrace.errors import OptionError
 from headrace.flags import OffloadFlags
+from headrace.formatting import format_time
 from headrace.model.inventory import take_inventory
 from headrace.model.memory_profile import profile_of
 from headrace.plan.build import Planner
@@ -147,3 +149,30 @@ def test_machines_without_a_probe_cache_too(machine: str | None) -> None:
     assert rates.fetch_bytes_per_s == pytest.approx(0.92 * rates.copy_bytes_per_s.points[-1][1], rel=0.01)
     made = make_planner(planner().inventory, planner().profile, DeviceName("cuda"), rates=rates)
     assert made.plan(Budget(WEIGHTS // 3)).cached
+
+
+class TestAdvice:
+    """A policy that a budget of the same size would beat by more than a tenth says so, with what to type."""
+
+    @pytest.mark.parametrize(
+        "policy", [Rules([("experts", "prefetch")]), Budget(WEIGHTS // 3, rules=[("experts", "uva")])]
+    )
+    def test_is_given_and_holds(self, policy: Policy) -> None:
+        each = planner()
+        plan = each.plan(policy)
+        (text,) = each.outlook(policy, plan).notes
+        found = re.fullmatch(
+            r"a budget of the same size without rules would take (\S+ \S+) per step in place of (\S+ \S+): "
+            r"--device-memory (\d+MiB)",
+            text,
+        )
+        assert found, text
+        step = each.forecast(each.plan(Budget(found[3])), 1).step_s
+        assert step * 1.1 < each.forecast(plan, 1).step_s
+        assert format_time(step) == found[1]
+
+    @pytest.mark.parametrize("policy", [Budget(WEIGHTS // 3), Budget(WEIGHTS // 3, rules=[("experts", "cache")]), None])
+    def test_is_not_given_for_the_best(self, policy: Policy | None) -> None:
+        each = planner()
+        plan = each.plan(policy or Budget(WEIGHTS // 3))
+        assert not any("a budget of the same size" in text for text in each.outlook(policy, plan).notes)

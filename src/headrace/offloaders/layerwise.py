@@ -21,14 +21,14 @@ from torch import nn
 from headrace.config import UVA, Budget, Mechanism, Mode, Prefetch, Rule
 from headrace.errors import BudgetError, OptionError, SelectionError, StateError, warn_user
 from headrace.experts.rows import CachedExperts, ExpertKernels
-from headrace.formatting import format_size, listed
+from headrace.formatting import format_size, format_time, listed
 from headrace.model.inventory import is_embedding, take_inventory
 from headrace.model.memory_profile import profile_of
 from headrace.model.patterns import matching
 from headrace.model.records import Inventory, StorageInfo, is_within
 from headrace.model.semantic_groups import semantic_groups
 from headrace.offloaders.base import BaseOffloader
-from headrace.plan.build import Planner, build_plan
+from headrace.plan.build import WORTH_SAYING, Planner, build_plan
 from headrace.plan.cost_model import NOMINAL_GPU, Rates
 from headrace.plan.plan import Plan
 from headrace.plan.units import TINY_BYTES, move_on_demand, plan_group_rule, selected, worth_moving
@@ -263,6 +263,7 @@ class EngineOffloader(LayerwiseOffloader):
         self._towers: list[nn.Module] = []
         self._others_replay = False
         self._all_ran = False
+        self._advice: str | None = None
         self.added_device_bytes = 0
 
     def wrap_modules(self, modules_generator: Iterable[nn.Module], prefix: str = "") -> list[nn.Module]:
@@ -376,7 +377,7 @@ class EngineOffloader(LayerwiseOffloader):
                 f"of {len(plan.cached)} layers, {' or '.join(slots)} experts on the GPU at a time, "
                 f"{format_size(plan.cache_bytes)}"
             )
-        return lines
+        return lines if self._advice is None else [*lines, self._advice]
 
     def metrics(self) -> dict[str, Any]:
         """The plan and the counters in plain numbers, for an engine to show; after ``post_init``."""
@@ -503,12 +504,29 @@ class EngineOffloader(LayerwiseOffloader):
         profile = replace(profile, row_readers=readers, kernels_per_step=None)  # an engine fuses kernels
         planner = make_planner(inventory, profile, self._device(), rates=self._rates)
         try:
-            return planner.plan(policy, names, forced)
+            plan = planner.plan(policy, names, forced)
         except BudgetError:
             apart = outside - heads
             if policy.params or not apart:
                 raise
-            return planner.plan(policy, names | apart, {**forced, **dict.fromkeys(apart, "uva")})
+            names, forced = names | apart, {**forced, **dict.fromkeys(apart, "uva")}
+            plan = planner.plan(policy, names, forced)
+        kernels = self._traits.expert_kernels
+        known = {} if kernels is None or self._asks_for_cache else kernels.find(self._model())
+        if found := tuple(name for name, why in known.items() if why is None):
+            planner = make_planner(inventory, replace(profile, row_readers=found), self._device(), rates=self._rates)
+            self._compare_with_cache(plan, planner.plan(policy, names, forced), planner, policy)
+        return plan
+
+    def _compare_with_cache(self, plan: Plan, cached: Plan, planner: Planner, policy: Budget) -> None:
+        """Note for :meth:`summary` that cached experts would be faster: only a rule puts them where a cache can be."""
+        rows, context = policy.workload.batch_sizes[0], policy.workload.context
+        now, other = (planner.forecast(each, rows, context).step_s for each in (plan, cached))
+        if cached.cached and now > WORTH_SAYING * other:
+            self._advice = (
+                f"with cached experts a step of {rows} rows would take {format_time(other)} in place of "
+                f"{format_time(now)}: add headrace.rules = ['experts=cache']"
+            )
 
     def _largest_stack(self, inventory: Inventory) -> list[str]:
         """Names of its layers. Towers and draft models have stacks too, whose layers run at other times."""

@@ -23,7 +23,7 @@ import numpy as np
 
 from headrace.config import HOST_MODES, SHARDED_MODES, UVA, Budget, Mechanism, Mode, Policy, Prefetch, Rules, Workload
 from headrace.errors import BudgetError, OptionError, RuleError, SelectionError, warn_user
-from headrace.formatting import format_size, listed
+from headrace.formatting import format_size, format_time, listed
 from headrace.model.layers import find_layers, find_stacks
 from headrace.model.patterns import matching
 from headrace.model.records import Inventory, ModelProfile, StorageInfo
@@ -52,10 +52,12 @@ from headrace.plan.units import (
     warn_of_stranded,
 )
 
-__all__ = ["Planner", "build_plan"]
+__all__ = ["WORTH_SAYING", "Planner", "build_plan"]
 
 # To join a piece to the one before it: two system calls, and a page that is read and copied (2 GHz Xeon, cached file).
 _JOIN_S = 50e-6
+# Of a step that the user's policy leads to, over that of a budget of the same size.
+WORTH_SAYING = 1.1
 # Shares of the experts that the device holds, and hit rates, in the predictions for a cache.
 _SHOWN_SHARES, _SHOWN_HITS = (0.25, 0.4, 0.5, 0.75), (0.5, 0.8, 0.9, 1.0)
 
@@ -264,7 +266,7 @@ class Planner:
             plan.device_bytes,
             tuple(self.alternatives(budget, plan)) if budget is not None and plan.offloaded_bytes else (),
             self.least_budget_bytes(workload) if policy is None else None,
-            notes=tuple(self._notes(plan, context)),
+            notes=(*self._notes(plan, context), *self._advice(policy, plan, workload)),
             caches=tuple(self._caches(plan, workload.batch_sizes[0], context)),
         )
 
@@ -274,6 +276,27 @@ class Planner:
             return self.plan(Budget(1, workload=workload)).device_bytes  # 0 or 1
         except BudgetError as error:
             return error.minimum_bytes
+
+    def _advice(self, policy: Policy | Plan | None, plan: Plan, workload: Workload) -> Iterator[str]:
+        """A sentence on a budget of the same size whose step is predicted to be faster by more than a tenth."""
+        is_own_choice = isinstance(policy, Budget) and not policy.rules and not policy.params
+        if policy is None or is_own_choice or not plan.offloaded_bytes or plan.mode != self.default_mode:
+            return
+        rows, context = workload.batch_sizes[0], workload.context
+        if isinstance(policy, Budget):
+            num_bytes = policy.num_bytes
+        else:
+            num_bytes = plan.device_bytes + self.profile.workload_bytes(max(workload.batch_sizes), context)
+        budget = Budget(num_bytes, workload=workload)
+        try:
+            now, other = (self.forecast(each, rows, context).step_s for each in (plan, self.plan(budget)))
+        except (BudgetError, OptionError):  # it is below the least that a budget needs
+            return
+        if now > WORTH_SAYING * other:
+            yield (
+                f"a budget of the same size without rules would take {format_time(other)} per step in place of "
+                f"{format_time(now)}: --device-memory {-(-num_bytes >> 20)}MiB"
+            )
 
     def _caches(self, plan: Plan, rows: int, context: int) -> Iterator[CachePoint]:
         """``plan`` with other numbers of slots for cached experts, and at given hit rates."""
