@@ -2,10 +2,10 @@
 
     python benchmarks/vllm_kernel_bits.py [--formats mxfp4,int4] [--rows 1,2,8,16,64,512] [--out FILE]   (vLLM, a GPU)
 
-One layer of Qwen3-30B-A3B's shape with random packed weights in Marlin's own layout. For each number of rows the
-resident kernel runs ``--repeats`` times with the same input, and then the resident one and the one that reads a cache
-(a quarter of the experts in slots) with as many other inputs, with tokens that choose experts by a seeded trace. After
-each call of the cached kernel the rows that it has read are compared with the store: a difference ends the script.
+One layer of Qwen3-30B-A3B's shape with random packed weights in Marlin's own layout. For each number of rows and of
+``--repeats`` inputs, whose tokens choose experts by a seeded trace, the resident kernel runs twice, and then the one
+that reads a cache with a quarter of the experts in slots: its bits should differ no more often. After each call of the
+cached kernel the rows that it has read are compared with the store: a difference ends the script.
 ``us``: one call in a CUDA graph, resident, and cached with all experts in slots.
 """
 
@@ -140,18 +140,17 @@ def measure(kind: str, rows: int, repeats: int) -> dict[str, Any]:
     """How often bits differ, for one format and number of rows."""
     layer = Layer(kind, EXPERTS // 4)
     given = list(inputs(rows, repeats))
-    first = layer.run(*given[0], cached=False)
-    if not (first.isfinite().all() and first.abs().max() > 0):
-        raise RuntimeError(f"{kind}: expected finite outputs")
-    other = sum(not torch.equal(layer.run(*given[0], cached=False), first) for _ in range(repeats))
-    differing = spread = 0.0
+    other = differing = spread = 0.0
     for each in given:
-        expected, found = layer.run(*each, cached=False), layer.run(*each, cached=True)
+        expected, again, found = (layer.run(*each, cached=cached) for cached in (False, False, True))
+        if not (expected.isfinite().all() and expected.abs().max() > 0):
+            raise RuntimeError(f"{kind}: expected finite outputs")
+        other += not torch.equal(again, expected)
         differing += not torch.equal(found, expected)
         spread = max(spread, (found - expected).abs().max().item())
     moved = layer.cache.counts()
     row = {
-        "table": "kernel-bits", "format": kind, "rows": rows, "repeats": repeats, "resident_differs": other,
+        "table": "kernel-bits", "format": kind, "rows": rows, "repeats": repeats, "resident_differs": int(other),
         "cached_differs": int(differing), "largest_difference": spread, "fetched": moved.fetched,
         "overflow": moved.in_place, "slots": layer.cache.num_slots,
     }  # fmt: skip
@@ -184,7 +183,7 @@ def main() -> None:
     for kind in given.formats:
         for rows in given.rows:
             row = measure(kind, rows, given.repeats)
-            results.append({**row, "bit_equal": row["cached_differs"] == 0, "case": kind})
+            results.append({**row, "bit_equal": row["cached_differs"] <= row["resident_differs"], "case": kind})
             append(results[-1], given.out)
             print(" ".join(f"{name}={value}" for name, value in row.items() if name != "table"), flush=True)
     finish("vLLM's kernels of experts", results)

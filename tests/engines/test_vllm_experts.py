@@ -44,6 +44,8 @@ def test_packed_weights_have_two_names(slots: int) -> None:
     worker, plain = loaded(own=cached(slots), mlp=mlp), resident(mlp=mlp)
     require_same_outputs(worker, plain)
     assert all(layer["fetched"] > 0 for layer in worker.headrace_stats()["experts"])
+    said = [line for line in vllm.state.logger.lines if "Marlin kernel of experts repeats its own bits" in line]
+    assert len(said) == 1  # of 8 layers
 
 
 KERNELS = pytest.mark.parametrize("kernel", [TritonExperts, MarlinExperts])

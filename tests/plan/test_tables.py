@@ -77,6 +77,7 @@ OTHER_FIELDS = {
         "model", "layers", "tokens_per_s", "first_token_ms", "hits", "card_bytes", "within_card", "start_s", *FIELDS
     },
     "families": {"family", "way", "what", "detail", "moved_bytes"},
+    "kernel-bits": {"format", "rows", "repeats", "resident_differs", "cached_differs", "largest_difference", "fetched"},
     "card-start": {"tree", "way", "first_s", "total_s", "text"},
     "card-overhead": {"tree", "case", "round", "ms", "bytes_moved", "bit_equal"},
     "card-fetch": {"programs", "words", "misses", "us_a_layer", "expert_bytes"},

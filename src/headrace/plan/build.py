@@ -283,13 +283,13 @@ class Planner:
         if policy is None or is_own_choice or not plan.offloaded_bytes or plan.mode != self.default_mode:
             return
         rows, context = workload.batch_sizes[0], workload.context
-        if isinstance(policy, Budget):
-            num_bytes = policy.num_bytes
-        else:
-            num_bytes = plan.device_bytes + self.profile.workload_bytes(max(workload.batch_sizes), context)
-        budget = Budget(num_bytes, workload=workload)
+        beside = self.profile.workload_bytes(max(workload.batch_sizes), context)
+        num_bytes = policy.num_bytes if isinstance(policy, Budget) else plan.device_bytes + beside
+        if num_bytes >= self.inventory.num_bytes + beside:
+            return  # all weights fit there
         try:
-            now, other = (self.forecast(each, rows, context).step_s for each in (plan, self.plan(budget)))
+            best = self.plan(Budget(num_bytes, workload=workload))
+            now, other = (self.forecast(each, rows, context).step_s for each in (plan, best))
         except (BudgetError, OptionError):  # it is below the least that a budget needs
             return
         if now > WORTH_SAYING * other:

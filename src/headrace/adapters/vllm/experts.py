@@ -12,6 +12,7 @@ of their expert. So the numbers stay until they are sorted, and only the expert 
 from __future__ import annotations
 
 import copy
+import functools
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import replace
@@ -19,6 +20,7 @@ from typing import Any
 
 import torch
 from torch import nn
+from vllm.logger import init_logger
 from vllm.model_executor.layers.fused_moe import override_config
 from vllm.model_executor.layers.fused_moe.experts import marlin_moe
 from vllm.model_executor.layers.fused_moe.experts.triton_moe import TritonExperts
@@ -29,6 +31,8 @@ from headrace.experts.rows import RowMap
 from headrace.runtime.under_construction import mark_host_resident
 
 __all__ = ["KernelExperts"]
+
+logger = init_logger("vllm.headrace")
 
 _PARTS = ("_a1", "_a2", "_w1", "_w2")  # of FusedMoEQuantConfig
 
@@ -47,6 +51,7 @@ class KernelExperts:
         self._kernel: Any = _kernel_of(module)
         own = {id(getattr(module, name)): rows for name, rows in tensors.items()}
         if isinstance(self._kernel, marlin_moe.MarlinExperts):
+            _say_that_marlin_varies()
             # It chooses the height of tiles by the number of experts, and reads a row at any distance from the first.
             own = {key: rows[: module.local_num_experts] for key, rows in own.items()}
         self._w13, self._w2 = own[id(module.w13_weight)], own[id(module.w2_weight)]
@@ -109,6 +114,14 @@ class KernelExperts:
             "expert_map": self._map_of_rows,
             "global_num_experts": num_rows + 1,
         }
+
+
+@functools.cache
+def _say_that_marlin_varies() -> None:
+    logger.info(
+        "headrace: vLLM's Marlin kernel of experts repeats its own bits for up to 8 sequences at once; with more it "
+        "may not, without a cache either. HEADRACE_DEBUG=1 compares the rows that it reads with the stored weights"
+    )
 
 
 @contextmanager
