@@ -1,10 +1,13 @@
 """Quantised models in vLLM, offloaded in every way: same bits as the same engine that moves nothing?
 
     python benchmarks/vllm_quantised.py OUT_FOLDER [MODEL...] [--at-once 4] [--seconds 480]
+    python benchmarks/vllm_quantised.py OUT_FOLDER gpt-oss-mxfp4 moe-gptq --policies cache --eager
     python benchmarks/vllm_quantised.py OUT_FOLDER --publish        raw results for benchmarks/results, on stdout
 
 Models: see quantised_models.py; all of them by default. Each is run resident, then for each policy once with a worker
-that moves nothing (``still ...``, see no_copy.py) and once offloaded. Weights are seeded and differ by layer. Results
+that moves nothing (``still ...``, see no_copy.py) and once offloaded; ``--eager``: without a compiler, so that the
+resident engine is the reference. With cached experts the rows that kernels read are compared with the store in every
+step (HEADRACE_DEBUG=1). Weights are seeded and differ by layer. Results
 are kept engine by engine: run it again to go on. What a machine lacks of vLLM's optional kernels is named in
 ``BENCH_WITHOUT`` (modules, comma-separated).
 """
@@ -24,6 +27,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+from harness import words_of
 from quantised_models import MODELS
 from seeded_weights import use_seeded_weights
 from vllm_cases import ONE_ROUNDING
@@ -33,9 +37,9 @@ POLICIES: dict[str, dict[str, Any]] = {
     "flags": {"offload_group_size": 2},
     "budget": {},  # of BUDGET of the weights
     "in place": {"cpu_offload_gb": 8},
+    "cache": {},  # the same budget, with a rule
 }
 BUDGET = 0.6
-ENGINES = ("resident", *(f"{still}{policy}" for policy in POLICIES for still in ("still ", "")))
 
 
 def main() -> None:
@@ -44,23 +48,30 @@ def main() -> None:
     parser.add_argument("models", nargs="*", choices=[*MODELS, []], metavar="MODEL")
     parser.add_argument("--at-once", type=int, default=4, help="models that run beside one another")
     parser.add_argument("--seconds", type=float, default=480, help="after these all ends; call it again to go on")
+    parser.add_argument("--policies", type=words_of(list(POLICIES)), default=["flags", "budget", "in place"])
+    parser.add_argument("--eager", action="store_true", help="compile nothing, and compare with the resident engine")
     parser.add_argument("--publish", action="store_true", help="print the rows of all results as JSON lines")
     parser.add_argument("--child", action="store_true", help=argparse.SUPPRESS)
     given = parser.parse_args()
     models = given.models or list(MODELS)
+    kinds = [""] if given.eager else ["still ", ""]
+    engines = ["resident", *(f"{still}{policy}" for policy in given.policies for still in kinds)]
     if given.child:
-        run_engines(given.out, models[0])
+        run_engines(given.out, models[0], engines, given.eager)
     elif given.publish:
         for row in (row for name in MODELS for row in rows_of(given.out, name)):
             print(json.dumps(row))
     else:
-        run_models(given.out, models, given.at_once, given.seconds)
+        options = ["--policies", ",".join(given.policies), *(["--eager"] if given.eager else [])]
+        run_models(given.out, models, given.at_once, given.seconds, engines, options)
 
 
 # -- the processes -----------------------------------------------------------------------------------------------------
 
 
-def run_models(out: Path, models: list[str], at_once: int, seconds: float) -> None:
+def run_models(
+    out: Path, models: list[str], at_once: int, seconds: float, engines: list[str], options: list[str]
+) -> None:
     """Start a process for each model, some beside one another, and print each model's rows when it is done."""
     out.mkdir(parents=True, exist_ok=True)
     begin, waiting = time.monotonic(), list(models)
@@ -70,19 +81,20 @@ def run_models(out: Path, models: list[str], at_once: int, seconds: float) -> No
         while waiting and in_time and len(running) < at_once:
             name = waiting.pop(0)
             forget_errors(out, name)
-            running[name] = start(out, name), 0
+            running[name] = start(out, name, options), 0
         for name, (process, num_errors) in list(running.items()):
             if (code := process.poll()) is None:
                 continue
             del running[name]
             if code and len(errors(out, name)) == num_errors:  # it ended without a word, in the first without a result
-                unknown = next((engine for engine in ENGINES if engine not in results(out, name)), ENGINES[-1])
+                unknown = next((engine for engine in engines if engine not in results(out, name)), engines[-1])
                 keep(out, name, unknown, {"error": f"the process ended with {code}"})
-            is_done = len(results(out, name)) == len(ENGINES) or "resident" in errors(out, name)
+            is_done = len(results(out, name)) == len(engines) or "resident" in errors(out, name)
             if is_done:
                 print("\n".join(lines_of(out, name)), flush=True)
             else:
-                running[name] = start(out, name), len(errors(out, name))  # with the engine after the one that failed
+                # With the engine after the one that failed.
+                running[name] = start(out, name, options), len(errors(out, name))
         if not in_time:
             for name, (process, _) in running.items():
                 process.kill()
@@ -92,7 +104,7 @@ def run_models(out: Path, models: list[str], at_once: int, seconds: float) -> No
         time.sleep(0.2)
 
 
-def start(out: Path, name: str) -> subprocess.Popen[bytes]:
+def start(out: Path, name: str, options: list[str]) -> subprocess.Popen[bytes]:
     environment = {
         **engine_environment(out),
         "VLLM_USE_FLASHINFER_SAMPLER": "0",
@@ -101,7 +113,7 @@ def start(out: Path, name: str) -> subprocess.Popen[bytes]:
         "TORCHINDUCTOR_COMPILE_THREADS": "4",
     }
     with (out / f"quantised-{name}.log").open("ab") as log:
-        command = [sys.executable, __file__, "--child", str(out), name]
+        command = [sys.executable, __file__, "--child", *options, str(out), name]
         return subprocess.Popen(command, env=environment, stdout=log, stderr=subprocess.STDOUT)
 
 
@@ -130,15 +142,15 @@ def errors(out: Path, name: str) -> list[str]:
 # -- one process -------------------------------------------------------------------------------------------------------
 
 
-def run_engines(out: Path, name: str) -> None:
+def run_engines(out: Path, name: str, engines: list[str], eager: bool) -> None:
     """All engines of a model that have no result yet, one after the other; ends after the first that fails."""
     import torch
 
-    for engine in ENGINES:
+    for engine in engines:
         if engine in results(out, name):
             continue
         try:
-            keep(out, name, engine, run_engine(out, name, engine))
+            keep(out, name, engine, run_engine(out, name, engine, eager))
         except BaseException as error:
             lines = [line for line in str(error).splitlines() if line.strip()]
             keep(out, name, engine, {"error": f"{type(error).__name__}: {lines[0] if lines else ''}"[:600]})
@@ -147,7 +159,7 @@ def run_engines(out: Path, name: str) -> None:
         torch._dynamo.reset()
 
 
-def run_engine(out: Path, name: str, engine: str) -> dict[str, Any]:
+def run_engine(out: Path, name: str, engine: str, eager: bool) -> dict[str, Any]:
     from vllm import LLM
     from vllm.distributed import cleanup_dist_env_and_memory
 
@@ -157,7 +169,7 @@ def run_engine(out: Path, name: str, engine: str) -> dict[str, Any]:
     (folder / "config.json").write_text(json.dumps(config))
     use_seeded_weights()
     begin = time.perf_counter()
-    llm = LLM(model=str(folder), **common_arguments(), **arguments, **engine_arguments(out, name, engine))
+    llm = LLM(model=str(folder), **common_arguments(eager), **arguments, **engine_arguments(out, name, engine))
     try:
         start_s = time.perf_counter() - begin
         runs = [[scored(llm, count) for count in (1, 16)] for _ in range(2)]
@@ -169,7 +181,7 @@ def run_engine(out: Path, name: str, engine: str) -> dict[str, Any]:
         cleanup_dist_env_and_memory()
 
 
-def common_arguments() -> dict[str, Any]:
+def common_arguments(eager: bool) -> dict[str, Any]:
     return {
         "load_format": "dummy",
         "skip_tokenizer_init": True,
@@ -180,7 +192,11 @@ def common_arguments() -> dict[str, Any]:
         "gpu_memory_utilization": 0.2,
         "enable_prefix_caching": False,
         "disable_log_stats": True,
-        "compilation_config": {"cudagraph_capture_sizes": [1, 16], **ONE_ROUNDING},
+        **(
+            {"enforce_eager": True}
+            if eager
+            else {"compilation_config": {"cudagraph_capture_sizes": [1, 16], **ONE_ROUNDING}}
+        ),
     }
 
 
@@ -189,7 +205,10 @@ def engine_arguments(out: Path, name: str, engine: str) -> dict[str, Any]:
         return {"worker_cls": "vllm_quantised.Resident"}
     policy = engine.removeprefix("still ")
     own: dict[str, Any] = {}
-    if policy == "budget":
+    if policy == "cache":
+        own["rules"] = ["experts=cache"]
+        os.environ["HEADRACE_DEBUG"] = "1"
+    if policy in ("budget", "cache"):
         own["device_memory"] = f"{int(BUDGET * results(out, name)['resident']['weight_bytes'] / 1024)}KiB"
         own["batch"] = [1, 16]
     worker = "vllm_quantised.Offloading" if engine == policy else "vllm_quantised.NoCopy"
@@ -287,6 +306,9 @@ def rows_of(out: Path, name: str) -> list[dict[str, Any]]:
         if error := found.get("error") or still.get("error") or resident.get("error"):
             rows.append({**row, "error": error})
             continue
+        cached = {"hits": 0, "fetched": 0, "in_place": 0}
+        for layer in found.get("experts", []):
+            cached = {count: value + layer[count] for count, value in cached.items()}
         offloaded = found["prefetched_bytes"] + found["uva_bytes"]
         row |= {
             "weight_bytes": found["weight_bytes"],
@@ -299,8 +321,9 @@ def rows_of(out: Path, name: str) -> list[dict[str, Any]]:
             "allocated_bytes": found["allocated_bytes"],
             "planned_device_bytes": found["device_bytes"],
             "start_s": found["start_s"],
-            "repeats": found["repeats"] and still.get("repeats"),
-            "bit_equal": "scored" in still and found["scored"] == still["scored"],
+            "repeats": found["repeats"] and (still or resident).get("repeats"),
+            "experts": cached,
+            "bit_equal": "scored" in (still or resident) and found["scored"] == (still or resident)["scored"],
             "compared": compared(found, still),
             "compared_with_resident": compared(found, resident),
         }
@@ -342,7 +365,8 @@ def lines_of(out: Path, name: str) -> list[str]:
         lines.append(
             f"  {row['policy']:<9} {bits} ({row['compared']}), to resident: "
             f"{row['compared_with_resident']}; prefetched {row['prefetched_bytes'] / 1e6:.0f} MB, in place "
-            f"{row['uva_bytes'] / 1e6:.0f}, moved {row['bytes_moved'] / 1e6:.0f}, host x {row['host_ratio'] or 0:.3f}, "
+            f"{row['uva_bytes'] / 1e6:.0f}, experts {row['experts']}, moved {row['bytes_moved'] / 1e6:.0f}, "
+            f"host x {row['host_ratio'] or 0:.3f}, "
             f"device at load {row['load_peak_bytes'] / 1e6:.0f} of {row['resident_load_peak_bytes'] / 1e6:.0f} MB, "
             f"start {row['start_s']:.0f} s"
         )
