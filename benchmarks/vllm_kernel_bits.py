@@ -11,6 +11,7 @@ cached kernel the rows that it has read are compared with the store: a differenc
 
 from __future__ import annotations
 
+import importlib
 import statistics
 from collections.abc import Callable, Iterator, Mapping
 from functools import partial
@@ -24,7 +25,6 @@ from vllm.model_executor.layers.fused_moe.activation import ApplyMoEActivationCo
 from vllm.model_executor.layers.fused_moe.experts.marlin_moe import MarlinExperts
 
 from harness import append, counts, finish, parser_of, time_cuda, words_of
-from headrace.adapters.vllm.experts import KernelExperts
 from headrace.experts.cache import ExpertCache
 from headrace.plan.cached_experts import CachedLayer, with_slots
 from headrace.plan.traces import seeded_trace
@@ -108,7 +108,8 @@ class Layer:
         rows = {name: ranges.rows(name) for name in tensors}
         cache = ExpertCache(list(rows.values()), home, layer.num_slots, overflow, debug=self._debug)
         by_attr = {name: rows[name].view(-1).view(t.dtype).view(-1, *t.shape[1:]) for name, t in tensors.items()}
-        KernelExperts(self.module, by_attr, cache).attach()
+        # Importing the module needs vLLM.
+        importlib.import_module("headrace.adapters.vllm.experts").KernelExperts(self.module, by_attr, cache).attach()
         return cache
 
     def run(self, x: torch.Tensor, weights: torch.Tensor, ids: torch.Tensor, cached: bool) -> torch.Tensor:

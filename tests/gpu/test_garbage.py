@@ -21,6 +21,8 @@ import headrace
 from faulty_readers import Faults
 from headrace.memory.pinned import pinned_region
 
+pytestmark = pytest.mark.alone
+
 
 def events() -> list[object]:
     found = [torch.cuda.Event() for _ in range(400)]

@@ -55,6 +55,7 @@ class Spin(nn.Module):
         return x
 
 
+@pytest.mark.alone
 @pytest.mark.parametrize("graphed", [False, True])
 def test_copies_overlap_compute(graphed: bool) -> None:
     """Against a serial baseline: copies and compute take about as long as the longer of them, not as both."""

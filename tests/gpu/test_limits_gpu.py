@@ -20,6 +20,8 @@ from headrace.memory.system import Limits, read_limits
 from headrace.runtime import planner_factory
 from headrace.runtime.planner_factory import describe_device
 
+pytestmark = pytest.mark.alone
+
 GPU = torch.device("cuda", 0)
 MIB = 2**20
 

@@ -16,6 +16,8 @@ from headrace import UVA, Prefetch
 from headrace.errors import BudgetError, OptionError
 from headrace.memory import pinned as pinning
 
+pytestmark = pytest.mark.alone
+
 MIB = 2**20
 
 

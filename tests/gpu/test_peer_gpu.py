@@ -26,6 +26,8 @@ from headrace.testing import assert_moved
 from peers import on_peer
 from spills import staged
 
+pytestmark = pytest.mark.alone
+
 HERE, NEXT = torch.device("cuda", 0), torch.device("cuda", 1)
 needs_peer = pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two GPUs")
 

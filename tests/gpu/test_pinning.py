@@ -24,6 +24,8 @@ from headrace.memory.pinned import CudaRegistrar, PinnedBuffer
 from headrace.runtime.session import OffloadSession
 from headrace.stores.pinned_host import PinnedStore
 
+pytestmark = pytest.mark.alone
+
 MIB = 1 << 20
 
 
