@@ -162,7 +162,7 @@ class TestAdvice:
         plan = each.plan(policy)
         (text,) = each.outlook(policy, plan).notes
         found = re.fullmatch(
-            r"a budget of the same size without rules would take (\S+ \S+) per step in place of (\S+ \S+): "
+            r"a budget alone would take (\S+ \S+) per step in place of (\S+ \S+): "
             r"--device-memory (\d+MiB)",
             text,
         )
@@ -175,4 +175,4 @@ class TestAdvice:
     def test_is_not_given_for_the_best(self, policy: Policy | None) -> None:
         each = planner()
         plan = each.plan(policy or Budget(WEIGHTS // 3))
-        assert not any("a budget of the same size" in text for text in each.outlook(policy, plan).notes)
+        assert not any("a budget alone" in text for text in each.outlook(policy, plan).notes)

@@ -294,7 +294,7 @@ class Planner:
             return
         if now > WORTH_SAYING * other:
             yield (
-                f"a budget of the same size without rules would take {format_time(other)} per step in place of "
+                f"a budget alone would take {format_time(other)} per step in place of "
                 f"{format_time(now)}: --device-memory {-(-num_bytes >> 20)}MiB"
             )
 
