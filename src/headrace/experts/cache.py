@@ -86,7 +86,7 @@ class ExpertCache:
         self._expert_in = torch.full((max(num_slots, overflow_rows.stop),), -1, dtype=torch.int32, device=device)
         self._last_used = torch.zeros(num_slots, dtype=torch.int64, device=device)
         self._fetched = torch.zeros(1 + num_slots + len(overflow_rows), dtype=torch.int32, device=device)
-        self._counters = torch.zeros(6, dtype=torch.int64, device=device)
+        self._counters = torch.zeros(6, dtype=torch.int64, device=device)  # of steps, and words that differ
         self._chosen = torch.zeros(home.numel(), dtype=torch.int64, device=device)
         self._missing = torch.zeros(home.numel(), dtype=torch.int32, device=device)
         # By the bytes of a word: only small rows do not begin at multiples of 16 bytes; they are copied byte by byte.

@@ -25,7 +25,7 @@ def admit_kernel(
     expert_in,  # int32 [S] or [first overflow row + P]: the expert in each slot; -1: empty
     last_used,  # int64 [S]: the step in which each slot was last used
     fetched,  # int32 [1 + S + P]: how many experts this step fetches, then their rows
-    counters,  # int64 [6]: steps, hits, experts fetched into slots, experts without a slot, evicted experts; unchanged
+    counters,  # int64 [5]: steps, hits, experts fetched into slots, experts without a slot, evicted experts
     chosen,  # int64 [E]: the step that chose each expert last
     missing,  # int32 [E]: scratch
     NUM_EXPERTS: tl.constexpr,

@@ -117,9 +117,11 @@ def measured(profile: ModelProfile, model: nn.Module) -> ModelProfile:
 
 def _copied_experts_bytes(profile: ModelProfile, model: nn.Module) -> int:
     """Bytes of the experts of a row, which ``batched_mm`` copies to multiply with them: on a GPU decoding uses it."""
-    layers = [_fused_experts(module) for module in model.modules() if chosen_implementation(module)]
-    experts = [sum(weight[0].nbytes for weight in weights) for weights in layers if profile.row_readers]
-    return (profile.experts_per_token or 1) * max(experts, default=0)
+    if not profile.row_readers:
+        return 0
+    layers = (_fused_experts(module) for module in model.modules() if chosen_implementation(module))
+    of_one = max((sum(weight[0].nbytes for weight in weights) for weights in layers), default=0)
+    return (profile.experts_per_token or 1) * of_one
 
 
 def chosen_implementation(module: nn.Module) -> str | None:

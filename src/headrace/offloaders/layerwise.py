@@ -21,14 +21,14 @@ from torch import nn
 from headrace.config import UVA, Budget, Mechanism, Mode, Prefetch, Rule
 from headrace.errors import BudgetError, OptionError, SelectionError, StateError, warn_user
 from headrace.experts.rows import CachedExperts, ExpertKernels
-from headrace.formatting import format_size, format_time, listed
+from headrace.formatting import format_size, listed
 from headrace.model.inventory import is_embedding, take_inventory
 from headrace.model.memory_profile import profile_of
 from headrace.model.patterns import matching
 from headrace.model.records import Inventory, StorageInfo, is_within
 from headrace.model.semantic_groups import semantic_groups
 from headrace.offloaders.base import BaseOffloader
-from headrace.plan.build import WORTH_SAYING, Planner, build_plan
+from headrace.plan.build import Planner, build_plan
 from headrace.plan.cost_model import NOMINAL_GPU, Rates
 from headrace.plan.plan import Plan
 from headrace.plan.units import TINY_BYTES, move_on_demand, plan_group_rule, selected, worth_moving
@@ -515,18 +515,14 @@ class EngineOffloader(LayerwiseOffloader):
         known = {} if kernels is None or self._asks_for_cache else kernels.find(self._model())
         if found := tuple(name for name, why in known.items() if why is None):
             planner = make_planner(inventory, replace(profile, row_readers=found), self._device(), rates=self._rates)
-            self._compare_with_cache(plan, planner.plan(policy, names, forced), planner, policy)
+            cached = planner.plan(policy, names, forced)
+            if cached.cached and (gain := planner.gain(plan, cached, policy.workload)):
+                now, other = gain  # only a rule puts experts where a cache can take them
+                self._advice = (
+                    f"with cached experts a step of {policy.workload.batch_sizes[0]} rows would take {other} in place "
+                    f"of {now}: add headrace.rules = ['experts=cache']"
+                )
         return plan
-
-    def _compare_with_cache(self, plan: Plan, cached: Plan, planner: Planner, policy: Budget) -> None:
-        """Note for :meth:`summary` that cached experts would be faster: only a rule puts them where a cache can be."""
-        rows, context = policy.workload.batch_sizes[0], policy.workload.context
-        now, other = (planner.forecast(each, rows, context).step_s for each in (plan, cached))
-        if cached.cached and now > WORTH_SAYING * other:
-            self._advice = (
-                f"with cached experts a step of {rows} rows would take {format_time(other)} in place of "
-                f"{format_time(now)}: add headrace.rules = ['experts=cache']"
-            )
 
     def _largest_stack(self, inventory: Inventory) -> list[str]:
         """Names of its layers. Towers and draft models have stacks too, whose layers run at other times."""
