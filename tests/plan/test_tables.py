@@ -81,6 +81,7 @@ OTHER_FIELDS = {
     "card-start": {"tree", "way", "first_s", "total_s", "text"},
     "card-overhead": {"tree", "case", "round", "ms", "bytes_moved", "bit_equal"},
     "card-fetch": {"programs", "words", "misses", "us_a_layer", "expert_bytes"},
+    "card-between": {"model", "layers", "case", "token_ms", "graph_ms", "between_ms"},
 }  # fmt: skip
 
 
@@ -88,7 +89,7 @@ OTHER_FIELDS = {
 NOTHING_COMPARED = {
     "policies", "host-memory", "ranges", "experts-launch", "experts-vllm-memory", "experts-vllm-starts", "pipelines",
     "admission", "experts-vllm-prompt-memory", "experts-vllm-rounding", "ranks-dp-compiled",
-    "smallest", "starts-wan", "starts-flux", "start-phases", "card-start", "card-fetch",
+    "smallest", "starts-wan", "starts-flux", "start-phases", "card-start", "card-fetch", "card-between",
 }  # fmt: skip
 
 

@@ -204,7 +204,7 @@ def _capture_id(stream: torch.cuda.Stream) -> int:
 
 
 def _forget_captured(stream: torch.cuda.Stream) -> None:
-    """Take from ``stream`` what it has captured, which nobody has to wait for then (cuStreamUpdateCaptureDependencies).
+    """Take from ``stream`` what it has captured, so that no stream waits for it (cuStreamUpdateCaptureDependencies).
 
     Events recorded on it stay as they are.
     """
