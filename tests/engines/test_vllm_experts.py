@@ -83,7 +83,7 @@ def test_a_budget_that_a_cache_would_beat_says_so(
 
     monkeypatch.setattr("headrace.offloaders.layerwise.make_planner", on_gpu)
     loaded(own={"device_memory": "42MiB"}, mlp=partial(Experts, experts_cls=kernel))
-    lines = [line for line in vllm.state.logger.lines if "with cached experts a step of 1 rows would take" in line]
+    lines = [line for line in vllm.state.logger.lines if "with cached experts a step at batch size 1" in line]
     assert len(lines) == is_advised
     assert all("add headrace.rules = ['experts=cache']" in line for line in lines)
 

@@ -19,6 +19,7 @@ from checks import run_threads
 from headrace import Rules
 from headrace.adapters.transformers import load
 from headrace.errors import HeadraceWarning, OptionError, RuleError, StateError
+from headrace.experts.rows import CachedExperts, CacheStreamOrder, NoCache
 from headrace.model.inventory import take_inventory
 from headrace.plan.build import build_plan
 from headrace.plan.cached_experts import PIECE_BYTES, CachedLayer, cache_bytes, with_slots
@@ -258,6 +259,31 @@ class FromOutside(nn.Module):
     def forward(self, x: torch.Tensor, ids: torch.Tensor) -> torch.Tensor:
         found = [headrace.expert_rows(child, ids) for child in (self.first, self.second)]
         return sum((torch.einsum("bkoi,bi->bo", e.up[rows], x) for e, rows in found), torch.zeros(()))
+
+
+class NotedCache(NoCache):
+    compared = 0
+
+    def compare(self, ids: torch.Tensor, rows: torch.Tensor) -> None:
+        self.compared += 1
+
+
+class AdmitsWhereNonzero(Experts):
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return super().forward(x) if x.any() else x
+
+
+def test_a_forward_that_raised_leaves_no_rows_to_compare() -> None:
+    module = AdmitsWhereNonzero()
+    cache = NotedCache(6, CacheStreamOrder(torch.device("cpu")))
+    CachedExperts(module, {"up": module.up.detach()}, cache).attach()
+    x = torch.ones(2, 24)
+    with torch.inference_mode():
+        module(x)
+        with pytest.raises(RuntimeError):
+            module(torch.ones(2, 3, 24))  # after the admission
+        module(torch.zeros(2, 24))  # admits nothing
+    assert cache.compared == 1
 
 
 class TestRefusals:

@@ -193,6 +193,7 @@ class CachedExperts:
         with self.cache.turn.lock, _admissions.of_forward(self):
             self.cache.turn.follow(self.cache.location.device)
             _follow(self.twin, self._module)
+            self.admitted = None  # by a forward that raised
             if not torch.is_grad_enabled():
                 return self._run(*args, **kwargs)
             with torch.autograd.graph.saved_tensors_hooks(self._pack, self._unpack):

@@ -519,8 +519,8 @@ class EngineOffloader(LayerwiseOffloader):
             if cached.cached and (gain := planner.gain(plan, cached, policy.workload)):
                 now, other = gain  # only a rule puts experts where a cache can take them
                 self._advice = (
-                    f"with cached experts a step of {policy.workload.batch_sizes[0]} rows would take {other} in place "
-                    f"of {now}: add headrace.rules = ['experts=cache']"
+                    f"with cached experts a step at batch size {policy.workload.batch_sizes[0]} would take {other} in "
+                    f"place of {now}: add headrace.rules = ['experts=cache']"
                 )
         return plan
 
