@@ -121,7 +121,7 @@ FORMATS: dict[str, dict[str, Any] | None] = {
     },
     "nvfp4": _compressed("nvfp4-pack-quantized", _NVFP4, {**_NVFP4, "dynamic": "local"}),
 }
-_MXFP4 = {
+MXFP4 = {
     "quant_method": "mxfp4",
     "modules_to_not_convert": [
         "model.layers.*.self_attn",
@@ -150,7 +150,7 @@ MODELS: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
     # Quantised while they load, from a checkpoint in bfloat16.
     "dense-fp8-online": (DENSE, {"quantization": "fp8"}),
     "moe-fp8-online": (EXPERTS, {"quantization": "fp8"}),
-    "gpt-oss-mxfp4": (_with(GPT_OSS, _MXFP4), {"moe_backend": "marlin"}),
+    "gpt-oss-mxfp4": (_with(GPT_OSS, MXFP4), {"moe_backend": "marlin"}),
     # By a kernel whose weights are objects of its own: refused.
-    "gpt-oss-mxfp4-triton": (_with(GPT_OSS, _MXFP4), {"moe_backend": "triton"}),
+    "gpt-oss-mxfp4-triton": (_with(GPT_OSS, MXFP4), {"moe_backend": "triton"}),
 }

@@ -1,14 +1,15 @@
 """Cached experts inside vLLM: resident, read in place, and with a part of them on the GPU; one engine each.
 
-    python benchmarks/vllm_experts.py OUT [--shape deepseek|qwen] [--layers N] [--fp8] [--share 0.5] [--cases NAME...]
+    python benchmarks/vllm_experts.py OUT [--shape deepseek] [--layers N] [--format fp8] [--share 0.5] [--cases NAME...]
     python benchmarks/vllm_experts.py OUT --publish TABLE        raw results for benchmarks/results, on stdout
 
-Shapes are those of DeepSeek-V2-Lite and Qwen3-30B-A3B with seeded weights. All cases take the same choices of experts
-from tables (driven_routing.py), which replace the router's: with a stated share of hits for a cache of this size, and
-the seeded trace that the project ships. A step is the slope between two lengths of the answer, prefill left out; tokens
-and log-probabilities are compared to the last bit with those of ``still``, which has the same boundaries and moves
-nothing, or without it with those of ``resident``. The floor of a step is the bytes of missing experts at 50 GB/s, and
-the step of ``resident``.
+Shapes are those of published models, with seeded weights; Marlin runs the formats of four bits. All cases take the same
+choices of experts from tables (driven_routing.py), which replace the router's: with a stated share of hits for a cache
+of this size, and the seeded trace that the project ships. A step is the slope between two lengths of the answer,
+prefill left out; tokens and log-probabilities are compared to the last bit with those of ``still``, which has the same
+boundaries and moves nothing, or without it with those of ``resident``. The floor of a step is the bytes of missing
+experts at 50 GB/s, and the step of ``resident``. ``--budget-gib`` gives the weights so much and lets the planner choose
+the number of slots; ``budget`` gives them the same without a rule.
 
 With ``--together FILE`` the engines of all cases start at once and take turns to measure, and so do those of other runs
 that name this file; device memory is then left out. Two compilations may round in two ways: with ``--bits eager``
@@ -31,16 +32,29 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
-from published_configs import DEEPSEEK_V2_LITE, QWEN3_30B_A3B
+from published_configs import DEEPSEEK_V2_LITE, GLM_4_5_AIR, GPT_OSS_20B, GPT_OSS_120B, QWEN3_30B_A3B
+from quantised_models import FORMATS, MXFP4
 from seeded_models import write_config
 from vllm_cases import NO_COPY, ONE_ROUNDING, WORKER
 from vllm_offload import compared, engine_environment, host_memory, prompts, sampling, scored
 
-SHAPES: dict[str, dict[str, Any]] = {"deepseek": DEEPSEEK_V2_LITE, "qwen": QWEN3_30B_A3B}
-SHAPE_NAMES = {"deepseek": "deepseek-v2-lite", "qwen": "qwen3-30b-a3b"}
-CASES = ("still", "resident", "cache", "in-place")
+SHAPES: dict[str, tuple[str, dict[str, Any]]] = {
+    "deepseek": ("deepseek-v2-lite", DEEPSEEK_V2_LITE),
+    "qwen": ("qwen3-30b-a3b", QWEN3_30B_A3B),
+    "gpt-oss-20b": ("gpt-oss-20b", GPT_OSS_20B),
+    "gpt-oss-120b": ("gpt-oss-120b", GPT_OSS_120B),
+    "glm": ("glm-4.5-air", GLM_4_5_AIR),
+}
+CASES = ("still", "resident", "cache", "in-place", "budget")
 HITS = (0.0, 0.5, 0.67, 0.8, 0.9, 1.0)
-_FP8 = {"quant_method": "fp8", "fmt": "e4m3", "activation_scheme": "dynamic", "weight_block_size": [128, 128]}
+QUANTISED: dict[str, Any] = {
+    "fp8": {"quant_method": "fp8", "fmt": "e4m3", "activation_scheme": "dynamic", "weight_block_size": [128, 128]},
+    "mxfp4": MXFP4,
+    "gptq": FORMATS["gptq"],
+    "awq": {**(FORMATS["awq"] or {}), "modules_to_not_convert": ["mlp.gate"]},
+}
+# Bytes of a weight and its part of the scales and zero points.
+BYTES = {"bf16": 2.0, "fp8": 1.0, "mxfp4": 0.5 + 1 / 32, "gptq": 0.5 + 2 / 128, "awq": 0.5 + 2.5 / 128}
 LENGTHS, REPEATS, SCORED = {1: (8, 48), 16: (8, 24)}, 2, 16
 LINK_BYTES_PER_S = 50e9  # of the bar
 STEPS = 600  # of a table
@@ -52,7 +66,8 @@ def main() -> None:
     parser.add_argument("out", type=Path)
     parser.add_argument("--shape", choices=SHAPES, default="deepseek")
     parser.add_argument("--layers", type=int, help="default those of the published model")
-    parser.add_argument("--fp8", action="store_true", help="weights in fp8, with a scale for 128 x 128 of them")
+    parser.add_argument("--format", choices=BYTES, default="bf16")
+    parser.add_argument("--budget-gib", type=float, help="for the weights, in place of --share")
     parser.add_argument("--share", type=float, default=0.5, help="of the experts of a layer on the GPU")
     parser.add_argument("--cases", nargs="+", choices=CASES, default=list(CASES), help="may be repeated with --starts")
     parser.add_argument("--limit-s", type=float, help="end an engine that takes longer, and go on with the next")
@@ -65,16 +80,18 @@ def main() -> None:
     parser.add_argument("--child", action="store_true", help=argparse.SUPPRESS)
     given = parser.parse_args()
     given.out.mkdir(parents=True, exist_ok=True)
-    config = {**SHAPES[given.shape]}
+    name, published = SHAPES[given.shape]
+    config = {**published}
     config["num_hidden_layers"] = given.layers or config["num_hidden_layers"]
-    if given.fp8:
-        config["quantization_config"] = _FP8
+    if given.format in QUANTISED:
+        config["quantization_config"] = QUANTISED[given.format]
+    if given.format == "fp8":
         # vLLM quantises activations in whole blocks of 128, and the first layer of DeepSeek-V2-Lite is 10,944 wide.
         config["intermediate_size"] = -(-config["intermediate_size"] // 128) * 128
     if given.publish:
-        for row in _published(given.out, config):
+        for row in _published(given.out, config, given.format):
             if row["ms"] is not None or given.bits:
-                print(json.dumps({"table": given.publish, "shape": SHAPE_NAMES[given.shape], **row}))
+                print(json.dumps({"table": given.publish, "shape": name, "format": given.format, **row}))
     elif given.child:
         _measure(given, config)
     else:
@@ -83,7 +100,7 @@ def main() -> None:
         if given.starts:
             print((given.out / "starts.jsonl").read_text())
             return
-        for row in _published(given.out, config):
+        for row in _published(given.out, config, given.format):
             _print(row)
 
 
@@ -100,7 +117,8 @@ def _print(row: dict[str, Any]) -> None:
 def _run_child(case: str, given: argparse.Namespace) -> None:
     command = [sys.executable, __file__, str(given.out), "--child", "--cases", case, "--shape", given.shape]
     command += ["--share", str(given.share), *(["--layers", str(given.layers)] if given.layers else [])]
-    command += ["--fp8"] * given.fp8
+    command += ["--format", given.format]
+    command += ["--budget-gib", str(given.budget_gib)] if given.budget_gib else []
     command += ["--together", str(given.together)] if given.together else []
     command += ["--starts"] * given.starts
     command += ["--bits", given.bits] if given.bits else []
@@ -122,22 +140,22 @@ def _run_child(case: str, given: argparse.Namespace) -> None:
         print(case, {key: value for key, value in facts.items() if key != "offloader"}, flush=True)
 
 
-def _experts(config: dict[str, Any]) -> tuple[int, int, int, int]:
-    """Layers with experts, experts of each, experts of a token, bytes of one."""
+def _experts(config: dict[str, Any], form: str) -> tuple[int, int, int, int]:
+    """Layers with experts, experts of each, experts of a token, bytes of one as the checkpoint has it."""
     layers = config["num_hidden_layers"] - config.get("first_k_dense_replace", 0)
-    count = config.get("n_routed_experts") or config["num_experts"]
-    size = 3 * config["hidden_size"] * config["moe_intermediate_size"] * (1 if "quantization_config" in config else 2)
-    return layers, count, config["num_experts_per_tok"], size
+    count = next(config[key] for key in ("n_routed_experts", "num_experts", "num_local_experts") if key in config)
+    weights = 3 * config["hidden_size"] * config.get("moe_intermediate_size", config["intermediate_size"])
+    return layers, count, config["num_experts_per_tok"], int(weights * BYTES[form])
 
 
-def _loads(config: dict[str, Any]) -> Iterator[tuple[str, int, Any]]:
+def _loads(config: dict[str, Any], form: str) -> Iterator[tuple[str, int, Any]]:
     """Name, sequences, and choices [steps, rows, top_k]."""
     import torch
 
     from expert_steps import ExpertsShape, driven
     from headrace.plan.traces import seeded_trace
 
-    _, count, top_k, _ = _experts(config)
+    _, count, top_k, _ = _experts(config, form)
     if count == DEEPSEEK_V2_LITE["n_routed_experts"]:
         shape = ExpertsShape(1, count, top_k, config["hidden_size"], config["moe_intermediate_size"])
         for share in HITS:
@@ -158,19 +176,23 @@ def _measure(given: argparse.Namespace, config: dict[str, Any]) -> None:
     turn = None if given.together is None else given.together.open("a")
     if turn is not None:
         fcntl.flock(turn, fcntl.LOCK_SH)  # nobody measures while an engine starts
-    layers, count, top_k, size = _experts(config)
+    layers, count, top_k, size = _experts(config, given.format)
     folder = write_config(out / f"model-{case}", config)
     use_seeded_weights()
     torch.cuda.init()
     replay = replay_routing(layers, STEPS, top_k)
     replay.begin(torch.arange(16 * top_k).view(1, 16, top_k) % count)
-    # What is not experts takes less than the last part.
-    budget = {"device_memory": layers * round(share * count) * (size + (2 << 20)) + int(3.5 * 2**30)}
-    cached = {**budget, "rules": ["experts=cache"], "expert_slots": round(share * count)}
+    if given.budget_gib:
+        budget: dict[str, Any] = {"device_memory": int(given.budget_gib * 2**30)}
+        cached = {**budget, "rules": ["experts=cache"]}
+    else:  # what is not experts takes less than the last part
+        budget = {"device_memory": layers * round(share * count) * (size + (2 << 20)) + int(3.5 * 2**30)}
+        cached = {**budget, "rules": ["experts=cache"], "expert_slots": round(share * count)}
     own: dict[str, Any] = {
         "still": cached,
         "cache": cached,
         "in-place": {**budget, "rules": ["experts=uva"]},
+        "budget": budget,
     }.get(case, {})
     worker = NO_COPY if case == "still" else WORKER
     compilation: dict[str, Any] = {"cudagraph_capture_sizes": [1, 16], **ONE_ROUNDING}
@@ -183,7 +205,7 @@ def _measure(given: argparse.Namespace, config: dict[str, Any]) -> None:
     engine = LLM(
         model=str(folder),
         load_format="dummy",
-        moe_backend="triton",
+        moe_backend="triton" if given.format in ("bf16", "fp8") else "marlin",
         skip_tokenizer_init=True,
         max_model_len=PROMPTS[-1] + 257,
         max_num_seqs=16,
@@ -211,8 +233,8 @@ def _measure(given: argparse.Namespace, config: dict[str, Any]) -> None:
     if turn is not None:
         fcntl.flock(turn, fcntl.LOCK_EX)
     rows: list[dict[str, Any]] = []
-    for name, sequences, choices in _loads(config):
-        is_timed = case == "cache" or "trace" in name or (case, name) == ("in-place", "0% hits")
+    for name, sequences, choices in _loads(config, given.format):
+        is_timed = case in ("cache", "budget") or "trace" in name or (case, name) == ("in-place", "0% hits")
         if is_timed or case == "still":
             is_timed &= given.bits is None and (case != "still" or name == "100% hits")  # what the cache itself takes
             rows.append({"load": name, **_run(engine, case, replay, sequences, choices, is_timed)})
@@ -286,9 +308,9 @@ def _prefill(engine: Any, case: str, length: int) -> dict[str, Any]:
     }
 
 
-def _published(out: Path, config: dict[str, Any]) -> Iterator[dict[str, Any]]:
+def _published(out: Path, config: dict[str, Any], form: str) -> Iterator[dict[str, Any]]:
     found = {name: json.loads(path.read_text()) for name in CASES if (path := out / f"{name}.json").exists()}
-    layers, count, _, size = _experts(config)
+    layers, count, _, size = _experts(config, form)
     unmoved = found.get("still", found.get("resident", {"rows": []}))["rows"]
     # Of one sequence, and of several; a prompt has steps of its own.
     plain = found.get("resident", {"rows": []})["rows"]
@@ -297,11 +319,14 @@ def _published(out: Path, config: dict[str, Any]) -> Iterator[dict[str, Any]]:
     for case, result in found.items():
         facts = {key: value for key, value in result["facts"].items() if key != "offloader"}
         experts = result["facts"]["offloader"].get("experts", [])
+        size = experts[0]["expert_bytes"] if experts else size  # a kernel may pad them
         for row in result["rows"]:
             wanted = next((other for other in unmoved if other["load"] == row["load"]), row)
             equal = row["tokens"] == wanted["tokens"] and row["logprobs"] == wanted["logprobs"]
             yield {
-                "case": f"slots {experts[0]['num_slots']}" if experts else case.replace("-", " "),
+                "case": f"{case if case == 'budget' else 'slots'} {experts[0]['num_slots']}"
+                if experts
+                else case.replace("-", " "),
                 "layers": layers,
                 "experts": count,
                 "trace": row["load"],
