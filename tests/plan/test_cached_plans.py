@@ -5,12 +5,13 @@ from __future__ import annotations
 import re
 from dataclasses import replace
 from functools import cache
+from typing import Any
 
 import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from transformers import Qwen3MoeConfig, Qwen3MoeForCausalLM
+from transformers import GptOssConfig, GptOssForCausalLM, Qwen3MoeConfig, Qwen3MoeForCausalLM
 
 from headrace.config import Budget, Policy, Rules, Workload
 from headrace.errors import OptionError
@@ -66,6 +67,36 @@ def test_faster_than_without() -> None:
         assert bool(plan.cached) == (name == "cached")
         steps[name] = planner().forecast(plan, 1).step_s
     assert steps["cached"] < steps["without"] / 2
+
+
+def with_biases() -> Planner:
+    """Of a shape near gpt-oss-20b's."""
+    sizes = {"hidden_size": 2880, "intermediate_size": 2880, "num_hidden_layers": 4, "num_local_experts": 32}
+    with torch.device("meta"):
+        model = GptOssForCausalLM(GptOssConfig(**sizes, num_experts_per_tok=4, vocab_size=32000)).bfloat16()
+    model.set_experts_implementation("grouped_mm")
+    inventory, profile = take_inventory(model), profile_of(model)
+    names = {s.name for s in inventory.storages if not s.modules.isdisjoint(profile.row_readers)}
+    return replace(planner(), inventory=inventory, profile=profile, cacheable=frozenset(names), _tables={})
+
+
+def test_biases_are_cached_with_their_experts() -> None:
+    made = with_biases()
+    plan = made.plan(Budget(made.inventory.num_bytes // 3))
+    plan.check(made.inventory)
+    assert {name.rpartition(".")[2] for name in plan.cached[0].storages} == {
+        "gate_up_proj", "gate_up_proj_bias", "down_proj", "down_proj_bias",
+    }  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    "limits", [{"params": ("experts.gate_up_proj",)}, {"rules": [("experts.down_proj_bias", "resident")]}]
+)
+def test_no_cache_of_experts_that_may_not_all_leave(limits: dict[str, Any]) -> None:
+    made = with_biases()
+    plan = made.plan(Budget(made.inventory.num_bytes * 3 // 4, **limits))
+    assert plan.offloaded_bytes > 0
+    assert not plan.cached
 
 
 def test_left_over_memory_becomes_slots() -> None:

@@ -243,15 +243,28 @@ class CandidateTable:
         forced = {name for name, how in self.forced.items() if how == "cache"}
         for cached in self._caches(forced) if forced else [()]:
             yield from (replace(family, cached=cached) for family in self._uncached_families())
-        names = {s.name for storages in self._experts.values() for s in storages}
-        if forced or not names or not names.issubset(self.cacheable):
+        names = self._cached_by_choice
+        if forced or not names:
             return
-        dense_sets = RoleSets(self, [role for role in self._every_role if role not in self._experts])
+        beside = {role for mine in self.roles.values() for role, s in mine.items() if s.name in names}
+        dense_sets = RoleSets(self, [role for role in self._every_role if role not in beside])
         for cached in self._caches(names):
             for how in ("resident", "prefetch") if self.outside else ("resident",):
                 for slots in range(1, MAX_SLOTS + 1):
                     family = self._evenly_spaced(dense_sets, how, self.always_in_place, slots)
                     yield replace(family, cached=cached)
+
+    @cached_property
+    def _cached_by_choice(self) -> set[str]:
+        """Movable experts with what belongs to them, such as biases; empty where not all of that may be cached."""
+        weights = {s for storages in self._experts.values() for s in storages}
+        modules = {module for s in weights for module in s.modules}
+        found = [s for s in self.inventory.storages if not modules.isdisjoint(s.modules)]
+        stays = [s for s in found if s not in weights and experts_in(self.inventory, s) > 1]
+        names = {s.name for s in found if s.name in self.cacheable}
+        if stays or not names.issuperset(s.name for s in weights) or not names.isdisjoint(self.forced):
+            return set()
+        return names
 
     def _caches(self, names: Collection[str]) -> list[tuple[CachedLayer, ...]]:
         """The experts ``names`` with several numbers of slots."""
