@@ -101,7 +101,7 @@ def moe_align_block_size(
     topk_ids: torch.Tensor, block_size: int, num_experts: int, expert_map: torch.Tensor | None = None,
     pad_sorted_ids: bool = False, ignore_invalid_experts: bool = False,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:  # fmt: skip
-    """Tiles of one token each, by the number of the expert on this rank; the memory of unused tiles is not written."""
+    """Tiles with one token each, by the number of its expert on this rank; unused tiles are not written."""
     assert topk_ids.max() < num_experts
     assert ignore_invalid_experts
     ids = topk_ids.flatten() if expert_map is None else expert_map[topk_ids].flatten()
@@ -109,7 +109,10 @@ def moe_align_block_size(
     order = order[ids[order] >= 0]
     experts = torch.full((ids.numel() + 3,), 10**9, dtype=torch.int32)
     experts[: len(order)] = ids[order]
-    return order, experts, torch.tensor([len(order)])
+    tiles = torch.full((len(experts), block_size), -(10**9), dtype=torch.int32)
+    tiles[: len(order)] = ids.numel()
+    tiles[: len(order), 0] = order
+    return tiles.flatten(), experts, torch.tensor([len(order) * block_size])
 
 
 class MarlinExperts(TritonExperts):
@@ -123,7 +126,7 @@ class MarlinExperts(TritonExperts):
         align = sys.modules["vllm.model_executor.layers.fused_moe.experts.marlin_moe"].moe_align_block_size
         pairs, experts, count = align(topk_ids, 8, global_num_experts, expert_map, ignore_invalid_experts=True)
         scale = self.quant_config._w1.scale
-        for tile, pair in enumerate(pairs[: int(count)].tolist()):
+        for tile, pair in enumerate(pairs[: int(count) : 8].tolist()):
             token, at = divmod(pair, topk_ids.shape[1])
             block = 8 << ((tile + len(w1)) % 3)
             up = _product(_row(w1, experts[tile]), hidden_states[token], block)

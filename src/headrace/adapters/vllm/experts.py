@@ -89,7 +89,7 @@ class KernelExperts:
         rows = self._cache.admit(ids.contiguous())
         if isinstance(by_rows, marlin_moe.MarlinExperts):
             arguments["topk_ids"] = topk_ids
-            as_resident = _tiles_of_rows(ids, rows, len(self._w13))
+            as_resident = _tiles_of_rows(rows)
         else:
             _, num_tokens, _, _, top_k = by_rows.moe_problem_size(arguments["hidden_states"], w1, w2, topk_ids)
             # Block sizes set the order in which products are summed, and vLLM chooses them by the number of experts.
@@ -125,16 +125,14 @@ def _say_that_marlin_varies() -> None:
 
 
 @contextmanager
-def _tiles_of_rows(ids: torch.Tensor, rows: torch.Tensor, num_experts: int) -> Iterator[None]:
-    """Within, the expert of each tile that vLLM sorts is a row: of each of ``ids`` that of ``rows``."""
-    # Experts of other ranks and unused tiles have the number -1, which is the last one here.
-    row_of = torch.full((num_experts + 1,), -1, dtype=torch.int32, device=ids.device)
-    row_of[ids.long()] = rows.int()
+def _tiles_of_rows(rows: torch.Tensor) -> Iterator[None]:
+    """Within, the expert of each tile that vLLM sorts is a row: that of ``rows``, which has one for each id."""
     align = marlin_moe.moe_align_block_size
 
-    def align_rows(*args: Any, **kwargs: Any) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-        tokens, experts, num_tokens = align(*args, **kwargs)
-        return tokens, row_of[experts.clamp(-1, num_experts - 1)], num_tokens
+    def align_rows(topk_ids: torch.Tensor, block_size: int, *args: Any, **kwargs: Any) -> tuple[torch.Tensor, ...]:
+        positions, _, num_padded = align(topk_ids, block_size, *args, **kwargs)
+        first = positions[::block_size].clamp(0, rows.numel() - 1)  # unused tiles hold any number
+        return positions, rows.flatten().index_select(0, first).int(), num_padded
 
     marlin_moe.moe_align_block_size = align_rows
     try:
