@@ -295,6 +295,22 @@ def test_cached_experts_are_built_where_their_range_takes_them(pool: BuildTimePo
     ranges.close()
 
 
+def test_experts_that_a_plan_caches_are_mapped_when_it_is_made(pool: BuildTimePool) -> None:
+    pool._make_mapped = Mapped
+    layer = nn.Sequential(nn.Linear(512, 512), Stacked())
+    before = {name: parameter.detach().clone() for name, parameter in layer.named_parameters()}
+    pool.take(layer, lambda name, num_bytes: num_bytes > 1 << 16, apart=True)
+    experts = layer.get_submodule("1")
+    for _ in range(2):  # what is mapped already stays
+        pool.map_experts(experts.parameters())
+        found = {name: pool.find(parameter.data) for name, parameter in layer.named_parameters()}
+        kinds = {name: type(held.memory) for name, held in found.items() if held is not None}
+        assert kinds == {"0.weight": PinnedBuffer, "1.up": Mapped}
+        assert all(torch.equal(parameter, before[name]) for name, parameter in layer.named_parameters())
+        del found
+        assert pool.num_bytes == 4 * 512 * 512 + 6 * PIECE_BYTES  # the registered memory is free
+
+
 def test_what_becomes_of_cached_experts_is_mapped_too(pool: BuildTimePool) -> None:
     class Repack:
         def process_weights_after_loading(self, layer: nn.Module) -> None:

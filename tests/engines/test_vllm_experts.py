@@ -70,9 +70,11 @@ def test_outputs_are_the_same_and_experts_move(slots: int, second: bool, kernel:
     )
 
 
-@pytest.mark.parametrize(("kernel", "is_advised"), [(MarlinExperts, True), (DeepGemmExperts, False)])
-def test_a_budget_that_a_cache_would_beat_says_so(
-    kernel: type[TritonExperts], is_advised: bool, monkeypatch: pytest.MonkeyPatch
+@pytest.mark.parametrize(
+    ("kernel", "is_cached"), [(TritonExperts, True), (MarlinExperts, True), (DeepGemmExperts, False)]
+)
+def test_a_budget_caches_where_that_is_faster(
+    kernel: type[TritonExperts], is_cached: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def on_gpu(inventory: Any, profile: Any, *args: Any, **options: Any) -> Any:
         made = make_planner(inventory, profile, *args, **options)
@@ -82,10 +84,19 @@ def test_a_budget_that_a_cache_would_beat_says_so(
         return replace(made, rates=rates, profile=profile, cacheable=frozenset(readers))
 
     monkeypatch.setattr("headrace.offloaders.layerwise.make_planner", on_gpu)
-    loaded(own={"device_memory": "42MiB"}, mlp=partial(Experts, experts_cls=kernel))
-    lines = [line for line in vllm.state.logger.lines if "with cached experts a step at batch size 1" in line]
-    assert len(lines) == is_advised
-    assert all("add headrace.rules = ['experts=cache']" in line for line in lines)
+    mlp = partial(Experts, experts_cls=kernel)
+    worker = loaded(own={"device_memory": "42MiB"}, mlp=mlp)
+    require_same_outputs(worker, resident(mlp=mlp))
+    layers = worker.headrace_stats()["experts"]
+    assert len(layers) == (vllm.NUM_LAYERS if is_cached else 0)
+    assert all(layer["fetched"] > 0 for layer in layers)
+
+
+@pytest.mark.parametrize("rules", [[], ["experts=uva"]])
+def test_small_scales_stay_where_nothing_is_cached(rules: list[str]) -> None:
+    worker = loaded(own={"device_memory": "42MiB", "rules": rules}, mlp=Experts)
+    assert worker.headrace_stats()["uva_bytes"] + worker.headrace_stats()["prefetched_bytes"] > 0
+    assert not [name for name in worker.headrace_stats()["uva_names"] if "scale" in name]
 
 
 @KERNELS

@@ -99,6 +99,8 @@ class LayerwiseOffloader(BaseOffloader):
         model, device, ranks, pool = self._model(), self._device(), self._ranks, self._pool
         inventory = self._take_inventory(model)
         plan = self._make_plan(inventory)
+        split = {name for layer in plan.cached for name in layer.storages if layer.is_split(name)}
+        pool.map_experts(parameter for name, parameter in model.named_parameters() if name in split)
         request = PlanRequest(model, plan, device=device, inventory=inventory, ranks=ranks, pool=pool)
         prepared = prepare(request, allocates=allocates)
         self._check_plan(prepared.plan, inventory)
@@ -263,7 +265,6 @@ class EngineOffloader(LayerwiseOffloader):
         self._towers: list[nn.Module] = []
         self._others_replay = False
         self._all_ran = False
-        self._advice: str | None = None
         self.added_device_bytes = 0
 
     def wrap_modules(self, modules_generator: Iterable[nn.Module], prefix: str = "") -> list[nn.Module]:
@@ -377,7 +378,7 @@ class EngineOffloader(LayerwiseOffloader):
                 f"of {len(plan.cached)} layers, {' or '.join(slots)} experts on the GPU at a time, "
                 f"{format_size(plan.cache_bytes)}"
             )
-        return lines if self._advice is None else [*lines, self._advice]
+        return lines
 
     def metrics(self) -> dict[str, Any]:
         """The plan and the counters in plain numbers, for an engine to show; after ``post_init``."""
@@ -404,20 +405,17 @@ class EngineOffloader(LayerwiseOffloader):
     # -- the plan -----------------------------------------------------------------------------------------------------
 
     def _cached_in(self, layer: nn.Module) -> Iterable[str]:
-        """Raises ``OptionError`` if they cannot be cached, before any weights are loaded."""
-        experts = self._expert_modules(layer)
+        """Those that a rule asks for; raises ``OptionError`` if they cannot be cached, before weights are loaded."""
+        experts = self._expert_modules(layer) if self._asks_for_cache else {}
         for name, why in experts.items():
             if why is not None:
                 raise _not_cached(name, why)
         return experts
 
     def _expert_modules(self, model: nn.Module) -> Mapping[str, str | None]:
-        """See ``ExpertKernels.find``; none unless a rule caches experts.
-
-        A budget without such a rule never caches: until then experts would be in memory that the cache cannot use.
-        """
+        """See ``ExpertKernels.find``; none without a budget, which alone caches experts."""
         kernels = self._traits.expert_kernels
-        return kernels.find(model) if kernels is not None and self._asks_for_cache else {}
+        return kernels.find(model) if kernels is not None and isinstance(self._policy, Budget) else {}
 
     def _model(self) -> nn.Module:
         return self._find_model()
@@ -441,7 +439,7 @@ class EngineOffloader(LayerwiseOffloader):
         experts = {name for name, why in self._expert_modules(model).items() if why is None}
         # Only a scale that has a row for each expert has several dimensions.
         scales = {s.name for s in here if len(s.tensors[0].shape) > 1 and not experts.isdisjoint(s.modules)}
-        large = tuple(s for s in here if s.num_bytes >= TINY_BYTES or s.name in scales)
+        large = tuple(s for s in here if _is_large(s) or s.name in scales)
         if (plain_name := self._traits.plain_name) is not None:
             large = tuple(_with_plain_names(s, plain_name) for s in large)
         return replace(inventory, storages=large)
@@ -499,30 +497,27 @@ class EngineOffloader(LayerwiseOffloader):
         # is read in place, as by the group rule.
         forced: dict[str, Mechanism] = dict.fromkeys(outside & names, "uva")
         forced |= dict.fromkeys(heads, "resident")
+
+
+        def solve(policy: Budget, row_readers: tuple[str, ...]) -> Plan:
+            profile = replace(profile_of(self._model(), policy.workload.context), row_readers=row_readers)
+            profile = replace(profile, kernels_per_step=None)  # an engine fuses kernels
+            planner = make_planner(inventory, profile, self._device(), rates=self._rates)
+            try:
+                return planner.plan(policy, names, forced)
+            except BudgetError:
+                apart = outside - heads
+                if policy.params or not apart:
+                    raise
+                return planner.plan(policy, names | apart, {**forced, **dict.fromkeys(apart, "uva")})
+
         readers = tuple(name for name, why in self._expert_modules(self._model()).items() if why is None)
-        profile = profile_of(self._model(), policy.workload.context)
-        profile = replace(profile, row_readers=readers, kernels_per_step=None)  # an engine fuses kernels
-        planner = make_planner(inventory, profile, self._device(), rates=self._rates)
-        try:
-            plan = planner.plan(policy, names, forced)
-        except BudgetError:
-            apart = outside - heads
-            if policy.params or not apart:
-                raise
-            names, forced = names | apart, {**forced, **dict.fromkeys(apart, "uva")}
-            plan = planner.plan(policy, names, forced)
-        kernels = self._traits.expert_kernels
-        known = {} if kernels is None or self._asks_for_cache else kernels.find(self._model())
-        if found := tuple(name for name, why in known.items() if why is None):
-            planner = make_planner(inventory, replace(profile, row_readers=found), self._device(), rates=self._rates)
-            cached = planner.plan(policy, names, forced)
-            if cached.cached and (gain := planner.gain(plan, cached, policy.workload)):
-                now, other = gain  # only a rule puts experts where a cache can take them
-                self._advice = (
-                    f"with cached experts a step at batch size {policy.workload.batch_sizes[0]} would take {other} in "
-                    f"place of {now}: add headrace.rules = ['experts=cache']"
-                )
-        return plan
+        plan = solve(policy, readers)
+        if plan.cached or not readers:
+            return plan
+        # Without a cache, small scales of experts are worth no copy, even if a rule names them.
+        rules: tuple[Rule, ...] = tuple((s.name, "resident") for s in inventory.storages if not _is_large(s))
+        return solve(replace(policy, rules=(*rules, *policy.rules)), ())
 
     def _largest_stack(self, inventory: Inventory) -> list[str]:
         """Names of its layers. Towers and draft models have stacks too, whose layers run at other times."""
@@ -573,6 +568,10 @@ def _not_cached(name: str, why: str) -> OptionError:
     return OptionError(
         f"experts of {name} cannot be cached: {why}; or read them in place (experts=uva in place of experts=cache)"
     )
+
+
+def _is_large(storage: StorageInfo) -> bool:
+    return storage.num_bytes >= TINY_BYTES
 
 
 def _device_bytes(device: torch.device) -> int:

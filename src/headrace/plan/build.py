@@ -290,18 +290,13 @@ class Planner:
             best = self.plan(Budget(num_bytes, workload=workload))
         except (BudgetError, OptionError):  # it is below the least that a budget needs
             return
-        if gain := self.gain(plan, best, workload):
-            now, other = gain
+        rows, context = workload.batch_sizes[0], workload.context
+        now_s, other_s = (self.forecast(each, rows, context).step_s for each in (plan, best))
+        if now_s > _WORTH_SAYING * other_s:
             yield (
-                f"a budget alone would take {other} per step in place of {now}: "
+                f"a budget alone would take {format_time(other_s)} per step in place of {format_time(now_s)}: "
                 f"--device-memory {-(-num_bytes >> 20)}MiB"
             )
-
-    def gain(self, plan: Plan, other: Plan, workload: Workload) -> tuple[str, str] | None:
-        """The times of a step under both, where ``other`` is predicted to be faster by more than a tenth."""
-        rows, context = workload.batch_sizes[0], workload.context
-        now_s, other_s = (self.forecast(each, rows, context).step_s for each in (plan, other))
-        return (format_time(now_s), format_time(other_s)) if now_s > _WORTH_SAYING * other_s else None
 
     def _caches(self, plan: Plan, rows: int, context: int) -> Iterator[CachePoint]:
         """``plan`` with other numbers of slots for cached experts, and at given hit rates."""

@@ -122,7 +122,8 @@ class BuildTimeFilter:
 class BuildTimePool:
     """Pinned host memory in which parameters wait until the plan is made.
 
-    Experts that will be cached wait in memory that is mapped, and not registered, which a range of the cache can take.
+    Experts that a rule caches are in memory that is mapped, and not registered, which a range of the cache can take;
+    those that the planner caches are moved there (:meth:`map_experts`).
 
     Args:
         registrar: makes what pins memory for a device.
@@ -244,6 +245,14 @@ class BuildTimePool:
                 parameters = [parameter for parameter, _ in places.values()]
                 del places
                 self._move(parameters)
+
+    def map_experts(self, parameters: Iterable[nn.Parameter]) -> None:
+        """Move those of ``parameters`` that are in registered memory, one by one, to memory that a cache can map."""
+        for parameter in parameters:
+            held = self.find(parameter.data)
+            if held is not None and isinstance(held.memory, PinnedBuffer):
+                del held  # it is freed when its parameter has left
+                self._move([parameter], mapped=True)
 
     def _move(self, parameters: Sequence[nn.Parameter], *, mapped: bool = False) -> None:
         device = parameters[0].device
