@@ -75,6 +75,7 @@ def main() -> None:
         "--together", type=Path, metavar="FILE", help="start all engines at once; measure one at a time"
     )
     parser.add_argument("--bits", choices=["eager", "artifact"], help="compare bits and time nothing")
+    parser.add_argument("--scored", type=int, default=SCORED, help="tokens that are compared of one sequence")
     parser.add_argument("--starts", action="store_true", help="measure nothing but the time to start")
     parser.add_argument("--publish", metavar="TABLE")
     parser.add_argument("--child", action="store_true", help=argparse.SUPPRESS)
@@ -119,6 +120,7 @@ def _run_child(case: str, given: argparse.Namespace) -> None:
     command += ["--share", str(given.share), *(["--layers", str(given.layers)] if given.layers else [])]
     command += ["--format", given.format]
     command += ["--budget-gib", str(given.budget_gib)] if given.budget_gib else []
+    command += ["--scored", str(given.scored)]
     command += ["--together", str(given.together)] if given.together else []
     command += ["--starts"] * given.starts
     command += ["--bits", given.bits] if given.bits else []
@@ -233,11 +235,11 @@ def _measure(given: argparse.Namespace, config: dict[str, Any]) -> None:
     if turn is not None:
         fcntl.flock(turn, fcntl.LOCK_EX)
     rows: list[dict[str, Any]] = []
-    for name, sequences, choices in _loads(config, given.format):
+    for name, _, choices in _loads(config, given.format):
         is_timed = case in ("cache", "budget") or "trace" in name or (case, name) == ("in-place", "0% hits")
         if is_timed or case == "still":
             is_timed &= given.bits is None and (case != "still" or name == "100% hits")  # what the cache itself takes
-            rows.append({"load": name, **_run(engine, case, replay, sequences, choices, is_timed)})
+            rows.append({"load": name, **_run(engine, case, replay, choices, is_timed, given.scored)})
         facts["offloader"] = engine.collective_rpc("headrace_stats")[0] if own else {}
         facts |= _added(before)
         (out / f"{case}.json").write_text(json.dumps({"facts": facts, "rows": rows}))
@@ -258,12 +260,13 @@ def _counts(engine: Any, has_worker: bool) -> tuple[int, int, int]:
     return sum(layer["hits"] for layer in layers), missed, layers[0]["steps"] if layers else 0
 
 
-def _run(engine: Any, case: str, replay: Any, sequences: int, choices: Any, is_timed: bool) -> dict[str, Any]:
+def _run(engine: Any, case: str, replay: Any, choices: Any, is_timed: bool, length: int) -> dict[str, Any]:
+    sequences = choices.shape[1]
     asked, found = prompts(sequences, 16), []
     has_worker = case != "resident"
     for _ in range(2):  # an engine may round otherwise in its first steps
         replay.begin(choices)
-        found.append(scored(engine, asked, SCORED))
+        found.append(scored(engine, asked, length if sequences == 1 else SCORED))
     slopes, hits, missed, steps = [], 0, 0, 0
     short, long = LENGTHS[sequences]
     for _ in range(REPEATS if is_timed else 0):

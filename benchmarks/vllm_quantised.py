@@ -276,9 +276,11 @@ def _pinned_by_torch() -> int:
 def _held_bytes(offloader: Any) -> int:
     """Host memory of the store, and of what a layer was built in, if that is still there."""
     store = getattr(offloader._session, "_store", None)
-    slabs = [] if store is None else store._slabs
+    parts = [part for part in (getattr(store, "_most", store), getattr(store, "_beside", None)) if part is not None]
+    slabs = [slab for part in parts for slab in getattr(part, "_slabs", ())]
     buffers = [*slabs, *(memory for _, find in offloader._pool._memory if (memory := find()) is not None)]
-    return sum({slab.buffer.data_ptr(): slab.buffer.numel() for slab in buffers}.values())
+    ranges = sum(part.host_bytes for part in parts if not hasattr(part, "_slabs"))
+    return ranges + sum({slab.buffer.data_ptr(): slab.buffer.numel() for slab in buffers}.values())
 
 
 def _kernels(model: Any) -> Iterator[str]:
