@@ -51,7 +51,8 @@ QUANTISED: dict[str, Any] = {
     "fp8": {"quant_method": "fp8", "fmt": "e4m3", "activation_scheme": "dynamic", "weight_block_size": [128, 128]},
     "mxfp4": MXFP4,
     "gptq": FORMATS["gptq"],
-    "awq": {**(FORMATS["awq"] or {}), "modules_to_not_convert": ["mlp.gate"]},
+    # The first layer of GLM-4.5-Air is 10,944 wide, which has no whole groups of 128.
+    "awq": {**(FORMATS["awq"] or {}), "modules_to_not_convert": ["mlp.gate", "layers.0.mlp"]},
 }
 # Bytes of a weight and its part of the scales and zero points.
 BYTES = {"bf16": 2.0, "fp8": 1.0, "mxfp4": 0.5 + 1 / 32, "gptq": 0.5 + 2 / 128, "awq": 0.5 + 2.5 / 128}

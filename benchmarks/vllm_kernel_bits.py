@@ -72,7 +72,7 @@ def _fp8() -> tuple[dict[str, torch.Tensor], Callable[..., Any]]:
     made = {}
     for name, (size, outputs) in PRODUCTS.items():
         made[f"{name}_weight"] = _words(size // 16, outputs * 4) & 0x3F3F3F3F  # no NaN
-        made[f"{name}_weight_scale"] = _scales(1, outputs) * 2**120  # vLLM's fp8_fused_exponent_bias_into_scales
+        made[f"{name}_weight_scale"] = _scales(1, outputs) * 2.0**120  # vLLM's fp8_fused_exponent_bias_into_scales
     return made, lambda m: quant_configs.fp8_w8a16_moe_quant_config(m.w13_weight_scale, m.w2_weight_scale)
 
 

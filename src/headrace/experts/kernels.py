@@ -131,13 +131,14 @@ def fetch_kernel(
     BLOCK: tl.constexpr,  # words that a program copies at a time
 ):
     """Copy the experts that :func:`admit_kernel` admitted from their own rows to their new ones; any grid."""
-    program, num_programs = tl.program_id(0), tl.num_programs(0)
+    first, num_programs = tl.program_id(0), tl.num_programs(0)
     num_fetched = tl.load(fetched)
     for tensor in tl.static_range(NUM_TENSORS):
         base = tl.load(tensors + 2 * tensor).to(tl.pointer_type(WORD))
         words = tl.load(tensors + 2 * tensor + 1)
         blocks = tl.cdiv(words, BLOCK)
-        for item in range(program, num_fetched * blocks, num_programs):
+        num_items = num_fetched * blocks
+        for item in range(first, num_items, num_programs):
             target = tl.load(fetched + 1 + item // blocks)
             source = tl.load(home + tl.load(expert_in + target))
             word = (item % blocks) * BLOCK + tl.arange(0, BLOCK)
@@ -148,6 +149,8 @@ def fetch_kernel(
                 read, written = tl.multiple_of(read, 16), tl.multiple_of(written, 16)
                 inside = tl.max_constancy(inside, 2)
             tl.store(written, tl.load(read, mask=inside), mask=inside)
+        # The next tensor begins with the program after the last one here: small tensors wait for each other otherwise.
+        first = (first + num_programs - num_items % num_programs) % num_programs
 
 
 @triton.jit
