@@ -325,8 +325,9 @@ def _published(out: Path, config: dict[str, Any], form: str) -> Iterator[dict[st
         experts = result["facts"]["offloader"].get("experts", [])
         size = experts[0]["expert_bytes"] if experts else size  # a kernel may pad them
         for row in result["rows"]:
-            wanted = next((other for other in unmoved if other["load"] == row["load"]), row)
-            equal = row["tokens"] == wanted["tokens"] and row["logprobs"] == wanted["logprobs"]
+            wanted = next((other for other in unmoved if other["load"] == row["load"]), None)
+            equal = wanted is not None and all(row[key] == wanted[key] for key in ("tokens", "logprobs"))
+            why = "nothing to compare with" if wanted is None else compared(row, wanted)
             yield {
                 "case": f"{case if case == 'budget' else 'slots'} {experts[0]['num_slots']}"
                 if experts
@@ -340,7 +341,7 @@ def _published(out: Path, config: dict[str, Any], form: str) -> Iterator[dict[st
                 "resident_ms": resident_by_load.get(row["load"], resident.get(row["sequences"])),
                 "repeats_itself": row.get("repeats_itself"),
                 "bit_equal": equal,
-                **({} if equal else {"why_not_equal": compared(row, wanted)}),
+                **({} if equal else {"why_not_equal": why}),
                 **facts,
             }
 
