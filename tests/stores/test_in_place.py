@@ -26,7 +26,15 @@ from headrace.adapters.transformers import load
 from headrace.checkpoint.safetensors_header import Checkpoint
 from headrace.checkpoint.weight_map import FilePart, TensorSource
 from headrace.config import UVA, Budget, Rules
-from headrace.errors import CheckpointError, HeadraceWarning, OptionError, RuleError, SelectionError, TransferError
+from headrace.errors import (
+    CheckpointError,
+    HeadraceWarning,
+    OptionError,
+    RuleError,
+    SelectionError,
+    StateError,
+    TransferError,
+)
 from headrace.memory.pages import whole_pages
 from headrace.planning import plan_model
 from headrace.runtime import planner_factory
@@ -129,6 +137,25 @@ class TestOffsets:
             assert handle.stats().bytes_moved > 0
         with pytest.raises(SelectionError, match=r"8 tensors \(.*experts.* starts .* bytes after a multiple of 64"):
             from_files(source, tmp_path, EXPERTS)
+
+    @pytest.mark.parametrize("strict", [True, False])
+    def test_a_table_after_an_export_that_is_refused(
+        self, strict: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        """While torch traces, the model holds another tensor in the table's place."""
+        model = nn.Sequential(nn.Embedding(64, 96), nn.Linear(96, 96)).eval()
+        twin, tokens = copy.deepcopy(model), torch.tensor([5])
+        start_data_at(save(model, tmp_path) / "model.safetensors", 8)
+        monkeypatch.setattr(open_store, "same_bits_at", lambda *_: False)
+        with (
+            torch.no_grad(),
+            headrace.offload(model, Rules([("0", "uva")], mode="disk"), checkpoint=tmp_path) as handle,
+        ):
+            with pytest.raises(StateError, match=r"torch\.export would record"):
+                torch.export.export(model, (tokens,), strict=strict)
+            for _ in range(2):
+                assert_same_bits(model(tokens), twin(tokens))
+            assert set(handle.plan.uva) == {"0.weight"}
 
     @pytest.mark.parametrize("functional", [False, True], ids=["rows", "a product"])
     @pytest.mark.parametrize("compiled", [False, True], ids=["eager", "compiled"])

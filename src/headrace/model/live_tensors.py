@@ -219,7 +219,8 @@ class BoundTensor:
 
     def pin_to_slot(self) -> None:
         """Keep the tensor in its slot from now on, because compiled code relies on addresses."""
-        if self._placeholder is not None and self.in_slot is not None:
+        # Tracing may put another tensor in its place for a while (torch.export), which reads no slot.
+        if self._placeholder is not None and self.in_slot is not None and not self._find_loss():
             # The declared mutations of the custom ops, which order compiled code, are writes that a guard would refuse.
             self.in_slot = self._unguarded
             self.open()
