@@ -39,6 +39,7 @@ if TYPE_CHECKING:
         set_offloader,
     )
     from headrace.plan.plan import Plan
+    from headrace.plan.speculation import Speculation
     from headrace.planning import make_plan
     from headrace.stores.sources import DiskOptions
 
@@ -56,6 +57,7 @@ __all__ = [
     "Prefetch",
     "PrefetchOffloader",
     "Rules",
+    "Speculation",
     "UVAOffloader",
     "Workload",
     "create_offloader",
@@ -77,6 +79,7 @@ _HOMES = {
     "headrace.graphs.decoding": ("decode_in_graphs",),
     "headrace.api": ("Handle", "offload"),
     "headrace.plan.report": ("Plan",),  # with its tables
+    "headrace.plan.speculation": ("Speculation",),
     "headrace.planning": ("make_plan",),
     "headrace.stores.sources": ("DiskOptions",),
 }

@@ -37,6 +37,7 @@ if TYPE_CHECKING:
     from headrace.model.records import Inventory
     from headrace.plan.build import Planner
     from headrace.plan.report import PlanPrediction
+    from headrace.plan.speculation import SpeculationForecast
     from headrace.plan.traces import ExpertHits
     from headrace.stores.sources import DiskOptions
     from headrace.transfer.machine_probe import DeviceName
@@ -101,10 +102,12 @@ class PlanResult:
 
     Attributes:
         plan: without predictions (:meth:`with_outlook`).
+        speculation: decoding with the guesses that were asked for; ``None``: none were.
     """
 
     plan: Plan
     context: PlanContext
+    speculation: SpeculationForecast | None = None
 
     @property
     def planner(self) -> Planner:
@@ -135,7 +138,8 @@ class PlanResult:
     def outlook(self) -> PlanPrediction:
         """Predictions; for a budget also alternatives."""
         outlook = self.planner.outlook(self.context.request.given, self.plan, self.workload)
-        return replace(outlook, shortage=self.shortage)
+        notes = outlook.notes if self.speculation is None else (*outlook.notes, str(self.speculation))
+        return replace(outlook, shortage=self.shortage, notes=notes)
 
     def with_outlook(self) -> Plan:
         """The plan with its predictions; it prints both."""
@@ -155,6 +159,10 @@ def plan_model(request: PlanRequest) -> PlanResult:
         request = replace(request, num_ranks=policy.num_ranks)
     with gc_paused():
         context = _context(request)
+        if request.speculation is not None and (draft := request.speculation.draft) is not None:
+            alone = Workload([1], request.expected.context)
+            made = PlanRequest(draft, None, alone, request.machine, device=request.device)
+            context = context.beside(_context(made))
         plan = context.plan()
         if request.disk is not None and context.weights is not None and (plan.reads_files or context.loads_files):
             for path in context.weights.checkpoint.files:
@@ -164,7 +172,8 @@ def plan_model(request: PlanRequest) -> PlanResult:
                 "the plan reads safetensors files, and none were given: pass checkpoint=FOLDER here and to "
                 "headrace.offload"
             )
-        return PlanResult(replace(plan, model_name=plan.model_name or context.name), context)
+        forecast = context.forecast_speculation(plan)
+        return PlanResult(replace(plan, model_name=plan.model_name or context.name), context, forecast)
 
 
 def _check_ranks(request: PlanRequest) -> None:

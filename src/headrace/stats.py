@@ -15,7 +15,7 @@ from typing import Any, Literal, NamedTuple
 from headrace.errors import OptionError, OptionTypeError
 from headrace.formatting import format_size, format_time, pluralize
 
-__all__ = ["ReadStats", "Recorder", "Span", "StagingStats", "Stats", "UnitStats"]
+__all__ = ["ReadStats", "Recorder", "Span", "SpeculationCounts", "StagingStats", "Stats", "UnitStats"]
 
 _MAX_SPANS = 1 << 16  # bounded: a server runs for weeks
 
@@ -157,6 +157,28 @@ class ExpertStats:
 
 
 @dataclass(frozen=True)
+class SpeculationCounts:
+    """What verification has accepted (:class:`headrace.plan.speculation.Speculation`).
+
+    Attributes:
+        guesser: what guesses.
+        guesses: of a pass, at most.
+        passes: forwards of the model, prompts included.
+        tokens: of all answers.
+    """
+
+    guesser: str
+    guesses: int
+    passes: int = 0
+    tokens: int = 0
+
+    @property
+    def tokens_per_pass(self) -> float:
+        """Mean, the token of the model included; 0 before the first pass."""
+        return self.tokens / self.passes if self.passes else 0.0
+
+
+@dataclass(frozen=True)
 class StagingStats:
     """Counters of the ring between files and a GPU, replays included.
 
@@ -203,6 +225,7 @@ class Stats:
         staging: the ring between files and a GPU; ``None`` where there is none.
         loading: how the files were read when the offload began, for residents and for stores in memory.
         experts: of each layer of cached experts; empty in ``counters()``, which does not synchronize.
+        speculation: what verification has accepted; ``None``: nothing guesses.
     """
 
     units: tuple[UnitStats, ...] = field(repr=False)
@@ -212,6 +235,7 @@ class Stats:
     staging: StagingStats | None = None
     loading: ReadStats = field(default_factory=ReadStats)
     experts: tuple[ExpertStats, ...] = field(default=(), repr=False)
+    speculation: SpeculationCounts | None = None
 
     @property
     def bytes_moved(self) -> int:
@@ -258,6 +282,8 @@ class Stats:
             parts.append(f"{format_size(self.staging.bytes_read)} through the ring")
         if self.hit_rate is not None:
             parts.append(f"{self.hit_rate:.1%} of experts hit")
+        if self.speculation is not None and self.speculation.passes:
+            parts.append(f"{self.speculation.tokens_per_pass:.2f} tokens a pass")
         if self.misses:
             parts.append(pluralize(self.misses, "miss", "misses"))
         if self.notes:

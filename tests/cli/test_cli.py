@@ -47,16 +47,17 @@ from models import aligned
 
 model = tiny_model
 
+GUESSES = ["--speculate", "--guesses", "--accepted", "--accepted-from"]
 FLAGS = {
     "demo": ["--folder", "--keep", "-v", "--verbose"],
     "plan": [
-        "--json", "--save", "--machine", "--dtype", "--expert-trace", "--num-ranks", *OFFLOAD_FLAGS, "-v",
+        *GUESSES, "--json", "--save", "--machine", "--dtype", "--expert-trace", "--num-ranks", *OFFLOAD_FLAGS, "-v",
         "--verbose",
     ],
     "generate": [
-        "--prompt", "--chat", "--no-chat", "--system", "--max-new-tokens", "--temperature", "--top-p", "--top-k",
-        "--seed", "--dtype", "--attn-implementation", "--no-graphs", "--quiet", "--trace", "--expert-trace",
-        *OFFLOAD_FLAGS, "-v", "--verbose",
+        "--prompt", "--chat", "--no-chat", *GUESSES, "--system", "--max-new-tokens", "--temperature", "--top-p",
+        "--top-k", "--seed", "--dtype", "--attn-implementation", "--no-graphs", "--quiet", "--trace", "--expert-trace",
+        "--acceptance", *OFFLOAD_FLAGS, "-v", "--verbose",
     ],
 }  # fmt: skip
 

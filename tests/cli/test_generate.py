@@ -272,3 +272,49 @@ def test_a_text_longer_than_the_plan_is_refused_first(model: Path, tmp_path: Pat
     assert run("plan", model, "--device-memory", "3MiB", "--context", 32, "--save", plan).exit_code == 0
     by_file = ("generate", model, "--prompt", "Water", "--plan", plan, "--max-new-tokens", 28)
     assert "more than the 32 that the plan has memory for" in error_of(*by_file)
+
+
+class TestSpeculation:
+    def test_the_text_and_what_it_took(self, model: Path, tmp_path: Path) -> None:
+        """The tokens of the resident model with the same number of guesses; then a plan from what was measured."""
+        counted = tmp_path / "accepted.json"
+        flags = ("--offload-group-size", 2, "--speculate", "lookup", "--guesses", 3, "--acceptance", counted)
+        result = succeed("generate", model, "--prompt", "one two one two one", "--max-new-tokens", 24, *flags)
+        inputs = AutoTokenizer.from_pretrained(model)("one two one two one", return_tensors="pt")
+        expected = text_of(model, inputs, max_new_tokens=24, do_sample=False, prompt_lookup_num_tokens=3)
+        assert result.stdout == expected
+        found = json.loads(counted.read_text())
+        assert (found["guesser"], found["guesses"]) == ("lookup", 3)
+        each = found["tokens"] / found["passes"]
+        error = " ".join(result.stderr.split())
+        assert "expected: speculation with 3 guesses by lookup: 1.9 tokens a pass (assumed)" in error
+        assert f"{found['passes']} passes, {each:.2f} tokens each" in error
+        assert "moved per token" in error
+        assert "0 B moved" not in error
+        group = ("--offload-group-size", 2, "--speculate", "lookup", "--accepted-from", counted)
+        table = (
+            succeed("plan", model, *group, "--machine", "4090").stdout if each > 1.1 else f"{each:.1f} tokens a pass"
+        )
+        assert f"{each:.1f} tokens a pass" in " ".join(table.split())
+
+    def test_where_it_loses(self, model: Path) -> None:
+        """On the command line it is refused, with the figures."""
+        flags = ("--offload-group-size", 2, "--speculate", "lookup", "--accepted", 1)
+        for verb in (("plan", model), ("generate", model, "--prompt", "x")):
+            assert "tokens/s in place of" in error_of(*verb, *flags)
+
+    @pytest.mark.parametrize(
+        ("flags", "message"),
+        [
+            (("--guesses", 3), "--guesses has no effect without --speculate"),
+            (("--acceptance", "x.json"), "--acceptance has no effect without --speculate"),
+            (("--speculate", "lookup", "--accepted", 2, "--accepted-from", "x"), "contradict each other"),
+            (
+                ("--speculate", "lookup", "--accepted-from", "x"),
+                "expected a file of `headrace generate --acceptance FILE`",
+            ),
+            (("--speculate", "no/such"), "no/such"),
+        ],
+    )
+    def test_flags_that_do_not_fit(self, flags: tuple[object, ...], message: str, model: Path) -> None:
+        assert message in error_of("generate", model, "--prompt", "x", "--offload-group-size", 2, *flags)

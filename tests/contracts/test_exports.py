@@ -21,8 +21,9 @@ SOURCE = Path(headrace.__file__).parent
 
 PUBLIC = [
     "UVA", "BaseOffloader", "Budget", "DiskOptions", "Handle", "HeadraceError", "HeadraceWarning",
-    "NoopOffloader", "OffloadConfig", "Plan", "Prefetch", "PrefetchOffloader", "Rules", "UVAOffloader", "Workload",
-    "create_offloader", "decode_in_graphs", "expert_rows", "get_offloader", "make_plan", "offload", "set_offloader",
+    "NoopOffloader", "OffloadConfig", "Plan", "Prefetch", "PrefetchOffloader", "Rules", "Speculation",
+    "UVAOffloader", "Workload", "create_offloader", "decode_in_graphs", "expert_rows", "get_offloader",
+    "make_plan", "offload", "set_offloader",
 ]  # fmt: skip
 
 # Of docs/architecture.md, left to right: a room imports from rooms to its left, and from its own.

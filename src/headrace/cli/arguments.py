@@ -5,7 +5,7 @@ from __future__ import annotations
 import inspect
 import os
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import fields
+from dataclasses import dataclass, fields
 from functools import wraps
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, get_type_hints
@@ -13,20 +13,22 @@ from typing import TYPE_CHECKING, Any, get_type_hints
 import typer
 
 from headrace.cli.terminal import log_lines
-from headrace.config import Policy
+from headrace.config import Policy, count
 from headrace.errors import OptionError
-from headrace.flags import COMMAND_LINE, OffloadFlags, Surface, flag_of
+from headrace.flags import COMMAND_LINE, OffloadFlags, Surface, flag_of, row
 
 if TYPE_CHECKING:
     import torch
 
     from headrace.plan.plan import Plan
+    from headrace.plan.speculation import Speculation
     from headrace.stores.sources import DiskOptions
     from headrace.transfer.machine_probe import DeviceName
 
 __all__ = [
     "DTYPE_HELP",
     "VERB_FLAGS",
+    "SpeculationFlags",
     "check_dtype",
     "disk_options",
     "refuse_idle",
@@ -43,6 +45,34 @@ DTYPE_HELP = "bfloat16, float16 or float32 (default the checkpoint's own)."
 
 # All flags except the one of engines alone.
 VERB_FLAGS = tuple(row.name for row in fields(OffloadFlags) if row.name != "measure_stalls")
+
+
+@dataclass(frozen=True)
+class SpeculationFlags:
+    """Flags of verbs that generate, or plan for it."""
+
+    speculate: str | None = row("WHAT", "Verify several guesses in one pass: lookup (n-grams), or a draft MODEL.")
+    guesses: int | None = row("K", "Guesses of a pass (default: the fastest by the plan).", count)
+    accepted: float | None = row("T", "Tokens that a pass yields, as you know them (default: assumed).")
+    accepted_from: Path | None = row("FILE", "The same, from a file of `generate --acceptance`.")
+
+    def speculation(self) -> Speculation | None:
+        """What the flags ask for.
+
+        Raises:
+            OptionError: flags without ``--speculate``; a file of something else.
+        """
+        from headrace.plan.speculation import Speculation
+
+        if self.speculate is None:
+            given = {"--guesses": self.guesses, "--accepted": self.accepted, "--accepted-from": self.accepted_from}
+            refuse_idle(given, "without --speculate; add --speculate lookup, for example")
+            return None
+        if self.accepted_from is None:
+            return Speculation(self.speculate, self.guesses, self.accepted)
+        if self.accepted is not None:
+            raise OptionError("--accepted and --accepted-from contradict each other: leave one out")
+        return Speculation.measured(self.speculate, self.accepted_from, self.guesses)
 
 
 def with_offload_flags(
@@ -85,7 +115,7 @@ def _options(table: type[Any], helps: Mapping[str, str], panel: str | None = Non
                 flag_of(row.name),
                 metavar=row.metadata["metavar"],
                 help=helps.get(row.name, row.metadata["help"]),
-                rich_help_panel=panel,
+                rich_help_panel="Speculation" if row.name in SpeculationFlags.__dataclass_fields__ else panel,
                 show_default=False,
             ),
             annotation=hints[row.name],

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import json
 import logging
 import re
 import sys
 import time
 import warnings
+from collections.abc import Iterator
 from contextlib import suppress
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -18,6 +20,7 @@ from rich.console import Console
 from headrace.checkpoint.model_folder import model_folder
 from headrace.cli.arguments import (
     DTYPE_HELP,
+    SpeculationFlags,
     check_dtype,
     disk_options,
     refuse_idle,
@@ -27,6 +30,7 @@ from headrace.cli.arguments import (
     with_offload_flags,
 )
 from headrace.cli.terminal import byte_bar, stderr
+from headrace.codec import encode, write_file
 from headrace.config import RANK_MODES, SHARDED_MODES, count
 from headrace.errors import CheckpointError, OptionError
 from headrace.flags import OffloadFlags, row
@@ -41,6 +45,7 @@ if TYPE_CHECKING:
     from headrace.api import Handle
     from headrace.plan.plan import Plan
     from headrace.planning import PlanResult
+    from headrace.stats import Stats
 
 __all__ = ["generate", "open_tokenizer"]
 
@@ -59,7 +64,7 @@ def _probability(flag: str, value: float) -> None:
 
 
 @dataclass(frozen=True)
-class GenerateOptions:
+class GenerateOptions(SpeculationFlags):
     """The flags of this verb alone."""
 
     system: str | None = row("TEXT", "A system message before the prompt; implies --chat.")
@@ -76,6 +81,9 @@ class GenerateOptions:
     quiet: bool = row("", "Print nothing but the text and errors.", off=False)
     trace: Path | None = row("FILE", "Write copies, compute and stalls for Perfetto (GPU: launches).", require_writable)
     expert_trace: Path | None = row("FILE", "Record the experts that tokens choose, for `plan`.", require_writable)
+    acceptance: Path | None = row(
+        "FILE", "Record the tokens a pass of --speculate, for --accepted-from.", require_writable
+    )
 
     def sampling(self) -> dict[str, Any]:
         """The sampling arguments of transformers' ``generate``."""
@@ -108,6 +116,9 @@ def generate(
 ) -> None:
     """Generate text with a model that does not fit on the device. Text goes to stdout, everything else to stderr."""
     sampling, trace, expert_trace = options.sampling(), options.trace, options.expert_trace
+    speculation = options.speculation()
+    if speculation is None:
+        refuse_idle({"--acceptance": options.acceptance}, "without --speculate")
     if options.system is not None and chat is False:
         raise OptionError("--system and --no-chat contradict each other: a system message needs the chat template")
     folder = model_folder(model)
@@ -152,18 +163,23 @@ def generate(
     # Planned here and not by load(), so that the plan is printed before the loading.
     num_ranks = group.size() if group is not None and mode in SHARDED_MODES else 1
     request = PlanRequest(opened, policy, device=device, disk=disk_options(flags), num_ranks=num_ranks)
-    planned = plan_model(request)
+    planned = plan_model(replace(request, speculation=speculation))
+    if speculation is not None and (forecast := planned.speculation) is not None:
+        forecast.require_faster()
+        speculation = replace(speculation, guesses=forecast.guesses)
     max_new_tokens, longest = options.max_new_tokens, planned.planner.profile.max_context
     _check_length(inputs["input_ids"].shape[1], max_new_tokens, longest, planned.plan)
     plan = planned.plan
     notes.print(render(plan, opened.name))
     # A recorder of routing runs Python in every step.
     graphs = not options.no_graphs and expert_trace is None
-    if device.type != "cuda" or (graphs and group is None):  # the speed of eager Python code is not predicted
+    if planned.speculation is not None:
+        notes.print(f"expected: {planned.speculation}", highlight=False, soft_wrap=True)
+    elif device.type != "cuda" or (graphs and group is None):  # the speed of eager Python code is not predicted
         notes.print(_expectation(planned), highlight=False, soft_wrap=True)
     meter = PeakMeter()
     with byte_bar("loading", notes) as progress, open_ranks(group) as ranks:
-        request = replace(request, model=module, policy=plan, ranks=ranks)
+        request = replace(request, model=module, policy=plan, ranks=ranks, speculation=speculation)
         handle = load_matched(folder, request, opened.match, progress, graphs)
     # The handle is not removed at the end: that would make all weights resident, which may not fit.
     inputs = {name: tensor.to(device) for name, tensor in inputs.items()}
@@ -172,6 +188,9 @@ def generate(
     if group is not None and device.type == "cuda":
         torch.cuda.synchronize()  # no rank ends before its copies for others have completed
     _print_metrics(notes, handle, tokens, seconds, meter.growth_bytes())
+    if (counts := handle.stats().speculation) is not None and options.acceptance is not None:
+        write_file(options.acceptance, json.dumps(encode(counts)) + "\n")
+        notes.print(f"tokens a pass: {options.acceptance} (for --accepted-from)", highlight=False)
     if recorder is not None and expert_trace is not None:
         recorded = recorder.close()
         save_trace(recorded, expert_trace)
@@ -362,12 +381,20 @@ def _stream(
     return output.shape[1] - inputs["input_ids"].shape[1], time.perf_counter() - begin
 
 
+def _passes(stats: Stats) -> Iterator[str]:
+    """What speculation has brought."""
+    if (counts := stats.speculation) is not None and counts.passes:
+        yield f"{counts.passes} passes, {counts.tokens_per_pass:.2f} tokens each"
+        yield f"{format_size(stats.bytes_moved // max(1, counts.tokens))} moved per token"
+
+
 def _print_metrics(notes: Console, handle: Handle, tokens: int, seconds: float, growth_bytes: int) -> None:
     stats = handle.stats()
     metrics = (
         f"{tokens} tokens in {format_time(seconds)} ({format_rate(tokens / seconds)} tokens/s)",
         f"{format_size(stats.bytes_moved)} moved ({stats.bytes_moved / seconds / 1e9:.2f} GB/s)",
         f"{stats.stalls} stalls ({format_time(stats.stall_s)})",
+        *_passes(stats),
         f"peak memory {format_size(peak_rss_bytes())}, {format_size(growth_bytes)} of it since loading began",
         f"{format_size(handle.plan.device_bytes)} planned for weights",
     )

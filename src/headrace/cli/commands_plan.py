@@ -14,6 +14,7 @@ from rich.table import Table
 from headrace.checkpoint.model_folder import model_folder
 from headrace.cli.arguments import (
     DTYPE_HELP,
+    SpeculationFlags,
     check_dtype,
     disk_options,
     refuse_idle,
@@ -40,7 +41,7 @@ _MACHINE = "--machine h200, h100, 4090, or a file of `headrace probe --json`"
 
 
 @dataclass(frozen=True)
-class PlanOptions:
+class PlanOptions(SpeculationFlags):
     """The flags of this verb alone."""
 
     json: bool = row("", "Print the plan as JSON, with sizes in bytes, and nothing else.", off=False)
@@ -83,8 +84,11 @@ def plan(
     name = device.type if device.index is None else f"{device.type}:{device.index}"
     here = name if machine is None else None
     request = PlanRequest(folder, policy, machine=machine, dtype=options.dtype, device=here, disk=disk_options(flags))
-    ranks = 1 if num_ranks is None else num_ranks
-    planned = plan_model(replace(request, num_ranks=ranks, expert_trace=options.expert_trace))
+    ranks, speculation = 1 if num_ranks is None else num_ranks, options.speculation()
+    request = replace(request, num_ranks=ranks, expert_trace=options.expert_trace, speculation=speculation)
+    planned = plan_model(request)
+    if planned.speculation is not None:
+        planned.speculation.require_faster()
     made = planned.with_outlook()
     if save is not None:
         made.save(save)

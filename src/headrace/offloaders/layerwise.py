@@ -498,7 +498,6 @@ class EngineOffloader(LayerwiseOffloader):
         forced: dict[str, Mechanism] = dict.fromkeys(outside & names, "uva")
         forced |= dict.fromkeys(heads, "resident")
 
-
         def solve(policy: Budget, row_readers: tuple[str, ...]) -> Plan:
             profile = replace(profile_of(self._model(), policy.workload.context), row_readers=row_readers)
             profile = replace(profile, kernels_per_step=None)  # an engine fuses kernels

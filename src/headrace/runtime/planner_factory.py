@@ -25,7 +25,7 @@ from headrace.config import (
     pin_memory_disabled,
     uva_disabled,
 )
-from headrace.errors import CheckpointError, LimitError, OptionError, OptionTypeError, warn_user
+from headrace.errors import BudgetError, CheckpointError, LimitError, OptionError, OptionTypeError, warn_user
 from headrace.formatting import format_size
 from headrace.memory.system import Limits, Needs, read_limits, round_up
 from headrace.model.records import Inventory, ModelProfile, StorageInfo
@@ -34,6 +34,13 @@ from headrace.plan.cached_experts import why_not_cached
 from headrace.plan.candidates import MappedFiles, Spill
 from headrace.plan.cost_model import Rates
 from headrace.plan.plan import Machine, Plan, assemble, slab_bytes
+from headrace.plan.speculation import (
+    DraftCost,
+    Speculation,
+    SpeculationForecast,
+    eager_seconds,
+    forecast_speculation,
+)
 from headrace.plan.units import move_on_demand
 from headrace.stores.sources import TENSOR_ALIGN_BYTES, DiskOptions
 from headrace.transfer.machine_probe import DeviceName, planning_rates
@@ -191,6 +198,7 @@ class PlanRequest:
         unstreamable: storages that the files do not hold in this form (:func:`not_in_files`).
         ranks: those that share the weights.
         pool: where weights were put while the model was built.
+        speculation: what guesses tokens while the model generates; its draft is part of a budget.
     """
 
     model: Any
@@ -207,6 +215,7 @@ class PlanRequest:
     unstreamable: Collection[str] = ()
     ranks: RankGroup | None = None
     pool: BuildTimePool | None = None
+    speculation: Speculation | None = None
 
     @cached_property
     def given(self) -> Policy | Plan | None:
@@ -246,6 +255,7 @@ class PlanContext:
         module: the model; on ``meta`` for a folder, and ``None`` where the folder was planned before.
         bound: the live tensors of every storage, by storage name; empty for a folder, of which no model is built.
         hits: of cached experts, where they were recorded.
+        draft: of the draft model, if one guesses tokens.
     """
 
     request: PlanRequest
@@ -257,6 +267,7 @@ class PlanContext:
     module: nn.Module | None = None
     bound: Mapping[str, BoundStorage] = field(default_factory=dict, repr=False)
     hits: ExpertHits | None = None
+    draft: DraftCost | None = None
 
     @cached_property
     def planner(self) -> Planner:
@@ -267,8 +278,46 @@ class PlanContext:
         planner = make_planner(*facts, request.disk, split)
         return planner if self.hits is None else replace(planner, hits=self.hits)
 
+    def beside(self, draft: PlanContext) -> PlanContext:
+        """The same with a draft model, all of it resident: a budget loses what that takes.
+
+        Raises:
+            BudgetError: nothing is left.
+        """
+        planner, plan, at, policy = draft.planner, draft.plan(), self.request.expected.context, self.request.given
+        pass_s = planner.forecast(plan, 1, at).step_s
+        if self.target.device.type == "cuda":
+            pass_s = max(pass_s, eager_seconds(planner))  # transformers runs it eagerly
+        cost = DraftCost(plan.device_bytes + planner.profile.workload_bytes(1, at), pass_s)
+        if isinstance(policy, Budget):
+            if cost.device_bytes >= policy.num_bytes:
+                raise BudgetError(
+                    f"the draft takes {format_size(cost.device_bytes)} of a budget of {format_size(policy.num_bytes)}: "
+                    f"use a smaller draft, a larger --device-memory, or --speculate lookup, which takes none",
+                    cost.device_bytes,
+                )
+            policy = replace(policy, device_memory=policy.num_bytes - cost.device_bytes)
+        return replace(self, request=replace(self.request, policy=policy), draft=cost)
+
+    def forecast_speculation(self, plan: Plan) -> SpeculationForecast | None:
+        """What the request's guesses bring to ``plan``; ``None``: it asks for none."""
+        if self.request.speculation is None:
+            return None
+        at, on_gpu = self.request.expected.context, self.target.device.type == "cuda"
+        return forecast_speculation(self.request.speculation, self.planner, plan, at, self.draft, on_gpu=on_gpu)
+
     def plan(self) -> Plan:
         """The plan that was asked for, checked against model, files and machine."""
+        try:
+            return self._plan()
+        except BudgetError as error:
+            if self.draft is None:
+                raise
+            num_bytes = self.draft.device_bytes
+            message = f"beside the draft, which takes {format_size(num_bytes)} more: {error}"
+            raise BudgetError(message, error.minimum_bytes + num_bytes) from error
+
+    def _plan(self) -> Plan:
         given, target = self.request.given, self.target
         if isinstance(given, Plan):
             plan = given

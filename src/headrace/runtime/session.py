@@ -33,7 +33,7 @@ from headrace.runtime.outside_use import NotCopyable, Promoter, StateGuard, Tabl
 from headrace.runtime.prefetcher import Prefetcher, release_left
 from headrace.runtime.prepare import Prepared
 from headrace.runtime.slot import BreakCapture
-from headrace.stats import ExpertStats, ReadStats, Recorder, Stats
+from headrace.stats import ExpertStats, ReadStats, Recorder, SpeculationCounts, Stats
 from headrace.stores.expert_ranges import ExpertRanges
 from headrace.stores.loader import Progress, WeightLoader
 from headrace.stores.open_store import OpenedStore, open_store, rounds_in_place
@@ -98,11 +98,19 @@ class Removable(Protocol):
     def remove(self) -> None: ...
 
 
+class Speculates(Removable, Protocol):
+    """What guesses tokens for ``generate``."""
+
+    @property
+    def counts(self) -> SpeculationCounts: ...
+
+
 class OffloadSession(NotCopyable):
     """Executes a prepared plan from :meth:`attach` to :meth:`remove`.
 
     Attributes:
         own_graphs: removed by :meth:`remove`.
+        speculating: the same; it was attached after those.
     """
 
     def __init__(self, prepared: Prepared, options: SessionOptions = SessionOptions()) -> None:
@@ -121,6 +129,7 @@ class OffloadSession(NotCopyable):
         self._link = options.link
         self._in_force = False
         self.own_graphs: Removable | None = None
+        self.speculating: Speculates | None = None
 
     def attach(self) -> None:
         """Load the weights and take the model over; returns when the first copies are under way.
@@ -192,7 +201,8 @@ class OffloadSession(NotCopyable):
         stores = {"resident": plan.resident_bytes, "slots": sum(plan.slot_bytes), "cache": plan.cache_bytes}
         stores |= self._account
         sizes_by_store = {name: size for name, size in stores.items() if size}
-        return Stats(units, sizes, self._notes(), sizes_by_store, staging, self._reads, experts)
+        guesses = None if self.speculating is None else self.speculating.counts
+        return Stats(units, sizes, self._notes(), sizes_by_store, staging, self._reads, experts, guesses)
 
     def counts_reader(self) -> CountsReader | None:
         """Of all cached experts; ``None``: there are none."""
@@ -272,6 +282,8 @@ class OffloadSession(NotCopyable):
         if any(hook.runs_here for hook in self._hooks if isinstance(hook, UnitHook | ForwardHook)):
             raise StateError("remove() was called inside a forward of the model: call it when the forward has returned")
         try:
+            if self.speculating is not None:
+                self.speculating.remove()
             if self.own_graphs is not None:
                 self.own_graphs.remove()
             self._remove(graphs_released)

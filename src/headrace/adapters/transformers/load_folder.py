@@ -32,19 +32,21 @@ from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_N
 
 from headrace.adapters.transformers.conversion import Match, match
 from headrace.adapters.transformers.quantised import INITIALISED, move_wrappers, open_quantizer, put_in_modules
+from headrace.adapters.transformers.speculating import Speculating
 from headrace.api import Handle, start
 from headrace.checkpoint.model_folder import model_folder
 from headrace.checkpoint.safetensors_header import Checkpoint, opened
 from headrace.checkpoint.weight_map import WeightMap
-from headrace.config import SHARDED_MODES, Policy, instead_of
+from headrace.config import SHARDED_MODES, Policy, Workload, instead_of
 from headrace.errors import CheckpointError, OptionError, OptionTypeError, warn_user
 from headrace.formatting import format_size, listed
 from headrace.graphs.decoding import decode_in_graphs
 from headrace.memory.system import gc_paused
 from headrace.model.live_tensors import BoundStorage, storage_id
 from headrace.plan.plan import Plan
-from headrace.runtime.planner_factory import PlanRequest, not_in_files, require_kinds
-from headrace.runtime.prepare import Prepared, compute_device, open_ranks, prepare
+from headrace.plan.speculation import Speculation
+from headrace.runtime.planner_factory import PlanRequest, Target, describe_device, not_in_files, require_kinds
+from headrace.runtime.prepare import Prepared, compute_device, module_context, open_ranks, prepare
 from headrace.runtime.session import Progress
 from headrace.stores.sources import DiskOptions
 from headrace.stores.store import new_buffer
@@ -75,6 +77,7 @@ def load(
     progress: Progress | None = None,
     group: ProcessGroup | None = None,
     graphs: bool = True,
+    speculate: Speculation | str | None = None,
 ) -> tuple[PreTrainedModel, Handle]:
     """Load a model and offload it in one go; memory stays within the plan while loading, too.
 
@@ -97,6 +100,8 @@ def load(
         group: as for :func:`headrace.offload`: ranks that load the same folder and share its bytes.
         graphs: on a GPU, without a ``group``, ``generate`` decodes in CUDA graphs
             (:func:`~headrace.graphs.decoding.decode_in_graphs`).
+        speculate: ``"lookup"``, a draft model, or a :class:`headrace.Speculation`: ``generate`` verifies several
+            guesses in one pass. A draft is resident, and part of a budget.
 
     Returns:
         the model in evaluation mode, ready for ``generate``, and its handle; ``handle.remove()`` makes everything
@@ -124,8 +129,29 @@ def load(
             found = match(model, Checkpoint.open(folder), target)
         for difference in differences(model, found, is_chosen=model_class is not None):
             warn_user(difference)
-        request = PlanRequest(model, policy, device=device, disk=disk, ranks=ranks)
+        given = Speculation(speculate) if isinstance(speculate, str) else speculate
+        request = PlanRequest(model, policy, device=device, disk=disk, ranks=ranks, speculation=given)
+        if given is not None:
+            request = _speculated(request, found, target)
         return model, load_matched(folder, request, found, progress, graphs)
+
+
+def _speculated(request: PlanRequest, found: Match, device: torch.device) -> PlanRequest:
+    """``request`` with its plan, which has room for a draft, and the number of guesses."""
+    assert request.speculation is not None
+    unstreamable, target = not_in_files(found.inventory, found.weights), Target(device, describe_device(device))
+    files = {"inventory": found.inventory, "checkpoint": found.weights, "unstreamable": unstreamable}
+    context = module_context(replace(request, **files), target)  # type: ignore[arg-type]
+    if (name := request.speculation.draft) is not None:
+        alone = Workload([1], request.expected.context)
+        draft = PlanRequest(build_meta_model(name, device=device), None, alone, device=device)
+        context = context.beside(module_context(draft, target))
+    plan = context.plan()
+    forecast = context.forecast_speculation(plan)
+    assert forecast is not None
+    if not forecast.is_faster:
+        warn_user(f"{forecast}: leave speculate out, or state what you have measured (accepted=)")
+    return replace(request, policy=plan, speculation=replace(request.speculation, guesses=forecast.guesses))
 
 
 def load_matched(
@@ -135,6 +161,9 @@ def load_matched(
     model, inventory, weights = request.model, found.inventory, found.weights
     unstreamable = not_in_files(inventory, weights)
     prepared = prepare(replace(request, inventory=inventory, checkpoint=weights, unstreamable=unstreamable))
+    speculating = None  # first, since its draft may not fit
+    if request.speculation is not None:
+        speculating = Speculating(model, request.speculation, prepared.device)
     _materialise(model, found, prepared)
     if model.can_generate() and hasattr(model, "adjust_generation_fn"):  # SpeechT5 has another generate
         adjust: Any = model.adjust_generation_fn
@@ -146,6 +175,9 @@ def load_matched(
     move_wrappers(model)
     if graphs and request.ranks is None and prepared.device.type == "cuda" and model.can_generate():
         decode_in_graphs(model, handle.plan.context, with_hooks=False)
+    if speculating is not None:
+        speculating.attach()
+        handle._session.speculating = speculating
     return handle
 
 

@@ -1,0 +1,179 @@
+"""Speculative decoding in a plan: one pass verifies several guesses, and weights cross the link once for all of them.
+
+A pass with K guesses computes K + 1 rows. If every guess is accepted with the probability a, independently of the
+others, it yields (1 - a ** (K + 1)) / (1 - a) tokens (Leviathan, Kalman and Matias, "Fast Inference from Transformers
+via Speculative Decoding", ICML 2023, equation 1).
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from headrace.codec import decode, parse, read_file
+from headrace.config import count
+from headrace.errors import OptionError, OptionTypeError
+from headrace.formatting import format_rate, format_time
+from headrace.model.layers import find_layers
+from headrace.stats import SpeculationCounts
+
+if TYPE_CHECKING:
+    from headrace.plan.build import Planner
+    from headrace.plan.plan import Plan
+
+__all__ = [
+    "LOOKUP",
+    "DraftCost",
+    "Speculation",
+    "SpeculationForecast",
+    "eager_seconds",
+    "forecast_speculation",
+]
+
+LOOKUP = "lookup"
+
+# Assumed probabilities that a guess is accepted. For a small draft 3.3 tokens a pass at K = 4 and 4.0 at K = 8 are
+# published, which 0.78 gives; n-grams of the prompt match less often in a conversation, and more in a summary.
+_ACCEPTANCE = {LOOKUP: 0.5, "draft": 0.78}
+_MOST_GUESSES = 16
+# A layer of an eager forward takes Python so long on a GPU: 31.4 ms for the 36 of Qwen3-8B's shape (H200).
+_EAGER_LAYER_S = 31.4e-3 / 36
+
+
+@dataclass(frozen=True)
+class Speculation:
+    """What guesses tokens for the model to verify.
+
+    Attributes:
+        guesser: ``"lookup"`` (n-grams of the prompt and the answer), or a draft model: a folder, or a name in the Hub's
+            cache.
+        guesses: of a pass; ``None``: as many as are predicted to be fastest.
+        accepted: tokens that a pass yields, that of the model included; ``None``: assumed.
+    """
+
+    guesser: str
+    guesses: int | None = None
+    accepted: float | None = None
+
+    def __post_init__(self) -> None:
+        if not isinstance(self.guesser, str) or not self.guesser:
+            raise OptionTypeError(f"speculate: expected 'lookup' or a draft model, found {self.guesser!r}")
+        if self.guesses is not None:
+            count("guesses", self.guesses)
+        most = (self.guesses or _MOST_GUESSES) + 1
+        if self.accepted is not None and not 1 <= self.accepted <= most:
+            raise OptionError(
+                f"accepted = {self.accepted:g} tokens a pass: expected 1 to {most}, one more than there are guesses"
+            )
+
+    @property
+    def draft(self) -> str | None:
+        """The draft model; ``None``: there is none."""
+        return None if self.guesser == LOOKUP else self.guesser
+
+    @classmethod
+    def measured(cls, guesser: str, path: str | os.PathLike[str], guesses: int | None = None) -> Speculation:
+        """With the tokens a pass of a file that ``headrace generate --acceptance`` wrote.
+
+        Raises:
+            OptionError: no such file, of another guesser, or of another number of guesses.
+        """
+        flag = f"--accepted-from {os.fspath(path)!r}"
+        try:
+            counts = decode(SpeculationCounts, parse(read_file(Path(path))))
+        except (OSError, ValueError) as error:
+            raise OptionError(
+                f"{flag}: expected a file of `headrace generate --acceptance FILE`, found: {error}"
+            ) from error
+        is_fit = counts.guesser == guesser and guesses in (None, counts.guesses)
+        if not is_fit or not 0 < counts.passes <= counts.tokens:
+            raise OptionError(
+                f"{flag}: expected {guesses or 'any number of'} guesses by {guesser}, found {counts.guesses} by "
+                f"{counts.guesser}, {counts.tokens} tokens in {counts.passes} passes; measure it again with `headrace "
+                f"generate --acceptance FILE`"
+            )
+        return cls(guesser, counts.guesses, min(counts.tokens_per_pass, counts.guesses + 1.0))
+
+
+@dataclass(frozen=True)
+class DraftCost:
+    """Of a draft model on the device: memory with its cache, and seconds of a pass of one row."""
+
+    device_bytes: int
+    pass_s: float
+
+
+@dataclass(frozen=True)
+class SpeculationForecast:
+    """Decoding one sequence with and without speculation.
+
+    Attributes:
+        guesser, guesses: see :class:`Speculation`.
+        tokens_per_pass: assumed, or as given.
+        is_assumed: whether it is.
+        pass_s, guess_s: seconds of verification, and of making the guesses.
+        tokens_per_s, plain_tokens_per_s: with and without.
+    """
+
+    guesser: str
+    guesses: int
+    tokens_per_pass: float
+    is_assumed: bool
+    pass_s: float
+    guess_s: float
+    tokens_per_s: float
+    plain_tokens_per_s: float
+
+    @property
+    def is_faster(self) -> bool:
+        """Whether speculation is predicted to pay."""
+        return self.tokens_per_s > self.plain_tokens_per_s
+
+    def __str__(self) -> str:
+        source = "assumed" if self.is_assumed else "as given"
+        made = f", and {format_time(self.guess_s)} to guess" if self.guess_s else ""
+        return (
+            f"speculation with {self.guesses} guesses by {self.guesser}: {self.tokens_per_pass:.1f} tokens a pass "
+            f"({source}), {format_time(self.pass_s)} to verify{made}: {format_rate(self.tokens_per_s)} tokens/s in "
+            f"place of {format_rate(self.plain_tokens_per_s)}"
+        )
+
+    def require_faster(self) -> None:
+        """Raise ``OptionError`` unless speculation is predicted to pay."""
+        if not self.is_faster:
+            raise OptionError(f"{self}: leave --speculate out, or state what you have measured (--accepted)")
+
+
+def forecast_speculation(
+    speculation: Speculation, planner: Planner, plan: Plan, context: int, draft: DraftCost | None, *, on_gpu: bool
+) -> SpeculationForecast:
+    """The fastest number of guesses, or the one given, for one sequence with ``context`` tokens in the KV cache."""
+    # transformers verifies eagerly: assisted generation refuses static caches.
+    eager_s = eager_seconds(planner) if on_gpu else 0.0
+    made = _forecasts(speculation, planner, plan, context, draft, eager_s)
+    return max(made, key=lambda each: each.tokens_per_s)
+
+
+def eager_seconds(planner: Planner) -> float:
+    """What Python takes on a GPU to launch an eager forward of the model."""
+    return len(find_layers(planner.inventory)) * _EAGER_LAYER_S
+
+
+def _forecasts(
+    speculation: Speculation, planner: Planner, plan: Plan, context: int, draft: DraftCost | None, eager_s: float
+) -> Iterator[SpeculationForecast]:
+    plain_s = planner.forecast(plan, 1, context).step_s
+    acceptance = _ACCEPTANCE[LOOKUP if speculation.draft is None else "draft"]
+    most = _MOST_GUESSES if speculation.accepted is None else max(4, round(speculation.accepted))
+    counts = range(1, _MOST_GUESSES + 1) if speculation.accepted is None else [most]
+    for guesses in counts if speculation.guesses is None else [speculation.guesses]:
+        pass_s = max(planner.forecast(plan, guesses + 1, context).step_s, eager_s)
+        guess_s = 0.0 if draft is None else guesses * draft.pass_s
+        tokens = speculation.accepted or (1 - acceptance ** (guesses + 1)) / (1 - acceptance)
+        yield SpeculationForecast(
+            speculation.guesser, guesses, tokens, speculation.accepted is None, pass_s, guess_s,
+            tokens / (pass_s + guess_s), 1 / plain_s,
+        )  # fmt: skip

@@ -1,0 +1,167 @@
+"""The promise: with speculation `generate` gives the tokens of the resident model run the same way, in fewer passes."""
+
+from __future__ import annotations
+
+import warnings
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from transformers import LlamaConfig, LlamaForCausalLM, MambaConfig, MambaForCausalLM, PreTrainedTokenizerFast
+
+from checks import run_threads
+from headrace import Prefetch, Speculation
+from headrace.adapters.transformers import load
+from headrace.adapters.transformers.speculating import Speculating
+from headrace.errors import BudgetError, HeadraceWarning, OptionError
+from models import aligned
+
+CPU = torch.device("cpu")
+PROMPT = torch.tensor([[5, 9, 3, 5, 9, 3, 5, 9]])
+CALL: dict[str, Any] = {"max_new_tokens": 40, "pad_token_id": 0}
+PREFETCH = Prefetch(group_size=2, num_in_group=1, prefetch_step=1)
+
+
+def llama(folder: Path, layers: int, vocabulary: int = 64) -> Path:
+    torch.manual_seed(layers)
+    sizes = {"hidden_size": 128, "intermediate_size": 256, "num_attention_heads": 2, "max_position_embeddings": 256}
+    sizes["eos_token_id"] = None  # type: ignore[assignment] # so that all answers have one length
+    LlamaForCausalLM(LlamaConfig(vocab_size=vocabulary, num_hidden_layers=layers, **sizes)).save_pretrained(folder)
+    return folder
+
+
+def with_words(folder: Path, first: int) -> Path:
+    """A tokenizer of 64 words, other ones for another ``first``."""
+    from tokenizers import Tokenizer, models, pre_tokenizers
+
+    words = {"?": 0, **{f"w{first + i}": i + 1 for i in range(63)}}
+    made = Tokenizer(models.WordLevel(words, unk_token="?"))
+    made.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
+    PreTrainedTokenizerFast(tokenizer_object=made, unk_token="?", pad_token="?").save_pretrained(folder)
+    return folder
+
+
+@pytest.fixture(scope="module")
+def target(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return llama(tmp_path_factory.mktemp("target"), 4)
+
+
+@pytest.fixture(scope="module")
+def draft(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return llama(tmp_path_factory.mktemp("draft"), 1)
+
+
+@pytest.fixture(params=["lookup", "draft"])
+def guesser(request: pytest.FixtureRequest, draft: Path) -> str:
+    return "lookup" if request.param == "lookup" else str(draft)
+
+
+def generated(model: Any, prompt: torch.Tensor = PROMPT, **changes: Any) -> list[int]:
+    torch.manual_seed(0)
+    return list(model.generate(prompt, **{**CALL, **changes})[0].tolist())
+
+
+def resident(folder: Path, speculation: Speculation) -> Any:
+    model = aligned(LlamaForCausalLM.from_pretrained(folder).eval())
+    Speculating(model, speculation, CPU).attach()
+    return model
+
+
+@pytest.mark.parametrize("sampled", [{"do_sample": False}, {"do_sample": True, "temperature": 0.7, "top_k": 20}])
+def test_tokens_of_the_resident_model(target: Path, guesser: str, sampled: dict[str, Any]) -> None:
+    speculation = Speculation(guesser, guesses=4)
+    expected = resident(target, speculation)
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", HeadraceWarning)  # such small models are not faster
+        model, handle = load(target, PREFETCH, device="cpu", speculate=speculation)
+    assert [generated(model, **sampled) for _ in range(2)] == [generated(expected, **sampled)] * 2
+    stats = handle.stats()
+    assert stats.bytes_moved > 0
+    assert stats.speculation is not None
+    assert stats.speculation.tokens == 80
+    assert stats.speculation.passes < 80
+    assert f"{80 / stats.speculation.passes:.2f} tokens a pass" in str(stats)
+    assert stats.to_json()["speculation"]["guesses"] == 4
+    handle.remove()
+    assert "generate" not in vars(model)
+    assert generated(model) == generated(aligned(LlamaForCausalLM.from_pretrained(target).eval()))
+
+
+def test_a_draft_that_guesses_all(target: Path) -> None:
+    """The model itself: every pass but the last yields one token more than there are guesses."""
+    with pytest.warns(HeadraceWarning, match="leave speculate out"):
+        model, handle = load(target, PREFETCH, device="cpu", speculate=Speculation(str(target), 4, accepted=1.5))
+    generated(model)
+    stats = handle.stats()
+    assert stats.speculation is not None
+    assert (stats.speculation.tokens, stats.speculation.passes) == (40, 8)
+
+
+def test_other_words(target: Path, draft: Path, tmp_path: Path) -> None:
+    """transformers translates between tokenizers; without one, nothing says what a token means."""
+    folders = [llama(tmp_path / "target", 4), llama(tmp_path / "draft", 1, 96), llama(tmp_path / "same size", 1)]
+    for folder, first in zip(folders, (0, 20, 20), strict=True):
+        with_words(folder, first)
+    speculation = Speculation(str(folders[1]), 3)
+    model, handle = load(folders[0], PREFETCH, device="cpu", speculate=speculation)
+    assert generated(model) == generated(resident(folders[0], speculation))
+    assert handle.stats().speculation.passes > 0  # type: ignore[union-attr]
+    for model_folder, other, count in ((folders[0], folders[2], 64), (target, llama(tmp_path / "other", 1, 96), 96)):
+        with pytest.raises(
+            OptionError, match=rf"the tokens of .* \({count}\) are others than those of the model \(64\)"
+        ):
+            load(model_folder, PREFETCH, device="cpu", speculate=str(other))
+
+
+@pytest.mark.parametrize(
+    ("changes", "why"),
+    [
+        ({"num_beams": 2}, "the call asks for beam search"),
+        ({"do_sample": True, "num_return_sequences": 2}, "one sequence at a time"),
+        ({"use_cache": False}, "it needs a cache that grows"),
+        ({"assistant_early_exit": 2}, "assistant_early_exit moves the first layers once for every guess"),
+    ],
+)
+def test_calls_that_run_without(target: Path, changes: dict[str, Any], why: str) -> None:
+    model, handle = load(target, PREFETCH, device="cpu", speculate="lookup")
+    with pytest.warns(HeadraceWarning, match=why):
+        found = generated(model, **changes)
+    assert found == generated(aligned(LlamaForCausalLM.from_pretrained(target).eval()), **changes)
+    assert handle.stats().speculation.passes == 0  # type: ignore[union-attr]
+
+
+def test_two_threads(target: Path) -> None:
+    model, handle = load(target, PREFETCH, device="cpu", speculate=Speculation("lookup", 4))
+    expected = generated(model)
+    found: list[list[int]] = []
+
+    def call() -> None:
+        found.append(generated(model))
+
+    run_threads([call, call])
+    assert found == [expected] * 2
+    assert handle.stats().speculation.tokens == 120  # type: ignore[union-attr]
+
+
+def test_a_draft_is_part_of_the_budget(target: Path, draft: Path) -> None:
+    size = sum(p.nbytes for p in LlamaForCausalLM.from_pretrained(draft).parameters())
+    budget = 3 * size
+    _, plain = load(target, budget, device="cpu")
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", HeadraceWarning)
+        _, handle = load(target, budget, device="cpu", speculate=str(draft))
+    assert handle.plan.device_bytes <= budget - size < plain.plan.device_bytes
+    for less, message in (
+        (size // 2, r"the draft takes .* of a budget of .*: use a smaller draft"),
+        (size + size // 2, r"beside the draft, which takes .* more: a budget of .* is too small"),
+    ):
+        with pytest.raises(BudgetError, match=message):
+            load(target, less, device="cpu", speculate=str(draft))
+
+
+def test_a_recurrent_state(tmp_path: Path) -> None:
+    torch.manual_seed(0)
+    MambaForCausalLM(MambaConfig(vocab_size=64, hidden_size=64, num_hidden_layers=2)).save_pretrained(tmp_path)
+    with pytest.raises(OptionError, match=r"expected a causal language model with a cache, .* found MambaForCausalLM"):
+        load(tmp_path, "1MB", device="cpu", speculate="lookup")

@@ -1,0 +1,146 @@
+"""The promise: a plan says what speculation brings under a stated assumption, and refuses it where it loses."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+import torch
+from transformers import LlamaConfig, LlamaForCausalLM, Qwen3MoeConfig, Qwen3MoeForCausalLM
+
+from headrace import Prefetch, Speculation
+from headrace.config import UVA, Budget
+from headrace.errors import OptionError, OptionTypeError
+from headrace.plan.plan import Plan
+from headrace.plan.speculation import DraftCost, forecast_speculation
+from headrace.planning import PlanResult, plan_model
+from headrace.runtime.planner_factory import PlanRequest
+
+
+def planned(policy: Prefetch | UVA | Budget, layers: int = 8, experts: bool = False) -> PlanResult:
+    """For a nominal 4090."""
+    sizes = {"hidden_size": 2048, "num_hidden_layers": layers, "num_attention_heads": 16, "vocab_size": 32000}
+    moe = {"num_experts": 64, "num_experts_per_tok": 4, "moe_intermediate_size": 768, "num_key_value_heads": 4}
+    with torch.device("meta"):
+        model = (
+            Qwen3MoeForCausalLM(Qwen3MoeConfig(**sizes, **moe))
+            if experts
+            else LlamaForCausalLM(LlamaConfig(**sizes, intermediate_size=8192))
+        )
+    return plan_model(PlanRequest(model.bfloat16(), policy, machine="4090"))
+
+
+EVERYTHING = Prefetch(1, 1, 2)
+
+
+def test_tokens_a_pass_are_those_published() -> None:
+    """3.3 at four guesses and 4.0 at eight."""
+    made = planned(EVERYTHING)
+    draft = DraftCost(0, 0.0)
+    for guesses, published in ((4, 3.3), (8, 4.0)):
+        found = forecast_speculation(Speculation("draft", guesses), made.planner, made.plan, 0, draft, on_gpu=True)
+        assert found.tokens_per_pass == pytest.approx(published, rel=0.03)
+        assert found.is_assumed
+
+
+def test_a_pass_costs_what_one_token_costs() -> None:
+    """All weights cross the link for five rows as for one."""
+    made = planned(EVERYTHING)
+    plain = made.planner.forecast(made.plan, 1).step_s
+    found = forecast_speculation(Speculation("lookup", 4, accepted=3.5), made.planner, made.plan, 0, None, on_gpu=True)
+    assert found.pass_s == pytest.approx(plain, rel=0.02)
+    assert found.tokens_per_s == pytest.approx(3.5 * found.plain_tokens_per_s, rel=0.02)
+    found.require_faster()
+    assert "3.5 tokens a pass (as given)" in str(found)
+
+
+def test_the_fastest_number_of_guesses() -> None:
+    made = planned(EVERYTHING)
+    step_s = made.planner.forecast(made.plan, 1).step_s
+    guesses = {}
+    for pass_s in (0.0, step_s / 50, step_s / 5):
+        cost = DraftCost(0, pass_s)
+        best = forecast_speculation(Speculation("draft"), made.planner, made.plan, 0, cost, on_gpu=True)
+        others = (
+            forecast_speculation(Speculation("draft", k), made.planner, made.plan, 0, cost, on_gpu=True)
+            for k in range(1, 17)
+        )
+        assert best.tokens_per_s == max(each.tokens_per_s for each in others)
+        guesses[pass_s] = best.guesses
+    assert sorted(guesses.values(), reverse=True) == list(guesses.values())
+    assert len(set(guesses.values())) == 3
+
+
+@pytest.mark.parametrize(
+    ("speculation", "draft_steps"),
+    [(Speculation("lookup", 8), None), (Speculation("draft", 4), 1.0)],
+    ids=["experts over the link", "a draft as slow as the model"],
+)
+def test_where_it_loses(speculation: Speculation, draft_steps: float | None) -> None:
+    made = planned(UVA(params=["experts"]) if draft_steps is None else EVERYTHING, experts=draft_steps is None)
+    step_s = made.planner.forecast(made.plan, 1).step_s
+    draft = None if draft_steps is None else DraftCost(0, draft_steps * step_s)
+    found = forecast_speculation(speculation, made.planner, made.plan, 0, draft, on_gpu=True)
+    assert found.tokens_per_s < found.plain_tokens_per_s
+    with pytest.raises(OptionError, match=r"tokens/s in place of .*: leave --speculate out"):
+        found.require_faster()
+
+
+def test_an_eager_pass_takes_python_its_time() -> None:
+    """A pass is verified eagerly, which a resident model waits for; one over the link does not."""
+    made = planned(Budget(10**12))
+    found = forecast_speculation(Speculation("lookup", 4), made.planner, made.plan, 0, None, on_gpu=True)
+    assert found.pass_s == pytest.approx(8 * 31.4e-3 / 36)
+    assert not found.is_faster
+    on_cpu = forecast_speculation(Speculation("lookup", 4), made.planner, made.plan, 0, None, on_gpu=False)
+    assert on_cpu.pass_s < found.pass_s
+
+
+def test_it_is_printed_with_the_plan() -> None:
+    made = planned(EVERYTHING)
+    context = replace(made.context, request=replace(made.context.request, speculation=Speculation("lookup", 4)))
+    again = plan_model(replace(context.request, model=context.request.model))
+    assert isinstance(again.plan, Plan)
+    assert "speculation with 4 guesses by lookup: 1.9 tokens a pass (assumed)" in str(again.with_outlook())
+
+
+@pytest.mark.parametrize(
+    ("values", "message"),
+    [
+        ({"guesser": ""}, "expected 'lookup' or a draft model"),
+        ({"guesser": "lookup", "guesses": 0}, "guesses = 0: expected at least 1"),
+        ({"guesser": "lookup", "guesses": 4, "accepted": 5.5}, "5.5 tokens a pass: expected 1 to 5"),
+        ({"guesser": "lookup", "accepted": float("nan")}, "expected 1 to 17"),
+    ],
+)
+def test_wrong_values(values: dict[str, object], message: str) -> None:
+    with pytest.raises((OptionError, OptionTypeError), match=message):
+        Speculation(**values)  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize(
+    ("content", "found"),
+    [
+        ("", "Expecting value"),
+        ("[]", "expected"),
+        ('{"guesser": "lookup", "guesses": 4, "passes": 0, "tokens": 0}', "0 tokens in 0 passes"),
+        ('{"guesser": "lookup", "guesses": 4, "passes": 9, "tokens": 3}', "3 tokens in 9 passes"),
+        ('{"guesser": "other", "guesses": 4, "passes": 2, "tokens": 6}', "4 by other"),
+        ('{"guesser": "lookup", "guesses": 5, "passes": 2, "tokens": 6}', "5 by lookup"),
+        ('{"guesser": "lookup", "guesses": "4", "passes": 2, "tokens": 6}', "expected"),
+    ],
+)
+def test_files_of_something_else(content: str, found: str, tmp_path: Path) -> None:
+    path = tmp_path / "accepted.json"
+    path.write_text(content)
+    with pytest.raises(OptionError, match=r"--accepted-from .*: expected") as error:
+        Speculation.measured("lookup", path, 4)
+    assert found in str(error.value)
+
+
+def test_a_file_that_was_measured(tmp_path: Path) -> None:
+    path = tmp_path / "accepted.json"
+    path.write_text(json.dumps({"guesser": "lookup", "guesses": 4, "passes": 20, "tokens": 64}))
+    assert Speculation.measured("lookup", path) == Speculation("lookup", 4, 3.2)
