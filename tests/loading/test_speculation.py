@@ -11,10 +11,10 @@ import torch
 from transformers import LlamaConfig, LlamaForCausalLM, MambaConfig, MambaForCausalLM, PreTrainedTokenizerFast
 
 from checks import run_threads
-from headrace import Prefetch, Speculation
+from headrace import Prefetch, Speculation, decode_in_graphs
 from headrace.adapters.transformers import load
 from headrace.adapters.transformers.speculating import Speculating
-from headrace.errors import BudgetError, HeadraceWarning, OptionError
+from headrace.errors import BudgetError, HeadraceWarning, OptionError, StateError
 from models import aligned
 
 CPU = torch.device("cpu")
@@ -139,9 +139,20 @@ def test_two_threads(target: Path) -> None:
     def call() -> None:
         found.append(generated(model))
 
+    before = handle.stats().speculation
     run_threads([call, call])
     assert found == [expected] * 2
-    assert handle.stats().speculation.tokens == 120  # type: ignore[union-attr]
+    after = handle.stats().speculation
+    assert before is not None
+    assert after is not None
+    assert (after.tokens, after.passes) == (3 * before.tokens, 3 * before.passes)
+
+
+def test_graphs_beside_it(target: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("headrace.graphs.decoding.GRAPH_DEVICES", ("cpu",))
+    model, _ = load(target, PREFETCH, device="cpu", speculate="lookup")
+    with pytest.raises(StateError, match="generate speculates, which does not run in CUDA graphs"):
+        decode_in_graphs(model)
 
 
 def test_a_draft_is_part_of_the_budget(target: Path, draft: Path) -> None:

@@ -67,11 +67,17 @@ def decode_in_graphs(model: PreTrainedModel, context: int = 0, *, with_hooks: bo
 
     Raises:
         OptionError: the model is not on a GPU.
+        StateError: its ``generate`` speculates.
     """
     if model.device.type not in GRAPH_DEVICES:
         raise OptionError(f"decode_in_graphs: expected a model on a GPU, found one on {model.device}")
     handle = handle_of(model)
     session = None if handle is None else handle._session
+    if session is not None and session.speculating is not None:
+        raise StateError(
+            f"decode_in_graphs: {type(model).__name__}.generate speculates, which does not run in CUDA graphs: load it "
+            f"without speculate="
+        )
     if (earlier := vars(model).get(_MARK)) is not None:
         earlier.remove()
     graphs = DecodeGraphs(model, session, context, with_hooks)

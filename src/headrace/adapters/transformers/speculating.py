@@ -119,10 +119,10 @@ class Speculating:
                 self._warned.add(reason)
                 warn_user(f"generate runs without speculation: {reason}")
             return self._plain(inputs, generation_config, *args, **kwargs)
-        passes = [0]
+        passes, caller = [0], threading.get_ident()
 
         def count(*_: Any) -> None:
-            passes[0] += 1
+            passes[0] += threading.get_ident() == caller  # others have hooks of their own
 
         hook = self._model.register_forward_pre_hook(count)
         try:
