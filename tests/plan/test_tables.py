@@ -82,6 +82,7 @@ OTHER_FIELDS = {
     },
     "families": {"family", "way", "what", "detail", "moved_bytes"},
     "kernel-bits": {"format", "rows", "repeats", "resident_differs", "cached_differs", "largest_difference", "fetched"},
+    "speculation": {"case", "prompts", "tokens_per_pass", "equal", "as_plain", "tokens_per_s", "bytes_moved"},
     "card-start": {"tree", "way", "first_s", "total_s", "text"},
     "card-overhead": {"tree", "case", "round", "ms", "bytes_moved", "bit_equal"},
     "card-fetch": {"programs", "words", "misses", "us_a_layer", "expert_bytes"},
