@@ -287,7 +287,7 @@ class TestSpeculation:
         assert (found["guesser"], found["guesses"]) == ("lookup", 3)
         each = found["tokens"] / found["passes"]
         error = " ".join(result.stderr.split())
-        assert "expected: speculation with 3 guesses by lookup: 1.9 tokens a pass (assumed)" in error
+        assert "expected: speculation with 3 guesses by lookup: 1.4 tokens a pass (assumed)" in error
         assert f"{found['passes']} passes, {each:.2f} tokens each" in error
         assert "moved per token" in error
         assert "0 B moved" not in error

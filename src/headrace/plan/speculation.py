@@ -35,9 +35,9 @@ __all__ = [
 
 LOOKUP = "lookup"
 
-# Assumed probabilities that a guess is accepted. For a small draft 3.3 tokens a pass at K = 4 and 4.0 at K = 8 are
-# published, which 0.78 gives; n-grams of the prompt match less often in a conversation, and more in a summary.
-_ACCEPTANCE = {LOOKUP: 0.5, "draft": 0.78}
+# Assumed probabilities that a guess is accepted. Published for Qwen3-32B with a draft of 1.7B: 3.28 tokens a pass at
+# K = 4, 4.04 at K = 8. N-grams of passages of our docs: 1.39 at K = 4 (docs/benchmarks/2026-11-25-speculation-cpu.md).
+_ACCEPTANCE = {LOOKUP: 0.28, "draft": 0.78}
 _MOST_GUESSES = 16
 # A layer of an eager forward takes Python so long on a GPU: 31.4 ms for the 36 of Qwen3-8B's shape (H200).
 _EAGER_LAYER_S = 31.4e-3 / 36
