@@ -90,6 +90,18 @@ def test_beside_a_draft_model(engine: Engine, mode: str) -> None:
     assert stats["misses"] == 0
 
 
+@pytest.mark.parametrize("mode", ["eager", "compiled"])
+def test_guesses_of_n_grams(engine: Engine, mode: str) -> None:
+    """One pass verifies several tokens, so fewer bytes move than without guesses."""
+    resident, offloaded = engine("ngram-resident", mode), engine("ngram", mode)
+    assert offloaded["tokens"] == resident["tokens"]
+    assert offloaded["logprobs"] == reference(engine, resident, "ngram", mode)
+    stats, tokens = offloaded["stats"], 2 * len(offloaded["tokens"][0])
+    assert tokens == 2 * 96
+    assert 0 < stats["bytes_moved"] < tokens * stats["moved_bytes_per_forward"]
+    assert stats["misses"] == 0
+
+
 @pytest.mark.parametrize("case", ["tp", "tp-budget"])
 def test_tensor_parallel_ranks(engine: Engine, case: str) -> None:
     """Each moves its own shards; a budget is planned with both links at once."""

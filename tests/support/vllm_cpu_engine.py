@@ -26,11 +26,15 @@ CONFIG = {
 GROUP = {"offload_group_size": 4}
 # The folder of its model is filled in.
 DRAFT = {"speculative_config": {"method": "draft_model", "num_speculative_tokens": 2}}
-RESIDENT = ("resident", "draft-resident", "one")
+NGRAM = {"speculative_config": {"method": "ngram", "num_speculative_tokens": 3, "prompt_lookup_max": 2}}
+NGRAM_TOKENS = 96
+RESIDENT = ("resident", "draft-resident", "ngram-resident", "one")
 CASES: dict[str, dict[str, Any]] = {
     "resident": {},
     "draft-resident": DRAFT,
     "draft": {**GROUP, **DRAFT},
+    "ngram-resident": NGRAM,
+    "ngram": {**GROUP, **NGRAM},
     "prefetch": GROUP,
     "named": {"offload_group_size": 2, "offload_params": {"mlp"}},
     "uva": {"cpu_offload_gb": 0.01},
@@ -182,7 +186,7 @@ def arguments(folder: Path, case: str, mode: str) -> dict[str, Any]:
     options = {**CASES, **WITH_RANKS}[name]
     if name in WITH_RANKS:
         options = {**options, "model": _write_model(folder / "files"), "load_format": "auto"}
-    if speculative := options.get("speculative_config"):
+    if (speculative := options.get("speculative_config")) and speculative["method"] == "draft_model":
         drafter = _write_config(folder / "draft", {**CONFIG, "num_hidden_layers": 2})
         options = {**options, "speculative_config": {**speculative, "model": drafter}}
     return {
@@ -241,6 +245,8 @@ def main(folder: Path, case: str, mode: str) -> None:
     engine = LLM(disable_log_stats=True, **arguments(folder, case, mode))
     family, _, what = case.partition(" ")
     given, asked = SamplingParams(**sampling()), prompts()
+    if case.startswith("ngram"):  # one sequence, long enough to repeat itself
+        given, asked = SamplingParams(**{**sampling(), "max_tokens": NGRAM_TOKENS}), asked[:1]
     if what:
         import vllm_towers
 
