@@ -12,7 +12,7 @@ from dataclasses import dataclass, replace
 from functools import cached_property, partial
 from typing import TYPE_CHECKING
 
-from headrace.checkpoint.model_folder import is_quantised, model_folder, model_name
+from headrace.checkpoint.model_folder import draft_folder, is_quantised, model_folder, model_name
 from headrace.config import SHARDED_MODES, Policy, Workload
 from headrace.errors import LimitError, OptionError, OptionTypeError, warn_user
 from headrace.formatting import format_size
@@ -161,7 +161,7 @@ def plan_model(request: PlanRequest) -> PlanResult:
         context = _context(request)
         if request.speculation is not None and (draft := request.speculation.draft) is not None:
             alone = Workload([1], request.expected.context)
-            made = PlanRequest(draft, None, alone, request.machine, device=request.device)
+            made = PlanRequest(draft_folder(draft), None, alone, request.machine, device=request.device)
             context = context.beside(_context(made))
         plan = context.plan()
         if request.disk is not None and context.weights is not None and (plan.reads_files or context.loads_files):

@@ -313,7 +313,7 @@ class TestSpeculation:
                 ("--speculate", "lookup", "--accepted-from", "x"),
                 "expected a file of `headrace generate --acceptance FILE`",
             ),
-            (("--speculate", "no/such"), "no/such"),
+            (("--speculate", "looup"), "--speculate: neither lookup nor a draft model: 'looup'"),
         ],
     )
     def test_flags_that_do_not_fit(self, flags: tuple[object, ...], message: str, model: Path) -> None:

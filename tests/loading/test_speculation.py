@@ -165,7 +165,10 @@ def test_a_draft_is_part_of_the_budget(target: Path, draft: Path) -> None:
     assert handle.plan.device_bytes <= budget - size < plain.plan.device_bytes
     for less, message in (
         (size // 2, r"the draft takes .* of a budget of .*: use a smaller draft"),
-        (size + size // 2, r"beside the draft, which takes .* more: a budget of .* is too small"),
+        (
+            size + size // 2,
+            r"the draft takes .* of the budget, and the model needs at least .* beside it: use --device-memory",
+        ),
     ):
         with pytest.raises(BudgetError, match=message):
             load(target, less, device="cpu", speculate=str(draft))

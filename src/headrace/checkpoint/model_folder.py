@@ -17,7 +17,7 @@ from pathlib import Path
 from headrace.errors import CheckpointError, OptionError, OptionTypeError
 from headrace.formatting import listed
 
-__all__ = ["is_quantised", "model_folder", "model_name"]
+__all__ = ["draft_folder", "is_quantised", "model_folder", "model_name"]
 
 _REPOSITORY = "models--"  # of the cache's folder for ORGANISATION/NAME: models--ORGANISATION--NAME
 # ORGANISATION/NAME, or NAME alone as in "gpt2" (https://huggingface.co/docs/hub/repositories-getting-started).
@@ -54,6 +54,14 @@ def model_folder(path: str | os.PathLike[str]) -> Path:
         folder = _snapshot(folder)
     _require_model(folder)
     return folder
+
+
+def draft_folder(name: str) -> Path:
+    """:func:`model_folder` of the draft model that ``--speculate`` names."""
+    try:
+        return model_folder(name)
+    except CheckpointError as error:
+        raise CheckpointError(f"--speculate: neither lookup nor a draft model: {error}") from error
 
 
 def model_name(folder: Path) -> str:

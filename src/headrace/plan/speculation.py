@@ -166,7 +166,7 @@ def _forecasts(
     speculation: Speculation, planner: Planner, plan: Plan, context: int, draft: DraftCost | None, eager_s: float
 ) -> Iterator[SpeculationForecast]:
     plain_s = planner.forecast(plan, 1, context).step_s
-    acceptance = _ACCEPTANCE[LOOKUP if speculation.draft is None else "draft"]
+    acceptance = _ACCEPTANCE[LOOKUP if draft is None else "draft"]
     most = _MOST_GUESSES if speculation.accepted is None else max(4, round(speculation.accepted))
     counts = range(1, _MOST_GUESSES + 1) if speculation.accepted is None else [most]
     for guesses in counts if speculation.guesses is None else [speculation.guesses]:

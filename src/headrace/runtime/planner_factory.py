@@ -313,9 +313,13 @@ class PlanContext:
         except BudgetError as error:
             if self.draft is None:
                 raise
-            num_bytes = self.draft.device_bytes
-            message = f"beside the draft, which takes {format_size(num_bytes)} more: {error}"
-            raise BudgetError(message, error.minimum_bytes + num_bytes) from error
+            least = error.minimum_bytes + self.draft.device_bytes
+            raise BudgetError(
+                f"the draft takes {format_size(self.draft.device_bytes)} of the budget, and the model needs at least "
+                f"{format_size(error.minimum_bytes)} beside it: use --device-memory {-(-least >> 20)}MiB or more, a "
+                f"smaller draft, or --speculate lookup, which takes none",
+                least,
+            ) from error
 
     def _plan(self) -> Plan:
         given, target = self.request.given, self.target

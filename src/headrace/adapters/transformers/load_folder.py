@@ -34,7 +34,7 @@ from headrace.adapters.transformers.conversion import Match, match
 from headrace.adapters.transformers.quantised import INITIALISED, move_wrappers, open_quantizer, put_in_modules
 from headrace.adapters.transformers.speculating import Speculating
 from headrace.api import Handle, start
-from headrace.checkpoint.model_folder import model_folder
+from headrace.checkpoint.model_folder import draft_folder, model_folder
 from headrace.checkpoint.safetensors_header import Checkpoint, opened
 from headrace.checkpoint.weight_map import WeightMap
 from headrace.config import SHARDED_MODES, Policy, Workload, instead_of
@@ -144,7 +144,7 @@ def _speculated(request: PlanRequest, found: Match, device: torch.device) -> Pla
     context = module_context(replace(request, **files), target)  # type: ignore[arg-type]
     if (name := request.speculation.draft) is not None:
         alone = Workload([1], request.expected.context)
-        draft = PlanRequest(build_meta_model(name, device=device), None, alone, device=device)
+        draft = PlanRequest(build_meta_model(draft_folder(name), device=device), None, alone, device=device)
         context = context.beside(module_context(draft, target))
     plan = context.plan()
     forecast = context.forecast_speculation(plan)

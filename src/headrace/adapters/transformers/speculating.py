@@ -8,13 +8,15 @@ from __future__ import annotations
 import copy
 import functools
 import threading
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer
 from transformers.generation.configuration_utils import GenerationMode
+from transformers.utils.logging import disable_progress_bar, enable_progress_bar, is_progress_bar_enabled
 
-from headrace.checkpoint.model_folder import model_folder
+from headrace.checkpoint.model_folder import draft_folder
 from headrace.errors import OptionError, warn_user
 from headrace.plan.speculation import Speculation
 from headrace.stats import SpeculationCounts
@@ -52,8 +54,8 @@ class Speculating:
         self._counts = SpeculationCounts(speculation.guesser, self._guesses)
         self._lock, self._inside = threading.Lock(), threading.local()
         self._arguments: dict[str, Any] = {"prompt_lookup_num_tokens": self._guesses}
-        if speculation.draft is not None:
-            self._arguments = self._with_draft(speculation.draft, device)
+        if (draft := speculation.draft) is not None:
+            self._arguments = self._with_draft(draft_folder(draft), device)
         self._warned: set[str] = set()
         self._attached: Any = None
         self._plain = self._installed = self._eager
@@ -89,14 +91,19 @@ class Speculating:
         """Of all calls so far."""
         return self._counts
 
-    def _with_draft(self, name: str, device: torch.device) -> dict[str, Any]:
-        folder, own = model_folder(name), self._model.config.name_or_path
-        draft: Any = AutoModelForCausalLM.from_pretrained(folder, dtype="auto")
+    def _with_draft(self, folder: Path, device: torch.device) -> dict[str, Any]:
+        shows_progress = is_progress_bar_enabled()
+        disable_progress_bar()  # type: ignore[no-untyped-call]
+        try:
+            draft: Any = AutoModelForCausalLM.from_pretrained(folder, dtype="auto")
+        finally:
+            if shows_progress:
+                enable_progress_bar()  # type: ignore[no-untyped-call]
         draft.to(device).eval()
         config = draft.generation_config
         config.num_assistant_tokens, config.num_assistant_tokens_schedule = self._guesses, "constant"
         config.assistant_confidence_threshold = 0.0  # or it ends a chain early, and the number of guesses varies
-        tokenizers = [_tokenizer(own), _tokenizer(folder)]
+        tokenizers = [_tokenizer(self._model.config.name_or_path), _tokenizer(folder)]
         words = [None if each is None else each.get_vocab() for each in tokenizers]
         sizes = [each.config.get_text_config(decoder=True).vocab_size for each in (self._model, draft)]
         # transformers takes vocabularies of one size for the same, and translates between others.
@@ -104,7 +111,7 @@ class Speculating:
             return {"assistant_model": draft}
         if sizes[0] == sizes[1] or None in tokenizers:
             raise OptionError(
-                f"speculate: the tokens of {name} ({sizes[1]}) are others than those of the model ({sizes[0]}), and "
+                f"speculate: the tokens of {folder} ({sizes[1]}) are others than those of the model ({sizes[0]}), and "
                 f"transformers translates where the sizes differ and both folders have a tokenizer (tokenizer.json); "
                 f"use another draft, or lookup"
             )
