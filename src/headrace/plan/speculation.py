@@ -24,14 +24,7 @@ if TYPE_CHECKING:
     from headrace.plan.build import Planner
     from headrace.plan.plan import Plan
 
-__all__ = [
-    "LOOKUP",
-    "DraftCost",
-    "Speculation",
-    "SpeculationForecast",
-    "eager_seconds",
-    "forecast_speculation",
-]
+__all__ = ["LOOKUP", "DraftCost", "Speculation", "SpeculationForecast", "forecast_speculation"]
 
 LOOKUP = "lookup"
 
@@ -105,6 +98,14 @@ class DraftCost:
     device_bytes: int
     pass_s: float
 
+    @classmethod
+    def of(cls, planner: Planner, plan: Plan, context: int, *, on_gpu: bool) -> DraftCost:
+        """Of the model of ``planner``, all of which is resident in ``plan``."""
+        pass_s = planner.forecast(plan, 1, context).step_s
+        return cls(
+            plan.device_bytes + planner.profile.workload_bytes(1, context), max(pass_s, _eager_s(planner, on_gpu))
+        )
+
 
 @dataclass(frozen=True)
 class SpeculationForecast:
@@ -151,15 +152,13 @@ def forecast_speculation(
     speculation: Speculation, planner: Planner, plan: Plan, context: int, draft: DraftCost | None, *, on_gpu: bool
 ) -> SpeculationForecast:
     """The fastest number of guesses, or the one given, for one sequence with ``context`` tokens in the KV cache."""
-    # transformers verifies eagerly: assisted generation refuses static caches.
-    eager_s = eager_seconds(planner) if on_gpu else 0.0
-    made = _forecasts(speculation, planner, plan, context, draft, eager_s)
+    made = _forecasts(speculation, planner, plan, context, draft, _eager_s(planner, on_gpu))
     return max(made, key=lambda each: each.tokens_per_s)
 
 
-def eager_seconds(planner: Planner) -> float:
-    """What Python takes on a GPU to launch an eager forward of the model."""
-    return len(find_layers(planner.inventory)) * _EAGER_LAYER_S
+def _eager_s(planner: Planner, on_gpu: bool) -> float:
+    """What Python takes on a GPU to launch an eager forward; assisted generation refuses the static cache of graphs."""
+    return len(find_layers(planner.inventory)) * _EAGER_LAYER_S if on_gpu else 0.0
 
 
 def _forecasts(

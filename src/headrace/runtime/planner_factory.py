@@ -34,13 +34,7 @@ from headrace.plan.cached_experts import why_not_cached
 from headrace.plan.candidates import MappedFiles, Spill
 from headrace.plan.cost_model import Rates
 from headrace.plan.plan import Machine, Plan, assemble, slab_bytes
-from headrace.plan.speculation import (
-    DraftCost,
-    Speculation,
-    SpeculationForecast,
-    eager_seconds,
-    forecast_speculation,
-)
+from headrace.plan.speculation import DraftCost, Speculation, SpeculationForecast, forecast_speculation
 from headrace.plan.units import move_on_demand
 from headrace.stores.sources import TENSOR_ALIGN_BYTES, DiskOptions
 from headrace.transfer.machine_probe import DeviceName, planning_rates
@@ -284,11 +278,8 @@ class PlanContext:
         Raises:
             BudgetError: nothing is left.
         """
-        planner, plan, at, policy = draft.planner, draft.plan(), self.request.expected.context, self.request.given
-        pass_s = planner.forecast(plan, 1, at).step_s
-        if self.target.device.type == "cuda":
-            pass_s = max(pass_s, eager_seconds(planner))  # transformers runs it eagerly
-        cost = DraftCost(plan.device_bytes + planner.profile.workload_bytes(1, at), pass_s)
+        at, on_gpu, policy = self.request.expected.context, self.target.device.type == "cuda", self.request.given
+        cost = DraftCost.of(draft.planner, draft.plan(), at, on_gpu=on_gpu)
         if isinstance(policy, Budget):
             if cost.device_bytes >= policy.num_bytes:
                 raise BudgetError(
