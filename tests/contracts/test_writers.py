@@ -644,3 +644,15 @@ def test_torchao_on_an_offloaded_model(policy: Action, warm: bool) -> None:
 def test_torchao_before_the_offload(policy: Action) -> None:
     pytest.importorskip("torchao")
     equal_or_refused(lambda: quantised(plain()), lambda model: model, policy, rows())
+
+
+def test_a_class_exchanged_under_a_wrapped_forward() -> None:
+    """The resident model keeps the forward that was wrapped; which one that was cannot be seen from here."""
+    model = plain()
+    with torch.no_grad(), headrace.offload(model, all_layers(2)):
+        layer: Any = model.layers[1]  # type: ignore[index]
+        wrapped = layer.forward
+        layer.forward = lambda *args, **kwargs: wrapped(*args, **kwargs) * 2
+        layer.__class__ = Negated
+        with pytest.raises(ModelChangedError, match=r"Negated was a .* when its forward was wrapped"):
+            model(rows())

@@ -562,9 +562,20 @@ def _wrapped_forward(
     rules: Any = sys.modules.get("torch._dynamo.trace_rules")
     traced = own or (module.forward if rules is not None and rules.is_callable_allowed(type(module)) else None)
 
+    kind = type(module)
+
     @functools.wraps(module.forward)
     def forward(*args: Any, **kwargs: Any) -> Any:
+        nonlocal kind
         if not torch.compiler.is_compiling():
+            placed = vars(module).get("forward")
+            if placed is forward or getattr(placed, "__wrapped__", None) is forward:  # or a copy of :func:`_of_kind`
+                kind = type(module)
+            elif type(module) is not kind:  # what wraps this may stand for the forward of either class
+                raise ModelChangedError(
+                    f"{type(module).__name__} was a {kind.__name__} when its forward was wrapped while offloaded: call "
+                    f"handle.remove() first, change the class and wrap forward, then offload again"
+                )
             return around(own or functools.partial(type(module).forward, module), *args, **kwargs)
         original = traced or functools.partial(type(module).forward, module)
         if ends is not None:
