@@ -41,7 +41,7 @@ if TYPE_CHECKING:
 
     from headrace.runtime.session import OffloadSession
 
-__all__ = ["DecodeGraphs", "Inputs", "StepGraph", "decode_in_graphs"]
+__all__ = ["DecodeGraphs", "Inputs", "StepGraph", "arguments_in_force", "decode_in_graphs"]
 
 Inputs = Mapping[str, Any]
 
@@ -199,15 +199,11 @@ class DecodeGraphs:
         self, inputs: torch.Tensor | None, given: GenerationConfig | None, kwargs: dict[str, Any]
     ) -> tuple[int, int] | str:
         """Sequences and tokens of a call that can decode in graphs, or why it cannot."""
-        config: Any = copy.deepcopy(self._model.generation_config)
+        config, prompt = arguments_in_force(self._model, inputs, given, kwargs)
         default: Any = GenerationConfig
-        if given is not None:
-            config.update(**given.to_diff_dict())
-        config.update(**{name: value for name, value in kwargs.items() if hasattr(config, name)})
         if config.max_new_tokens is None and config.max_length == default().max_length:
             return "the call has no max_new_tokens"
         mode = config.get_generation_mode(kwargs.get("assistant_model"))
-        prompt = next((kwargs[name] for name in ("input_ids", "inputs_embeds") if kwargs.get(name) is not None), inputs)
         if mode not in (GenerationMode.GREEDY_SEARCH, GenerationMode.SAMPLE):
             return f"{mode.value.replace('_', ' ')} is not captured"
         if kwargs.get("custom_generate") is not None or kwargs.get("synced_gpus"):
@@ -324,6 +320,16 @@ class DecodeGraphs:
             self._eager_because = f"its decoding step cannot be captured: {text}"
             self._warn(self._eager_because)
             return None
+
+
+def arguments_in_force(model: Any, inputs: Any, given: GenerationConfig | None, kwargs: Mapping[str, Any]) -> Any:
+    """Of a call of ``model.generate``: its generation config, and its prompt; ``None``: it has no prompt of tokens."""
+    config: Any = copy.deepcopy(model.generation_config)
+    if given is not None:
+        config.update(**given.to_diff_dict())
+    config.update(**{name: value for name, value in kwargs.items() if hasattr(config, name)})
+    prompt = next((kwargs[name] for name in ("input_ids", "inputs_embeds") if kwargs.get(name) is not None), inputs)
+    return config, prompt
 
 
 def _hooked_module(model: PreTrainedModel) -> str | None:

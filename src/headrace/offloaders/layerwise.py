@@ -497,11 +497,11 @@ class EngineOffloader(LayerwiseOffloader):
         # is read in place, as by the group rule.
         forced: dict[str, Mechanism] = dict.fromkeys(outside & names, "uva")
         forced |= dict.fromkeys(heads, "resident")
+        profile = replace(profile_of(self._model(), policy.workload.context), kernels_per_step=None)  # engines fuse
 
         def solve(policy: Budget, row_readers: tuple[str, ...]) -> Plan:
-            profile = replace(profile_of(self._model(), policy.workload.context), row_readers=row_readers)
-            profile = replace(profile, kernels_per_step=None)  # an engine fuses kernels
-            planner = make_planner(inventory, profile, self._device(), rates=self._rates)
+            facts = inventory, replace(profile, row_readers=row_readers), self._device()
+            planner = make_planner(*facts, rates=self._rates)
             try:
                 return planner.plan(policy, names, forced)
             except BudgetError:

@@ -166,13 +166,13 @@ def _forecasts(
 ) -> Iterator[SpeculationForecast]:
     plain_s = planner.forecast(plan, 1, context).step_s
     acceptance = _ACCEPTANCE[LOOKUP if draft is None else "draft"]
-    most = _MOST_GUESSES if speculation.accepted is None else max(4, round(speculation.accepted))
-    counts = range(1, _MOST_GUESSES + 1) if speculation.accepted is None else [most]
+    accepted = speculation.accepted
+    counts = range(1, _MOST_GUESSES + 1) if accepted is None else [max(4, round(accepted))]
     for guesses in counts if speculation.guesses is None else [speculation.guesses]:
         pass_s = max(planner.forecast(plan, guesses + 1, context).step_s, eager_s)
         guess_s = 0.0 if draft is None else guesses * draft.pass_s
-        tokens = speculation.accepted or (1 - acceptance ** (guesses + 1)) / (1 - acceptance)
+        tokens = accepted or (1 - acceptance ** (guesses + 1)) / (1 - acceptance)
         yield SpeculationForecast(
-            speculation.guesser, guesses, tokens, speculation.accepted is None, pass_s, guess_s,
+            speculation.guesser, guesses, tokens, accepted is None, pass_s, guess_s,
             tokens / (pass_s + guess_s), 1 / plain_s,
         )  # fmt: skip

@@ -5,7 +5,6 @@ Calls of one sequence, greedy or sampled, are speculated; others run as they wou
 
 from __future__ import annotations
 
-import copy
 import functools
 import threading
 from pathlib import Path
@@ -18,6 +17,7 @@ from transformers.utils.logging import disable_progress_bar, enable_progress_bar
 
 from headrace.checkpoint.model_folder import draft_folder
 from headrace.errors import OptionError, warn_user
+from headrace.graphs.decoding import arguments_in_force
 from headrace.plan.speculation import Speculation
 from headrace.stats import SpeculationCounts
 
@@ -147,12 +147,8 @@ class Speculating:
 
     def _why_not(self, inputs: Any, given: Any, kwargs: dict[str, Any]) -> str | None:
         """Why a call is not speculated."""
-        config = copy.deepcopy(self._model.generation_config)
-        if given is not None:
-            config.update(**given.to_diff_dict())
-        config.update(**{name: value for name, value in kwargs.items() if hasattr(config, name)})
+        config, prompt = arguments_in_force(self._model, inputs, given, kwargs)
         mode = config.get_generation_mode(kwargs.get("assistant_model"))
-        prompt = next((kwargs[name] for name in ("input_ids", "inputs_embeds") if kwargs.get(name) is not None), inputs)
         if getattr(config, "assistant_early_exit", None) is not None:
             return "assistant_early_exit moves the first layers once for every guess"
         if mode not in _MODES:
