@@ -102,6 +102,22 @@ def test_remove_restores_everything() -> None:
 
 
 @torch.no_grad()
+def test_weights_read_in_place_return_to_the_host_without_device_memory() -> None:
+    resident = build(device="cpu")
+    model = copy.deepcopy(resident)
+    handle = headrace.offload(model, UVA("1GiB"), device="cuda")
+    assert handle.plan.uva
+    model(torch.arange(8, device="cuda"))
+    torch.cuda.synchronize()
+    torch.cuda.reset_peak_memory_stats()
+    before = torch.cuda.memory_allocated()
+    handle.remove(graphs_released=True)
+    assert torch.cuda.max_memory_allocated() == before
+    for name, parameter in model.named_parameters():
+        assert torch.equal(parameter, resident.get_parameter(name))
+
+
+@torch.no_grad()
 def test_device_memory_is_given_back() -> None:
     torch.cuda.empty_cache()
     before = torch.cuda.memory_allocated()

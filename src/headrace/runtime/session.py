@@ -520,7 +520,7 @@ class OffloadSession(NotCopyable):
             return None
         home = self._device if bound.on_meta else bound.home
         try:
-            return self._current_bytes(name).to(home)
+            return self._current_bytes(name, home).to(home)
         except torch.OutOfMemoryError as error:
             raise BudgetError(
                 f"{home} has no room to bring back {name}; free device memory first, the offload stays in force",
@@ -543,13 +543,14 @@ class OffloadSession(NotCopyable):
                 notes.append(f"{what}: {', '.join(names)}")
         return tuple(notes)
 
-    def _current_bytes(self, name: str) -> torch.Tensor:
+    def _current_bytes(self, name: str, home: torch.device | str = "cpu") -> torch.Tensor:
+        """In new memory, unless the storage is resident: in host memory, or on ``home`` if it is read in place."""
         if name in self.plan.resident:
             return self._bound[name].current_bytes()
         # May have been written to, unlike what is in slots.
         if name in self.plan.uva and self.plan.mode != "meta" and not self._bound[name].is_placeholder:
             self._store.require_mapped_unchanged()
-            return self._bound[name].current_bytes().clone()
+            return self._bound[name].current_bytes().to(home, copy=True)
         buffer = new_buffer(self._bound[name].info.num_bytes)
         self._store.read(name, buffer)
         return buffer
