@@ -16,6 +16,7 @@ pytestmark = pytest.mark.usefixtures("no_grad")
 
 transformers = pytest.importorskip("transformers")
 loading = pytest.importorskip("headrace.adapters.transformers")
+decoding = pytest.importorskip("headrace.graphs.decoding")
 speculating = pytest.importorskip("headrace.adapters.transformers.speculating")
 
 SIZES = {
@@ -25,10 +26,10 @@ SIZES = {
 CALL: dict[str, Any] = {"max_new_tokens": 64, "pad_token_id": 0}
 
 
-def written(folder: Path, layers: int) -> Path:
+def written(folder: Path, layers: int, dtype: torch.dtype = torch.bfloat16) -> Path:
     torch.manual_seed(layers)
     config = transformers.Qwen3Config(**SIZES, num_hidden_layers=layers)
-    transformers.Qwen3ForCausalLM(config).bfloat16().save_pretrained(folder)
+    transformers.Qwen3ForCausalLM(config).to(dtype).save_pretrained(folder)
     return folder
 
 
@@ -61,3 +62,25 @@ def test_tokens_of_the_resident_model(guesser: str, tmp_path: Path) -> None:
     handle.remove()
     assert "generate" not in vars(model)
     assert torch.equal(model.generate(prompt, **CALL, do_sample=False), plain.generate(prompt, **CALL, do_sample=False))
+
+
+def test_a_captured_draft_guesses_what_it_would_generate(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The model is its own draft, so all guesses are accepted. In float32: in bf16, two tokens are often a tie."""
+    target = written(tmp_path / "target", 4, torch.float32)
+    replays, step = [], decoding.StepGraph.replay
+    monkeypatch.setattr(decoding.StepGraph, "replay", lambda graph, inputs: (replays.append(1), step(graph, inputs))[1])
+    prompt = torch.arange(12, device="cuda").remainder(5)[None]
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", HeadraceWarning)  # such small models need not be faster
+        model, handle = loading.load(target, Prefetch(2, 1, 2), speculate=Speculation(str(target), 4, accepted=1.5))
+    with warnings.catch_warnings():
+        warnings.simplefilter("error", HeadraceWarning)
+        found = [model.generate(prompt, **CALL, do_sample=False).tolist() for _ in range(2)]
+    assert handle.stats().speculation.passes == 2 * 13
+    assert handle.stats().bytes_moved > 0
+    made = len(replays)
+    assert made >= 2 * 13 * 4 - 8
+    monkeypatch.setattr(decoding, "GRAPH_DEVICES", ())
+    assert [model.generate(prompt, **CALL, do_sample=False).tolist()] * 2 == found
+    assert len(replays) == made
+    handle.remove()

@@ -15,7 +15,9 @@ from headrace import Prefetch, Speculation, decode_in_graphs
 from headrace.adapters.transformers import load
 from headrace.adapters.transformers.speculating import Speculating
 from headrace.errors import BudgetError, HeadraceWarning, OptionError, StateError
+from headrace.graphs import decoding
 from models import aligned
+from recorded_graphs import RecordedStep
 
 CPU = torch.device("cpu")
 PROMPT = torch.tensor([[5, 9, 3, 5, 9, 3, 5, 9]])
@@ -96,6 +98,41 @@ def test_a_draft_that_guesses_all(target: Path) -> None:
     stats = handle.stats()
     assert stats.speculation is not None
     assert (stats.speculation.tokens, stats.speculation.passes) == (40, 8)
+
+
+@pytest.mark.parametrize("guesses_all", [True, False])
+def test_a_captured_draft_guesses_the_same(
+    target: Path, draft: Path, guesses_all: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Each step of the draft but the prompt's is a replay; a sampled call is left to transformers."""
+    speculation = Speculation(str(target if guesses_all else draft), 4, accepted=1.5)
+    expected, replays = resident(target, speculation), []
+    eager = [generated(expected, max_new_tokens=count) for count in (40, 20, 300)]
+
+    class Counted(RecordedStep):
+        def replay(self, inputs: Any) -> Any:
+            replays.append(1)
+            return super().replay(inputs)
+
+    monkeypatch.setattr(decoding, "StepGraph", Counted)
+    monkeypatch.setattr(decoding, "GRAPH_DEVICES", ("cpu",))
+    with pytest.warns(HeadraceWarning, match="leave speculate out"):
+        model, handle = load(target, PREFETCH, device="cpu", speculate=speculation)
+    assert [generated(model, max_new_tokens=count) for count in (40, 20, 300)] == eager
+    counts = handle.stats().speculation
+    assert counts is not None
+    assert counts.tokens == 360
+    assert counts.passes == 8 + 4 + 60 if guesses_all else 72 < counts.passes < 360
+    assert handle.stats().bytes_moved > 0
+    assert len(replays) >= 4 * 7
+    made = len(replays)
+    sampled = {"do_sample": True, "top_k": 20}
+    assert generated(model, **sampled) == generated(expected, **sampled)
+    handle.remove()
+    with pytest.warns(HeadraceWarning, match="leave speculate out"):
+        model, handle = load(target, PREFETCH, device="cpu", speculate=speculation, graphs=False)
+    assert generated(model) == eager[0]
+    assert len(replays) == made
 
 
 def test_other_words(target: Path, draft: Path, tmp_path: Path) -> None:

@@ -99,12 +99,10 @@ class DraftCost:
     pass_s: float
 
     @classmethod
-    def of(cls, planner: Planner, plan: Plan, context: int, *, on_gpu: bool) -> DraftCost:
-        """Of the model of ``planner``, all of which is resident in ``plan``."""
-        pass_s = planner.forecast(plan, 1, context).step_s
-        return cls(
-            plan.device_bytes + planner.profile.workload_bytes(1, context), max(pass_s, _eager_s(planner, on_gpu))
-        )
+    def of(cls, planner: Planner, plan: Plan, context: int) -> DraftCost:
+        """Of the model of ``planner``, all of which is resident in ``plan``; on a GPU its pass is captured."""
+        used = plan.device_bytes + planner.profile.workload_bytes(1, context)
+        return cls(used, planner.forecast(plan, 1, context).step_s)
 
 
 @dataclass(frozen=True)

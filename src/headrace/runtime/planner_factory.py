@@ -278,8 +278,8 @@ class PlanContext:
         Raises:
             BudgetError: nothing is left.
         """
-        at, on_gpu, policy = self.request.expected.context, self.target.device.type == "cuda", self.request.given
-        cost = DraftCost.of(draft.planner, draft.plan(), at, on_gpu=on_gpu)
+        policy = self.request.given
+        cost = DraftCost.of(draft.planner, draft.plan(), self.request.expected.context)
         if isinstance(policy, Budget):
             if cost.device_bytes >= policy.num_bytes:
                 raise BudgetError(

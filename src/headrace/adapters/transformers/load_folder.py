@@ -163,7 +163,7 @@ def load_matched(
     prepared = prepare(replace(request, inventory=inventory, checkpoint=weights, unstreamable=unstreamable))
     speculating = None  # first, since its draft may not fit
     if request.speculation is not None:
-        speculating = Speculating(model, request.speculation, prepared.device)
+        speculating = Speculating(model, request.speculation, prepared.device, graphs)
     _materialise(model, found, prepared)
     if model.can_generate() and hasattr(model, "adjust_generation_fn"):  # SpeechT5 has another generate
         adjust: Any = model.adjust_generation_fn
