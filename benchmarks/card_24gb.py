@@ -137,7 +137,7 @@ class Card:
         free_memory(self._device)
 
 
-class _Clock(BaseStreamer):  # type: ignore[misc]
+class Clock(BaseStreamer):  # type: ignore[misc]
     """Notes when tokens are on the host, which is where ``generate`` hands them to a streamer; the prompt comes first.
 
     ``at_first`` is called when the first new token is there, and is not timed.
@@ -196,7 +196,7 @@ class _Sequence:
     def run(self, at_first: Callable[[], object] = lambda: None) -> _Run:
         """Generate; ``at_first`` is called when the first new token is there."""
         self._routing.restart()
-        clock = _Clock(at_first)
+        clock = Clock(at_first)
         found: list[torch.Tensor] = []
 
         def keep(_: torch.Tensor, scores: torch.Tensor) -> torch.Tensor:

@@ -424,7 +424,40 @@ def card_cells(row: dict[str, Any]) -> list[str]:
     ]
 
 
+GUESSES_HEADINGS = (
+    "model",
+    "guesses by",
+    "tokens a pass",
+    "pass ms",
+    "spread ms",
+    "link's floor ms",
+    "GB a pass",
+    "tokens/s",
+    "predicted",
+    "error",
+    "resident tokens/s",
+    "same bits",
+)
+
+
+def guesses_cells(row: dict[str, Any]) -> list[str]:
+    return [
+        row["model"],
+        "nothing" if row["case"] == "plain" else row["case"],
+        f"{row['tokens_per_pass']:.2f}",
+        *(f"{row[key]:.1f}" for key in ("ms", "spread_ms", "floor_ms")),
+        f"{row['pass_bytes'] / 1e9:.2f}",
+        f"{row['tokens_per_s']:.2f}",
+        f"{row['predicted_tokens_per_s']:.2f}",
+        f"{row['predicted_tokens_per_s'] / row['tokens_per_s'] - 1:+.1%}",
+        f"{row['resident_tokens_per_s']:.1f}",
+        "yes" if row["bit_equal"] else "NO",
+    ]
+
+
 def layout_of(row: dict[str, Any]) -> tuple[tuple[str, ...], Callable[[dict[str, Any]], list[str]]]:
+    if "pass_bytes" in row:
+        return GUESSES_HEADINGS, guesses_cells
     if "card_bytes" in row:
         return CARD_HEADINGS, card_cells
     if "asked_device_bytes" in row:

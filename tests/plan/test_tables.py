@@ -82,6 +82,10 @@ OTHER_FIELDS = {
     },
     "families": {"family", "way", "what", "detail", "moved_bytes"},
     "kernel-bits": {"format", "rows", "repeats", "resident_differs", "cached_differs", "largest_difference", "fetched"},
+    "scripted-guesses": {
+        "model", "case", "rows", "tokens_per_pass", "ms", "pass_bytes", "floor_ms", "tokens_per_s",
+        "predicted_tokens_per_s", "resident_tokens_per_s", "bit_equal",
+    },
     "speculation": {"case", "prompts", "tokens_per_pass", "equal", "as_plain", "tokens_per_s", "bytes_moved"},
     "card-start": {"tree", "way", "first_s", "total_s", "text"},
     "card-overhead": {"tree", "case", "round", "ms", "bytes_moved", "bit_equal"},
