@@ -549,6 +549,7 @@ VALUES: dict[str, tuple[Any, Any]] = {
     "parallel_config.ubatch_size": (2, 1),
     "weight_transfer_config": ({"backend": "nccl"}, None),
     "load_config.load_format": ("ipc_cache", "dummy"),
+    "speculative_config.rejection_sample_method": ("synthetic", "block"),
     "model_config.multimodal_config.mm_encoder_only": (True, False),
 }
 
@@ -557,9 +558,15 @@ def test_a_refused_value_of_every_field_is_known() -> None:
     assert [refusal.field for refusal in REFUSED] == list(VALUES)
 
 
+def full_config() -> Any:
+    """With every optional part."""
+    model = vllm.ModelConfig(multimodal_config=vllm.MultiModalConfig())
+    return vllm.VllmConfig(model_config=model, speculative_config=vllm.SpeculativeConfig())
+
+
 def config_with(field: str, value: Any) -> dict[str, Any]:
     """Arguments of a ``VllmConfig`` in which ``field`` is ``value``."""
-    config = vllm.VllmConfig(model_config=vllm.ModelConfig(multimodal_config=vllm.MultiModalConfig()))
+    config = full_config()
     *path, last = field.split(".")
     setattr(functools.reduce(getattr, path, config), last, value)
     name = field.partition(".")[0]
@@ -580,7 +587,7 @@ def test_what_would_reach_weights_is_refused_before_the_model_loads(
 
 @pytest.mark.parametrize("field", VALUES)
 def test_a_field_that_was_renamed_is_an_error_that_names_it(monkeypatch: pytest.MonkeyPatch, field: str) -> None:
-    config = vllm.VllmConfig(model_config=vllm.ModelConfig(multimodal_config=vllm.MultiModalConfig()))
+    config = full_config()
     refuse_unsupported(config, Prefetch(1))
     *path, last = field.split(".")
     owner = functools.reduce(getattr, path, config)

@@ -24,7 +24,7 @@ _AROUND_CAPTURE = ("sync_prev_onload", "join_after_forward")
 _PARALLEL = ("data_parallel_master_port", "data_parallel_rank_local", "enable_dbo", "enable_eplb", "ubatch_size")
 _VLLM = (
     "additional_config", "compilation_config", "load_config", "model_config", "offload_config", "parallel_config",
-    "weight_transfer_config",
+    "speculative_config", "weight_transfer_config",
 )  # fmt: skip
 _COMPILATION = ("mode", "splitting_ops", "use_inductor_graph_partition")
 _PREFETCH = ("offload_group_size", "offload_num_in_group", "offload_params", "offload_prefetch_step")
@@ -113,6 +113,7 @@ NAMES = (
     Name("vllm.config.model", "ModelConfig", fields=("multimodal_config",)),
     Name("vllm.config.model", "ModelConfig.architecture"),
     Name("vllm.config.multimodal", "MultiModalConfig", fields=("mm_encoder_only",)),
+    Name("vllm.config.speculative", "SpeculativeConfig", fields=("rejection_sample_method",)),
     Name("vllm.config.offload", "OffloadConfig", fields=("offload_backend", "prefetch", "uva")),
     Name("vllm.config.offload", "UVAOffloadConfig", fields=("cpu_offload_gb", "cpu_offload_params")),
     Name("vllm.config.offload", "PrefetchOffloadConfig", fields=_PREFETCH),

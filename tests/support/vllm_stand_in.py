@@ -130,6 +130,11 @@ class MultiModalConfig:
 
 
 @dataclass
+class SpeculativeConfig:
+    rejection_sample_method: str = "standard"
+
+
+@dataclass
 class ModelConfig:
     architectures: list[str] = field(default_factory=lambda: ["LlamaForCausalLM"])
     multimodal_config: MultiModalConfig | None = None
@@ -152,6 +157,7 @@ class VllmConfig:
     model_config: ModelConfig = field(default_factory=ModelConfig)
     load_config: LoadConfig = field(default_factory=LoadConfig)
     weight_transfer_config: dict[str, str] | None = None
+    speculative_config: SpeculativeConfig | None = None
     additional_config: Any = field(default_factory=dict)
     use_v2_model_runner: bool = True
     width: int = WIDTH
@@ -509,6 +515,7 @@ _MODULES: dict[str, list[Any]] = {
     "vllm.config.load": [LoadConfig],
     "vllm.config.model": [ModelConfig],
     "vllm.config.multimodal": [MultiModalConfig],
+    "vllm.config.speculative": [SpeculativeConfig],
     "vllm.config.offload": [OffloadConfig, PrefetchOffloadConfig, UVAOffloadConfig],
     "vllm.compilation.cuda_graph": [CUDAGraphWrapper],
     "vllm.compilation.breakable_cudagraph": [BreakableCUDAGraphCapture],

@@ -58,6 +58,11 @@ REFUSED = (
         lambda name: name == "ipc_cache",
     ),
     Refusal(
+        "speculative_config.rejection_sample_method",
+        "accepts guesses by chance, so that the tokens are not those of the model",
+        lambda method: method == "synthetic",
+    ),
+    Refusal(
         "model_config.multimodal_config.mm_encoder_only",
         "builds no layers of a language model, and headrace offloads only these",
     ),
