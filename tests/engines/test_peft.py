@@ -104,6 +104,26 @@ def test_as_resident(loaded: str, policy: Any) -> None:
     assert_same_bits(dict(model.state_dict()), dict(twin.state_dict()))
 
 
+@pytest.mark.parametrize("low_cpu_mem_usage", [False, True])
+def test_loaded_from_files(low_cpu_mem_usage: bool, tmp_path: Path) -> None:
+    """Onto a base that is offloaded already, and saved from there again."""
+    twin = with_adapters(base())
+    twin.save_pretrained(tmp_path / "first")
+    model = base()
+    with headrace.offload(model, weight_bytes(model) * 7 // 10) as handle:
+        one, two = (tmp_path / "first" / name for name in ("one", "two"))
+        adapted = PeftModel.from_pretrained(model, one, "one", low_cpu_mem_usage=low_cpu_mem_usage)
+        adapted.load_adapter(two, "two", low_cpu_mem_usage=low_cpu_mem_usage)
+        for name in ("one", "two"):
+            twin.set_adapter(name)
+            adapted.set_adapter(name)
+            assert_same_bits(run(adapted.eval()), run(twin))
+        assert handle.stats().bytes_moved > 0
+        adapted.save_pretrained(tmp_path / "second")
+    for file in ("one/adapter_model.safetensors", "two/adapter_model.safetensors"):
+        assert (tmp_path / "second" / file).read_bytes() == (tmp_path / "first" / file).read_bytes()
+
+
 def test_merged_for_good() -> None:
     model, twin = with_adapters(base()), with_adapters(base())
     expected = run(twin.merge_and_unload())

@@ -6,7 +6,7 @@
   :meth:`Promoter.check_trace` checks the graph that torch.compile traces.
 * ``state_dict()`` must give the weights and not what a slot happens to hold: :class:`StateGuard` puts in their bytes.
 * ``load_state_dict()``, ``to()``, ``half()`` and all that goes through ``Module._apply`` would change what is in slots
-  and be lost; :class:`StateGuard` refuses them before they have changed anything anywhere.
+  and be lost; :class:`StateGuard` refuses them before they have changed anything of the model.
 * Copies and pickles of the model are refused (:class:`NotCopyable`).
 """
 
@@ -19,6 +19,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import replace
 from functools import partial
+from itertools import accumulate
 from typing import Any, cast
 
 import torch
@@ -425,7 +426,7 @@ class StateGuard(NotCopyable):
             self._set(module, _MARK, f"{names[module]!r} of {owner}" if names.get(module) else owner)
         # On every module around the owners too: loading goes from the outside in, and must not stop half-way.
         for module in self._around:
-            self._handles.append(module.register_load_state_dict_pre_hook(_refuse_load))
+            self._handles.append(module.register_load_state_dict_pre_hook(self._refuse_load))
             self._set(module, "_apply", partial(self._apply_to_residents, module))
             self._set(module, "__getstate__", self.__reduce_ex__)  # of pickle and deepcopy, before they reach a tensor
         # One Parameter may belong to two models: the mark is found when the other one is offloaded.
@@ -445,6 +446,18 @@ class StateGuard(NotCopyable):
             handle.remove()
         for attributes, name in self._attributes:
             attributes.pop(name, None)
+
+    def _refuse_load(self, module: nn.Module, state: Mapping[str, object], prefix: str, *_: object) -> None:
+        """Refuse to load ``state`` if it has an offloaded tensor of ``module``; adapters beside them may be loaded."""
+        named = module.named_modules(prefix=prefix.removesuffix("."), remove_duplicate=False)
+        offloaded = {f"{name}.{attr}".removeprefix(".") for name, part in named for attr in self._parts.get(part, ())}
+        for key in state:
+            # Some formats have more than one key for a tensor: "weight", "weight.absmax".
+            if any(owner in offloaded for owner in accumulate(key.split("."), "{}.{}".format)):
+                raise ModelChangedError(
+                    f"load_state_dict would write {key}, which is offloaded, and the next copy would undo it; call "
+                    f"handle.remove() first, load, then offload again"
+                )
 
     def _apply_to_residents(self, module: nn.Module, fn: Callable[..., Any], recurse: bool = True) -> nn.Module:
         """``module._apply(fn)``, unless ``fn`` would change an offloaded tensor.
@@ -506,10 +519,3 @@ def _dlpack(tensor: torch.Tensor, **options: Any) -> Any:
 def place_of(thing: nn.Module | torch.Tensor) -> str | None:
     """The name of the model with which a tensor, or a module that holds one, is offloaded; ``None``: it is not."""
     return vars(thing).get(_MARK)
-
-
-def _refuse_load(module: nn.Module, *args: object) -> None:
-    raise ModelChangedError(
-        "load_state_dict on an offloaded model would write into slots and be lost; call handle.remove() first, load, "
-        "then offload again"
-    )
