@@ -30,12 +30,12 @@ from torch.utils.hooks import RemovableHandle
 
 from headrace.errors import ModelChangedError, OutsideAccessError, StateError, warn_user
 from headrace.formatting import format_size
-from headrace.model.live_tensors import BoundStorage, BoundTensor, GiveBack, resident_rule, storage_id
+from headrace.model.live_tensors import BoundStorage, BoundTensor, GiveBack, is_placeholder, resident_rule, storage_id
 from headrace.model.tracing import traced_graph
 from headrace.plan.plan import Plan
 from headrace.stores.store import Store, new_buffer
 
-__all__ = ["NotCopyable", "Promoter", "StateGuard", "TableGuard", "place_of"]
+__all__ = ["NotCopyable", "Promoter", "StateGuard", "TableGuard", "address_of", "place_of"]
 
 _log = logging.getLogger(__name__)
 
@@ -411,7 +411,8 @@ class StateGuard(NotCopyable):
         self._state: weakref.ref[object] | None = None
         self._contents: dict[str, torch.Tensor] = {}
         self._around = [m for m in model.modules() if not self._parts.keys().isdisjoint(m.modules())]
-        self._tensors = [tensor.tensor for storage in storages for tensor in storage.tensors]
+        self._bound = [tensor for storage in storages for tensor in storage.tensors]
+        self._tensors = [bound.tensor for bound in self._bound]
         self._model = model
         self._handles: list[RemovableHandle] = []
         self._attributes: list[tuple[dict[str, Any], str]] = []  # what remove() deletes
@@ -434,6 +435,9 @@ class StateGuard(NotCopyable):
             self._set(tensor, _MARK, owner)
             self._set(tensor, "__reduce_ex__", self.__reduce_ex__)
             self._set(tensor, "__dlpack__", partial(_dlpack, tensor))
+        for bound in self._bound:
+            if "data_ptr" not in vars(bound.tensor):  # of debug mode, which asks for the address here, too
+                self._set(bound.tensor, "data_ptr", partial(address_of, bound))
 
     def _set(self, owner: nn.Module | torch.Tensor, name: str, value: Any) -> None:
         attributes = vars(owner)
@@ -514,6 +518,15 @@ class StateGuard(NotCopyable):
 def _dlpack(tensor: torch.Tensor, **options: Any) -> Any:
     """``tensor.__dlpack__()``, behind an operator: it asks for the pointer alone."""
     return torch.Tensor.__dlpack__(tensor.to(tensor.dtype), **options)
+
+
+def address_of(bound: BoundTensor) -> int:
+    """``data_ptr()`` of an offloaded tensor; it bypasses the dispatcher, and torch's own error would name no tensor."""
+    if is_placeholder(bound.tensor):
+        raise OutsideAccessError(
+            f"data_ptr() of {bound.name} was called {_OUTSIDE}, where it has no address: {_fix(bound)}"
+        )
+    return torch.Tensor.data_ptr(bound.tensor)
 
 
 def place_of(thing: nn.Module | torch.Tensor) -> str | None:
