@@ -15,7 +15,7 @@ from transformers import LlamaConfig, LlamaForCausalLM
 
 import headrace
 from headrace import Rules
-from headrace.errors import HeadraceWarning, ModelChangedError, OutsideAccessError
+from headrace.errors import HeadraceWarning, ModelChangedError, OutsideAccessError, StateError
 from headrace.testing import assert_same_bits
 from moe_models import qwen
 
@@ -122,6 +122,26 @@ def test_loaded_from_files(low_cpu_mem_usage: bool, tmp_path: Path) -> None:
         adapted.save_pretrained(tmp_path / "second")
     for file in ("one/adapter_model.safetensors", "two/adapter_model.safetensors"):
         assert (tmp_path / "second" / file).read_bytes() == (tmp_path / "first" / file).read_bytes()
+
+
+def test_modules_to_save_are_copied_if_resident() -> None:
+    """PEFT copies such a module; what is offloaded cannot be copied, and the error says what to do."""
+
+    def adapted(model: nn.Module) -> Any:
+        torch.manual_seed(3)
+        config = LoraConfig(
+            r=4, init_lora_weights=False, target_modules=["q_proj", "up_proj"], modules_to_save=["lm_head"]
+        )
+        return get_peft_model(model, config).eval()
+
+    with (
+        headrace.offload(base(), Rules([("*", "prefetch")])) as handle,
+        pytest.raises(StateError, match=r"nor can a module in it .* keep what is copied resident"),
+    ):
+        adapted(handle.model)
+    with headrace.offload(base(), Rules([("lm_head", "resident"), ("*", "prefetch")])) as handle:
+        assert_same_bits(run(adapted(handle.model)), run(adapted(base())))
+        assert handle.stats().bytes_moved > 0
 
 
 def test_merged_for_good() -> None:

@@ -56,8 +56,8 @@ class NotCopyable:
 
     def __reduce_ex__(self, protocol: Any = None) -> Any:
         raise StateError(
-            "an offloaded model cannot be copied or pickled: its weights are stored elsewhere; use its state_dict(), "
-            "or call handle.remove() first"
+            "an offloaded model cannot be copied or pickled, nor can a module in it whose weights are offloaded: they "
+            "are stored elsewhere. Use its state_dict(), keep what is copied resident, or call handle.remove() first"
         )
 
 
