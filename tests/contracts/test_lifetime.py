@@ -428,6 +428,27 @@ class TestRefused:
         model.load_state_dict(state)
         assert_same_bits(dict(model.state_dict()), state)
 
+    def test_the_offloaded_tensor_of_a_state_is_named(self) -> None:
+        """By its name in the model that loads, and also if it is the last of many, of a model around."""
+        around = nn.ModuleDict({"model": Stack(3).eval()})
+        with headrace.offload(around["model"], all_layers(2)):
+            state = {**{f"model.head.{name}": torch.ones(1) for name in "abc"}, "model.layers.1.linear.bias": rows()}
+            with pytest.raises(ModelChangedError, match=r"write model\.layers\.1\.linear\.bias, which is offloaded"):
+                around.load_state_dict(state, strict=False)
+
+    @pytest.mark.parametrize("policy", [all_layers(2), UVA(params=["layers"])], ids=["prefetch", "uva"])
+    def test_loading_residents_beside_offloaded_tensors_is_fine(self, policy: Prefetch | UVA) -> None:
+        """The residents of a model, and what a module within an offloaded one got since, as adapters do."""
+        model = Stack(3).eval()
+        with headrace.offload(model, policy):
+            model.layers[1].linear.adapter = nn.Linear(2, 2)
+            state = {"layers.1.linear.adapter.weight": torch.eye(2), "head.weight": torch.zeros(3, DIM)}
+            missing, unexpected = model.load_state_dict({**state, "head.bias": torch.ones(3)}, strict=False)
+            assert not unexpected
+            assert "layers.1.linear.weight" in missing
+            assert_same_bits(model.layers[1].linear.adapter.weight, torch.eye(2))
+            assert_same_bits(model(rows()), torch.ones(4, 3))
+
     def test_loading_a_resident_part_is_fine(self) -> None:
         model = Stack(3).eval()
         with headrace.offload(model, all_layers(2)):

@@ -66,6 +66,20 @@ class TestAnotherLayer:
         handle.remove()
         assert_same_bits(model(rows()), expected)
 
+    def test_the_error_gives_a_rule_that_helps(self) -> None:
+        """In Python and on a command line."""
+        model = Model().eval()
+        expected = model(rows())
+        message = (
+            r"use another prefetch_step \(--offload-prefetch-step\), .*rules=\[\('layers\.0', 'resident'\)\], --off"
+        )
+        with headrace.offload(model, all_layers()), pytest.raises(SlotConflictError, match=message):
+            model(rows())
+        policy = headrace.Rules([("layers.0", "resident"), ("layers", "prefetch")], prefetch_step=2)
+        with headrace.offload(model, policy) as handle:
+            assert_same_bits(model(rows()), expected)
+            assert handle.stats().bytes_moved > 0
+
     @pytest.mark.parametrize("slots", [3, 4])
     def test_in_another_slot_gives_the_right_bits(self, slots: int) -> None:
         model = Model().eval()

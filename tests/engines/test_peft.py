@@ -15,7 +15,7 @@ from transformers import LlamaConfig, LlamaForCausalLM
 
 import headrace
 from headrace import Rules
-from headrace.errors import HeadraceWarning, ModelChangedError, OutsideAccessError
+from headrace.errors import HeadraceWarning, ModelChangedError, OutsideAccessError, StateError
 from headrace.testing import assert_same_bits
 from moe_models import qwen
 
@@ -102,6 +102,46 @@ def test_as_resident(loaded: str, policy: Any) -> None:
     handle.remove()
     assert_same_bits(run(model), run(twin))
     assert_same_bits(dict(model.state_dict()), dict(twin.state_dict()))
+
+
+@pytest.mark.parametrize("low_cpu_mem_usage", [False, True])
+def test_loaded_from_files(low_cpu_mem_usage: bool, tmp_path: Path) -> None:
+    """Onto a base that is offloaded already, and saved from there again."""
+    twin = with_adapters(base())
+    twin.save_pretrained(tmp_path / "first")
+    model = base()
+    with headrace.offload(model, weight_bytes(model) * 7 // 10) as handle:
+        one, two = (tmp_path / "first" / name for name in ("one", "two"))
+        adapted = PeftModel.from_pretrained(model, one, "one", low_cpu_mem_usage=low_cpu_mem_usage)
+        adapted.load_adapter(two, "two", low_cpu_mem_usage=low_cpu_mem_usage)
+        for name in ("one", "two"):
+            twin.set_adapter(name)
+            adapted.set_adapter(name)
+            assert_same_bits(run(adapted.eval()), run(twin))
+        assert handle.stats().bytes_moved > 0
+        adapted.save_pretrained(tmp_path / "second")
+    for file in ("one/adapter_model.safetensors", "two/adapter_model.safetensors"):
+        assert (tmp_path / "second" / file).read_bytes() == (tmp_path / "first" / file).read_bytes()
+
+
+def test_modules_to_save_are_copied_if_resident() -> None:
+    """PEFT copies such a module; what is offloaded cannot be copied, and the error says what to do."""
+
+    def adapted(model: nn.Module) -> Any:
+        torch.manual_seed(3)
+        config = LoraConfig(
+            r=4, init_lora_weights=False, target_modules=["q_proj", "up_proj"], modules_to_save=["lm_head"]
+        )
+        return get_peft_model(model, config).eval()
+
+    with (
+        headrace.offload(base(), Rules([("*", "prefetch")])) as handle,
+        pytest.raises(StateError, match=r"nor can a module in it .* keep what is copied resident"),
+    ):
+        adapted(handle.model)
+    with headrace.offload(base(), Rules([("lm_head", "resident"), ("*", "prefetch")])) as handle:
+        assert_same_bits(run(adapted(handle.model)), run(adapted(base())))
+        assert handle.stats().bytes_moved > 0
 
 
 def test_merged_for_good() -> None:

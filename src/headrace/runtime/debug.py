@@ -20,6 +20,7 @@ import torch
 from headrace.errors import OutsideAccessError, RaceError
 from headrace.model.live_tensors import BoundTensor, resident_rule
 from headrace.plan.plan import Plan, SlabEntry
+from headrace.runtime.outside_use import address_of
 from headrace.stores.sources import Copy, fill
 from headrace.stores.store import new_buffer
 
@@ -92,7 +93,7 @@ class AddressGuard:
             vars(bound.tensor).pop("data_ptr", None)
 
     def _address(self, bound: BoundTensor) -> int:
-        address = _Address(torch.Tensor.data_ptr(bound.tensor))
+        address = _Address(address_of(bound))
         address.check = partial(self._check, bound)
         return address
 

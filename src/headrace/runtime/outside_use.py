@@ -6,7 +6,7 @@
   :meth:`Promoter.check_trace` checks the graph that torch.compile traces.
 * ``state_dict()`` must give the weights and not what a slot happens to hold: :class:`StateGuard` puts in their bytes.
 * ``load_state_dict()``, ``to()``, ``half()`` and all that goes through ``Module._apply`` would change what is in slots
-  and be lost; :class:`StateGuard` refuses them before they have changed anything anywhere.
+  and be lost; :class:`StateGuard` refuses them before they have changed anything of the model.
 * Copies and pickles of the model are refused (:class:`NotCopyable`).
 """
 
@@ -19,6 +19,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import replace
 from functools import partial
+from itertools import accumulate
 from typing import Any, cast
 
 import torch
@@ -29,12 +30,12 @@ from torch.utils.hooks import RemovableHandle
 
 from headrace.errors import ModelChangedError, OutsideAccessError, StateError, warn_user
 from headrace.formatting import format_size
-from headrace.model.live_tensors import BoundStorage, BoundTensor, GiveBack, resident_rule, storage_id
+from headrace.model.live_tensors import BoundStorage, BoundTensor, GiveBack, is_placeholder, resident_rule, storage_id
 from headrace.model.tracing import traced_graph
 from headrace.plan.plan import Plan
 from headrace.stores.store import Store, new_buffer
 
-__all__ = ["NotCopyable", "Promoter", "StateGuard", "TableGuard", "place_of"]
+__all__ = ["NotCopyable", "Promoter", "StateGuard", "TableGuard", "address_of", "place_of"]
 
 _log = logging.getLogger(__name__)
 
@@ -55,8 +56,8 @@ class NotCopyable:
 
     def __reduce_ex__(self, protocol: Any = None) -> Any:
         raise StateError(
-            "an offloaded model cannot be copied or pickled: its weights are stored elsewhere; use its state_dict(), "
-            "or call handle.remove() first"
+            "an offloaded model cannot be copied or pickled, nor can a module in it whose weights are offloaded: they "
+            "are stored elsewhere. Use its state_dict(), keep what is copied resident, or call handle.remove() first"
         )
 
 
@@ -410,7 +411,8 @@ class StateGuard(NotCopyable):
         self._state: weakref.ref[object] | None = None
         self._contents: dict[str, torch.Tensor] = {}
         self._around = [m for m in model.modules() if not self._parts.keys().isdisjoint(m.modules())]
-        self._tensors = [tensor.tensor for storage in storages for tensor in storage.tensors]
+        self._bound = [tensor for storage in storages for tensor in storage.tensors]
+        self._tensors = [bound.tensor for bound in self._bound]
         self._model = model
         self._handles: list[RemovableHandle] = []
         self._attributes: list[tuple[dict[str, Any], str]] = []  # what remove() deletes
@@ -425,7 +427,7 @@ class StateGuard(NotCopyable):
             self._set(module, _MARK, f"{names[module]!r} of {owner}" if names.get(module) else owner)
         # On every module around the owners too: loading goes from the outside in, and must not stop half-way.
         for module in self._around:
-            self._handles.append(module.register_load_state_dict_pre_hook(_refuse_load))
+            self._handles.append(module.register_load_state_dict_pre_hook(self._refuse_load))
             self._set(module, "_apply", partial(self._apply_to_residents, module))
             self._set(module, "__getstate__", self.__reduce_ex__)  # of pickle and deepcopy, before they reach a tensor
         # One Parameter may belong to two models: the mark is found when the other one is offloaded.
@@ -433,6 +435,9 @@ class StateGuard(NotCopyable):
             self._set(tensor, _MARK, owner)
             self._set(tensor, "__reduce_ex__", self.__reduce_ex__)
             self._set(tensor, "__dlpack__", partial(_dlpack, tensor))
+        for bound in self._bound:
+            if "data_ptr" not in vars(bound.tensor):  # of debug mode, which asks for the address here, too
+                self._set(bound.tensor, "data_ptr", partial(address_of, bound))
 
     def _set(self, owner: nn.Module | torch.Tensor, name: str, value: Any) -> None:
         attributes = vars(owner)
@@ -445,6 +450,18 @@ class StateGuard(NotCopyable):
             handle.remove()
         for attributes, name in self._attributes:
             attributes.pop(name, None)
+
+    def _refuse_load(self, module: nn.Module, state: Mapping[str, object], prefix: str, *_: object) -> None:
+        """Refuse to load ``state`` if it has an offloaded tensor of ``module``; adapters beside them may be loaded."""
+        named = module.named_modules(prefix=prefix.removesuffix("."), remove_duplicate=False)
+        offloaded = {f"{name}.{attr}".removeprefix(".") for name, part in named for attr in self._parts.get(part, ())}
+        for key in state:
+            # Some formats have more than one key for a tensor: "weight", "weight.absmax".
+            if any(owner in offloaded for owner in accumulate(key.split("."), "{}.{}".format)):
+                raise ModelChangedError(
+                    f"load_state_dict would write {key}, which is offloaded, and the next copy would undo it; call "
+                    f"handle.remove() first, load, then offload again"
+                )
 
     def _apply_to_residents(self, module: nn.Module, fn: Callable[..., Any], recurse: bool = True) -> nn.Module:
         """``module._apply(fn)``, unless ``fn`` would change an offloaded tensor.
@@ -503,13 +520,15 @@ def _dlpack(tensor: torch.Tensor, **options: Any) -> Any:
     return torch.Tensor.__dlpack__(tensor.to(tensor.dtype), **options)
 
 
+def address_of(bound: BoundTensor) -> int:
+    """``data_ptr()`` of an offloaded tensor; it bypasses the dispatcher, and torch's own error would name no tensor."""
+    if is_placeholder(bound.tensor):
+        raise OutsideAccessError(
+            f"data_ptr() of {bound.name} was called {_OUTSIDE}, where it has no address: {_fix(bound)}"
+        )
+    return torch.Tensor.data_ptr(bound.tensor)
+
+
 def place_of(thing: nn.Module | torch.Tensor) -> str | None:
     """The name of the model with which a tensor, or a module that holds one, is offloaded; ``None``: it is not."""
     return vars(thing).get(_MARK)
-
-
-def _refuse_load(module: nn.Module, *args: object) -> None:
-    raise ModelChangedError(
-        "load_state_dict on an offloaded model would write into slots and be lost; call handle.remove() first, load, "
-        "then offload again"
-    )

@@ -25,6 +25,7 @@ from dataclasses import replace
 from torch import Tensor
 
 from headrace.errors import SlotConflictError, StateError, TransferError
+from headrace.model.live_tensors import resident_rule
 from headrace.plan.plan import Plan
 from headrace.plan.schedule import Schedule, slot_of
 from headrace.runtime.debug import Guard
@@ -359,8 +360,8 @@ class Prefetcher:
         held = "another unit" if holder is None else f"{self._plan.units[holder].module_fqn} (unit {holder})"
         if slot.latest_reader() is not None:
             raise SlotConflictError(
-                f"{name} (unit {unit}) runs inside {held}, and both need the same slot: use another number of slots "
-                f"(--offload-prefetch-step), or keep one of the two resident (--offload-rule {name}=resident)"
+                f"{name} (unit {unit}) runs inside {held}, and both need the same slot: use another prefetch_step "
+                f"(--offload-prefetch-step), or keep one of the two resident ({resident_rule(name)})"
             )
         self._wait_until(lambda: not slot.readers, f"{name} (unit {unit}) needs the slot of {held}, which")
 
