@@ -138,6 +138,9 @@ class ExpertKernels(Protocol):
     def find(self, model: nn.Module) -> Mapping[str, str | None]:
         """The modules of experts in ``model``: by name, why they cannot be run by rows; ``None``: they can."""
 
+    def hold_packed(self, module: nn.Module) -> Mapping[str, str]:
+        """Weights are final: make parameters of what a kernel keeps in objects; by name, whose place each takes."""
+
     def __call__(self, module: nn.Module, tensors: Mapping[str, torch.Tensor], cache: RowMap) -> ExpertHook:
         """See :data:`ReadsRows`."""
 

@@ -259,6 +259,7 @@ class EngineOffloader(LayerwiseOffloader):
             )
         self._find_model = find_model
         self._traits = traits
+        self._pool.hold_packed = getattr(traits.expert_kernels, "hold_packed", None)
         self._ranks = ranks
         self._rates = rates
         self._measure_stalls = measure_stalls
@@ -285,6 +286,9 @@ class EngineOffloader(LayerwiseOffloader):
         if self._session is not None:
             return
         self._require_layers()
+        if self._pool.hold_packed is not None:
+            for module in self._model().modules():
+                self._pool.hold_packed(module)
         before = _device_bytes(self._device())
         own = {id(parameter) for parameter in self._model().parameters()}
         for parameter in self._stacks.parameters():
