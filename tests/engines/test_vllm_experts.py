@@ -237,9 +237,11 @@ def test_the_kernel_of_the_stand_in_rounds_by_its_configuration() -> None:
         assert not torch.equal(experts(x), plain)
 
 
-def test_the_reference_moves_nothing() -> None:
-    plain = resident(mlp=Experts)
-    worker = loaded(own=cached(3), moves=False, mlp=Experts)
+@pytest.mark.parametrize("kernel", [TritonExperts, PACKED[0]])
+def test_the_reference_moves_nothing(kernel: type[TritonExperts]) -> None:
+    mlp = partial(Experts, experts_cls=kernel)
+    plain = resident(mlp=mlp)
+    worker = loaded(own=cached(3), moves=False, mlp=mlp)
     require_same_outputs(worker, plain)
     stats = worker.headrace_stats()
     assert (stats["offloader"], stats["experts"]) == ("NoCopyOffloader", [])

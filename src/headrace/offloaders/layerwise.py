@@ -286,9 +286,6 @@ class EngineOffloader(LayerwiseOffloader):
         if self._session is not None:
             return
         self._require_layers()
-        if self._pool.hold_packed is not None:
-            for module in self._model().modules():
-                self._pool.hold_packed(module)
         before = _device_bytes(self._device())
         own = {id(parameter) for parameter in self._model().parameters()}
         for parameter in self._stacks.parameters():
@@ -432,6 +429,8 @@ class EngineOffloader(LayerwiseOffloader):
         # An engine keeps others elsewhere on purpose. Norms and biases are not worth a copy, even if a pattern names
         # them; and model code that reads ``weight.data`` cannot be compiled if an op writes that weight.
         device = self._device()
+        for module in model.modules() if self._pool.hold_packed is not None else ():
+            self._pool.hold_packed(module)
         tensors = chain(model.named_parameters(), model.named_buffers())
         elsewhere = {name for name, tensor in tensors if tensor.device != device}
         # Engines match the names of named_parameters(). vLLM's runner of experts also contains the router and the
