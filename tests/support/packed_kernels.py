@@ -7,12 +7,16 @@ depends on the place of a tile and on the number of experts, so other tiles, or 
 from __future__ import annotations
 
 from dataclasses import dataclass
+from types import SimpleNamespace
 from typing import Any
 
+import pytest
 import torch
 from torch.nn import functional
 
 HEIGHTS = 2, 4  # of tiles
+_FP4 = torch.tensor([0, 0.5, 1, 1.5, 2, 3, 4, 6])
+_FP4 = torch.cat((_FP4, -_FP4))
 
 
 @dataclass
@@ -101,6 +105,11 @@ def product(
         expert, block = tile & 0xFFFF, tile >> 16
         count, start = int(data.hist[expert]), int(data.token_offs_raw[expert])
         values, scales = weight.storage.unswizzled()[expert], config.weight_scale.storage.unswizzled()[expert]
+        if values.dtype == torch.uint8:  # MXFP4
+            values, scales = (
+                _FP4[torch.stack((values & 15, values >> 4), 1).flatten(0, 1).long()],
+                2.0 ** (scales - 127.0),
+            )
         values = values * scales.repeat_interleave(len(values) // len(scales), 0)
         step = 8 << ((place + routing.n_expts_tot) % 3)
         for at in range(start + block * height, start + min(count, (block + 1) * height)):
@@ -121,3 +130,59 @@ def fused_experts(
     kept = int(routing.expt_data.token_offs_pad[HEIGHTS[0]][-1]) > 0
     output.copy_(down[gather.dst_indx.long()].view(len(x), routing.n_expts_act, -1).sum(1) * kept)
     return output
+
+
+# -- what transformers calls -------------------------------------------------------------------------------------------
+
+
+def _matmul_ogs(
+    x: torch.Tensor, w: Tensor, bias: torch.Tensor, routing_data: RoutingData, gather_indx: Indices | None = None,
+    scatter_indx: Indices | None = None, precision_config: Any = None, gammas: Any = None, fused_activation: Any = None,
+) -> torch.Tensor:  # fmt: skip
+    given = x.float() if gather_indx is None else x.float()[gather_indx.src_indx.long() // routing_data.n_expts_act]
+    found = product(given, w, bias, routing_data, precision_config)
+    if fused_activation is not None:
+        gate, up = found[:, ::2], found[:, 1::2]
+        found = functional.silu(gate) * up
+    if scatter_indx is not None:
+        found = found * gammas[:, None]
+        found = found[scatter_indx.src_indx.long()].view(-1, routing_data.n_expts_act, found.shape[-1]).sum(1)
+    return found.to(x.dtype)
+
+
+def _routing(logits: torch.Tensor, top_k: int) -> tuple[RoutingData, Indices, Indices]:
+    weights, ids = logits.float().topk(top_k)
+    return route(ids, weights.softmax(-1), logits.shape[-1])
+
+
+def _config(weight_scale: Tensor, flex_ctx: Any) -> PrecisionConfig:
+    return PrecisionConfig(weight_scale)
+
+
+hub = SimpleNamespace(
+    matmul_ogs=SimpleNamespace(
+        PrecisionConfig=_config, FlexCtx=SimpleNamespace, InFlexData=SimpleNamespace, matmul_ogs=_matmul_ogs,
+        FnSpecs=lambda *_: None, FusedActivation=lambda *_: "swiglu",
+    ),
+    tensor=SimpleNamespace(
+        FP4=None,
+        wrap_torch_tensor=lambda data, dtype=None: Tensor(Storage(data), list(data.shape)),
+        convert_layout=lambda tensor, layout, **_: swizzled(tensor.storage.data.mT),
+    ),
+    tensor_details=SimpleNamespace(
+        layout=SimpleNamespace(StridedLayout=None, make_default_matmul_mxfp4_w_layout=lambda mx_axis: (None, {}))
+    ),
+    swiglu=SimpleNamespace(swiglu_fn=None),
+    routing=SimpleNamespace(routing=_routing),
+)  # fmt: skip
+
+
+def use_in_transformers(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Have transformers run MXFP4 with them on a CPU."""
+    from transformers.integrations import hub_kernels
+    from transformers.quantizers import quantizer_mxfp4
+
+    monkeypatch.setattr(hub_kernels, "get_kernel", lambda *_, **__: hub)
+    monkeypatch.setattr(quantizer_mxfp4, "get_current_accelerator", lambda: torch.device("cuda"))
+    monkeypatch.setattr(quantizer_mxfp4.Mxfp4HfQuantizer, "validate_environment", lambda *_, **__: None)
+    monkeypatch.setattr("headrace.adapters.transformers.quantised._DEQUANTISED_ON_CPU", ())

@@ -2,7 +2,7 @@
 
 A ``Tensor`` of triton_kernels has a ``Storage``, whose ``data`` is in a layout that suits a kernel. Those of MXFP4 for
 Hopper and before it permute bytes within an expert alone, so each expert has bytes of its own, side by side.
-:func:`hold_in_parameter` makes them a parameter of their module.
+:func:`hold_packed` makes them parameters of their module.
 
 ``RoutingData`` lists the tiles of a step in the order of their experts' numbers. A kernel takes the number from the
 tile, and finds weights, first token and count by it. :func:`route_by_rows` keeps tiles and tokens as they are, so sums
@@ -12,7 +12,6 @@ keep their order, and replaces the number by the expert's row.
 from __future__ import annotations
 
 import copy
-import functools
 from collections.abc import Mapping
 from types import SimpleNamespace
 from typing import Any
@@ -22,46 +21,44 @@ import triton
 from torch import nn
 
 from headrace.experts.kernels import tiles_of_rows_kernel
-from headrace.experts.rows import RowMap
+from headrace.experts.rows import CachedExperts, RowMap
 
-__all__ = ["at_rows", "hold_in_parameter", "is_held", "route_by_rows"]
+__all__ = ["PROJECTIONS", "PackedExperts", "at_rows", "hold_packed", "route_by_rows"]
+
+# Of transformers' experts in MXFP4: weights, and what has their scales.
+PROJECTIONS = {name: f"{name}_precision_config" for name in ("gate_up_proj", "down_proj")}
 
 _ALIGN, _BLOCK = 4, 1024  # int32 of 16 bytes, as triton_kernels aligns them: another alignment is another kernel
 
 
-def hold_in_parameter(module: nn.Module, name: str, tensor: Any, num_experts: int) -> bool:
-    """Make the bytes of ``tensor``, an object of triton_kernels, a parameter ``name`` of ``module``, [experts, ., .].
+def hold_packed(module: nn.Module, name: str, weight: Any, config: Any, num_experts: int) -> dict[str, str]:
+    """Make parameters [experts, ., .] of ``module`` of the bytes of ``weight`` and of its scales, which ``config`` has.
 
-    From then on they are wherever that parameter has them.
+    From then on the objects have their bytes wherever these parameters have them.
 
     Returns:
-        whether it did; not if its layout mixes experts, if it is no such object, or if it has been done.
+        the names of these parameters, each with the name whose place it takes; none if a layout mixes experts.
     """
-    storage: Any = getattr(tensor, "storage", None)
-    data = None if is_held(tensor) else getattr(storage, "data", None)
-    if not isinstance(data, torch.Tensor) or data.dim() != 3 or len(data) != num_experts or not data.mT.is_contiguous():
-        return False
-    module.register_parameter(name, nn.Parameter(data.mT, requires_grad=False))
-    held: Any = object.__new__(_held_class(storage.__class__))
-    vars(held).update({key: value for key, value in vars(storage).items() if key != "data"}, holder=module, name=name)
-    tensor.storage = held
-    return True
+    tensors = {name: weight, f"{name}_scale": config.weight_scale}
+    for data in (tensor.storage.data for tensor in tensors.values()):
+        if data.dim() != 3 or len(data) != num_experts or not data.mT.is_contiguous():
+            return {}
+    for key, tensor in tensors.items():
+        if not hasattr(tensor.storage, "holder"):
+            module.register_parameter(f"{key}_packed", nn.Parameter(tensor.storage.data.mT, requires_grad=False))
+            tensor.storage = _held(tensor.storage, module, f"{key}_packed")
+    return {f"{key}_packed": key for key in tensors}
 
 
-def is_held(tensor: Any) -> bool:
-    """Whether the bytes of ``tensor`` are those of a parameter."""
-    return hasattr(getattr(tensor, "storage", None), "holder")
-
-
-def at_rows(tensor: Any, tensors: Mapping[str, torch.Tensor]) -> Any:
-    """``tensor``, which is held in a parameter, with all rows of a cache; ``tensors``: [rows, ., .] by parameter."""
-    made = copy.copy(tensor)
-    made.storage = copy.copy(tensor.storage)
-    rows = tensors[made.storage.name]
-    made.storage.holder = SimpleNamespace(**{made.storage.name: rows})
-    made.shape = [len(rows), *tensor.shape[1:]]  # by which matmul_ogs chooses the width of offsets
-    made.shape_max = list(made.shape)
-    return made
+def at_rows(weight: Any, config: Any, tensors: Mapping[str, torch.Tensor]) -> tuple[Any, Any]:
+    """``weight`` and ``config``, which are held, with all rows of a cache; ``tensors``: [rows, ., .] by parameter."""
+    made, config = copy.copy(weight), copy.copy(config)
+    config.weight_scale = copy.copy(config.weight_scale)
+    for each in (made, config.weight_scale):
+        each.storage = _held(each.storage, SimpleNamespace(**tensors), each.storage.name)
+        each.shape = [len(tensors[each.storage.name]), *each.shape[1:]]  # by it matmul_ogs chooses how wide offsets are
+        each.shape_max = list(each.shape)
+    return made, config
 
 
 def route_by_rows(routing: Any, cache: RowMap, num_rows: int) -> tuple[Any, torch.Tensor, torch.Tensor]:
@@ -95,8 +92,38 @@ def route_by_rows(routing: Any, cache: RowMap, num_rows: int) -> tuple[Any, torc
     return routed, ids, rows
 
 
-@functools.cache
-def _held_class(kind: Any) -> Any:
-    # matmul_ogs assigns the same bytes as uint8, which they are.
-    data = property(lambda storage: getattr(storage.holder, storage.name).mT, lambda storage, same: None)
-    return type(f"Held{kind.__name__}", (kind,), {"data": data})
+class PackedExperts(CachedExperts):
+    """Of transformers' experts in MXFP4, which are given the tiles of a step."""
+
+    entry = "forward_routed"
+
+    def __init__(self, module: Any, tensors: Mapping[str, torch.Tensor], cache: RowMap) -> None:
+        """See :class:`CachedExperts`; :func:`hold_packed` has been called."""
+        super().__init__(module, tensors, cache)
+        self._num_rows = len(next(iter(tensors.values())))
+        self._objects: dict[str, Any] = {}
+        for name, config in PROJECTIONS.items():
+            self._objects[name], self._objects[config] = at_rows(
+                getattr(module, name), getattr(module, config), tensors
+            )
+
+    _forward = torch.compiler.disable(CachedExperts._forward)  # a compiler knows neither tiles nor objects
+
+    def _run(self, hidden_states: torch.Tensor, routing: Any, *others: Any) -> Any:
+        vars(self.twin).update(self._objects)
+        routed, *admitted = route_by_rows(routing, self.cache, self._num_rows)
+        output = getattr(type(self._module), self.entry)(self.twin, hidden_states, routed, *others)
+        self.cache.compare(*admitted)
+        return output
+
+
+def _held(storage: Any, holder: Any, name: str) -> Any:
+    """``storage`` with the bytes of the attribute ``name`` of ``holder``, whatever that is at the time."""
+    kind = storage.__class__
+    if not hasattr(storage, "holder"):
+        # matmul_ogs assigns the same bytes as uint8, which they are.
+        data = property(lambda held: getattr(held.holder, held.name).mT, lambda held, same: None)
+        kind = type(f"Held{kind.__name__}", (kind,), {"data": data})
+    made = object.__new__(kind)
+    vars(made).update({key: value for key, value in vars(storage).items() if key != "data"}, holder=holder, name=name)
+    return made

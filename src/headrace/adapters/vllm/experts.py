@@ -24,13 +24,13 @@ import torch
 from torch import nn
 from vllm.logger import init_logger
 from vllm.model_executor.layers.fused_moe import override_config
-from vllm.model_executor.layers.fused_moe.experts import gpt_oss_triton_kernels_moe as packed_moe
+from vllm.model_executor.layers.fused_moe.experts import gpt_oss_triton_kernels_moe as oai_moe
 from vllm.model_executor.layers.fused_moe.experts import marlin_moe
 from vllm.model_executor.layers.fused_moe.experts.triton_moe import TritonExperts
 from vllm.model_executor.layers.fused_moe.fused_moe import try_get_optimal_moe_config
 from vllm.model_executor.layers.fused_moe.routed_experts import RoutedExperts
 
-from headrace.experts.packed import at_rows, hold_in_parameter, is_held, route_by_rows
+from headrace.experts.packed import at_rows, hold_packed, route_by_rows
 from headrace.experts.rows import RowMap
 from headrace.runtime.under_construction import mark_host_resident
 
@@ -39,8 +39,7 @@ __all__ = ["KernelExperts"]
 logger = init_logger("vllm.headrace")
 
 _PARTS = ("_a1", "_a2", "_w1", "_w2")  # of FusedMoEQuantConfig
-_PACKED = (packed_moe.OAITritonMxfp4ExpertsMonolithic, packed_moe.OAITritonExperts)
-_ROUTES = "3.5.1"  # triton_kernels as vLLM names it, by what it calls tiles
+_PACKED = (oai_moe.OAITritonMxfp4ExpertsMonolithic, oai_moe.OAITritonExperts)
 
 
 class KernelExperts:
@@ -58,8 +57,7 @@ class KernelExperts:
         self._num_rows = len(next(iter(tensors.values())))
         own: dict[int, Any] = {id(getattr(module, name)): rows for name, rows in tensors.items()}
         for _, weight, config in _packed(module):
-            own[id(weight)], own[id(config)] = at_rows(weight, tensors), copy.copy(config)
-            own[id(config)].weight_scale = at_rows(config.weight_scale, tensors)
+            own[id(weight)], own[id(config)] = at_rows(weight, config, tensors)
         if isinstance(self._kernel, marlin_moe.MarlinExperts):
             _say_that_marlin_varies()
             # It chooses the height of tiles by the number of experts, and reads a row at any distance from the first.
@@ -84,15 +82,8 @@ class KernelExperts:
     @staticmethod
     def hold_packed(module: Any) -> dict[str, str]:
         """Make parameters of what the kernel of ``module`` keeps in objects; by name, whose place each takes."""
-        held = {}
-        for part, weight, config in _packed(module):
-            # A layout that mixes experts is that of a scale; then nothing is held, and the weight is found missing.
-            for name, tensor in ((f"{part}_weight_scale", config.weight_scale), (f"{part}_weight", weight)):
-                if hold_in_parameter(module, f"{name}_packed", tensor, module.local_num_experts):
-                    held[f"{name}_packed"] = name
-                elif not is_held(tensor):
-                    return {}
-        return held
+        held = (hold_packed(module, *each, module.local_num_experts) for each in _packed(module))
+        return {made: replaced for names in held for made, replaced in names.items()}
 
     def attach(self) -> None:
         """Point the kernel here."""
@@ -108,30 +99,25 @@ class KernelExperts:
         vars(by_rows).pop("apply")
         by_rows.quant_config = self._quant_config
         if isinstance(by_rows, _PACKED):
-            run = functools.partial(self._run_packed, packed_moe.triton_kernel_fused_experts)
-            with _replaced(packed_moe, "triton_kernel_fused_experts", run):
+            with _replaced(oai_moe, "triton_kernel_fused_experts", self._run_packed):
                 return by_rows.apply(**arguments)
         return self._apply_rows(by_rows, **arguments)
 
-    def _run_packed(
-        self, run: Callable[..., Any], output: Any, x: Any, w1: Any, w2: Any, routing: Any, *others: Any, **kinds: Any
-    ) -> Any:
-        """In the place of ``run``, which gets the tiles of a step and their weights."""
+    def _run_packed(self, run: Callable[..., Any], *given: Any, **kinds: Any) -> Any:
+        """In the place of ``run``, which gets weights, and the tiles of a step."""
+        output, x, _, _, routing, *indices = given
         routing, ids, rows = route_by_rows(routing, self._cache, self._num_rows)
-        result = run(output, x, self._w13, self._w2, routing, *others, **kinds)
+        result = run(output, x, self._w13, self._w2, routing, *indices, **kinds)
         self._cache.compare(ids, rows)
         return result
 
-    def _apply_rows(
-        self, by_rows: Any, *, w1: torch.Tensor, w2: torch.Tensor, topk_ids: torch.Tensor, **arguments: Any
-    ) -> Any:
+    def _apply_rows(self, by_rows: Any, *, w1: Any, w2: Any, topk_ids: torch.Tensor, **arguments: Any) -> Any:
         expert_map = arguments["expert_map"]
         ids = topk_ids if expert_map is None else expert_map[topk_ids]
         rows = self._cache.admit(ids.contiguous())
         if isinstance(by_rows, marlin_moe.MarlinExperts):
             arguments["topk_ids"] = topk_ids
-            align = functools.partial(_align_rows, marlin_moe.moe_align_block_size, rows)
-            as_resident = _replaced(marlin_moe, "moe_align_block_size", align)
+            as_resident = _replaced(marlin_moe, "moe_align_block_size", _align_rows, rows)
         else:
             _, num_tokens, _, _, top_k = by_rows.moe_problem_size(arguments["hidden_states"], w1, w2, topk_ids)
             # Block sizes set the order in which products are summed, and vLLM chooses them by the number of experts.
@@ -166,19 +152,18 @@ def _say_that_marlin_varies() -> None:
     )
 
 
-def _align_rows(
-    align: Callable[..., Any], rows: torch.Tensor, topk_ids: torch.Tensor, block_size: int, *args: Any, **kwargs: Any
-) -> tuple[torch.Tensor, ...]:
+def _align_rows(align: Any, rows: torch.Tensor, topk_ids: Any, block_size: int, *args: Any, **kinds: Any) -> Any:
     """What ``align`` of vLLM returns, with the row of each tile's expert; ``rows`` has one for each id."""
-    positions, _, num_padded = align(topk_ids, block_size, *args, **kwargs)
+    positions, _, num_padded = align(topk_ids, block_size, *args, **kinds)
     first = positions[::block_size].clamp(0, rows.numel() - 1)  # unused tiles hold any number
     return positions, rows.flatten().index_select(0, first).int(), num_padded
 
 
 @contextmanager
-def _replaced(module: ModuleType, name: str, value: Any) -> Iterator[None]:
+def _replaced(module: ModuleType, name: str, by: Callable[..., Any], *given: Any) -> Iterator[None]:
+    """Within, ``by`` runs in the place of a function of vLLM's, and is given that and ``given`` first."""
     before = getattr(module, name)
-    setattr(module, name, value)
+    setattr(module, name, functools.partial(by, before, *given))
     try:
         yield
     finally:
@@ -192,18 +177,15 @@ def _why_not(module: Any) -> str | None:
     if kind not in (TritonExperts, marlin_moe.MarlinExperts, *_PACKED):
         name = getattr(kind, "__name__", type(method).__name__)
         return f"{name} runs them, which may not read rows: choose another kernel (--moe-backend triton, or marlin)"
-    if kind in _PACKED and packed_moe.triton_kernels_version != _ROUTES:
-        return (
-            f"the installed triton_kernels ({packed_moe.triton_kernels_version}) lists tiles in another form: remove "
-            f"that package, so that vLLM takes its own, or choose another kernel (--moe-backend marlin)"
-        )
+    if kind in _PACKED and oai_moe.triton_kernels_version != "3.5.1":
+        return f"triton_kernels {oai_moe.triton_kernels_version} lists tiles in another way: remove it, vLLM has 3.5.1"
     if layout.moe_parallel_config.use_all2all_kernels or layout.moe_parallel_config.enable_eplb:
         return "tokens or experts move between ranks (data and expert parallelism together, --enable-eplb)"
     if layout.is_lora_enabled:
         return "LoRA adapters of experts are read by their numbers (--enable-lora)"
     if kernel is None:
         return None
-    if not all(is_held(weight) for _, weight, _ in _packed(module)):
+    if not all(hasattr(weight.storage, "holder") for _, weight, _ in _packed(module)):
         return "its kernel keeps them in a layout that mixes experts: choose another kernel (--moe-backend marlin)"
     own = {id(parameter) for parameter in module.parameters(recurse=False)}
     for part, desc in _descs(kernel.quant_config):
@@ -222,12 +204,11 @@ def _kernel_of(module: Any) -> Any:
 
 def _packed(module: Any) -> Iterator[tuple[str, Any, Any]]:
     """Name, weight and ``PrecisionConfig`` of what a kernel keeps in objects of triton_kernels; of others nothing."""
-    kernel = _kernel_of(module) if isinstance(module, RoutedExperts) else None
-    quant_config = getattr(kernel, "quant_config", None)
-    for name, part in (("w13", "_w1"), ("w2", "_w2")):
+    quant_config = getattr(isinstance(module, RoutedExperts) and _kernel_of(module), "quant_config", None)
+    for name, part in (("w13_weight", "_w1"), ("w2_weight", "_w2")):
         config = getattr(getattr(quant_config, part, None), "scale", None)
         if hasattr(config, "weight_scale"):
-            yield name, getattr(module, f"{name}_weight"), config
+            yield name, getattr(module, name), config
 
 
 def _descs(quant_config: Any) -> Iterator[tuple[str, Any]]:
