@@ -92,11 +92,11 @@ def test_objects_follow_their_parameters() -> None:
     weight, config = packed(values)
     for _ in range(2):  # the second time it is as it was
         names = hold_packed(module, "up", weight, config, NUM_EXPERTS)
-        assert names == {"up_packed": "up", "up_scale_packed": "up_scale"}
+        assert names == {"up_bytes": "up", "up_scale_bytes": "up_scale"}
     assert sorted(names) == sorted(name for name, _ in module.named_parameters())
-    assert module.up_packed.is_contiguous()
+    assert module.up_bytes.is_contiguous()
     assert torch.equal(weight.storage.unswizzled(), values.mT)
-    module.up_packed.data = module.up_packed.data * 2
+    module.up_bytes.data = module.up_bytes.data * 2
     assert torch.equal(weight.storage.unswizzled(), values.mT * 2)
     assert weight.storage.layout == "mirrored"
     weight.storage.data = weight.storage.data.view(torch.float32)  # as matmul_ogs does
@@ -114,7 +114,7 @@ def test_a_copy_of_the_module_has_objects_of_its_own() -> None:
     module.weight, module.config = packed(torch.randn(NUM_EXPERTS, 8, 4))
     hold_packed(module, "up", module.weight, module.config, NUM_EXPERTS)
     twin = copy.deepcopy(module)
-    twin.up_packed.data.zero_()
+    twin.up_bytes.data.zero_()
     assert not twin.weight.storage.data.any()
     assert module.weight.storage.data.all()
 

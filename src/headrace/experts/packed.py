@@ -45,9 +45,9 @@ def hold_packed(module: nn.Module, name: str, weight: Any, config: Any, num_expe
             return {}
     for key, tensor in tensors.items():
         if not hasattr(tensor.storage, "holder"):
-            module.register_parameter(f"{key}_packed", nn.Parameter(tensor.storage.data.mT, requires_grad=False))
-            tensor.storage = _held(tensor.storage, module, f"{key}_packed")
-    return {f"{key}_packed": key for key in tensors}
+            module.register_parameter(f"{key}_bytes", nn.Parameter(tensor.storage.data.mT, requires_grad=False))
+            tensor.storage = _held(tensor.storage, module, f"{key}_bytes")
+    return {f"{key}_bytes": key for key in tensors}
 
 
 def at_rows(weight: Any, config: Any, tensors: Mapping[str, torch.Tensor]) -> tuple[Any, Any]:
