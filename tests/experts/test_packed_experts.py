@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import copy
+import gc
+import weakref
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -107,6 +109,20 @@ def test_objects_follow_their_parameters() -> None:
     assert torch.equal(other.weight_scale.storage.unswizzled()[NUM_EXPERTS:], values[..., :2].mT)
     assert weight.shape == [NUM_EXPERTS, 4, 8]
     assert len(config.weight_scale.storage.data) == NUM_EXPERTS
+
+
+def test_memory_is_free_without_a_collection_of_garbage() -> None:
+    """Layers are made one by one while a model is loaded, on a GPU that has no room for all."""
+    module: Any = nn.Module()
+    module.weight, module.config = packed(torch.randn(NUM_EXPERTS, 8, 4))
+    hold_packed(module, "up", module.weight, module.config, NUM_EXPERTS)
+    gone = weakref.ref(module.up_bytes)
+    gc.disable()
+    try:
+        del module
+        assert gone() is None
+    finally:
+        gc.enable()
 
 
 def test_a_copy_of_the_module_has_objects_of_its_own() -> None:

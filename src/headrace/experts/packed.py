@@ -13,7 +13,6 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Mapping
-from types import SimpleNamespace
 from typing import Any
 
 import torch
@@ -46,7 +45,7 @@ def hold_packed(module: nn.Module, name: str, weight: Any, config: Any, num_expe
     for key, tensor in tensors.items():
         if not hasattr(tensor.storage, "holder"):
             module.register_parameter(f"{key}_bytes", nn.Parameter(tensor.storage.data.mT, requires_grad=False))
-            tensor.storage = _held(tensor.storage, module, f"{key}_bytes")
+            tensor.storage = _held(tensor.storage, module._parameters, f"{key}_bytes")  # the module would be a cycle
     return {f"{key}_bytes": key for key in tensors}
 
 
@@ -55,7 +54,7 @@ def at_rows(weight: Any, config: Any, tensors: Mapping[str, torch.Tensor]) -> tu
     made, config = copy.copy(weight), copy.copy(config)
     config.weight_scale = copy.copy(config.weight_scale)
     for each in (made, config.weight_scale):
-        each.storage = _held(each.storage, SimpleNamespace(**tensors), each.storage.name)
+        each.storage = _held(each.storage, tensors, each.storage.name)
         each.shape = [len(tensors[each.storage.name]), *each.shape[1:]]  # by it matmul_ogs chooses how wide offsets are
         each.shape_max = list(each.shape)
     return made, config
@@ -117,12 +116,12 @@ class PackedExperts(CachedExperts):
         return output
 
 
-def _held(storage: Any, holder: Any, name: str) -> Any:
-    """``storage`` with the bytes of the attribute ``name`` of ``holder``, whatever that is at the time."""
+def _held(storage: Any, holder: Mapping[str, Any], name: str) -> Any:
+    """``storage`` with the bytes of ``holder[name]``, whatever that is at the time."""
     kind = storage.__class__
     if not hasattr(storage, "holder"):
         # matmul_ogs assigns the same bytes as uint8, which they are.
-        data = property(lambda held: getattr(held.holder, held.name).mT, lambda held, same: None)
+        data = property(lambda held: held.holder[held.name].mT, lambda held, same: None)
         kind = type(f"Held{kind.__name__}", (kind,), {"data": data})
     made = object.__new__(kind)
     vars(made).update({key: value for key, value in vars(storage).items() if key != "data"}, holder=holder, name=name)
