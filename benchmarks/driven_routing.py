@@ -109,6 +109,12 @@ def replay_routing(num_layers: int, num_steps: int, top_k: int) -> Replay:
         ) -> tuple[torch.Tensor, torch.Tensor]:
             return replay.route(len(hidden_states), indices_type or torch.long)
 
+        supports_monolithic_logits = True  # a kernel that chooses itself: the stated experts are far ahead, all alike
+
+        def generate_monolithic_logits(self, router_logits: torch.Tensor) -> torch.Tensor:
+            _, ids = replay.route(len(router_logits), torch.long)
+            return torch.full_like(router_logits, -1e4).scatter_(1, ids, 0.0)
+
     RoutingSimulator.register_strategy(NAME, Replayed())
     os.environ["VLLM_MOE_ROUTING_SIMULATION_STRATEGY"] = NAME
     return replay

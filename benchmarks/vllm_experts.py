@@ -3,13 +3,14 @@
     python benchmarks/vllm_experts.py OUT [--shape deepseek] [--layers N] [--format fp8] [--share 0.5] [--cases NAME...]
     python benchmarks/vllm_experts.py OUT --publish TABLE        raw results for benchmarks/results, on stdout
 
-Shapes are those of published models, with seeded weights; Marlin runs the formats of four bits. All cases take the same
-choices of experts from tables (driven_routing.py), which replace the router's: with a stated share of hits for a cache
-of this size, and the seeded trace that the project ships. A step is the slope between two lengths of the answer,
-prefill left out; tokens and log-probabilities are compared to the last bit with those of ``still``, which has the same
-boundaries and moves nothing, or without it with those of ``resident``. The floor of a step is the bytes of missing
-experts at 50 GB/s, and the step of ``resident``. ``--budget-gib`` gives the weights so much and lets the planner choose
-the number of slots; ``budget`` gives them the same without a rule.
+Shapes are those of published models, with seeded weights; Marlin runs the formats of four bits, and with ``--kernel
+triton`` triton_kernels runs MXFP4. All cases take the same choices of experts from tables (driven_routing.py), which
+replace the router's: with a stated share of hits for a cache of this size, and the seeded trace that the project ships.
+A step is the slope between two lengths of the answer, prefill left out; tokens and log-probabilities are compared to
+the last bit with those of ``still``, which has the same boundaries and moves nothing, or without it with those of
+``resident``. The floor of a step is the bytes of missing experts at 50 GB/s, and the step of ``resident``. ``--budget-
+gib`` gives the weights so much and lets the planner choose the number of slots; ``budget`` gives them the same without
+a rule.
 
 With ``--together FILE`` the engines of all cases start at once and take turns to measure, and so do those of other runs
 that name this file; device memory is then left out. Two compilations may round in two ways: with ``--bits eager``
@@ -68,6 +69,7 @@ def main() -> None:
     parser.add_argument("--shape", choices=SHAPES, default="deepseek")
     parser.add_argument("--layers", type=int, help="default those of the published model")
     parser.add_argument("--format", choices=BYTES, default="bf16")
+    parser.add_argument("--kernel", choices=["triton", "marlin"], help="that runs experts; default by the format")
     parser.add_argument("--budget-gib", type=float, help="for the weights, in place of --share")
     parser.add_argument("--share", type=float, default=0.5, help="of the experts of a layer on the GPU")
     parser.add_argument("--cases", nargs="+", choices=CASES, default=list(CASES), help="may be repeated with --starts")
@@ -93,7 +95,8 @@ def main() -> None:
     if given.publish:
         for row in _published(given.out, config, given.format):
             if row["ms"] is not None or given.bits:
-                print(json.dumps({"table": given.publish, "shape": name, "format": given.format, **row}))
+                how = {"format": given.format, **({"kernel": given.kernel} if given.kernel else {})}
+                print(json.dumps({"table": given.publish, "shape": name, **how, **row}))
     elif given.child:
         _measure(given, config)
     else:
@@ -120,6 +123,7 @@ def _run_child(case: str, given: argparse.Namespace) -> None:
     command = [sys.executable, __file__, str(given.out), "--child", "--cases", case, "--shape", given.shape]
     command += ["--share", str(given.share), *(["--layers", str(given.layers)] if given.layers else [])]
     command += ["--format", given.format]
+    command += ["--kernel", given.kernel] if given.kernel else []
     command += ["--budget-gib", str(given.budget_gib)] if given.budget_gib else []
     command += ["--scored", str(given.scored)]
     command += ["--together", str(given.together)] if given.together else []
@@ -208,7 +212,7 @@ def _measure(given: argparse.Namespace, config: dict[str, Any]) -> None:
     engine = LLM(
         model=str(folder),
         load_format="dummy",
-        moe_backend="triton" if given.format in ("bf16", "fp8") else "marlin",
+        moe_backend=given.kernel or ("triton" if given.format in ("bf16", "fp8") else "marlin"),
         skip_tokenizer_init=True,
         max_model_len=PROMPTS[-1] + 257,
         max_num_seqs=16,

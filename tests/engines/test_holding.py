@@ -229,6 +229,28 @@ def test_a_kernel_that_is_known_to_make_objects_is_refused_before_the_weights_lo
         pool.take(layer, lambda name, num_bytes: name == "weight", apart=True)
 
 
+@pytest.mark.parametrize("leaves", [True, False])
+def test_what_an_object_holds_leaves_as_a_parameter(pool: BuildTimePool, leaves: bool) -> None:
+    """Where the weight that it takes the place of has left."""
+
+    def hold_packed(module: Any) -> dict[str, str]:
+        module.packed = nn.Parameter(module.weight.data, requires_grad=False)
+        return {"packed": "weight"}
+
+    pool.hold_packed = hold_packed
+    layer: Any = nn.Linear(256, 256)
+    layer.other = nn.Parameter(torch.randn(256, 256), requires_grad=False)
+    layer.quant_method = Repack("foreign")
+    layer.quant_method.mxfp4_backend = SimpleNamespace(name="TRITON")
+    pool.take(layer, lambda name, num_bytes: name == "other" or (leaves and name == "weight"), apart=True)
+    expected = layer.weight.data * 2
+    with torch.no_grad():
+        layer.quant_method.process_weights_after_loading(layer)
+    assert torch.equal(layer.packed, expected)
+    assert (pool.find(layer.packed.data) is not None) == leaves
+    assert pool.num_bytes == WEIGHT * (1 + leaves), "none of the former memory is left"
+
+
 def test_weights_that_are_quantised_while_they_load_leave_when_they_are_made(pool: BuildTimePool) -> None:
     """They have no memory before: an engine builds them on meta."""
     layer: Any = nn.Linear(256, 256, device="meta")

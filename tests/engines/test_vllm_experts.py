@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib
 import sys
 from dataclasses import replace
 from functools import partial
@@ -11,6 +12,7 @@ import pytest
 import torch
 
 import headrace.experts.cache  # noqa: F401 - before the first test, for its fixture
+import packed_kernels
 import vllm_experts
 import vllm_stand_in as vllm
 import vllm_workers
@@ -24,9 +26,11 @@ from vllm_experts import (
     Experts,
     FusedMoEParallelConfig,
     MarlinExperts,
+    OAITritonExperts,
+    OAITritonMxfp4ExpertsMonolithic,
     TritonExperts,
 )
-from vllm_workers import another_process, ids, loaded, make, require_same_outputs, resident
+from vllm_workers import another_process, ids, loaded, make, offloaded_names, require_same_outputs, resident
 
 stand_in = vllm_workers.stand_in  # a fixture for every test
 
@@ -48,11 +52,15 @@ def test_packed_weights_have_two_names(slots: int) -> None:
     assert len(said) == 1  # of 8 layers
 
 
-KERNELS = pytest.mark.parametrize("kernel", [TritonExperts, MarlinExperts])
+KERNELS = [TritonExperts, MarlinExperts]
+PACKED = [OAITritonMxfp4ExpertsMonolithic, OAITritonExperts]  # weights and scales are in objects
+IN_TURN = [(1, True), (3, True), (3, False), (24, True)]
 
 
-@KERNELS
-@pytest.mark.parametrize(("slots", "second"), [(1, True), (3, True), (3, False), (24, True)])
+@pytest.mark.parametrize(
+    ("kernel", "slots", "second"),
+    [*((kernel, *each) for kernel in KERNELS for each in IN_TURN), (PACKED[0], 1, True), (PACKED[1], 24, False)],
+)
 def test_outputs_are_the_same_and_experts_move(slots: int, second: bool, kernel: type[TritonExperts]) -> None:
     """The stand-in's kernels round by the number of experts that they are configured for, as vLLM's may."""
     mlp = partial(Experts, experts_cls=kernel)
@@ -71,7 +79,7 @@ def test_outputs_are_the_same_and_experts_move(slots: int, second: bool, kernel:
 
 
 @pytest.mark.parametrize(
-    ("kernel", "is_cached"), [(TritonExperts, True), (MarlinExperts, True), (DeepGemmExperts, False)]
+    ("kernel", "is_cached"), [(TritonExperts, True), (MarlinExperts, True), (PACKED[0], True), (DeepGemmExperts, False)]
 )
 def test_a_budget_caches_where_that_is_faster(
     kernel: type[TritonExperts], is_cached: bool, monkeypatch: pytest.MonkeyPatch
@@ -85,7 +93,7 @@ def test_a_budget_caches_where_that_is_faster(
 
     monkeypatch.setattr("headrace.offloaders.layerwise.make_planner", on_gpu)
     mlp = partial(Experts, experts_cls=kernel)
-    worker = loaded(own={"device_memory": "42MiB"}, mlp=mlp)
+    worker = loaded(own={"device_memory": "44MiB" if kernel in PACKED else "42MiB"}, mlp=mlp)
     require_same_outputs(worker, resident(mlp=mlp))
     layers = worker.headrace_stats()["experts"]
     assert len(layers) == (vllm.NUM_LAYERS if is_cached else 0)
@@ -99,7 +107,7 @@ def test_small_scales_stay_where_nothing_is_cached(rules: list[str]) -> None:
     assert not [name for name in worker.headrace_stats()["uva_names"] if "scale" in name]
 
 
-@KERNELS
+@pytest.mark.parametrize("kernel", KERNELS)
 @pytest.mark.parametrize("divided", [False, True])
 def test_rows_are_compared_with_the_store(
     kernel: type[TritonExperts], divided: bool, monkeypatch: pytest.MonkeyPatch
@@ -123,7 +131,72 @@ def test_rows_are_compared_with_the_store(
         worker.headrace_stats()
 
 
-@KERNELS
+@pytest.mark.parametrize("fault", ["overwritten", "scale", "numbers"])
+def test_rows_of_packed_experts_are_compared_with_the_store(fault: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Also their scales, which lie in other objects; and rows that are those of other experts."""
+    monkeypatch.setenv("HEADRACE_DEBUG", "1")
+    worker = loaded(own=cached(24), mlp=partial(Experts, experts_cls=PACKED[0]))
+    worker.execute_model(ids())
+    assert all(layer["fetched"] > 0 for layer in worker.headrace_stats()["experts"])
+    packed = sys.modules[vllm_experts.PACKED_MOE]
+    run = packed.triton_kernel_fused_experts
+
+    def faulty(output: Any, x: Any, w1: Any, w2: Any, routing: Any, *others: Any, **kinds: Any) -> Any:
+        found = run(output, x, w1, w2, routing, *others, **kinds)
+        values, scales = w2.storage.data, kinds["quant_config"]._w2.scale.weight_scale.storage.data
+        if fault == "numbers":
+            values[:24] = values[:24].roll(1, 0)
+        else:
+            (values if fault == "overwritten" else scales)[:24] = 0
+        return found
+
+    monkeypatch.setattr(packed, "triton_kernel_fused_experts", faulty)
+    worker.execute_model(ids())
+    with pytest.raises(RaceError, match="differ from the store"):
+        worker.headrace_stats()
+
+
+@pytest.mark.parametrize(
+    "own", [{"rules": ["experts=uva"]}, {"rules": ["experts=prefetch"]}, {"device_memory": "12MiB"}]
+)
+def test_packed_experts_move_without_a_cache(own: dict[str, Any]) -> None:
+    """What objects hold is where its parameter lies: in a slot, in host memory, on the device."""
+    mlp = partial(Experts, experts_cls=PACKED[0])
+    worker = loaded(own={"device_memory": "42MiB", **own}, mlp=mlp)
+    require_same_outputs(worker, resident(mlp=mlp))
+    stats = worker.headrace_stats()
+    assert stats["uva_bytes"] + stats["bytes_moved"] > 0
+    moved = offloaded_names(worker)
+    assert {name.rpartition(".")[2] for name in moved} >= {"w13_weight_bytes", "w2_weight_bytes"}
+
+
+def test_another_triton_kernels_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(sys.modules[vllm_experts.PACKED_MOE], "triton_kernels_version", "3.6")
+    with pytest.raises(OptionError, match=r"triton_kernels 3\.6 lists tiles in another way: remove it, .*3\.5\.1"):
+        loaded(own=cached(3), mlp=partial(Experts, experts_cls=PACKED[0]))
+
+
+def test_a_layout_that_mixes_experts_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As those of scales for Blackwell do."""
+    plain = packed_kernels.swizzled
+
+    def mixed(data: torch.Tensor) -> Any:
+        made = plain(data)
+        if data.shape[-1] == 4:  # scales
+            made.storage.data = made.storage.data.reshape(1, -1, 8)
+        return made
+
+    monkeypatch.setattr(packed_kernels, "swizzled", mixed)
+    model = resident(mlp=partial(Experts, experts_cls=PACKED[0])).model_runner.get_model()
+    kernels = importlib.import_module("headrace.adapters.vllm.experts").KernelExperts
+    experts = model.model.layers[0].mlp.experts
+    assert kernels.hold_packed(experts) == {}
+    reasons = kernels.find(model)
+    assert len(reasons) == vllm.NUM_LAYERS
+    assert all("layout that mixes experts: choose another kernel (--moe-backend marlin)" in r for r in reasons.values())
+
+
+@pytest.mark.parametrize("kernel", [*KERNELS, *PACKED])
 def test_experts_of_other_ranks_are_left_out(kernel: type[TritonExperts]) -> None:
     """With expert parallelism a rank has some of the experts, and numbers of all of them come in."""
     mlp = partial(Experts, divided=True, experts_cls=kernel)
@@ -164,9 +237,11 @@ def test_the_kernel_of_the_stand_in_rounds_by_its_configuration() -> None:
         assert not torch.equal(experts(x), plain)
 
 
-def test_the_reference_moves_nothing() -> None:
-    plain = resident(mlp=Experts)
-    worker = loaded(own=cached(3), moves=False, mlp=Experts)
+@pytest.mark.parametrize("kernel", [TritonExperts, PACKED[0]])
+def test_the_reference_moves_nothing(kernel: type[TritonExperts]) -> None:
+    mlp = partial(Experts, experts_cls=kernel)
+    plain = resident(mlp=mlp)
+    worker = loaded(own=cached(3), moves=False, mlp=mlp)
     require_same_outputs(worker, plain)
     stats = worker.headrace_stats()
     assert (stats["offloader"], stats["experts"]) == ("NoCopyOffloader", [])

@@ -18,7 +18,7 @@ import plain_fp8
 import quantised_checkpoints
 from headrace.adapters.transformers import load
 from headrace.errors import HeadraceError
-from quantised_checkpoints import FORMATS, IDS, MOVES, OSS, by_load, by_offload, logits, resident
+from quantised_checkpoints import FORMATS, IDS, MOVES, OSS, SIZE, by_load, by_offload, logits, resident
 
 pytestmark = pytest.mark.filterwarnings("ignore::headrace.HeadraceWarning")
 
@@ -140,19 +140,48 @@ def _decoded(model: transformers.PreTrainedModel) -> tuple[torch.Tensor, int]:
     return torch.cat([logit for output in outputs for logit in output.logits]), graphs.replays
 
 
-@pytest.mark.skipif(local_mxfp4_kernels.missing() is not None, reason=str(local_mxfp4_kernels.missing()))
-def test_kernels_of_mxfp4_are_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """They run here, resident; what they run on cannot be moved, so both ways say so before anything does."""
+@pytest.fixture
+def mxfp4(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """A folder that transformers runs with its MXFP4 kernels."""
+    if (why := local_mxfp4_kernels.missing()) is not None:
+        pytest.skip(why)
     for module, attr in [(hub_kernels, "get_kernel"), (quantizer_mxfp4, "is_kernels_available")]:
         monkeypatch.setattr(module, attr, getattr(module, attr))  # so that what is installed ends with the test
     local_mxfp4_kernels.install()
-    sizes = OSS | {"hidden_size": 256, "intermediate_size": 256}
+    sizes = OSS | {"hidden_size": 256, "intermediate_size": 256, "num_local_experts": 16}
     folder = replace(FORMATS["MXFP4, experts"], sizes=sizes).write(tmp_path)
     model = resident(folder, "cuda")
     assert type(model.get_submodule("model.layers.1.mlp.experts")).__name__ == "Mxfp4GptOssExperts"
     assert logits(model).isfinite().all()
     assert torch.equal(logits(model), logits(model))
-    with pytest.raises(HeadraceError, match="5.23 or newer" if IS_OLD else "store weights in special objects"):
-        by_load(folder, "cuda")
+    return folder
+
+
+def test_kernels_of_mxfp4(mxfp4: Path) -> None:
+    """A live model is refused before anything moves: what it runs on are objects."""
     with pytest.raises(HeadraceError, match="keeps its weights in objects of triton_kernels"):
-        by_offload(folder, "cuda")
+        by_offload(mxfp4, "cuda")
+    if IS_OLD:
+        with pytest.raises(HeadraceError, match=r"5\.23 or newer"):
+            by_load(mxfp4, "cuda")
+        return
+    equal, moved = by_load(mxfp4, "cuda")
+    assert equal
+    assert moved > 0
+
+
+@pytest.mark.skipif(IS_OLD, reason="load() needs transformers 5.23 or newer")
+@pytest.mark.parametrize("how", ["cache", "uva"])
+def test_experts_of_mxfp4(mxfp4: Path, how: headrace.config.Mechanism, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Cached or read in place, also in graphs; with the cache each call compares the rows that a kernel has read."""
+    monkeypatch.setenv("HEADRACE_DEBUG", "1")
+    expected, (decoded, replays) = logits(resident(mxfp4, "cuda")), _decoded(resident(mxfp4, "cuda"))
+    policy = headrace.Rules([("experts", how)], expert_slots=6 if how == "cache" else None)
+    model, handle = load(mxfp4, policy, device="cuda")
+    with handle:
+        assert torch.equal(logits(model), expected)
+        found, own_replays = _decoded(model)
+        assert torch.equal(found, decoded)
+        assert (own_replays > 0) == (replays > 0)
+        assert handle.plan.uva_bytes > 0 or all(layer.fetched > 0 for layer in handle.stats().experts)
+        assert len(handle.stats().experts) == (SIZE["num_hidden_layers"] if how == "cache" else 0)

@@ -17,6 +17,8 @@ import torch
 from torch import nn
 from torch.nn import functional
 
+import packed_kernels
+
 NUM_EXPERTS, TOP_K, INTERMEDIATE = 32, 2, 128
 
 _override: dict[str, int] | None = None
@@ -43,7 +45,7 @@ def try_get_optimal_moe_config(
 
 @dataclass
 class FusedMoEQuantDesc:
-    scale: torch.Tensor | None = None
+    scale: Any = None
     bias: torch.Tensor | None = None
 
 
@@ -136,6 +138,58 @@ class MarlinExperts(TritonExperts):
             )
 
 
+# -- triton_kernels: MXFP4 ---------------------------------------------------------------------------------------------
+
+
+def triton_kernel_fused_experts(
+    output_tensor: torch.Tensor, hidden_states: torch.Tensor, w1: Any, w2: Any, routing_data: Any, gather_indx: Any,
+    scatter_indx: Any, topk: int, quant_config: Any = None, **kinds: Any,
+) -> torch.Tensor:  # fmt: skip
+    assert topk == routing_data.n_expts_act
+    return packed_kernels.fused_experts(output_tensor, hidden_states, w1, w2, routing_data, gather_indx, quant_config)
+
+
+class OAITritonExperts:
+    def __init__(self, quant_config: FusedMoEQuantConfig) -> None:
+        self.quant_config = quant_config
+
+    def apply(
+        self, output: torch.Tensor, hidden_states: torch.Tensor, w1: Any, w2: Any, topk_weights: torch.Tensor,
+        topk_ids: torch.Tensor, activation: str, global_num_experts: int, expert_map: torch.Tensor | None,
+    ) -> None:  # fmt: skip
+        assert topk_ids.max() < global_num_experts
+        ids = topk_ids if expert_map is None else expert_map[topk_ids]
+        run = sys.modules[PACKED_MOE].triton_kernel_fused_experts
+        routed = packed_kernels.route(ids, topk_weights, w1.shape[0])
+        run(output, hidden_states, w1, w2, *routed, topk=topk_ids.shape[1], quant_config=self.quant_config)
+
+
+class OAITritonMxfp4ExpertsMonolithic(OAITritonExperts):
+    """Chooses the experts, too."""
+
+    def apply(  # type: ignore[override]
+        self, hidden_states: torch.Tensor, w1: Any, w2: Any, router_logits: torch.Tensor, activation: str,
+        global_num_experts: int, expert_map: torch.Tensor | None,
+    ) -> torch.Tensor:  # fmt: skip
+        return triton_kernel_moe_forward(
+            hidden_states, w1, w2, router_logits, TOP_K, quant_config=self.quant_config, expert_map=expert_map
+        )
+
+
+def triton_kernel_moe_forward(
+    hidden_states: torch.Tensor, w1: Any, w2: Any, gating_output: torch.Tensor, topk: int, quant_config: Any,
+    expert_map: torch.Tensor | None,
+) -> torch.Tensor:  # fmt: skip
+    weights, ids = gating_output.softmax(-1).topk(topk)
+    routed = packed_kernels.route(ids if expert_map is None else expert_map[ids], weights, w1.shape[0])
+    run = sys.modules[PACKED_MOE].triton_kernel_fused_experts
+    output = torch.empty_like(hidden_states)
+    return run(output, hidden_states, w1, w2, *routed, topk=topk, quant_config=quant_config)
+
+
+PACKED_MOE = "vllm.model_executor.layers.fused_moe.experts.gpt_oss_triton_kernels_moe"
+
+
 def _row(tensor: torch.Tensor, row: torch.Tensor) -> torch.Tensor:
     """As a kernel finds it: by its distance from the first, whatever ``tensor`` has."""
     start = tensor.storage_offset() + int(row) * tensor.stride(0)
@@ -170,7 +224,24 @@ class Method:
             layer.w13_weight, layer.w2_weight = layer.w13_qweight, layer.w2_qweight
         scale = layer.w13_weight_scale.data.clone() if self._copies_scales else layer.w13_weight_scale
         config = FusedMoEQuantConfig(_w1=FusedMoEQuantDesc(scale))
+        if issubclass(self.experts_cls, OAITritonExperts):
+            config = _in_objects(layer)
         self.moe_kernel = FusedMoEKernelModularImpl(self.experts_cls(config))
+
+
+def _in_objects(layer: Any) -> FusedMoEQuantConfig:
+    """Weights and scales in objects of triton_kernels, biases in parameters, as vLLM makes them of MXFP4."""
+    descs = []
+    for part in ("w13", "w2"):
+        weight = getattr(layer, f"{part}_weight").data
+        scale = weight[..., :4].abs() + 0.5
+        layer.register_parameter(f"{part}_bias", nn.Parameter(weight[..., 0].contiguous(), requires_grad=False))
+        delattr(layer, f"{part}_weight")
+        setattr(layer, f"{part}_weight", packed_kernels.swizzled(weight))
+        config = packed_kernels.PrecisionConfig(packed_kernels.swizzled(scale.contiguous()))
+        descs.append(FusedMoEQuantDesc(config, getattr(layer, f"{part}_bias")))
+    del layer.w13_weight_scale
+    return FusedMoEQuantConfig(_w1=descs[0], _w2=descs[1])
 
 
 @dataclass
@@ -226,8 +297,13 @@ class Experts(nn.Module):
         flat, experts = x.reshape(-1, x.shape[-1]), self.experts
         if not self._is_called:
             return x
-        weights, ids = self.gate(flat).softmax(-1).topk(TOP_K)
-        output = torch.zeros_like(flat)
+        logits, output = self.gate(flat), torch.zeros_like(flat)
+        if isinstance(experts.quant_method.moe_kernel.fused_experts, OAITritonMxfp4ExpertsMonolithic):
+            return experts.quant_method.moe_kernel.fused_experts.apply(
+                hidden_states=flat, w1=experts.w13_weight, w2=experts.w2_weight, router_logits=logits,
+                activation="silu", global_num_experts=NUM_EXPERTS, expert_map=experts.expert_map,
+            ).view_as(x)  # fmt: skip
+        weights, ids = logits.softmax(-1).topk(TOP_K)
         experts.quant_method.moe_kernel._fused_experts(
             output=output, hidden_states=flat, w1=experts.w13_weight, w2=experts.w2_weight, topk_weights=weights,
             topk_ids=ids.int(), activation="silu", global_num_experts=NUM_EXPERTS, expert_map=experts.expert_map,

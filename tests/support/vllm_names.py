@@ -18,6 +18,7 @@ _BREAKABLE = "vllm.compilation.breakable_cudagraph"
 _GROUPS = "vllm.distributed.parallel_state"
 _MOE = "vllm.model_executor.layers.fused_moe"
 _TRITON = f"{_MOE}.experts.triton_moe"
+_PACKED = f"{_MOE}.experts.gpt_oss_triton_kernels_moe"
 _MODELS = "vllm.model_executor.models.utils"
 _LOADING = "vllm.model_executor.model_loader.utils"
 _AROUND_CAPTURE = ("sync_prev_onload", "join_after_forward")
@@ -33,6 +34,7 @@ _APPLY = (
     "self", "output", "hidden_states", "w1", "w2", "topk_weights", "topk_ids", "activation", "global_num_experts",
     "expert_map",
 )  # fmt: skip
+_FUSED = ("output_tensor", "hidden_states", "w1", "w2", "routing_data", "gather_indx", "scatter_indx", "topk")
 _ALIGN = ("topk_ids", "block_size", "num_experts", "expert_map", "pad_sorted_ids", "ignore_invalid_experts")
 NAMES = (
     Name(_OFFLOADER, "get_offloader", ()),
@@ -94,6 +96,13 @@ NAMES = (
             Name(_TRITON, "TritonExperts.moe_problem_size", ("self", "a1", "w1", "w2", "topk_ids")),
             Name(f"{_MOE}.experts.marlin_moe", "MarlinExperts.apply", _APPLY),
             Name(f"{_MOE}.experts.marlin_moe", "moe_align_block_size", _ALIGN),
+            Name(_PACKED, "triton_kernel_fused_experts", _FUSED),
+            Name(_PACKED, "triton_kernels_version"),
+            Name(_PACKED, "OAITritonExperts.apply", _APPLY, mentions=("triton_kernel_fused_experts", "quant_config")),
+            Name(
+                _PACKED, "OAITritonMxfp4ExpertsMonolithic.apply", mentions=("triton_kernel_moe_forward", "quant_config")
+            ),
+            Name(_PACKED, "triton_kernel_moe_forward", mentions=("triton_kernel_fused_experts",)),
             Name(f"{_MOE}.config", "FusedMoEQuantConfig", fields=("_a1", "_a2", "_w1", "_w2")),
             Name(f"{_MOE}.routed_experts", "RoutedExperts.__init__", mentions=("quant_method", "moe_config")),
             Name(f"{_MOE}.config", "FusedMoEParallelConfig.use_all2all_kernels"),

@@ -536,6 +536,12 @@ _MODULES: dict[str, list[Any]] = {
         vllm_experts.MarlinExperts,
         vllm_experts.moe_align_block_size,
     ],
+    "vllm.model_executor.layers.fused_moe.experts.gpt_oss_triton_kernels_moe": [
+        vllm_experts.OAITritonExperts,
+        vllm_experts.OAITritonMxfp4ExpertsMonolithic,
+        vllm_experts.triton_kernel_fused_experts,
+        vllm_experts.triton_kernel_moe_forward,
+    ],
     "vllm.model_executor.model_loader.utils": [device_loading_context, process_weights_after_loading],
     "vllm.model_executor.models.utils": [make_layers, PPMissingLayer],
     "vllm.model_executor.layers.vocab_parallel_embedding": [VocabParallelEmbedding, ParallelLMHead],
@@ -561,6 +567,7 @@ def install(monkeypatch: pytest.MonkeyPatch, version: str = "0.33.0") -> None:
             known_as = "GPUModelRunner" if thing in _RUNNERS else thing.__name__
             setattr(sys.modules[name], known_as, thing)
     sys.modules["vllm"].__version__ = version  # type: ignore[attr-defined]
+    sys.modules[vllm_experts.PACKED_MOE].triton_kernels_version = "3.5.1"  # type: ignore[attr-defined]
 
 
 def put_module(monkeypatch: pytest.MonkeyPatch, name: str) -> None:

@@ -1,5 +1,7 @@
 """Triton kernels of the expert cache: one chooses the experts in slots, one copies the missing ones, one compares rows.
 
+One more gives the tiles of triton_kernels the rows of their experts.
+
 They run on the stream of the forward without the host, so a CUDA graph can contain them. A layer has E experts and S
 slots. Each of its tensors is one range of rows: rows 0 to S - 1 are slots in device memory, and rows from H on are the
 experts in host memory. ``location[e]`` is the row at which expert e is read: its slot, or its own row. Between them may
@@ -11,7 +13,7 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-__all__ = ["admit_kernel", "compare_kernel", "fetch_kernel"]
+__all__ = ["admit_kernel", "compare_kernel", "fetch_kernel", "tiles_of_rows_kernel"]
 
 
 @triton.jit
@@ -178,3 +180,28 @@ def compare_kernel(
             different = tl.sum((read != stored).to(tl.int32), axis=0)
             if different > 0:
                 tl.atomic_add(differing, different.to(tl.int64))
+
+
+@triton.jit
+def tiles_of_rows_kernel(
+    tiles,  # int32 [heights, stride]: number of its expert + 2**16 * place among the tiles of that expert; -1: none
+    stride,
+    num_tiles,
+    rows,  # [num_tiles]: the row of the expert of each tile of the least height
+    first_tile,  # int32 [E]: of these, the first of each expert
+    counts,  # int32 [E]: tokens of each expert
+    starts,  # int32 [E]: the first of them
+    counts_by_row,  # int32 [rows]: both, for the rows of experts in use
+    starts_by_row,
+    BLOCK: tl.constexpr,
+):
+    """Replace the number of the expert of each tile by its row; a grid of blocks of tiles, and heights."""
+    at = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
+    here = tiles + tl.program_id(1) * stride + at
+    tile = tl.load(here, mask=at < num_tiles, other=-1)
+    is_tile = tile >= 0
+    expert = tl.where(is_tile, tile & 0xFFFF, 0)
+    row = tl.load(rows + tl.load(first_tile + expert, mask=is_tile, other=0), mask=is_tile, other=0).to(tl.int32)
+    tl.store(here, tile - expert + row, mask=is_tile)
+    tl.store(counts_by_row + row, tl.load(counts + expert, mask=is_tile, other=0), mask=is_tile)
+    tl.store(starts_by_row + row, tl.load(starts + expert, mask=is_tile, other=0), mask=is_tile)

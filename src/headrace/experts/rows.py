@@ -138,6 +138,9 @@ class ExpertKernels(Protocol):
     def find(self, model: nn.Module) -> Mapping[str, str | None]:
         """The modules of experts in ``model``: by name, why they cannot be run by rows; ``None``: they can."""
 
+    def hold_packed(self, module: nn.Module) -> Mapping[str, str]:
+        """Weights are final: make parameters of what a kernel keeps in objects; by name, whose place each takes."""
+
     def __call__(self, module: nn.Module, tensors: Mapping[str, torch.Tensor], cache: RowMap) -> ExpertHook:
         """See :data:`ReadsRows`."""
 
@@ -161,6 +164,8 @@ class NoCache:
 class CachedExperts:
     """Makes :func:`expert_rows` find the cache of ``module``, from :meth:`attach` to :meth:`remove`."""
 
+    entry = "forward"  # what runs the experts
+
     def __init__(self, module: nn.Module, tensors: Mapping[str, torch.Tensor], cache: RowMap) -> None:
         """``tensors``: by attribute of ``module``, all rows [rows, ...] as its own dtype and shape."""
         self._module = module
@@ -169,22 +174,22 @@ class CachedExperts:
         self._names = tuple(tensors)
         self._storages = {tensor.untyped_storage().data_ptr() for tensor in tensors.values()}
         self.admitted: tuple[torch.Tensor, torch.Tensor] | None = None  # by the forward that runs: ids and their rows
-        self._own_forward = vars(module).get("forward")  # of the instance, perhaps another library's
+        self._own_forward = vars(module).get(self.entry)  # of the instance, perhaps another library's
         self._kept_forward = own_forward(module)
 
     def attach(self) -> None:
         """Point the module here."""
         _by_location[self.cache.location.data_ptr()] = self.cache
-        vars(self._module).update({_CACHED: self, "forward": self._forward})
+        vars(self._module).update({_CACHED: self, self.entry: self._forward})
 
     def remove(self) -> None:
         """Undo :meth:`attach`."""
         if vars(self._module).get(_CACHED) is not self:
             return
         del vars(self._module)[_CACHED]
-        del vars(self._module)["forward"]
+        del vars(self._module)[self.entry]
         if self._own_forward is not None:
-            vars(self._module)["forward"] = self._own_forward
+            vars(self._module)[self.entry] = self._own_forward
 
     def _forward(self, *args: Any, **kwargs: Any) -> Any:
         if torch.compiler.is_compiling():
@@ -349,7 +354,7 @@ def _twin(module: nn.Module, tensors: Mapping[str, torch.Tensor]) -> nn.Module:
 def _follow(twin: nn.Module, module: nn.Module) -> None:
     """Copy the class and the attributes of ``module`` to ``twin``, except those that :func:`_twin` sets."""
     twin.__class__ = type(module)
-    own = ("forward", "_parameters", "_buffers", "num_experts")
+    own = ("forward", "forward_routed", "_parameters", "_buffers", "num_experts")
     vars(twin).update({name: value for name, value in vars(module).items() if name not in own})
 
 

@@ -166,9 +166,9 @@ def _self_managed(module: nn.Module, device: torch.device) -> tuple[str, str] | 
         return "(bitsandbytes, 4 bits) repacks its weight in its first forward", "run the model once before"
     if getattr(module, "q_handle", None) is not None:
         return "(ExLlama, of GPTQModel) runs on addresses that it took once", "load it with another backend"
-    if getattr(module, "gate_up_proj_precision_config", None) is not None:
+    if getattr(module, "gate_up_proj_precision_config", None) and "gate_up_proj_bytes" not in module._parameters:
         how = "(MXFP4, of transformers) keeps its weights in objects of triton_kernels, which cannot be moved"
-        return how, "load it with Mxfp4Config(dequantize=True)"
+        return how, "load it with headrace's load(), or with Mxfp4Config(dequantize=True)"
     return None
 
 

@@ -56,7 +56,7 @@ def profile_of(model: nn.Module, context: int = 0) -> ModelProfile:
     profile = ModelProfile(
         experts_per_token=_experts_per_token(config),
         max_context=_max_context(config),
-        row_readers=tuple(n for n, m in model.named_modules() if chosen_implementation(m) in ROW_IMPLEMENTATIONS),
+        row_readers=tuple(n for n, m in model.named_modules() if _reads_rows(m)),
     )
     return measured(profile, model) if context else profile
 
@@ -122,6 +122,10 @@ def _copied_experts_bytes(profile: ModelProfile, model: nn.Module) -> int:
     layers = (_fused_experts(module) for module in model.modules() if chosen_implementation(module))
     of_one = max((sum(weight[0].nbytes for weight in weights) for weights in layers), default=0)
     return (profile.experts_per_token or 1) * of_one
+
+
+def _reads_rows(module: nn.Module) -> bool:
+    return hasattr(module, "forward_routed") or chosen_implementation(module) in ROW_IMPLEMENTATIONS
 
 
 def chosen_implementation(module: nn.Module) -> str | None:

@@ -259,6 +259,7 @@ class EngineOffloader(LayerwiseOffloader):
             )
         self._find_model = find_model
         self._traits = traits
+        self._pool.hold_packed = getattr(traits.expert_kernels, "hold_packed", None)
         self._ranks = ranks
         self._rates = rates
         self._measure_stalls = measure_stalls
@@ -428,6 +429,8 @@ class EngineOffloader(LayerwiseOffloader):
         # An engine keeps others elsewhere on purpose. Norms and biases are not worth a copy, even if a pattern names
         # them; and model code that reads ``weight.data`` cannot be compiled if an op writes that weight.
         device = self._device()
+        if (hold := self._pool.hold_packed) is not None:
+            list(map(hold, model.modules()))
         tensors = chain(model.named_parameters(), model.named_buffers())
         elsewhere = {name for name, tensor in tensors if tensor.device != device}
         # Engines match the names of named_parameters(). vLLM's runner of experts also contains the router and the

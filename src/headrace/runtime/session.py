@@ -448,6 +448,7 @@ class OffloadSession(NotCopyable):
     def _attach_cached(self, layer: CachedLayer, turn: CacheStreamOrder) -> None:
         """Have the module of ``layer`` read its experts by rows; its own tensors become placeholders."""
         from headrace.experts.cache import ExpertCache
+        from headrace.experts.packed import PackedExperts
 
         assert self._ranges is not None  # there are cached layers
         home = layer.first_row + torch.arange(layer.num_experts, device=self._device)
@@ -469,7 +470,8 @@ class OffloadSession(NotCopyable):
             self._bound[name].point_at_slot(memory.view(-1)[: layer.storages[name]], on_outside_access)
             tensors[tensor.info.locations[0].attr] = memory.view(tensor.info.dtype).view(-1, *tensor.info.shape[1:])
         self._caches.append((layer, cache))
-        self._hook(self._options.expert_kernel_factory(module, tensors, cache))
+        factory = PackedExperts if hasattr(module, PackedExperts.entry) else self._options.expert_kernel_factory
+        self._hook(factory(module, tensors, cache))
 
     def _hook(self, hook: Hook) -> None:
         """Keep it first: an interrupt while it is attached must find it."""

@@ -128,7 +128,12 @@ class BuildTimePool:
     Args:
         registrar: makes what pins memory for a device.
         mapped: makes memory that is mapped: of so many bytes, for a device.
+
+    Attributes:
+        hold_packed: see :class:`headrace.experts.rows.ExpertKernels`; ``None``: an engine has none.
     """
+
+    hold_packed: Callable[[nn.Module], Mapping[str, str]] | None = None
 
     def __init__(
         self,
@@ -202,7 +207,7 @@ class BuildTimePool:
             if len(stayed) == len(names) or not hasattr(method, "process_weights_after_loading"):
                 continue
             # vLLM's name for its kernels of gpt-oss, known before any weight is loaded.
-            if "TRITON" in getattr(getattr(method, "mxfp4_backend", None), "name", ""):
+            if self.hold_packed is None and "TRITON" in getattr(getattr(method, "mxfp4_backend", None), "name", ""):
                 raise _no_tensor(part, ", ".join(sorted(set(names) - stayed)), "an object of triton_kernels")
             self._stayed[part] = stayed
             if "process_weights_after_loading" not in vars(method):  # one may serve several modules
@@ -215,12 +220,14 @@ class BuildTimePool:
         process(module, *args, **kwargs)
         if (stayed := self._stayed.get(module)) is None:
             return
-        for name in before - stayed:
+        held = self.hold_packed(module) if self.hold_packed is not None else {}
+        for name in before - stayed - set(held.values()):
             made = getattr(module, name, None)
             if not isinstance(made, torch.Tensor | None):
                 raise _no_tensor(module, name, f"a {type(made).__module__}.{type(made).__name__}")
         keeps = stayed | _sharing_memory(module)
         for name, parameter in module.named_parameters(recurse=False):
+            name = held.get(name, name)
             large = parameter.nbytes >= TINY_BYTES and name not in keeps
             if large and _is_plain(parameter) and self.find(parameter.data) is None:
                 self._move([parameter], mapped=module in self._experts)

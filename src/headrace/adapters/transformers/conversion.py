@@ -165,8 +165,11 @@ class Assembly:
     dtype: torch.dtype | None
     parts: list[tuple[str, FileTensor]] = field(default_factory=list)
 
-    def run(self, model: nn.Module, get: Callable[[FileTensor], Any]) -> dict[str, Any]:
-        """The model's tensors, by name, made from the result of ``get`` for each part, called when needed."""
+    def run(self, model: nn.Module, get: Callable[[FileTensor], Any], report: Any = None) -> dict[str, Any]:
+        """The model's tensors, by name, made from the result of ``get`` for each part, called when needed.
+
+        ``report``: a ``LoadStateDictInfo``, for converters that change the model themselves.
+        """
         if self.converter is None:
             return {self.target: get(self.parts[0][1])}
         # A converter keeps the tensors that were added to it, and an assembly runs several times.
@@ -174,7 +177,7 @@ class Assembly:
         add: Any = converter.add_tensor  # takes functions as well as futures
         for pattern, tensor in self.parts:
             add(self.target, tensor.name, pattern, partial(get, tensor))
-        made = converter.convert(self.target, model=model, config=model.config)
+        made = converter.convert(self.target, model=model, config=model.config, loading_info=report)
         return {name: value[0] if isinstance(value, list) else value for name, value in made.items()}
 
     @property

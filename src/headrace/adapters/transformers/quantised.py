@@ -143,9 +143,6 @@ def open_quantizer(folder: Any, config: PretrainedConfig, device: torch.device) 
             validate(device_map={"": torch.device("cpu") if is_absent else device}, weights_only=True)
     except Exception as error:  # a quantizer raises ImportError, RuntimeError or ValueError
         raise refusal(folder, method, device, error) from error
-    if method == "mxfp4" and not quantization.dequantize:
-        own = "transformers' MXFP4 kernels store weights in special objects, which cannot be moved"
-        raise refusal(folder, method, device, f"{own} (without the package kernels it dequantises them)")
     return quantizer
 
 
@@ -179,7 +176,9 @@ def _method(quantizer: HfQuantizer) -> str:
 
 def refusal(folder: Any, method: str, device: Any, reason: object) -> NotHereError:
     """The error for a method that does not run here; ``reason``: in words, or the error of its library."""
-    why = f"{method} for {device}: " + " ".join(str(reason).split()).rstrip(".")
+    why = f"{method} for {device}: " + " ".join(str(str(reason) or getattr(reason, "__context__", "")).split()).rstrip(
+        "."
+    )
     return NotHereError(
         f"{folder}: expected weights that can be loaded here, found quantised ones (quantization_config in "
         f"config.json) that cannot: {why}; fix that, or use the model's unquantised checkpoint (`headrace plan` "
@@ -258,7 +257,7 @@ def select_library_modules(model: PreTrainedModel, collected: dict[str, Assembly
     chosen = {
         name: assemblies
         for name, assemblies in by_module.items()
-        if hasattr(model.get_submodule(name), "in_features")
+        if (hasattr(model.get_submodule(name), "in_features") or hasattr(model.get_submodule(name), "forward_routed"))
         and any(is_packed(tensor) for assembly in assemblies for _, tensor in assembly.parts)
     }
     for assembly in (assembly for assemblies in chosen.values() for assembly in assemblies):
@@ -350,8 +349,10 @@ class _ModuleBuilder:
         module = _on_meta(self.template, self.name)
         model = _OneModuleModel(self.model, self.name, module)
         report: Any = SimpleNamespace(missing_keys=set(), unexpected_keys=set(), mismatched_keys=set())
+        report.conversion_errors = {}
+        is_routed = hasattr(module, "forward_routed")  # MXFP4: its converter sets objects of triton_kernels
         for assembly in self.assemblies:
-            made = assembly.run(model, partial(self._part, parts, assembly.dtype))
+            made = assembly.run(model, partial(self._part, parts, assembly.dtype), report if is_routed else None)
             for target, value in made.items():
                 set_param_for_module(model, target, value, report, self.quantizer)  # type: ignore[arg-type]
         if report.mismatched_keys or report.unexpected_keys:
@@ -370,7 +371,14 @@ class _ModuleBuilder:
         self.model_attrs = {key: value for key, value in vars(model).items() if key not in before}
         module.eval()
         config: Any = self.model.config
-        module(torch.zeros(1, cast(int, module.in_features), dtype=config.dtype, device=self.device))
+        if is_routed:
+            packed = import_module("headrace.experts.packed")  # it imports Triton
+            for attr, stated in packed.PROJECTIONS.items():
+                objects = getattr(module, attr), getattr(module, stated)
+                if not packed.hold_packed(module, attr, *objects, module.num_experts):
+                    raise ValueError("its kernels for this GPU mix the bytes of experts")
+        else:
+            module(torch.zeros(1, cast(int, module.in_features), dtype=config.dtype, device=self.device))
         if lacks := [label for label, tensor in _tensors(module) if tensor.is_meta]:
             raise ValueError(f"the checkpoint holds no {', '.join(lacks)} for it")
         for attr, value in list(vars(module).items()):

@@ -1,4 +1,4 @@
-"""Cached experts inside vLLM: its Triton and Marlin kernels of experts read the rows of a cache.
+"""Cached experts inside vLLM: its Triton and Marlin kernels of experts, and triton_kernels, read the rows of a cache.
 
 vLLM runs the experts of a layer by one object (``FusedMoEExpertsModular``), with the weights and the expert numbers of
 each token as arguments. The kernel indexes weights by these numbers, so headrace passes a range with all rows of the
@@ -6,27 +6,31 @@ cache in place of the weights, and rows in place of numbers. Its quantisation co
 per expert (scales, zero points, biases).
 
 Marlin splits the sum of a product between thread blocks by the position of a tile, and tiles are sorted by the number
-of their expert. So the numbers stay until they are sorted, and only the expert of each tile is replaced by its row.
+of their expert. So the numbers stay until they are sorted, and only the expert of each tile is replaced by its row. So
+it is with triton_kernels (MXFP4), which also keeps weights and scales in objects: :mod:`headrace.experts.packed`.
 """
 
 from __future__ import annotations
 
 import copy
 import functools
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import replace
+from types import ModuleType
 from typing import Any
 
 import torch
 from torch import nn
 from vllm.logger import init_logger
 from vllm.model_executor.layers.fused_moe import override_config
+from vllm.model_executor.layers.fused_moe.experts import gpt_oss_triton_kernels_moe as oai_moe
 from vllm.model_executor.layers.fused_moe.experts import marlin_moe
 from vllm.model_executor.layers.fused_moe.experts.triton_moe import TritonExperts
 from vllm.model_executor.layers.fused_moe.fused_moe import try_get_optimal_moe_config
 from vllm.model_executor.layers.fused_moe.routed_experts import RoutedExperts
 
+from headrace.experts.packed import at_rows, hold_packed, route_by_rows
 from headrace.experts.rows import RowMap
 from headrace.runtime.under_construction import mark_host_resident
 
@@ -35,6 +39,7 @@ __all__ = ["KernelExperts"]
 logger = init_logger("vllm.headrace")
 
 _PARTS = ("_a1", "_a2", "_w1", "_w2")  # of FusedMoEQuantConfig
+_PACKED = (oai_moe.OAITritonMxfp4ExpertsMonolithic, oai_moe.OAITritonExperts)
 
 
 class KernelExperts:
@@ -49,7 +54,10 @@ class KernelExperts:
         """
         self._cache = cache
         self._kernel: Any = _kernel_of(module)
-        own = {id(getattr(module, name)): rows for name, rows in tensors.items()}
+        self._num_rows = len(next(iter(tensors.values())))
+        own: dict[int, Any] = {id(getattr(module, name)): rows for name, rows in tensors.items()}
+        for _, weight, config in _packed(module):
+            own[id(weight)], own[id(config)] = at_rows(weight, config, tensors)
         if isinstance(self._kernel, marlin_moe.MarlinExperts):
             _say_that_marlin_varies()
             # It chooses the height of tiles by the number of experts, and reads a row at any distance from the first.
@@ -60,8 +68,8 @@ class KernelExperts:
             by_rows = {name: own.get(id(value), value) for name, value in vars(desc).items()}
             setattr(self._quant_config, part, replace(desc, **by_rows))
         # For expert parallelism: a row maps to itself, and one further number stands for experts of other ranks.
-        rows = torch.arange(len(self._w13) + 1, dtype=torch.int32, device=self._w13.device)
-        self._map_of_rows = torch.where(rows < len(self._w13), rows, -1)
+        numbers = torch.arange(self._num_rows + 1, dtype=torch.int32, device=cache.location.device)
+        self._map_of_rows = torch.where(numbers < self._num_rows, numbers, -1)
 
     @staticmethod
     def find(model: nn.Module) -> dict[str, str | None]:
@@ -71,6 +79,12 @@ class KernelExperts:
         """
         return {name: _why_not(module) for name, module in model.named_modules() if isinstance(module, RoutedExperts)}
 
+    @staticmethod
+    def hold_packed(module: Any) -> dict[str, str]:
+        """Make parameters of what the kernel of ``module`` keeps in objects; by name, whose place each takes."""
+        held = (hold_packed(module, *each, module.local_num_experts) for each in _packed(module))
+        return {made: replaced for names in held for made, replaced in names.items()}
+
     def attach(self) -> None:
         """Point the kernel here."""
         vars(self._kernel)["apply"] = self._apply
@@ -79,17 +93,31 @@ class KernelExperts:
         """Undo :meth:`attach`."""
         vars(self._kernel).pop("apply", None)
 
-    def _apply(self, *, w1: torch.Tensor, w2: torch.Tensor, topk_ids: torch.Tensor, **arguments: Any) -> Any:
-        """vLLM calls it by keywords. ``w1`` and ``w2`` have the shapes that a kernel is tuned for."""
+    def _apply(self, **arguments: Any) -> Any:
+        """vLLM calls it by keywords. Its ``w1`` and ``w2`` have the shapes that a kernel is tuned for."""
         by_rows: Any = copy.copy(self._kernel)  # now, since vLLM sets attributes of it at any time
         vars(by_rows).pop("apply")
         by_rows.quant_config = self._quant_config
+        if isinstance(by_rows, _PACKED):
+            with _replaced(oai_moe, "triton_kernel_fused_experts", self._run_packed):
+                return by_rows.apply(**arguments)
+        return self._apply_rows(by_rows, **arguments)
+
+    def _run_packed(self, run: Callable[..., Any], *given: Any, **kinds: Any) -> Any:
+        """In the place of ``run``, which gets weights, and the tiles of a step."""
+        output, x, _, _, routing, *indices = given
+        routing, ids, rows = route_by_rows(routing, self._cache, self._num_rows)
+        result = run(output, x, self._w13, self._w2, routing, *indices, **kinds)
+        self._cache.compare(ids, rows)
+        return result
+
+    def _apply_rows(self, by_rows: Any, *, w1: Any, w2: Any, topk_ids: torch.Tensor, **arguments: Any) -> Any:
         expert_map = arguments["expert_map"]
         ids = topk_ids if expert_map is None else expert_map[topk_ids]
         rows = self._cache.admit(ids.contiguous())
         if isinstance(by_rows, marlin_moe.MarlinExperts):
             arguments["topk_ids"] = topk_ids
-            as_resident = _tiles_of_rows(rows)
+            as_resident = _replaced(marlin_moe, "moe_align_block_size", _align_rows, rows)
         else:
             _, num_tokens, _, _, top_k = by_rows.moe_problem_size(arguments["hidden_states"], w1, w2, topk_ids)
             # Block sizes set the order in which products are summed, and vLLM chooses them by the number of experts.
@@ -106,7 +134,7 @@ class KernelExperts:
 
     def _numbers_of(self, rows: torch.Tensor, dtype: torch.dtype, is_divided: bool) -> dict[str, Any]:
         """Arguments with ``rows`` in place of numbers; those of divided experts are numbers of all ranks' experts."""
-        num_rows = len(self._w13)
+        num_rows = self._num_rows
         if not is_divided:
             return {"topk_ids": rows, "global_num_experts": num_rows}
         return {
@@ -124,36 +152,41 @@ def _say_that_marlin_varies() -> None:
     )
 
 
+def _align_rows(align: Any, rows: torch.Tensor, topk_ids: Any, block_size: int, *args: Any, **kinds: Any) -> Any:
+    """What ``align`` of vLLM returns, with the row of each tile's expert; ``rows`` has one for each id."""
+    positions, _, num_padded = align(topk_ids, block_size, *args, **kinds)
+    first = positions[::block_size].clamp(0, rows.numel() - 1)  # unused tiles hold any number
+    return positions, rows.flatten().index_select(0, first).int(), num_padded
+
+
 @contextmanager
-def _tiles_of_rows(rows: torch.Tensor) -> Iterator[None]:
-    """Within, the expert of each tile that vLLM sorts is a row: that of ``rows``, which has one for each id."""
-    align = marlin_moe.moe_align_block_size
-
-    def align_rows(topk_ids: torch.Tensor, block_size: int, *args: Any, **kwargs: Any) -> tuple[torch.Tensor, ...]:
-        positions, _, num_padded = align(topk_ids, block_size, *args, **kwargs)
-        first = positions[::block_size].clamp(0, rows.numel() - 1)  # unused tiles hold any number
-        return positions, rows.flatten().index_select(0, first).int(), num_padded
-
-    marlin_moe.moe_align_block_size = align_rows
+def _replaced(module: ModuleType, name: str, by: Callable[..., Any], *given: Any) -> Iterator[None]:
+    """Within, ``by`` runs in the place of a function of vLLM's, and is given that and ``given`` first."""
+    before = getattr(module, name)
+    setattr(module, name, functools.partial(by, before, *given))
     try:
         yield
     finally:
-        marlin_moe.moe_align_block_size = align
+        setattr(module, name, before)
 
 
 def _why_not(module: Any) -> str | None:
     method, layout = module.quant_method, module.moe_config
     kernel = _kernel_of(module)
     kind = getattr(method, "experts_cls", None) if kernel is None else type(kernel)
-    if kind not in (TritonExperts, marlin_moe.MarlinExperts):
+    if kind not in (TritonExperts, marlin_moe.MarlinExperts, *_PACKED):
         name = getattr(kind, "__name__", type(method).__name__)
         return f"{name} runs them, which may not read rows: choose another kernel (--moe-backend triton, or marlin)"
+    if kind in _PACKED and oai_moe.triton_kernels_version != "3.5.1":
+        return f"triton_kernels {oai_moe.triton_kernels_version} lists tiles in another way: remove it, vLLM has 3.5.1"
     if layout.moe_parallel_config.use_all2all_kernels or layout.moe_parallel_config.enable_eplb:
         return "tokens or experts move between ranks (data and expert parallelism together, --enable-eplb)"
     if layout.is_lora_enabled:
         return "LoRA adapters of experts are read by their numbers (--enable-lora)"
     if kernel is None:
         return None
+    if not all(hasattr(weight.storage, "holder") for _, weight, _ in _packed(module)):
+        return "its kernel keeps them in a layout that mixes experts: choose another kernel (--moe-backend marlin)"
     own = {id(parameter) for parameter in module.parameters(recurse=False)}
     for part, desc in _descs(kernel.quant_config):
         for name, value in vars(desc).items():
@@ -167,6 +200,15 @@ def _kernel_of(module: Any) -> Any:
     """The kernel of the experts of ``module``; ``None`` before their weights are final."""
     made = getattr(module.quant_method, "moe_kernel", None)
     return None if made is None else made.fused_experts
+
+
+def _packed(module: Any) -> Iterator[tuple[str, Any, Any]]:
+    """Name, weight and ``PrecisionConfig`` of what a kernel keeps in objects of triton_kernels; of others nothing."""
+    quant_config = getattr(isinstance(module, RoutedExperts) and _kernel_of(module), "quant_config", None)
+    for name, part in (("w13_weight", "_w1"), ("w2_weight", "_w2")):
+        config = getattr(getattr(quant_config, part, None), "scale", None)
+        if hasattr(config, "weight_scale"):
+            yield name, getattr(module, name), config
 
 
 def _descs(quant_config: Any) -> Iterator[tuple[str, Any]]:
