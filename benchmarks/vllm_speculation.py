@@ -31,7 +31,7 @@ from seeded_weights import use_seeded_weights
 from vllm_cases import GROUP, NO_COPY, WORKER
 from vllm_offload import LINK_BYTES_PER_S, compared, engine_environment, sampling, scored
 
-NEW_TOKENS, PROMPT_TOKENS, PERIOD = 64, 128, 8
+NEW_TOKENS, TIMED_TOKENS, PROMPT_TOKENS, PERIOD = 64, 512, 128, 8
 SYNTHETIC = {"rejection_sample_method": "synthetic", "synthetic_acceptance_length": 3.5}
 # layers of the target, layers of the draft, speculative_config
 CASES: dict[str, tuple[int, int, dict[str, Any]]] = {
@@ -84,20 +84,26 @@ def measure(out: Path, case: str, worker: str, tiny: bool) -> None:
     engine = LLM(
         model=str(target), load_format="dummy", skip_tokenizer_init=True, enforce_eager=True, max_model_len=1024,
         max_num_seqs=8, enable_prefix_caching=False, disable_log_stats=False, worker_cls=worker_cls,
-        speculative_config=speculative, **GROUP, **({} if tiny else {"kv_cache_memory_bytes": 2 << 30}),
+        speculative_config=speculative, **GROUP, **({} if tiny else {"kv_cache_memory_bytes": 2 << 30, "gpu_memory_utilization": 0.1}),
     )  # fmt: skip
     prompt = [{"prompt_token_ids": [100 + i % PERIOD for i in range(PROMPT_TOKENS)]}]
     engine.generate(prompt, sampling(8), use_tqdm=False)  # warms up
     samples = []
-    for _ in range(3):
-        passes, moved = _passes(engine), engine.collective_rpc("headrace_stats")[0]["bytes_moved"]
-        begin = time.perf_counter()
-        engine.generate(prompt, sampling(NEW_TOKENS), use_tqdm=False)
-        seconds, facts = time.perf_counter() - begin, engine.collective_rpc("headrace_stats")[0]
-        made = _passes(engine) - passes
-        samples.append({"ms": seconds / made * 1e3, "passes": made, "bytes": (facts["bytes_moved"] - moved) / made})
+    for _ in range(5):
+        seconds, made, moved = _timed(engine, prompt, TIMED_TOKENS)
+        samples.append({"ms": seconds / made * 1e3, "passes": made, "bytes": moved / made})
+    facts = engine.collective_rpc("headrace_stats")[0]
     found = {"samples": samples, **scored(engine, prompt, NEW_TOKENS), "facts": {**facts, "uva_names": []}}
     (out / f"speculation-{case}-{worker}.json").write_text(json.dumps(found))
+
+
+def _timed(engine: Any, prompt: list[dict[str, list[int]]], tokens: int) -> tuple[float, int, int]:
+    """Seconds, passes and bytes of an answer."""
+    passes, moved = _passes(engine), engine.collective_rpc("headrace_stats")[0]["bytes_moved"]
+    begin = time.perf_counter()
+    engine.generate(prompt, sampling(tokens), use_tqdm=False)
+    seconds = time.perf_counter() - begin
+    return seconds, _passes(engine) - passes, engine.collective_rpc("headrace_stats")[0]["bytes_moved"] - moved
 
 
 def _drafter(case: str, target: dict[str, Any]) -> dict[str, Any]:
@@ -132,11 +138,11 @@ def rows(out: Path, table: str) -> list[dict[str, Any]]:
         moved = mine["facts"]["moved_bytes_per_forward"]
         made.append({
             "table": table, "case": case, "rows": CASES[case][2]["num_speculative_tokens"] + 1,
-            "ms": samples[1]["ms"], "spread_ms": samples[-1]["ms"] - samples[0]["ms"],
-            "floor_ms": moved / LINK_BYTES_PER_S * 1e3, "passes": samples[1]["passes"],
-            "tokens_per_pass": NEW_TOKENS / samples[1]["passes"], "bytes_moved": samples[1]["bytes"],
-            "planned_bytes": moved, "still_ms": sorted(sample["ms"] for sample in still["samples"])[1],
-            "bit_equal": all(mine[key] == still[key] for key in ("tokens", "logprobs")) and samples[1]["bytes"] > 0,
+            "ms": samples[len(samples) // 2]["ms"], "spread_ms": samples[-1]["ms"] - samples[0]["ms"],
+            "floor_ms": moved / LINK_BYTES_PER_S * 1e3, "passes": samples[len(samples) // 2]["passes"],
+            "tokens_per_pass": TIMED_TOKENS / samples[len(samples) // 2]["passes"], "bytes_moved": samples[len(samples) // 2]["bytes"],
+            "planned_bytes": moved, "still_ms": sorted(sample["ms"] for sample in still["samples"])[2],
+            "bit_equal": all(mine[key] == still[key] for key in ("tokens", "logprobs")) and samples[len(samples) // 2]["bytes"] > 0,
             "compared": compared(mine, still),
         })  # fmt: skip
     return made
