@@ -213,7 +213,9 @@ def _run_server(model: str, flags: OffloadFlags, options: _ServeOptions) -> None
     batches = Batches(module, pool, options.max_queue or _MAX_QUEUE)
     names = options.served_model_name or [model]
     app = make_app(module, handle, tokenizer, names, batches, options.api_key, options.cors)
-    run_app(app, bound, lambda: _print_address(bound.getsockname(), names[0], options.api_key is not None))
+    bound.listen()  # requests wait until the server runs
+    _print_address(bound.getsockname(), names[0], options.api_key is not None)
+    run_app(app, bound)
 
 
 def _default_settings(opened: OpenedModel, *, greedy: bool) -> Any:
