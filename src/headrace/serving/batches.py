@@ -13,6 +13,7 @@ import json
 import math
 import secrets
 from collections.abc import Iterator
+from contextlib import suppress
 from dataclasses import fields
 from types import SimpleNamespace
 from typing import Any
@@ -188,9 +189,10 @@ class _Job(utils.CBStreamer):
         ready = self.text[self._num_sent : None if has_ended or not self._num_held else -self._num_held]
         self._num_sent += len(ready)
         if ready:
-            items = [ready] if self._parser is None else utils.response_events_to_chunks(self._parser.feed(ready))
-            for item in items:
-                self.queue.put_nowait(item)
+            with suppress(ValueError, RuntimeError):  # a call that is none is left out, as at the end of an answer
+                chunks = [ready] if self._parser is None else utils.response_events_to_chunks(self._parser.feed(ready))
+                for chunk in chunks:
+                    self.queue.put_nowait(chunk)
         if has_ended:
             self.ended.set_result(None)
             self.end()
