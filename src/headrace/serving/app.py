@@ -20,7 +20,6 @@ import time
 import uuid
 from collections.abc import Callable, Iterator
 from contextlib import suppress
-from dataclasses import dataclass
 from functools import partial
 from types import SimpleNamespace
 from typing import Any
@@ -85,12 +84,27 @@ def make_app(
     tokenizer.apply_chat_template = _rendering(tokenizer.apply_chat_template)
     # Handlers look for a template in the tokenizer, and then by the type of the model.
     stub = SimpleNamespace(config=SimpleNamespace(model_type=None), generation_config=model.generation_config)
-    manager: Any = SingleModelManager(stub, tokenizer, names, batches)
+    entry = {"object": "model", "created": int(time.time()), "owned_by": "headrace"}
+    entry["max_model_len"] = batches.admission.pool.longest
+    # Of the managers of transformers' server, what its routes and handlers call, for one model that is loaded already.
+    manager: Any = SimpleNamespace(
+        model=stub,
+        tokenizer=tokenizer,
+        names=names,
+        list_models=lambda: [{"id": name, **entry} for name in names],
+        get_model_modality=lambda *_, **__: Modality.LLM,
+        use_continuous_batching=lambda *_: True,
+        get_manager=lambda *_, **__: batches,
+        is_cb_alive=lambda: batches.dead_reason() is None,
+        shutdown=batches.stop,
+    )
+    manager.get_gen_models = manager.list_models  # up to transformers 5.23
+    kinds = {"chat_handler": _Chat, "completion_handler": _Completion, "response_handler": _Response}
     handlers: dict[str, Any] = {
-        name: None for name in inspect.signature(build_server).parameters if name.endswith("_handler")
+        name: kinds[name](manager, manager) if name in kinds else None
+        for name in inspect.signature(build_server).parameters
+        if name.endswith("_handler")
     }
-    for name, kind in (("chat", _Chat), ("completion", _Completion), ("response", _Response)):
-        handlers[f"{name}_handler"] = kind(manager, manager)
     app = build_server(manager, generation_state=manager, **handlers)
     app.router.routes[:] = [route for route in app.router.routes if getattr(route, "path", None) in _ROUTES]
     for error_type in (
@@ -102,38 +116,7 @@ def make_app(
     return RequestMiddleware(app, batches, metrics, key, cors)
 
 
-# -- what transformers' server calls -----------------------------------------------------------------------------------
-
-
-@dataclass(frozen=True)
-class SingleModelManager:
-    """The model manager and the generation state of transformers' server: one model, loaded already, and one engine."""
-
-    model: Any
-    tokenizer: Any
-    names: list[str]
-    batches: Batches
-
-    def list_models(self) -> list[dict[str, Any]]:
-        entry = {"object": "model", "created": int(time.time()), "owned_by": "headrace"}
-        return [{"id": name, **entry, "max_model_len": self.batches.admission.pool.longest} for name in self.names]
-
-    get_gen_models = list_models  # up to transformers 5.23
-
-    def get_model_modality(self, *_: Any, **__: Any) -> Modality:
-        return Modality.LLM
-
-    def use_continuous_batching(self, *_: Any) -> bool:
-        return True
-
-    def get_manager(self, *_: Any, **__: Any) -> Batches:
-        return self.batches
-
-    def is_cb_alive(self) -> bool:
-        return self.batches.dead_reason() is None
-
-    def shutdown(self) -> None:
-        self.batches.stop()
+# -- the handlers of transformers -----------------------------------------------------------------------------------
 
 
 def _response_template(tokenizer: Any, model: Any) -> dict[str, Any] | None:
@@ -168,7 +151,7 @@ class _CheckedHandler:
 
     kind: type[GenerationRequest]
     is_chat = True
-    model_manager: Any  # a SingleModelManager
+    model_manager: Any
     _request: GenerationRequest
 
     async def handle_request(self, body: dict[str, Any], request_id: str) -> Any:
@@ -184,10 +167,9 @@ class _CheckedHandler:
             raise RequestError("tools is not supported: the tokenizer has no template for answers", "tools")
         # Arguments of the tokenizer, and one that handlers add to them.
         reserved = {*inspect.signature(type(tokenizer).apply_chat_template).parameters, "load_audio_from_video"}
-        if reserved & given.get("chat_template_kwargs", {}).keys():
-            raise RequestError(
-                "chat_template_kwargs: expected only variables of the chat template", "chat_template_kwargs"
-            )
+        field = "chat_template_kwargs"
+        if reserved & given.get(field, {}).keys():
+            raise RequestError(f"{field}: expected only variables of the chat template", field)
         handler: Any = copy.copy(self)
         handler._request = request
         given["stream"] = bool(request.stream)
@@ -217,8 +199,12 @@ class _CheckedHandler:
         # transformers does not end its streams as OpenAI does.
         options = self._request.stream_options
         if options is not None and options.include_usage:
-            chunk = json.loads(text.removeprefix("data: "))
-            text += f"data: {json.dumps({**chunk, 'choices': [], 'usage': usage.model_dump(exclude_none=True)})}\n\n"
+            chunk = {
+                **json.loads(text.removeprefix("data: ")),
+                "choices": [],
+                "usage": usage.model_dump(exclude_none=True),
+            }
+            text += self.chunk_to_sse(json.dumps(chunk))  # type: ignore[attr-defined]
         return text + "data: [DONE]\n\n"
 
 
@@ -452,7 +438,7 @@ class _Server(uvicorn.Server):
 
 
 def run_app(app: RequestMiddleware, bound: socket.socket) -> None:
-    """Serve until SIGINT or SIGTERM, then finish the running requests, in limited time; a second SIGINT ends at once."""
+    """Serve until SIGINT or SIGTERM, then finish the requests, in limited time; a second SIGINT ends at once."""
     limit_s = _STOP_S + 5  # for clients that do not read their answers, which are complete by then
     LOGGING_CONFIG["handlers"]["access"]["stream"] = "ext://sys.stderr"
     settings = uvicorn.Config(

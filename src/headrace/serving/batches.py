@@ -53,14 +53,15 @@ def settings_of(request: GenerationRequest, default: GenerationConfig) -> Simple
     temperature, top_k, top_p = (given.get(name, getattr(default, name)) for name in ("temperature", "top_k", "top_p"))
     if not samples:
         temperature, top_k, top_p = 1, 1, 1  # greedy decoding
+    processing = {
+        "eos_token_id": -1 if request.ignore_eos else default.eos_token_id,  # no token is -1
+        "temperature": float(temperature or 1),
+        "top_k": top_k if top_k and top_k > 0 else 2**31 - 1,
+        "top_p": float(top_p or 1),
+    }
+    seed = request.seed if samples else None
     return SimpleNamespace(
-        max_new_tokens=request.max_tokens,
-        eos_token_id=-1 if request.ignore_eos else default.eos_token_id,  # no token is -1
-        stops=request.stop or [],
-        seed=request.seed if samples else None,
-        temperature=float(temperature or 1),
-        top_k=top_k if top_k and top_k > 0 else 2**31 - 1,
-        top_p=float(top_p or 1),
+        max_new_tokens=request.max_tokens, stops=request.stop or [], seed=seed, processing=processing
     )
 
 
@@ -114,10 +115,8 @@ def pool_blocks(config: Any, num_blocks: int) -> int:
     if isinstance(grouped, tuple):  # up to transformers 5.19: groups of layers share the blocks
         return num_blocks * len(grouped[0])
     sizes = [len(layers) for layers in grouped.values()]
-    if len(sizes) == 1:
-        return num_blocks
     # Each kind of layers is given sectors, which its blocks fill; the last sector of each may be partly filled.
-    return num_blocks + len(sizes) * -(-math.lcm(*sizes) // sum(sizes))
+    return num_blocks + (len(sizes) > 1) * len(sizes) * -(-math.lcm(*sizes) // sum(sizes))
 
 
 def _new_manager(model: Any, pool: Pool, seed: int | None) -> Any:
@@ -182,7 +181,7 @@ class _Job(utils.CBStreamer):
                 self.text = self.text[: min(found)]
                 break
         self.total_tokens = len(self.tokens)
-        ends = self.settings.eos_token_id
+        ends = self.settings.processing["eos_token_id"]
         if found or self.tokens[-1] in (ends if isinstance(ends, list) else [ends]):
             self.settings.max_new_tokens = None  # by it transformers' handlers tell "length" from "stop"
         has_ended = output.is_finished() or bool(found)
@@ -315,14 +314,7 @@ class Batches(utils.BaseGenerateManager):
             manager = await asyncio.shield(self._manager_for(settings.seed))
             manager.register_result_handler(job.name, job.put)
             name = manager.add_request(
-                job.prompt,
-                request_id=job.name,
-                max_new_tokens=settings.max_new_tokens,
-                streaming=True,
-                eos_token_id=settings.eos_token_id,
-                temperature=settings.temperature,
-                top_k=settings.top_k,
-                top_p=settings.top_p,
+                job.prompt, job.name, settings.max_new_tokens, streaming=True, **settings.processing
             )
             if name is None:
                 raise utils.CBWorkerDeadError("the batching loop has ended")
