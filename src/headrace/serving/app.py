@@ -107,16 +107,14 @@ def make_app(
     }
     app = build_server(manager, generation_state=manager, **handlers)
     app.router.routes[:] = [route for route in app.router.routes if getattr(route, "path", None) in _ROUTES]
-    for error_type in (
-        RequestError, RequestValidationError, HTTPException, RecursionError, CBWorkerDeadError, Exception
-    ):  # fmt: skip
-        app.add_exception_handler(error_type, _answer_error)
+    errors: Any = (RequestError, RequestValidationError, HTTPException, RecursionError, CBWorkerDeadError, Exception)
+    app.exception_handlers |= dict.fromkeys(errors, _answer_error)
     metrics = _Metrics(batches, handle)
     app.add_api_route("/metrics", metrics.answer)
     return RequestMiddleware(app, batches, metrics, key, cors)
 
 
-# -- the handlers of transformers -----------------------------------------------------------------------------------
+# -- the handlers of transformers --------------------------------------------------------------------------------------
 
 
 def _response_template(tokenizer: Any, model: Any) -> dict[str, Any] | None:
@@ -322,9 +320,8 @@ class RequestMiddleware:
     async def _answer(self, scope: Scope, receive: Receive, send: Send) -> None:
         begin, first_byte_s, started, status = time.perf_counter(), 0.0, 0, 499
         path, request_id = scope["path"], uuid.uuid4().hex
-        MutableHeaders(scope=scope)[X_REQUEST_ID] = (
-            request_id  # not the client's own name, which two requests may share
-        )
+        # Not the client's own name, which two requests may share.
+        MutableHeaders(scope=scope)[X_REQUEST_ID] = request_id
 
         async def observe(message: Message) -> None:
             nonlocal first_byte_s, started, status

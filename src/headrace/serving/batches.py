@@ -34,6 +34,7 @@ __all__ = ["BLOCK_TOKENS", "Batches", "batch_settings", "pool_blocks", "settings
 BLOCK_TOKENS = 32
 _STEP_TOKENS = 2048
 _ANSWER_TOKENS = 1024
+_CHECK_S = 1.0
 
 
 # -- sampling ----------------------------------------------------------------------------------------------------------
@@ -249,9 +250,8 @@ class Batches(utils.BaseGenerateManager):
             RequestError: the request can never run, or the queue is full.
             CBWorkerDeadError: the batch ended with an error.
         """
-        job = _Job(self, request_id, processor, inputs, gen_config)
-        self._enter(job)
-        while (item := await job.queue.get()) is not None:
+        queue, job = self.generate_streaming(model, processor, inputs, gen_config, request_id)
+        while (item := await queue.get()) is not None:
             if isinstance(item, utils._StreamError):
                 raise utils.CBWorkerDeadError(json.loads(f'"{item.msg}"'))
         # Handlers parse the answer as it was cut, not the tokens behind a stop string.
@@ -313,11 +313,10 @@ class Batches(utils.BaseGenerateManager):
             await job.admitted.wait()
             manager = await asyncio.shield(self._manager_for(settings.seed))
             manager.register_result_handler(job.name, job.put)
-            name = manager.add_request(
-                job.prompt, job.name, settings.max_new_tokens, streaming=True, **settings.processing
-            )
-            if name is None:
-                raise utils.CBWorkerDeadError("the batching loop has ended")
+            manager.add_request(job.prompt, job.name, settings.max_new_tokens, streaming=True, **settings.processing)
+            # A request that is added while the batching loop ends with an error may be dropped.
+            while not (await asyncio.wait({job.ended}, timeout=_CHECK_S))[0]:
+                self._require_alive()
             await job.ended
             self.prompt_tokens += len(job.prompt)
             self.generated_tokens += job.total_tokens
@@ -327,6 +326,7 @@ class Batches(utils.BaseGenerateManager):
             )  # transformers puts it between quotes
         finally:
             del self._jobs[job.name]
+            job.ended.cancel()
             self.admission.leave(job.name)
             if manager is not None:
                 manager.cancel_request(job.name)
