@@ -197,11 +197,8 @@ class _CheckedHandler:
         # transformers does not end its streams as OpenAI does.
         options = self._request.stream_options
         if options is not None and options.include_usage:
-            chunk = {
-                **json.loads(text.removeprefix("data: ")),
-                "choices": [],
-                "usage": usage.model_dump(exclude_none=True),
-            }
+            chunk = json.loads(text.removeprefix("data: "))
+            chunk.update(choices=[], usage=usage.model_dump(exclude_none=True))
             text += self.chunk_to_sse(json.dumps(chunk))  # type: ignore[attr-defined]
         return text + "data: [DONE]\n\n"
 
