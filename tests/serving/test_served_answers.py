@@ -182,18 +182,15 @@ class TestTools:
         assert whole == streamed
         assert (whole["text"], whole["thought"], whole["calls"]) == ("", "hm", [])
 
-    def test_a_streamed_call_that_is_no_json(self, served: Served, says: Says) -> None:
-        """The answer ends without it; it used to hang when the call was its end."""
-        text = "ok<tool_call>\n{bad</tool_call>"
-        says(text)
-        asked = {"messages": [HI], "tools": [TOOL], "stream": True, "max_tokens": len(text)}
-        status, answer = served.send("/v1/chat/completions", asked)
-        assert status == 200
-        chunks = [json.loads(line.removeprefix("data: ")) for line in answer.split("\n\n")[:-2]]
-        deltas = [chunk["choices"][0]["delta"] for chunk in chunks]
-        assert "".join(delta.get("content") or "" for delta in deltas) == "ok"
-        assert not any("tool_calls" in delta for delta in deltas)
-        assert answer.endswith("data: [DONE]\n\n")
+    @pytest.mark.parametrize("endpoint", ENDPOINTS[1:])
+    @pytest.mark.parametrize("call", [CALL[:20], "<tool_call>\n{bad</tool_call>"])
+    def test_a_call_that_is_none(self, served: Served, says: Says, endpoint: str, call: str) -> None:
+        """The answer is cut within it, or it is no JSON: streams hung then, and whole answers were errors."""
+        says(f"<think>hm</think>ok{call}")
+        whole, streamed = answers(served, endpoint, max_tokens=len(f"<think>hm</think>ok{call}"))
+        assert whole == streamed
+        assert (whole["text"], whole["thought"], whole["calls"]) == ("ok", "hm", [])
+        assert whole.get("reason", "length") == "length"
         assert served.batches.admission.running == 0
 
     def test_a_chat_after_a_call(self, served: Served) -> None:

@@ -12,7 +12,7 @@ import copy
 import json
 import math
 import secrets
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import suppress
 from dataclasses import fields
 from types import SimpleNamespace
@@ -24,6 +24,7 @@ from transformers import ContinuousBatchingConfig, GenerationConfig, TopKLogitsW
 from transformers.cli.serving import utils
 from transformers.generation.continuous_batching import cb_logits_processors
 from transformers.generation.continuous_batching.cache import group_layers_by_attn_type
+from transformers.utils.chat_parsing import ResponseParser
 
 from headrace.errors import OptionError
 from headrace.serving.admission import Admission, Pool
@@ -189,10 +190,8 @@ class _Job(utils.CBStreamer):
         ready = self.text[self._num_sent : None if has_ended or not self._num_held else -self._num_held]
         self._num_sent += len(ready)
         if ready:
-            with suppress(ValueError, RuntimeError):  # a call that is none is left out, as at the end of an answer
-                chunks = [ready] if self._parser is None else utils.response_events_to_chunks(self._parser.feed(ready))
-                for chunk in chunks:
-                    self.queue.put_nowait(chunk)
+            for chunk in [ready] if self._parser is None else _found(self._parser.feed, ready):
+                self.queue.put_nowait(chunk)
         if has_ended:
             self.ended.set_result(None)
             self.end()
@@ -206,6 +205,26 @@ class _Job(utils.CBStreamer):
             # The bytes of a character that the last token leaves incomplete.
             text = self._tokenizer.decode(self.tokens, skip_special_tokens=self._skips)
             yield text[len(self.text) :] if text.startswith(self.text) else ""
+
+
+def _found(read: Callable[..., Any], *texts: str) -> list[Any]:
+    """What transformers' parser finds; nothing in a tool call that is incomplete, or no JSON."""
+    with suppress(ValueError, RuntimeError):
+        return utils.response_events_to_chunks(read(*texts))
+    return []
+
+
+def _message(texts: list[str], parser: ResponseParser) -> dict[str, Any]:
+    """The message of an answer, read as if ``texts`` were streamed."""
+    chunks = _found(lambda: parser.initial_events)
+    chunks += [chunk for text in texts for chunk in _found(parser.feed, text)]
+    chunks += _found(lambda: parser.finalize()[1])
+    calls = [chunk for chunk in chunks if isinstance(chunk, utils.ToolCall)]
+    return {
+        "thinking": "".join(chunk for chunk in chunks if isinstance(chunk, utils.ReasoningText)) or None,
+        "content": "".join(chunk for chunk in chunks if type(chunk) is str),
+        "tool_calls": [{"function": {"name": call.name, "arguments": call.arguments}} for call in calls],
+    }
 
 
 class Batches(utils.BaseGenerateManager):
@@ -251,12 +270,13 @@ class Batches(utils.BaseGenerateManager):
             CBWorkerDeadError: the batch ended with an error.
         """
         queue, job = self.generate_streaming(model, processor, inputs, gen_config, request_id)
+        texts: list[str] = []
         while (item := await queue.get()) is not None:
             if isinstance(item, utils._StreamError):
                 raise utils.CBWorkerDeadError(json.loads(f'"{item.msg}"'))
-        # Handlers parse the answer as it was cut, not the tokens behind a stop string.
-        parse = processor.parse_response
-        processor.parse_response = lambda _, *args, **options: parse(job.text, *args, **options)
+            texts.append(item)
+        # Handlers would parse the tokens, also those behind a stop string, and fail at an incomplete tool call.
+        processor.parse_response = lambda _, template, **options: _message(texts, ResponseParser(template, **options))
         return job.text, len(job.prompt), job.tokens
 
     def cancel_request(self, request_id: str) -> None:
