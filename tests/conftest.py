@@ -10,14 +10,19 @@ import threading
 from collections.abc import Iterator
 
 import pytest
+
+# Threads of a kernel that wait for one another sleep: where another process wants the core, spinning ones take five
+# times as long. Read when torch is imported.
+os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
+
 import torch
 
 if torch.cuda.is_available():
     torch.set_num_threads(2)
 else:
     os.environ["TRITON_INTERPRET"] = "1"  # read when Triton is imported
-    # Models this small are slower on two threads, which wait for one another by spinning: several times slower where
-    # another process wants the core. `test_numerics` has two. The variable is for processes that tests start.
+    # Models this small are slower on two threads, which `test_numerics` has. The variable is for processes that tests
+    # start.
     torch.set_num_threads(1)
     os.environ["OMP_NUM_THREADS"] = "1"
 os.environ.pop("COLUMNS", None)  # in processes of pytest-xdist 80, for which tables are wrapped

@@ -182,6 +182,17 @@ class TestTools:
         assert whole == streamed
         assert (whole["text"], whole["thought"], whole["calls"]) == ("", "hm", [])
 
+    @pytest.mark.parametrize("endpoint", ENDPOINTS[1:])
+    @pytest.mark.parametrize("call", [CALL[:20], "<tool_call>\n{bad</tool_call>"])
+    def test_a_call_that_is_none(self, served: Served, says: Says, endpoint: str, call: str) -> None:
+        """The answer is cut within it, or it is no JSON: streams hung then, and whole answers were errors."""
+        says(f"<think>hm</think>ok{call}")
+        whole, streamed = answers(served, endpoint, max_tokens=len(f"<think>hm</think>ok{call}"))
+        assert whole == streamed
+        assert (whole["text"], whole["thought"], whole["calls"]) == ("ok", "hm", [])
+        assert whole.get("reason", "length") == "length"
+        assert served.batches.admission.running == 0
+
     def test_a_chat_after_a_call(self, served: Served) -> None:
         """The template receives all fields of the messages."""
         call = {"id": "1", "type": "function", "function": {"name": "f", "arguments": '{"x": 7}'}}

@@ -271,6 +271,24 @@ def test_the_end_of_the_batching_loop_is_reported(folder: Path) -> None:
         assert metrics(served)["headrace_alive"] == 0
 
 
+@pytest.mark.parametrize("stream", [False, True])
+def test_a_request_that_the_ending_loop_drops(folder: Path, stream: bool) -> None:
+    """transformers drops what is added while the loop ends, before it says so."""
+    with serving(folder, "2MiB") as served:
+        served.complete("hi", max_tokens=2)
+        manager = served.batches._manager
+
+        def drop(*_: Any, **__: Any) -> None:
+            manager.background_thread_status.fatal_error = RuntimeError("late")
+
+        manager.add_request = drop
+        status, text = served.send("/v1/completions", {"prompt": "hi", "stream": stream})
+        assert status == (200 if stream else 503)
+        assert "the batching loop has ended: late" in text
+        assert served.batches.admission.running == 0
+        manager.background_thread_status.fatal_error = None
+
+
 @pytest.mark.slow
 def test_an_address_that_is_taken() -> None:
     with bind("127.0.0.1", 0) as first:

@@ -9,7 +9,6 @@ import sys
 import time
 import warnings
 from collections.abc import Iterator
-from contextlib import suppress
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
@@ -154,11 +153,7 @@ def generate(
     group = _process_group(mode, device)
     opened = open_model(folder, options.dtype, options.attn_implementation, device)
     module: Any = opened.module
-    if not module.can_generate() or module.config.is_encoder_decoder:
-        raise OptionError(
-            f'headrace generate needs a causal language model (architectures ["...ForCausalLM"] in config.json), found '
-            f"{type(module).__name__}"
-        )
+    opened.require_causal("headrace generate")
     tokenizer, inputs = _read_prompt(opened, text, options.system, chat, notes)
     # Planned here and not by load(), so that the plan is printed before the loading.
     num_ranks = group.size() if group is not None and mode in SHARDED_MODES else 1
@@ -304,8 +299,6 @@ def _is_instruct(tokenizer: Any, opened: OpenedModel) -> bool:
 
     Base models have templates, too (Qwen3-8B-Base), but their text ends elsewhere.
     """
-    from transformers import GenerationConfig
-
     if not getattr(tokenizer, "chat_template", None) or _BASE.search(opened.name):
         return False
     answer = "headrace"
@@ -314,10 +307,7 @@ def _is_instruct(tokenizer: Any, opened: OpenedModel) -> bool:
         end = tokenizer.apply_chat_template(turns, tokenize=False).rpartition(answer)[2]
     except Exception:  # templates are programs and raise errors of any type
         return False
-    settings: Any = opened.module.generation_config
-    with suppress(OSError):  # of a folder without generation_config.json
-        settings = GenerationConfig.from_pretrained(opened.folder, local_files_only=True)
-    eos = settings.eos_token_id
+    eos = opened.generation_config.eos_token_id
     stops = {tokenizer.eos_token_id, *(eos if isinstance(eos, list) else [eos])}
     return not stops.isdisjoint(tokenizer(end, add_special_tokens=False).input_ids)
 

@@ -6,7 +6,6 @@ import json
 import logging
 import os
 import shlex
-from contextlib import suppress
 from dataclasses import dataclass, replace
 from importlib.util import find_spec
 from typing import TYPE_CHECKING, Annotated, Any
@@ -29,7 +28,7 @@ from headrace.cli.terminal import byte_bar, stderr
 from headrace.cli.vllm_launcher import KEY_VARIABLE, serve_in_vllm
 from headrace.config import Workload, count, one_of
 from headrace.errors import OptionError
-from headrace.flags import OffloadFlags, Surface, counts, flag_of, row
+from headrace.flags import OffloadFlags, Surface, counts, row
 from headrace.formatting import format_size
 
 if TYPE_CHECKING:
@@ -123,11 +122,7 @@ def serve(
     if options.api_key is None and KEY_VARIABLE in os.environ:
         _check_blanks(KEY_VARIABLE, os.environ[KEY_VARIABLE])
     if options.engine == "vllm":
-        refuse_idle({"--max-queue": options.max_queue, "--cors": options.cors}, "inside vLLM; leave it out")
-        names = ("host", "port", "api_key", "served_model_name", "generation_config", "dtype")
-        shared: dict[str, Any] = {flag_of(name): getattr(options, name) for name in names}
-        shared["--device"] = flags.device
-        serve_in_vllm(model, call.args, shared, options.additional_config, options.dry_run, flags)
+        serve_in_vllm(model, call.args, vars(options), flags)
         return
     if call.args:
         raise OptionError(
@@ -200,8 +195,6 @@ def _run_server(model: str, flags: OffloadFlags, options: _ServeOptions) -> None
     )
     if options.dry_run:
         return
-    if device.type == "cuda" and find_spec("vllm") is not None:
-        stderr.print("vLLM is installed, and faster on a GPU: headrace serve --engine vllm", soft_wrap=True)
     bound = bind(options.host or "127.0.0.1", 8000 if options.port is None else options.port)
     with byte_bar("loading", stderr) as progress:
         request = replace(request, model=opened.module, policy=planned.plan)
@@ -213,7 +206,9 @@ def _run_server(model: str, flags: OffloadFlags, options: _ServeOptions) -> None
     batches = Batches(module, pool, options.max_queue or _MAX_QUEUE)
     names = options.served_model_name or [model]
     app = make_app(module, handle, tokenizer, names, batches, options.api_key, options.cors)
-    run_app(app, bound, lambda: _print_address(bound.getsockname(), names[0], options.api_key is not None))
+    bound.listen()  # requests wait until the server runs
+    _print_address(bound.getsockname(), names[0], options.api_key is not None)
+    run_app(app, bound)
 
 
 def _default_settings(opened: OpenedModel, *, greedy: bool) -> Any:
@@ -226,21 +221,14 @@ def _default_settings(opened: OpenedModel, *, greedy: bool) -> Any:
 
     from headrace.serving.batches import batch_settings, pool_blocks
 
-    module: Any = opened.module
-    if not module.can_generate() or module.config.is_encoder_decoder:
-        raise OptionError(
-            f'headrace serve needs a causal language model (architectures ["...ForCausalLM"] in config.json), found '
-            f"{type(module).__name__}"
-        )
-    pool_blocks(module.config.get_text_config(), 1)
-    settings: Any = module.generation_config
-    with suppress(OSError):  # the folder has no generation_config.json
-        settings = GenerationConfig.from_pretrained(opened.folder, local_files_only=True)
+    opened.require_causal("headrace serve")
+    pool_blocks(opened.module.config.get_text_config(), 1)
+    settings = opened.generation_config
     if greedy:
-        make: Any = GenerationConfig
-        settings = make(**{name: getattr(settings, name) for name in ("bos_token_id", "eos_token_id", "pad_token_id")})
+        ids = ("bos_token_id", "eos_token_id", "pad_token_id")
+        settings = GenerationConfig.from_dict({name: getattr(settings, name) for name in ids})
     try:
-        batch_settings(module, settings)
+        batch_settings(opened.module, settings)
     except OptionError as error:
         raise OptionError(
             f"{opened.folder}/generation_config.json: {error}; leave its sampling out with --generation-config none, "

@@ -36,6 +36,8 @@ _VLLM_FLAGS = (
     "offload_prefetch_step",
     "offload_params",
 )
+# Flags of both servers, passed on under the same names.
+_SHARED_FLAGS = ("host", "port", "api_key", "served_model_name", "generation_config", "dtype", "device")
 # Flags of headrace, which are passed in --additional-config.
 _OWN_FLAGS = ("device_memory", "batch", "offload_rule", "expert_slots", "offload_mode", "measure_stalls")
 
@@ -43,17 +45,16 @@ _OWN_FLAGS = ("device_memory", "batch", "offload_rule", "expert_slots", "offload
 def serve_in_vllm(
     model: str,
     rest: Sequence[str],
-    shared: Mapping[str, object],
-    additional_config: str | None,
-    dry_run: bool,
+    options: Mapping[str, Any],
     flags: OffloadFlags,
 ) -> None:
-    """Become ``vllm serve`` with headrace as its weight offloader; ``shared``: flags of both."""
+    """Become ``vllm serve`` with headrace as its weight offloader; ``options``: flags of ``headrace serve`` alone."""
+    refuse_idle({flag_of(name): options[name] for name in ("max_queue", "cors")}, "inside vLLM; leave it out")
     for name in VERB_FLAGS:
         if name not in (*_VLLM_FLAGS, *_OWN_FLAGS, "device"):
             refuse_idle({flag_of(name): getattr(flags, name)}, "inside vLLM; leave it out")
     _require_rest(model, rest)
-    given = _parsed(additional_config)
+    given = _parsed(options["additional_config"])
     engine_options(given, flags)  # raises errors now that the worker would raise minutes later
     config = _with_flags(given, flags)
     _count_replicas(config, rest)
@@ -65,14 +66,15 @@ def serve_in_vllm(
         command += _words(flag_of(name), value)
     if config:
         command += ["--additional-config", json.dumps(config)]
-    for flag, value in shared.items():
+    for name in _SHARED_FLAGS:
+        value = flags.device if name == "device" else options[name]
         if value is not None and value != []:
-            command += _words(flag, value)
+            command += _words(flag_of(name), value)
     command += rest
-    if dry_run:
+    if options["dry_run"]:
         typer.echo(shlex.join(command))
         return
-    if KEY_VARIABLE in os.environ and shared["--api-key"] is None:
+    if KEY_VARIABLE in os.environ and options["api_key"] is None:
         os.environ["VLLM_API_KEY"] = os.environ[KEY_VARIABLE]
     _become(command)
 

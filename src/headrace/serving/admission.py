@@ -84,7 +84,7 @@ class Admission:
         started = []
         for name, (num_blocks, batch) in list(self._waiting.items()):
             running = next(iter(self._running.values()), (0, batch))
-            if running[1] != batch or num_blocks > self.pool.num_blocks - self._reserved_blocks:
+            if running[1] != batch or num_blocks * self.pool.block_tokens > self.pool.num_tokens - self.reserved_tokens:
                 break
             self._running[name] = self._waiting.pop(name)
             started.append(name)
@@ -108,8 +108,4 @@ class Admission:
     @property
     def reserved_tokens(self) -> int:
         """Tokens of the pool that running requests have reserved."""
-        return self._reserved_blocks * self.pool.block_tokens
-
-    @property
-    def _reserved_blocks(self) -> int:
-        return sum(num_blocks for num_blocks, _ in self._running.values())
+        return self.pool.block_tokens * sum(num_blocks for num_blocks, _ in self._running.values())

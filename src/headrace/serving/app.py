@@ -12,17 +12,15 @@ import faulthandler
 import gc
 import inspect
 import json
-import logging
 import os
 import secrets
 import signal
 import socket
-import sys
 import time
 import uuid
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
-from functools import cached_property, partial
+from contextlib import suppress
+from functools import partial
 from types import SimpleNamespace
 from typing import Any
 
@@ -31,6 +29,7 @@ from fastapi.exceptions import RequestValidationError
 from prometheus_client import CONTENT_TYPE_LATEST, CollectorRegistry, Counter, Histogram, generate_latest
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
 from prometheus_client.registry import Collector
+from starlette.datastructures import MutableHeaders
 from starlette.exceptions import HTTPException
 from starlette.middleware.cors import CORSMiddleware
 from starlette.requests import ClientDisconnect, Request
@@ -41,6 +40,7 @@ from transformers.cli.serving.completion import CompletionHandler
 from transformers.cli.serving.response import ResponseHandler
 from transformers.cli.serving.server import build_server
 from transformers.cli.serving.utils import X_REQUEST_ID, CBWorkerDeadError, Modality, get_response_template
+from uvicorn.config import LOGGING_CONFIG
 from uvicorn.protocols.http.auto import AutoHTTPProtocol
 
 from headrace.api import Handle
@@ -80,72 +80,68 @@ def make_app(
         key: requests to ``/v1`` need ``Authorization: Bearer KEY``; ``None``: they need none.
         cors: whether pages of any origin may send requests.
     """
-    manager: Any = SingleModelManager(model, tokenizer, names, batches)
+    tokenizer.response_template = _response_template(tokenizer, model)
+    tokenizer.apply_chat_template = _rendering(tokenizer.apply_chat_template)
+    # Handlers look for a template in the tokenizer, and then by the type of the model.
+    stub = SimpleNamespace(config=SimpleNamespace(model_type=None), generation_config=model.generation_config)
+    entry = {"object": "model", "created": int(time.time()), "owned_by": "headrace"}
+    entry["max_model_len"] = batches.admission.pool.longest
+    # Of the managers of transformers' server, what its routes and handlers call, for one model that is loaded already.
+    manager: Any = SimpleNamespace(
+        model=stub,
+        tokenizer=tokenizer,
+        names=names,
+        list_models=lambda: [{"id": name, **entry} for name in names],
+        get_model_modality=lambda *_, **__: Modality.LLM,
+        use_continuous_batching=lambda *_: True,
+        get_manager=lambda *_, **__: batches,
+        is_cb_alive=lambda: batches.dead_reason() is None,
+        shutdown=batches.stop,
+    )
+    manager.get_gen_models = manager.list_models  # up to transformers 5.23
+    kinds = {"chat_handler": _Chat, "completion_handler": _Completion, "response_handler": _Response}
     handlers: dict[str, Any] = {
-        name: None for name in inspect.signature(build_server).parameters if name.endswith("_handler")
+        name: kinds[name](manager, manager) if name in kinds else None
+        for name in inspect.signature(build_server).parameters
+        if name.endswith("_handler")
     }
-    for name, kind in (("chat", _Chat), ("completion", _Completion), ("response", _Response)):
-        handlers[f"{name}_handler"] = kind(manager, manager)
     app = build_server(manager, generation_state=manager, **handlers)
     app.router.routes[:] = [route for route in app.router.routes if getattr(route, "path", None) in _ROUTES]
-    for error_type in (
-        RequestError, RequestValidationError, HTTPException, RecursionError, CBWorkerDeadError, Exception
-    ):  # fmt: skip
-        app.add_exception_handler(error_type, _answer_error)
+    errors: Any = (RequestError, RequestValidationError, HTTPException, RecursionError, CBWorkerDeadError, Exception)
+    app.exception_handlers |= dict.fromkeys(errors, _answer_error)
     metrics = _Metrics(batches, handle)
     app.add_api_route("/metrics", metrics.answer)
     return RequestMiddleware(app, batches, metrics, key, cors)
 
 
-# -- what transformers' server calls -----------------------------------------------------------------------------------
+# -- the handlers of transformers --------------------------------------------------------------------------------------
 
 
-@dataclass(frozen=True)
-class SingleModelManager:
-    """The model manager and the generation state of transformers' server: one model, loaded already, and one engine."""
+def _response_template(tokenizer: Any, model: Any) -> dict[str, Any] | None:
+    """Finds reasoning and tool calls in answers; ``None``: transformers has none that fits the chat template."""
+    template = get_response_template(tokenizer, model)
+    if template is None or getattr(tokenizer, "response_template", None) is not None:
+        return template
+    asked, turn = [{"role": "user", "content": "?"}], ""
+    with suppress(Exception):  # templates are programs, and raise errors of any type
+        turn = tokenizer.apply_chat_template(asked, add_generation_prompt=True, tokenize=False)
+    # A parser that finds no anchor takes the prompt for a part of the answer.
+    anchors = template.get("start_anchor") or ""
+    return template if any(anchor in turn for anchor in ([anchors] if isinstance(anchors, str) else anchors)) else None
 
-    model: Any
-    tokenizer: Any
-    names: list[str]
-    batches: Batches
 
-    def list_models(self) -> list[dict[str, Any]]:
-        entry = {"object": "model", "created": int(time.time()), "owned_by": "headrace"}
-        return [{"id": name, **entry, "max_model_len": self.batches.admission.pool.longest} for name in self.names]
+def _rendering(render: Callable[..., Any]) -> Callable[..., Any]:
+    """``render``, the chat template of a tokenizer, with its errors as those of the request."""
 
-    get_gen_models = list_models  # up to transformers 5.23
-
-    def get_model_modality(self, *_: Any, **__: Any) -> Modality:
-        return Modality.LLM
-
-    def use_continuous_batching(self, *_: Any) -> bool:
-        return True
-
-    def get_manager(self, *_: Any, **__: Any) -> Batches:
-        return self.batches
-
-    def is_cb_alive(self) -> bool:
-        return self.batches.dead_reason() is None
-
-    def shutdown(self) -> None:
-        self.batches.stop()
-
-    @cached_property
-    def response_template(self) -> dict[str, Any] | None:
-        """Finds reasoning and tool calls in answers; ``None``: transformers has none that fits the chat template."""
-        tokenizer, template = self.tokenizer, get_response_template(self.tokenizer, self.model)
-        if template is None or not tokenizer.chat_template or getattr(tokenizer, "response_template", None) is not None:
-            return template
+    def apply_chat_template(messages: Any, /, **options: Any) -> Any:
         try:
-            turn = tokenizer.apply_chat_template(
-                [{"role": "user", "content": "?"}], add_generation_prompt=True, tokenize=False
-            )
-        except Exception:  # templates are programs, and raise errors of any type for messages that they do not expect
-            return None
-        # A parser that finds no anchor takes the prompt for a part of the answer.
-        anchors = template.get("start_anchor") or []
-        anchors = [anchors] if isinstance(anchors, str) else anchors
-        return template if not anchors or any(anchor in turn for anchor in anchors) else None
+            return render(messages, **options)
+        except Exception as error:  # templates are programs, and raise errors of any type
+            raise RequestError(
+                f"the chat template refuses messages, tools or chat_template_kwargs: {type(error).__name__}: {error}"
+            ) from None
+
+    return apply_chat_template
 
 
 class _CheckedHandler:
@@ -153,7 +149,7 @@ class _CheckedHandler:
 
     kind: type[GenerationRequest]
     is_chat = True
-    model_manager: Any  # a SingleModelManager
+    model_manager: Any
     _request: GenerationRequest
 
     async def handle_request(self, body: dict[str, Any], request_id: str) -> Any:
@@ -165,14 +161,13 @@ class _CheckedHandler:
         if request.model is not None and request.model not in manager.names:
             raise RequestError(f"model {request.model[:200]!r} is not served here, {name!r} is", "model", 404)
         given = request.model_dump(include=set(type(request).model_fields), exclude_none=True)
-        if given.get("tools") and manager.response_template is None:
+        if given.get("tools") and tokenizer.response_template is None:
             raise RequestError("tools is not supported: the tokenizer has no template for answers", "tools")
         # Arguments of the tokenizer, and one that handlers add to them.
-        reserved = {*inspect.signature(tokenizer.apply_chat_template).parameters, "load_audio_from_video"}
-        if reserved & given.get("chat_template_kwargs", {}).keys():
-            raise RequestError(
-                "chat_template_kwargs: expected only variables of the chat template", "chat_template_kwargs"
-            )
+        reserved = {*inspect.signature(type(tokenizer).apply_chat_template).parameters, "load_audio_from_video"}
+        field = "chat_template_kwargs"
+        if reserved & given.get(field, {}).keys():
+            raise RequestError(f"{field}: expected only variables of the chat template", field)
         handler: Any = copy.copy(self)
         handler._request = request
         given["stream"] = bool(request.stream)
@@ -184,32 +179,16 @@ class _CheckedHandler:
     def _resolve_model(self, body: Any) -> tuple[str, Any, Any]:
         manager = self.model_manager
         tokenizer = copy.copy(manager.tokenizer)  # each request has its own, because Batches changes it, too
-        tokenizer.apply_chat_template = self._apply_chat_template
-        tokenizer.response_template = manager.response_template if self.is_chat else None
-        # Handlers look for a template in the tokenizer, and then by the type of the model.
-        config = SimpleNamespace(model_type=None) if tokenizer.response_template is None else manager.model.config
-        model = SimpleNamespace(config=config, generation_config=manager.model.generation_config)
-        return manager.names[0], model, tokenizer
-
-    def _apply_chat_template(self, messages: Any, /, **options: Any) -> Any:
-        try:
-            return self.model_manager.tokenizer.apply_chat_template(messages, **options)
-        except Exception as error:  # templates are programs, and raise errors of any type
-            raise RequestError(
-                f"the chat template refuses messages, tools or chat_template_kwargs: {type(error).__name__}: {error}"
-            ) from None
+        if not self.is_chat:
+            tokenizer.response_template = None
+        return manager.names[0], manager.model, tokenizer
 
     def _build_generation_config(self, body: Any, default: Any, use_cb: bool = False) -> Any:
         return settings_of(self._request, default)
 
     def get_processor_inputs_from_messages(self, messages: Any, modality: Any) -> Any:
-        inputs = super().get_processor_inputs_from_messages(messages, modality)  # type: ignore[misc]
-        for message, shown in zip(messages, inputs, strict=True):
-            # transformers drops these, and templates read them.
-            shown |= {name: message[name] for name in ("name", "reasoning_content") if name in message}
-            if "tool_calls" in message:
-                shown["content"] = " ".join(part["text"] for part in message.get("content", []))
-        return inputs
+        # transformers' own drops names, reasoning, and texts beside tool calls, which templates read.
+        return [{**each, "content": " ".join(part["text"] for part in each.get("content", []))} for each in messages]
 
     def _build_chunk_sse(self, *args: Any, usage: Any = None, **values: Any) -> str:
         text: str = super()._build_chunk_sse(*args, **values)  # type: ignore[misc]
@@ -219,7 +198,8 @@ class _CheckedHandler:
         options = self._request.stream_options
         if options is not None and options.include_usage:
             chunk = json.loads(text.removeprefix("data: "))
-            text += f"data: {json.dumps({**chunk, 'choices': [], 'usage': usage.model_dump(exclude_none=True)})}\n\n"
+            chunk.update(choices=[], usage=usage.model_dump(exclude_none=True))
+            text += self.chunk_to_sse(json.dumps(chunk))  # type: ignore[attr-defined]
         return text + "data: [DONE]\n\n"
 
 
@@ -245,12 +225,7 @@ class _Response(_CheckedHandler, ResponseHandler):
 # -- errors ------------------------------------------------------------------------------------------------------------
 
 _ERROR_TYPES = {401: "authentication_error", 429: "rate_limit_error", 500: "server_error", 503: "server_error"}
-_ERROR_HEADERS = {
-    401: {"WWW-Authenticate": "Bearer"},
-    408: {"Connection": "close"},
-    413: {"Connection": "close"},
-    429: {"Retry-After": "1"},
-}
+_ERROR_HEADERS = {401: {"WWW-Authenticate": "Bearer"}, 408: {"Connection": "close"}, 429: {"Retry-After": "1"}}
 
 
 def _answer_error(request: Request, error: Exception) -> JSONResponse:
@@ -326,8 +301,8 @@ class RequestMiddleware:
         self._longest_body = _BODY_BYTES + _BYTES_PER_TOKEN * batches.admission.pool.longest
         self._body_timeouts: set[asyncio.Timeout] = set()
         # Outside the check of the key, which the preflight requests of browsers do not carry.
-        everything: Any = {"allow_origins": ["*"], "allow_methods": ["*"], "allow_headers": ["*"]}
-        self._entrance: ASGIApp = CORSMiddleware(self._answer, **everything) if cors else self._answer
+        cors_options: Any = {"allow_origins": ["*"], "allow_methods": ["*"], "allow_headers": ["*"]}
+        self._entrance: ASGIApp = CORSMiddleware(self._answer, **cors_options) if cors else self._answer
 
     def stop(self) -> None:
         """Refuse requests whose bodies are incomplete, and limit how long the others may run."""
@@ -340,19 +315,18 @@ class RequestMiddleware:
         await (self._entrance if scope["type"] == "http" else self._app)(scope, receive, send)
 
     async def _answer(self, scope: Scope, receive: Receive, send: Send) -> None:
-        begin, first_byte_s, status, has_ended = time.perf_counter(), 0.0, 499, False
+        begin, first_byte_s, started, status = time.perf_counter(), 0.0, 0, 499
         path, request_id = scope["path"], uuid.uuid4().hex
         # Not the client's own name, which two requests may share.
-        headers = [(name, value) for name, value in scope["headers"] if name != X_REQUEST_ID.encode()]
-        scope = {**scope, "headers": [*headers, (X_REQUEST_ID.encode(), request_id.encode())]}
+        MutableHeaders(scope=scope)[X_REQUEST_ID] = request_id
 
         async def observe(message: Message) -> None:
-            nonlocal first_byte_s, status, has_ended
+            nonlocal first_byte_s, started, status
             if message["type"] == "http.response.start":
-                status = message["status"]
+                started = message["status"]
             else:
                 first_byte_s = first_byte_s or time.perf_counter() - begin
-                has_ended = not message.get("more_body", False)
+                status = status if message.get("more_body") else started
             await send(message)
 
         try:
@@ -365,7 +339,7 @@ class RequestMiddleware:
             answer = asyncio.ensure_future(self._app(scope, replay, observe))
             # Only the end of the connection is left to receive.
             connection = asyncio.ensure_future(receive())
-            connection.add_done_callback(lambda _: has_ended or answer.cancel())
+            connection.add_done_callback(lambda _: status == 499 and answer.cancel())
             answer.add_done_callback(lambda _: connection.cancel())
             await answer
         except (ClientDisconnect, asyncio.CancelledError):
@@ -374,8 +348,8 @@ class RequestMiddleware:
             await _answer_error(Request(scope), refusal)(scope, receive, observe)
         finally:
             self._batches.cancel_request(request_id)
-            self._metrics.requests.labels(path if path in _ROUTES else "other", status if has_ended else 499).inc()
-            if path in _GENERATES and has_ended and status == 200:
+            self._metrics.requests.labels(path if path in _ROUTES else "other", status).inc()
+            if path in _GENERATES and status == 200:
                 self._metrics.first_byte.observe(first_byte_s)
                 self._metrics.request.observe(time.perf_counter() - begin)
 
@@ -413,13 +387,12 @@ def bind(host: str, port: int) -> socket.socket:
     Raises:
         OptionError: the address does not belong to this machine, is taken, or may not be used.
     """
+    bound = socket.socket(socket.AF_INET6 if ":" in host else socket.AF_INET)
+    bound.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
     try:
-        addresses = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE)
-        family, kind, _, _, address = addresses[0]
-        bound = socket.socket(family, kind)
-        bound.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-        bound.bind(address)
+        bound.bind((host, port))
     except OSError as error:
+        bound.close()
         raise OptionError(
             f"--host {host} --port {port}: expected a free address of this machine, found: {error.strerror or error}; "
             f"choose another port, or 0 for a free one"
@@ -444,13 +417,12 @@ class _Connection(AutoHTTPProtocol):  # type: ignore[misc,valid-type]
 
 
 class _Server(uvicorn.Server):
-    """Calls ``ready`` once it listens, and ``stop`` of the application when it shuts down."""
+    """Ends in limited time, and not by the signal, which uvicorn would raise again."""
 
-    ready: Callable[[], None]
-
-    async def startup(self, sockets: list[socket.socket] | None = None) -> None:
-        await super().startup(sockets)
-        self.ready()
+    def handle_exit(self, sig: int, frame: object) -> None:
+        if self.should_exit and sig == signal.SIGINT:
+            os._exit(130)  # the thread of the batching loop would finish its requests first
+        self.should_exit = True
 
     async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:
         self.config.app.stop()  # type: ignore[union-attr] # a RequestMiddleware
@@ -459,31 +431,18 @@ class _Server(uvicorn.Server):
         await super().shutdown(sockets)
 
 
-def run_app(app: RequestMiddleware, bound: socket.socket, ready: Callable[[], None]) -> None:
-    """Serve until SIGINT or SIGTERM, then finish the running requests, in limited time; a second SIGINT ends at once.
-
-    ``ready`` is called once the server listens.
-    """
+def run_app(app: RequestMiddleware, bound: socket.socket) -> None:
+    """Serve until SIGINT or SIGTERM, then finish the requests, in limited time; a second SIGINT ends at once."""
     limit_s = _STOP_S + 5  # for clients that do not read their answers, which are complete by then
+    LOGGING_CONFIG["handlers"]["access"]["stream"] = "ext://sys.stderr"
     settings = uvicorn.Config(
         app, http=_Connection, lifespan="on", server_header=False, timeout_graceful_shutdown=limit_s
     )
-    for handler in logging.getLogger("uvicorn.access").handlers:
-        if isinstance(handler, logging.StreamHandler):
-            handler.setStream(sys.stderr)
-    server = _Server(settings)
-    server.ready = ready
     # transformers collects garbage at the end of every batch, which takes seconds where torch's objects count.
     gc.collect()
     gc.freeze()
-    # uvicorn raises the signal again when it returns, which would end the process as if by the signal.
-    before = {number: signal.signal(number, signal.SIG_IGN) for number in (signal.SIGINT, signal.SIGTERM)}
     try:
-        server.run(sockets=[bound])
-        if server.force_exit:
-            os._exit(130)  # the thread of the batching loop would finish its requests first
+        _Server(settings).run(sockets=[bound])
     finally:
-        for number, former in before.items():
-            signal.signal(number, former)
         gc.unfreeze()  # or Triton's bindings print at the end that they leak
         bound.close()

@@ -11,22 +11,20 @@ import asyncio
 import copy
 import json
 import math
-from collections.abc import Iterable
+import secrets
+from collections.abc import Callable, Iterator
 from contextlib import suppress
 from dataclasses import fields
+from types import SimpleNamespace
 from typing import Any
 
 import torch
 from tokenizers.decoders import DecodeStream
-from transformers import ContinuousBatchingConfig, GenerationConfig
-from transformers.cli.serving.utils import (
-    BaseGenerateManager,
-    CBWorkerDeadError,
-    _StreamError,
-    response_events_to_chunks,
-)
+from transformers import ContinuousBatchingConfig, GenerationConfig, TopKLogitsWarper
+from transformers.cli.serving import utils
+from transformers.generation.continuous_batching import cb_logits_processors
 from transformers.generation.continuous_batching.cache import group_layers_by_attn_type
-from transformers.generation.continuous_batching.cb_logits_processors import ContinuousBatchingTopKLogitsWarper
+from transformers.utils.chat_parsing import ResponseParser
 
 from headrace.errors import OptionError
 from headrace.serving.admission import Admission, Pool
@@ -43,35 +41,30 @@ _CHECK_S = 1.0
 # -- sampling ----------------------------------------------------------------------------------------------------------
 
 
-def settings_of(request: GenerationRequest, default: GenerationConfig) -> GenerationConfig:
-    """The generation config of a request: the default, changed by the fields of the request.
+def settings_of(request: GenerationRequest, default: GenerationConfig) -> SimpleNamespace:
+    """How a request generates: as ``default``, changed by the fields of the request.
 
     Raises:
         RequestError: a field has no effect on greedy decoding.
     """
-    settings: Any = copy.deepcopy(default)
-    settings.max_new_tokens, settings.max_length = request.max_tokens, None
-    if request.temperature is not None:
-        settings.do_sample, settings.temperature = request.temperature > 0, request.temperature
-    for name, value in (("top_p", request.top_p), ("top_k", request.top_k)):
-        if value is None:
-            continue
-        if request.temperature is None and not settings.do_sample:
-            raise RequestError(f"{name} has no effect on greedy decoding, the default here; add temperature", name)
-        setattr(settings, name, value)
-    if request.ignore_eos:
-        settings.eos_token_id = -1  # no token has it
-    settings.seed = request.seed if settings.do_sample else None
-    settings.stop_strings = request.stop
-    return settings  # type: ignore[no-any-return]
-
-
-def _sampling_of(settings: Any) -> dict[str, Any]:
-    """The arguments of transformers' processors for one request; greedy decoding is a ``top_k`` of 1."""
-    if not settings.do_sample:
-        return {"temperature": 1.0, "top_k": 1, "top_p": 1.0}
-    top_k = settings.top_k if settings.top_k and settings.top_k > 0 else 2**31 - 1
-    return {"temperature": float(settings.temperature or 1), "top_k": top_k, "top_p": float(settings.top_p or 1)}
+    given = request.model_dump(include={"temperature", "top_k", "top_p"}, exclude_none=True)
+    samples = given.get("temperature", bool(default.do_sample)) > 0
+    if given and not samples and "temperature" not in given:
+        name = next(iter(given))
+        raise RequestError(f"{name} has no effect on greedy decoding, the default here; add temperature", name)
+    temperature, top_k, top_p = (given.get(name, getattr(default, name)) for name in ("temperature", "top_k", "top_p"))
+    if not samples:
+        temperature, top_k, top_p = 1, 1, 1  # greedy decoding
+    processing = {
+        "eos_token_id": -1 if request.ignore_eos else default.eos_token_id,  # no token is -1
+        "temperature": float(temperature or 1),
+        "top_k": top_k if top_k and top_k > 0 else 2**31 - 1,
+        "top_p": float(top_p or 1),
+    }
+    seed = request.seed if samples else None
+    return SimpleNamespace(
+        max_new_tokens=request.max_tokens, stops=request.stop or [], seed=seed, processing=processing
+    )
 
 
 def batch_settings(model: Any, default: GenerationConfig) -> GenerationConfig:
@@ -92,7 +85,7 @@ def batch_settings(model: Any, default: GenerationConfig) -> GenerationConfig:
     return settings  # type: ignore[no-any-return]
 
 
-class _TopK(ContinuousBatchingTopKLogitsWarper):
+class _TopK(cb_logits_processors.ContinuousBatchingTopKLogitsWarper):
     """transformers' own, but a ``top_k`` of 1 keeps only the token of greedy decoding, not all equally likely ones."""
 
     def __call__(self, scores: torch.Tensor, tensor_arg: torch.Tensor) -> torch.Tensor:
@@ -100,6 +93,9 @@ class _TopK(ContinuousBatchingTopKLogitsWarper):
         first = scores.argmax(-1, keepdim=True)
         only = torch.full_like(scores, self.filter_value).scatter(-1, first, scores.gather(-1, first))
         return torch.where((top_k == 1).unsqueeze(-1), only, super().__call__(scores, top_k))
+
+
+cb_logits_processors.CLASSIC_TO_CB_PROCESSORS_MAP[TopKLogitsWarper] = _TopK
 
 
 # -- the manager -------------------------------------------------------------------------------------------------------
@@ -121,10 +117,8 @@ def pool_blocks(config: Any, num_blocks: int) -> int:
     if isinstance(grouped, tuple):  # up to transformers 5.19: groups of layers share the blocks
         return num_blocks * len(grouped[0])
     sizes = [len(layers) for layers in grouped.values()]
-    if len(sizes) == 1:
-        return num_blocks
     # Each kind of layers is given sectors, which its blocks fill; the last sector of each may be partly filled.
-    return num_blocks + len(sizes) * -(-math.lcm(*sizes) // sum(sizes))
+    return num_blocks + (len(sizes) > 1) * len(sizes) * -(-math.lcm(*sizes) // sum(sizes))
 
 
 def _new_manager(model: Any, pool: Pool, seed: int | None) -> Any:
@@ -138,17 +132,12 @@ def _new_manager(model: Any, pool: Pool, seed: int | None) -> Any:
         "num_blocks": pool_blocks(model.config.get_text_config(), pool.num_blocks),
         "max_batch_tokens": min(_STEP_TOKENS, pool.num_tokens),
         "per_request_processors": True,
-        "seed": seed,
+        "seed": secrets.randbits(63) if seed is None else seed,
     }
-    torch.seed() if seed is None else torch.manual_seed(seed)  # up to transformers 5.20 the configuration has no seed
     manager = model.init_continuous_batching(
         generation_config=batch_settings(model, model.generation_config),
         continuous_batching_config=ContinuousBatchingConfig(**{k: v for k, v in options.items() if k in known}),
     )
-    processors = manager.logit_processor.logits_processor
-    for index, processor in enumerate(processors):
-        if isinstance(processor, ContinuousBatchingTopKLogitsWarper):
-            processors[index] = _TopK(processor)  # type: ignore[arg-type] # it has the attributes that are copied
     manager.start()
     return manager
 
@@ -156,90 +145,89 @@ def _new_manager(model: Any, pool: Pool, seed: int | None) -> Any:
 # -- requests ----------------------------------------------------------------------------------------------------------
 
 
-class _Job:
-    """One request, and its answer up to a stop string: a queue of texts that ends with ``None``.
+class _Job(utils.CBStreamer):
+    """One request, as transformers' streamer, but with the answer up to a stop string."""
 
-    transformers' handlers use it as the streamer.
-    """
+    task: asyncio.Task[None]
 
-    def __init__(self, inputs: Any, settings: Any, tokenizer: Any, is_streaming: bool, parser: Any = None) -> None:
-        self.prompt, self.settings, self.is_streaming = list(inputs["input_ids"]), settings, is_streaming
-        self.stops = settings.stop_strings or []
-        self.queue: asyncio.Queue[Any] = asyncio.Queue()
+    def __init__(
+        self, batches: Batches, name: str, processor: Any, inputs: Any, settings: Any, parser: Any = None
+    ) -> None:
+        self.queue: asyncio.Queue[Any] = asyncio.Queue()  # of texts, and of what the parser finds; ends with None
+        tokenizer, loop = processor._tokenizer, asyncio.get_running_loop()
+        super().__init__(batches, name, tokenizer, loop, self.queue, parser)  # type: ignore[arg-type] # to cancel
+        self.name, self.prompt, self.settings = name, list(inputs["input_ids"]), settings
         self.tokens: list[int] = []
         self.text = ""
-        self.error: str | None = None
-        self.has_started = False
+        self.admitted = asyncio.Event()
+        self.ended = asyncio.Future[None]()
         # Special tokens are left to the parser of transformers, if there is one.
-        self._tokenizer, self._parser, self._skips = tokenizer._tokenizer, parser, tokenizer.response_template is None
-        self._stream: Any = DecodeStream([], skip_special_tokens=self._skips)
-        self._num_sent = 0
-        if parser is not None:
-            self._put(response_events_to_chunks(parser.initial_events))
-
-    @property
-    def total_tokens(self) -> int:
-        """Tokens of the answer so far."""
-        return len(self.tokens)
-
-    def cancel(self) -> None:
-        """Nothing: :class:`RequestMiddleware` cancels the request when its client has left."""
-
-    def add(self, tokens: list[int], is_last: bool) -> bool:
-        """Append further tokens; whether the answer has ended with them."""
-        is_stopped = False
-        for token in tokens:
-            self.tokens.append(token)
-            self.text += self._stream.step(self._tokenizer, token) or ""
-            is_stopped = self._cut()
-            if is_stopped:
-                break
-        if is_last and not is_stopped:
-            # With the bytes of a character that the last token leaves incomplete.
-            text = self._tokenizer.decode(self.tokens, skip_special_tokens=self._skips)
-            self.text = text if text.startswith(self.text) else self.text
-            is_stopped = self._cut()
-        ends = self.settings.eos_token_id
-        if is_stopped or self.tokens[-1] in (ends if isinstance(ends, list) else [ends]):
-            self.settings.max_new_tokens = None  # by it transformers' handlers tell "length" from "stop"
-        has_ended = is_last or is_stopped
+        self._skips = processor.response_template is None
+        self._decode_stream = DecodeStream([], skip_special_tokens=self._skips)
         # Text that may begin a stop string has to wait for the next tokens.
-        num_held = (
-            0 if has_ended else max((_overlap(self.text[self._num_sent :], stop) for stop in self.stops), default=0)
-        )
-        text = self.text[self._num_sent : len(self.text) - num_held]
-        self._num_sent += len(text)
-        if text:
-            self._put([text] if self._parser is None else response_events_to_chunks(self._parser.feed(text)))
+        self._num_held = max(map(len, settings.stops), default=1) - 1
+        self._num_sent = 0
+
+    def put(self, output: Any) -> None:
+        """Take a further part of the answer from the manager."""
+        if self.ended.done():
+            return
+        if output.error is not None:
+            self.ended.set_exception(utils.CBWorkerDeadError(output.error))
+            return
+        found: list[int] = []
+        for text in self._texts(output):
+            self.text += text
+            found = [at for stop in self.settings.stops if (at := self.text.find(stop)) >= 0]
+            if found:
+                self.text = self.text[: min(found)]
+                break
+        self.total_tokens = len(self.tokens)
+        ends = self.settings.processing["eos_token_id"]
+        if found or self.tokens[-1] in (ends if isinstance(ends, list) else [ends]):
+            self.settings.max_new_tokens = None  # by it transformers' handlers tell "length" from "stop"
+        has_ended = output.is_finished() or bool(found)
+        ready = self.text[self._num_sent : None if has_ended or not self._num_held else -self._num_held]
+        self._num_sent += len(ready)
+        if ready:
+            for chunk in [ready] if self._parser is None else _found(self._parser.feed, ready):
+                self.queue.put_nowait(chunk)
         if has_ended:
-            if self._parser is not None:
-                with suppress(ValueError, RuntimeError):  # the answer ends within a tool call
-                    self._put(response_events_to_chunks(self._parser.finalize()[1]))
-            self._put([None])
-        return has_ended
+            self.ended.set_result(None)
+            self.end()
 
-    def fail(self, message: str) -> None:
-        """End without an answer."""
-        self.error = message
-        self._put([_StreamError(json.dumps(message)[1:-1])])  # transformers puts it between quotes
-
-    def _cut(self) -> bool:
-        found = [at for stop in self.stops if (at := self.text.find(stop)) >= 0]
-        if found:
-            self.text = self.text[: min(found)]
-        return bool(found)
-
-    def _put(self, items: Iterable[Any]) -> None:
-        for item in items:
-            self.queue.put_nowait(item)
+    def _texts(self, output: Any) -> Iterator[str]:
+        """The texts of the tokens that are new."""
+        for token in output.generated_tokens[len(self.tokens) :]:
+            self.tokens.append(token)
+            yield self._decode_stream.step(self._tokenizer, token) or ""
+        if output.is_finished():
+            # The bytes of a character that the last token leaves incomplete.
+            text = self._tokenizer.decode(self.tokens, skip_special_tokens=self._skips)
+            yield text[len(self.text) :] if text.startswith(self.text) else ""
 
 
-def _overlap(text: str, stop: str) -> int:
-    """The number of characters at the end of ``text`` that ``stop`` begins with."""
-    return next((size for size in range(min(len(stop) - 1, len(text)), 0, -1) if text.endswith(stop[:size])), 0)
+def _found(read: Callable[..., Any], *texts: str) -> list[Any]:
+    """What transformers' parser finds; nothing in a tool call that is incomplete, or no JSON."""
+    with suppress(ValueError, RuntimeError):
+        return utils.response_events_to_chunks(read(*texts))
+    return []
 
 
-class Batches(BaseGenerateManager):
+def _message(texts: list[str], parser: ResponseParser) -> dict[str, Any]:
+    """The message of an answer, read as if ``texts`` were streamed."""
+    chunks = _found(lambda: parser.initial_events)
+    chunks += [chunk for text in texts for chunk in _found(parser.feed, text)]
+    chunks += _found(lambda: parser.finalize()[1])
+    calls = [chunk for chunk in chunks if isinstance(chunk, utils.ToolCall)]
+    return {
+        "thinking": "".join(chunk for chunk in chunks if isinstance(chunk, utils.ReasoningText)) or None,
+        "content": "".join(chunk for chunk in chunks if type(chunk) is str),
+        "tool_calls": [{"function": {"name": call.name, "arguments": call.arguments}} for call in calls],
+    }
+
+
+class Batches(utils.BaseGenerateManager):
     """Runs the requests of transformers' handlers; belongs to one event loop.
 
     Args:
@@ -254,15 +242,11 @@ class Batches(BaseGenerateManager):
         self.prompt_tokens = self.generated_tokens = 0  # of requests that ended without an error
         self._jobs: dict[str, _Job] = {}
         self._manager: Any = None
-        self._alone: str | None = None  # the request that has the manager to itself
-        self._admitted: asyncio.Queue[str] = asyncio.Queue()  # have their part of the cache, and are to be started
-        self._starter: asyncio.Task[None] | None = None
+        self._is_alone = False  # the manager is for one request
+        self._changing = asyncio.Lock()  # held while the manager changes
         self._error: str | None = None
 
     # -- what transformers' handlers call ------------------------------------------------------------------------------
-
-    def init_cb(self, model: Any, gen_config: Any) -> None:
-        """Nothing: a manager is made when the first request starts."""
 
     def generate_streaming(
         self, model: Any, processor: Any, inputs: Any, gen_config: Any, request_id: str, response_parser: Any = None
@@ -272,8 +256,8 @@ class Batches(BaseGenerateManager):
         Raises:
             RequestError: the request can never run, or the queue is full.
         """
-        job = _Job(inputs, gen_config, processor, True, response_parser)
-        self._enter(request_id, job)
+        job = _Job(self, request_id, processor, inputs, gen_config, response_parser)
+        self._enter(job)
         return job.queue, job
 
     async def generate_non_streaming(
@@ -285,120 +269,101 @@ class Batches(BaseGenerateManager):
             RequestError: the request can never run, or the queue is full.
             CBWorkerDeadError: the batch ended with an error.
         """
-        job = _Job(inputs, gen_config, processor, False)
-        self._enter(request_id, job)
-        while (item := await job.queue.get()) is not None:
-            if isinstance(item, _StreamError):
-                raise CBWorkerDeadError(job.error)
-        # Handlers parse the answer as it was cut, not the tokens behind a stop string.
-        parse = processor.parse_response
-        processor.parse_response = lambda _, *args, **options: parse(job.text, *args, **options)
+        queue, job = self.generate_streaming(model, processor, inputs, gen_config, request_id)
+        texts: list[str] = []
+        while (item := await queue.get()) is not None:
+            if isinstance(item, utils._StreamError):
+                raise utils.CBWorkerDeadError(json.loads(f'"{item.msg}"'))
+            texts.append(item)
+        # Handlers would parse the tokens, also those behind a stop string, and fail at an incomplete tool call.
+        processor.parse_response = lambda _, template, **options: _message(texts, ResponseParser(template, **options))
         return job.text, len(job.prompt), job.tokens
 
     def cancel_request(self, request_id: str) -> None:
         """End a request, and free its part of the cache; an unknown one is ignored."""
-        job = self._jobs.pop(request_id, None)
-        if job is None:
-            return
-        self.admission.leave(request_id)
-        if job.has_started and self._manager is not None:
-            self._manager.cancel_request(request_id)
-            self._manager.output_router.result_handlers.pop(request_id, None)
-        self._admit()
+        if request_id in self._jobs:
+            self._jobs[request_id].task.cancel("the request was cancelled")
 
     def stop(self) -> None:
         """Stop the engine; requests that still run or wait fail."""
-        self._fail_all("the server stops")
-        if self._starter is not None:
-            self._starter.cancel()
-        if self._manager is not None:
-            self._manager.stop(block=True)
-            self._manager = None
+        self._error = "the server stops"
+        for job in self._jobs.values():
+            job.task.cancel(self._error)
+        manager, self._manager = self._manager, None
+        if manager is not None:
+            manager.stop(block=True, hard_stop=True)
 
     def dead_reason(self) -> str | None:
         """Why no request can run any more; ``None``: the engine is alive."""
-        if self._error is None and self._manager is not None:
-            error = self._manager.background_thread_status.fatal_error
-            if error is not None or not self._manager.is_running():
-                self._error = f"the batching loop has ended: {error or 'it gave no reason'}"
+        if self._manager is not None and (error := self._manager.background_thread_status.fatal_error) is not None:
+            self._error = f"the batching loop has ended: {error}"
         return self._error
 
     # -- the life of a request -----------------------------------------------------------------------------------------
 
-    def _enter(self, name: str, job: _Job) -> None:
+    def _enter(self, job: _Job) -> None:
+        settings, num_tokens, longest = job.settings, len(job.prompt), self.admission.pool.longest
         if not job.prompt:
             raise RequestError("the prompt has no tokens; a causal language model needs at least one to continue")
         largest, vocabulary = max(job.prompt), self.model.get_input_embeddings().num_embeddings
         if largest >= vocabulary:
             raise RequestError(f"token {largest} of the prompt: the model has embeddings for {vocabulary}")
-        if job.settings.max_new_tokens is None:
-            job.settings.max_new_tokens = max(1, min(_ANSWER_TOKENS, self.admission.pool.longest - len(job.prompt)))
-        reason = self.dead_reason()
-        if reason is not None:
-            raise CBWorkerDeadError(reason)
-        alone = None if job.settings.seed is None else name
-        self.admission.enter(name, len(job.prompt), job.settings.max_new_tokens, alone)
-        self._jobs[name] = job
-        if self._starter is None:
-            self._starter = asyncio.get_running_loop().create_task(self._start_requests())
+        if settings.max_new_tokens is None:
+            settings.max_new_tokens = max(1, min(_ANSWER_TOKENS, longest - num_tokens))
+        self._require_alive()
+        alone = None if settings.seed is None else job.name
+        self.admission.enter(job.name, num_tokens, settings.max_new_tokens, alone)
+        self._jobs[job.name] = job
+        job.task = asyncio.create_task(self._run(job))
         self._admit()
+
+    def _require_alive(self) -> None:
+        if (reason := self.dead_reason()) is not None:
+            raise utils.CBWorkerDeadError(reason)
 
     def _admit(self) -> None:
         """Reserve cache for requests that wait; at once, so that none that could run counts as waiting."""
         for name in self.admission.start():
-            self._admitted.put_nowait(name)
+            self._jobs[name].admitted.set()
 
-    async def _start_requests(self) -> None:
-        """Start requests when they are admitted."""
+    async def _run(self, job: _Job) -> None:
+        """A request from its place in the queue to its end."""
+        manager, settings = None, job.settings
         try:
-            while self.dead_reason() is None:
-                name: str | None = None
-                with suppress(TimeoutError):
-                    name = await asyncio.wait_for(self._admitted.get(), _CHECK_S)
-                if name in self._jobs:  # else it was cancelled meanwhile
-                    await self._start(name, self._jobs[name])
-                while self._manager is not None and self._manager.get_result(timeout=0) is not None:
+            await job.admitted.wait()
+            manager = await asyncio.shield(self._manager_for(settings.seed))
+            manager.register_result_handler(job.name, job.put)
+            manager.add_request(job.prompt, job.name, settings.max_new_tokens, streaming=True, **settings.processing)
+            # A request that is added while the batching loop ends with an error may be dropped.
+            while not (await asyncio.wait({job.ended}, timeout=_CHECK_S))[0]:
+                self._require_alive()
+            await job.ended
+            self.prompt_tokens += len(job.prompt)
+            self.generated_tokens += job.total_tokens
+        except (Exception, asyncio.CancelledError) as error:
+            job.queue.put_nowait(
+                utils._StreamError(json.dumps(str(error))[1:-1])
+            )  # transformers puts it between quotes
+        finally:
+            del self._jobs[job.name]
+            job.ended.cancel()
+            self.admission.leave(job.name)
+            if manager is not None:
+                manager.cancel_request(job.name)
+                manager.output_router.result_handlers.pop(job.name, None)
+                while manager.get_result(timeout=0) is not None:
                     pass  # drop the last tokens of cancelled requests
-        except Exception as error:  # no manager can be made
-            self._error = f"no batch can be made: {type(error).__name__}: {error}"
-        self._fail_all(str(self._error))
+            self._admit()
 
-    async def _start(self, name: str, job: _Job) -> None:
-        alone = None if job.settings.seed is None else name
-        if self._manager is None or self._alone != alone:
-            # Its requests have ended. It is removed first, or requests that come meanwhile would find a dead engine.
-            ended, self._manager = self._manager, None
-            if ended is not None:
-                await asyncio.to_thread(ended.stop, block=True)
-            del ended  # and its cache, before the next one is allocated
-            self._manager = await asyncio.to_thread(_new_manager, self.model, self.admission.pool, job.settings.seed)
-            self._alone = alone
-            if name not in self._jobs:
-                return
-
-        def on_output(output: Any) -> None:
-            if name not in self._jobs:
-                return
-            if output.error is not None:
-                self.cancel_request(name)
-                job.fail(str(output.error))
-            elif job.add(output.generated_tokens[job.total_tokens :], output.is_finished()):
-                self.prompt_tokens += len(job.prompt)
-                self.generated_tokens += job.total_tokens
-                self.cancel_request(name)
-
-        self._manager.register_result_handler(name, on_output)
-        job.has_started = True
-        self._manager.add_request(
-            job.prompt,
-            request_id=name,
-            max_new_tokens=job.settings.max_new_tokens,
-            streaming=job.is_streaming or bool(job.stops),
-            eos_token_id=job.settings.eos_token_id,
-            **_sampling_of(job.settings),
-        )
-
-    def _fail_all(self, message: str) -> None:
-        for name, job in list(self._jobs.items()):
-            self.cancel_request(name)
-            job.fail(message)
+    async def _manager_for(self, seed: int | None) -> Any:
+        """The manager that all requests without a seed share, or a new one for the request with it."""
+        async with self._changing:
+            if self._manager is None or self._is_alone or seed is not None:
+                # Its requests have ended. Removed first, or requests that come meanwhile would find a dead engine.
+                ended, self._manager = self._manager, None
+                if ended is not None:
+                    await asyncio.to_thread(ended.stop, block=True)
+                    del ended  # and its cache, before the next one is allocated
+                self._require_alive()
+                self._manager, self._is_alone = _new_manager(self.model, self.admission.pool, seed), seed is not None
+            return self._manager

@@ -26,24 +26,21 @@ _LEAST_TEMPERATURE = 0.01  # logits divided by less leave the range of float32
 
 # Fields that are not supported, by the values (besides null) that change nothing.
 _NEUTRAL: dict[str, tuple[object, ...]] = {
-    name: values
-    for names, values in (
-        ("audio max_tool_calls prediction previous_response_id reasoning_effort web_search_options", ()),
-        ("allowed_token_ids bad_words functions include stop_token_ids", ([],)),
-        ("frequency_penalty min_p min_tokens presence_penalty top_logprobs", (0,)),
-        ("best_of length_penalty n repetition_penalty", (1,)),
-        ("background echo logprobs use_beam_search", (False,)),
-        ("add_generation_prompt parallel_tool_calls skip_special_tokens", (True,)),
-        ("logit_bias reasoning", ({},)),
-        ("modalities", (["text"],)),
-        ("response_format", ({"type": "text"},)),
-        ("text", ({}, {"format": {"type": "text"}})),
-        ("suffix", ("",)),
-        ("function_call", ("none",)),
-        ("tool_choice", ("auto",)),
-        ("truncation", ("disabled",)),
-    )
-    for name in names.split()
+    **dict.fromkeys(("audio", "max_tool_calls", "prediction", "previous_response_id"), ()),
+    **dict.fromkeys(("reasoning_effort", "web_search_options"), ()),
+    **dict.fromkeys(("allowed_token_ids", "bad_words", "functions", "include", "stop_token_ids"), ([],)),
+    **dict.fromkeys(("frequency_penalty", "min_p", "min_tokens", "presence_penalty", "top_logprobs"), (0,)),
+    **dict.fromkeys(("best_of", "length_penalty", "n", "repetition_penalty"), (1,)),
+    **dict.fromkeys(("background", "echo", "logprobs", "use_beam_search"), (False,)),
+    **dict.fromkeys(("add_generation_prompt", "parallel_tool_calls", "skip_special_tokens"), (True,)),
+    **dict.fromkeys(("logit_bias", "reasoning"), ({},)),
+    "modalities": (["text"],),
+    "response_format": ({"type": "text"},),
+    "text": ({}, {"format": {"type": "text"}}),
+    "suffix": ("",),
+    "function_call": ("none",),
+    "tool_choice": ("auto",),
+    "truncation": ("disabled",),
 }
 # Labels, and hints for the caches of other servers.
 _IGNORED = (

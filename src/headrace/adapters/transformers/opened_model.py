@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import os
 import sys
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import torch
 from torch import nn
-from transformers import PreTrainedModel, conversion_mapping, core_model_loading
+from transformers import GenerationConfig, PreTrainedModel, conversion_mapping, core_model_loading
 
 from headrace.adapters.transformers.conversion import Match, match
 from headrace.adapters.transformers.load_folder import build_meta_model, differences
@@ -18,6 +20,7 @@ from headrace.checkpoint.metadata_cache import FolderFacts
 from headrace.checkpoint.model_folder import model_folder, model_name
 from headrace.checkpoint.safetensors_header import Checkpoint
 from headrace.checkpoint.weight_map import WeightMap
+from headrace.errors import OptionError
 from headrace.memory.system import gc_paused
 from headrace.model.memory_profile import measured, profile_of
 from headrace.model.records import Inventory, ModelProfile
@@ -57,6 +60,22 @@ class OpenedModel:
     def differences(self) -> list[str]:
         """Warnings, as of :func:`differences`."""
         return [*([self.note] if self.note else []), *differences(self.module, self.match)]
+
+    @property
+    def generation_config(self) -> GenerationConfig:
+        """Of generation_config.json, or else of the module."""
+        with suppress(OSError):  # the folder has none
+            return GenerationConfig.from_pretrained(self.folder, local_files_only=True)
+        return self.module.generation_config
+
+    def require_causal(self, verb: str) -> None:
+        """Refuse a model that does not continue text; ``verb``: what needs it."""
+        module: Any = self.module
+        if not module.can_generate() or module.config.is_encoder_decoder:
+            raise OptionError(
+                f'{verb} needs a causal language model (architectures ["...ForCausalLM"] in config.json), found '
+                f"{type(module).__name__}"
+            )
 
     def profile(self, context: int = 0) -> ModelProfile:
         """Facts beyond names and sizes; with a ``context``, memory too."""
