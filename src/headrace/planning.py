@@ -12,7 +12,7 @@ from dataclasses import dataclass, replace
 from functools import cached_property, partial
 from typing import TYPE_CHECKING
 
-from headrace.checkpoint.model_folder import draft_folder, is_quantised, model_folder, model_name
+from headrace.checkpoint.model_folder import draft_folder, is_quantised, model_name, model_to_plan
 from headrace.config import SHARDED_MODES, Policy, Workload
 from headrace.errors import LimitError, OptionError, OptionTypeError, warn_user
 from headrace.formatting import format_size
@@ -68,7 +68,7 @@ def make_plan(
 
     Args:
         model: a module, on ``meta`` too, or a transformers folder of safetensors (or its name in the local cache of the
-            Hub), of which config and headers are read.
+            Hub), of which config and headers are read; a config alone is enough, and for some models their name.
         policy: as for ``offload``. ``None``: everything stays resident, and the smallest budget is shown. A plan is
             checked against model and machine.
         workload: the batch sizes and the context that a budget is planned for, and that predictions are about.
@@ -203,7 +203,7 @@ def _context(request: PlanRequest) -> PlanContext:
         for difference in facts.differences:
             warn_user(difference)
         request = replace(request, unstreamable=not_in_files(facts.inventory, facts.weights))
-        name, module = (model_name(model_folder(model)), None) if is_folder else (model.name, model.module)
+        name, module = (model_name(model_to_plan(model)), None) if is_folder else (model.name, model.module)
         read = partial(getattr, facts, "profile") if is_folder else partial(model.profile, request.expected.context)
         context = PlanContext(request, target, facts.inventory, read, facts.weights, name, module)
     else:
@@ -223,11 +223,17 @@ def _context(request: PlanRequest) -> PlanContext:
 
 
 def _read_folder(request: PlanRequest, target: Target) -> FolderFacts:
-    from headrace.checkpoint.metadata_cache import folder_facts
+    from headrace.checkpoint.metadata_cache import folder_facts, known_facts
     from headrace.transfer.machine_probe import may_have_gpu
 
-    folder, dtype, device = model_folder(request.model), request.dtype, target.device.type
+    folder, dtype, device = model_to_plan(request.model), request.dtype, target.device.type
     context = request.expected.context
+    if isinstance(folder, str):
+        if dtype is not None:
+            raise OptionError(
+                f"dtype: {folder} is known by name in its own alone; leave --dtype out, or fetch its config"
+            )
+        return known_facts(folder, context)
     options = f"{dtype} {device} {may_have_gpu()}" if is_quantised(folder) else str(dtype)
     if context:  # the caches measured for it are kept, too
         options += " with caches"

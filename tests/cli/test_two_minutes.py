@@ -192,7 +192,14 @@ QUESTIONS = [
     Question("A prompt from a pipe", "generate TINY --prompt - --max-new-tokens 2", ("2 tokens",), stdin="Water is"),
 ]  # fmt: skip
 # Those that are not answered yet.
-OPEN = {question.asks for question in QUESTIONS} - {"A prompt from a pipe"}
+OPEN = {
+    "A 4090 and Qwen3-30B-A3B: how fast?", "Does gpt-oss-20b fit 16 GB?", "gpt-oss-120b on a 3090?",
+    "A 70B in four bits on a 4090?", "Qwen3-235B-A22B beside 128 GiB of host memory?", "GLM-4.5-Air on 32 GB?",
+    "FLUX.1-dev?", "Wan2.2 for video?", "Only a config.json", "As the shop writes it", "12 GB", "A rented card",
+    "An older board", "A typo", "A link that is none", "A link of nothing", "A link that was measured",
+    "Without a GPU, auto", "A size that is none", "A flag that is none", "No model", "A verb that is none",
+    "Can the shell complete it?", "A chat from a pipe", "And it ends",
+}  # fmt: skip
 
 
 def asked(question: Question) -> Any:
@@ -217,7 +224,8 @@ def test_an_answer(question: Question, model: Path, tmp_path: Path, monkeypatch:
         folder.mkdir()
         (folder / "config.json").write_text(json.dumps(question.config))
     command = question.command.replace("FOLDER", str(folder)).replace("TINY", str(model))
-    command = command.replace("CHATTY", str(with_template(model, tmp_path / "chatty")))
+    if "CHATTY" in command:
+        command = command.replace("CHATTY", str(with_template(model, tmp_path / "chatty")))
     done = run(*shlex.split(command), stdin=question.stdin)
     output = " ".join((done.stdout + done.stderr).split())
     assert done.exit_code == question.exit_code, output
@@ -230,7 +238,6 @@ def test_they_are_forty() -> None:
     assert len({question.asks for question in QUESTIONS}) >= 40
 
 
-@pytest.mark.xfail(strict=True, reason="not answered yet")
 def test_the_hub_cache_with_a_config_alone(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """As `hf download NAME --include "*.json"` leaves it: an index of files that are not there, too."""
     hub, commit = tmp_path / "hub", "1a2b" * 10

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 from rich.table import Table
 
-from headrace.checkpoint.model_folder import model_folder
+from headrace.checkpoint.model_folder import model_to_plan
 from headrace.cli.arguments import (
     DTYPE_HELP,
     SpeculationFlags,
@@ -54,7 +54,7 @@ class PlanOptions(SpeculationFlags):
 
 @with_offload_flags(own=PlanOptions)
 def plan(
-    model: Annotated[str, typer.Argument(metavar="MODEL", help="Folder of a model, or a name in the Hub's cache.")],
+    model: Annotated[str, typer.Argument(metavar="MODEL", help="Folder of a model, its config.json, or a name.")],
     *,
     options: PlanOptions,
     flags: OffloadFlags,
@@ -64,7 +64,7 @@ def plan(
     Without offloading flags: the size of the weights and the smallest budget that runs the model. Exit code 1 if the
     plan does not fit this machine.
     """
-    folder, machine, num_ranks, save = model_folder(model), options.machine, options.num_ranks, options.save
+    folder, machine, num_ranks, save = model_to_plan(model), options.machine, options.num_ranks, options.save
     device = _planned_device(flags, machine)
     policy = requested(flags, device)
     mode = getattr(policy, "mode", None)
