@@ -31,7 +31,7 @@ from headrace.cli.arguments import (
 )
 from headrace.cli.terminal import byte_bar, stderr
 from headrace.codec import encode, write_file
-from headrace.config import RANK_MODES, SHARDED_MODES, count
+from headrace.config import AUTO, AUTO_CONTEXT, RANK_MODES, SHARDED_MODES, Budget, Workload, count
 from headrace.errors import CheckpointError, OptionError
 from headrace.flags import OffloadFlags, row
 from headrace.formatting import format_rate, format_size, format_time
@@ -160,6 +160,9 @@ def generate(
             f"{type(module).__name__}"
         )
     tokenizer, inputs = _read_prompt(opened, text, options.system, chat, notes)
+    length = inputs["input_ids"].shape[1] + options.max_new_tokens
+    if policy is None and device.type == "cuda" and group is None:
+        policy = Budget(AUTO, workload=Workload(context=max(length, AUTO_CONTEXT)))
     # Planned here and not by load(), so that the plan is printed before the loading.
     num_ranks = group.size() if group is not None and mode in SHARDED_MODES else 1
     request = PlanRequest(opened, policy, device=device, disk=disk_options(flags), num_ranks=num_ranks)
@@ -171,6 +174,8 @@ def generate(
     _check_length(inputs["input_ids"].shape[1], max_new_tokens, longest, planned.plan)
     plan = planned.plan
     notes.print(render(plan, opened.name))
+    if planned.context.automatic:
+        notes.print(planned.context.automatic, highlight=False, soft_wrap=True)
     # A recorder of routing runs Python in every step.
     graphs = not options.no_graphs and expert_trace is None
     if planned.speculation is not None:
