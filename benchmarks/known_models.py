@@ -14,13 +14,23 @@ import json
 import sys
 import tempfile
 import zipfile
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
+import diffusers
+import torch
+import transformers
+from torch import nn
+
 from headrace.adapters.transformers.load_folder import build_meta_model
 from headrace.adapters.transformers.opened_model import open_model
 from headrace.checkpoint.metadata_cache import KNOWN_MODELS, FolderFacts, body_text
+from headrace.checkpoint.weight_map import WeightMap
+from headrace.model.inventory import take_inventory
+from headrace.model.records import ModelProfile
+from other_offloaders import SHAPES
 from published_configs import (
     DEEPSEEK_V2_LITE,
     GLM_4_5_AIR,
@@ -31,6 +41,14 @@ from published_configs import (
     QWEN3_30B_A3B,
 )
 
+_NOTE = (
+    "{name}: no file of it is here, so this is planned from its published config, known by name; to plan from the "
+    'files\' own: hf download {name} --include "*.json"'
+)
+_PIPELINE = (
+    "{name}: no file of it is here, so this is planned from its published configs, known by name. It is a pipeline of "
+    "diffusers, which headrace.adapters.diffusers.load runs{step}"
+)
 _CONTEXT = 1024  # caches are measured by two short forwards, whatever it is
 
 
@@ -157,6 +175,55 @@ MODELS = {
     "google/gemma-3-27b-it": Known(GEMMA_3_27B, 27.4, "the Hub's count of its files"),
 }
 
+_T5 = {"d_model": 4096, "d_kv": 64, "d_ff": 10240, "num_layers": 24, "num_heads": 64, "feed_forward_proj": "gated-gelu"}
+_VAE = {
+    "block_out_channels": (128, 256, 512, 512), "layers_per_block": 2, "down_block_types": ("DownEncoderBlock2D",) * 4,
+    "up_block_types": ("UpDecoderBlock2D",) * 4, "latent_channels": 16, "use_quant_conv": False,
+}  # fmt: skip
+
+
+@dataclass(frozen=True)
+class Pipeline:
+    """Components in the order of a call; ``billions``: of one transformer, as published; ``rows`` of a step of it."""
+
+    parts: dict[str, Callable[[], Any]]
+    billions: float
+    rows: int
+    step: str
+
+
+def transformer_of(shape: str) -> Any:
+    found = SHAPES[shape](False)
+    return getattr(diffusers, str(found.model))(**found.config)
+
+
+PIPELINES = {
+    "black-forest-labs/FLUX.1-dev": Pipeline(
+        {
+            "text_encoder": lambda: transformers.CLIPTextModel(
+                transformers.CLIPTextConfig(hidden_size=768, intermediate_size=3072, num_hidden_layers=12)
+            ),
+            "text_encoder_2": lambda: transformers.T5EncoderModel(transformers.T5Config(vocab_size=32128, **_T5)),
+            "transformer": lambda: transformer_of("flux"),
+            "vae": lambda: diffusers.AutoencoderKL(**_VAE),
+        },
+        12,
+        4608,
+        "; its step is a call with one step of the transformer, for an image of 1024 x 1024",
+    ),
+    "Wan-AI/Wan2.2-T2V-A14B-Diffusers": Pipeline(
+        {
+            "text_encoder": lambda: transformers.UMT5EncoderModel(transformers.UMT5Config(vocab_size=256384, **_T5)),
+            "transformer": lambda: transformer_of("wan"),
+            "transformer_2": lambda: transformer_of("wan"),
+            "vae": lambda: diffusers.AutoencoderKLWan(),
+        },
+        14,
+        32760,
+        "; its step is a call with one step of each transformer, for 81 frames of 480 x 832",
+    ),
+}
+
 
 def in_folder(config: dict[str, Any], folder: str) -> Path:
     (Path(folder) / "config.json").write_text(json.dumps({"torch_dtype": "bfloat16", **config}))
@@ -176,20 +243,32 @@ def facts_of(name: str, known: Known) -> FolderFacts:
     with tempfile.TemporaryDirectory() as folder:
         opened = open_model(in_folder(known.config, folder), None, None, "cpu", to_plan=True)
         facts, _ = opened.facts(_CONTEXT)
-    note = (
-        f"{name}: no file of it is here, so this is planned from its published config, known by name; to plan from the "
-        f'files\' own: hf download {name} --include "*.json"'
-    )
-    return replace(facts, differences=(note,))
+    return replace(facts, differences=(_NOTE.format(name=name),))
+
+
+def pipeline_facts(name: str, pipeline: Pipeline) -> FolderFacts:
+    """The same of a pipeline, whose components are the modules of one model."""
+    components = nn.Module()
+    for part, make in pipeline.parts.items():
+        with torch.device("meta"):
+            components.add_module(part, make().to(torch.bfloat16).eval())
+    inventory, note = take_inventory(components), _PIPELINE.format(name=name, step=pipeline.step)
+    weights = WeightMap.expected(inventory, Path(name))
+    return FolderFacts(inventory, ModelProfile(), weights, (note,), pipeline.rows)
+
+
+def texts() -> Iterator[tuple[str, str]]:
+    """Names and entries."""
+    yield from ((name, body_text(facts_of(name, known))) for name, known in MODELS.items())
+    yield from ((name, body_text(pipeline_facts(name, pipeline))) for name, pipeline in PIPELINES.items())
 
 
 def write(file: Path = KNOWN_MODELS) -> None:
     with zipfile.ZipFile(file, "w", zipfile.ZIP_DEFLATED, compresslevel=9) as archive:
-        for name, known in MODELS.items():
+        for name, text in texts():
             entry = zipfile.ZipInfo(f"{name}.json", (1980, 1, 1, 0, 0, 0))  # the same bytes at any time
             entry.compress_type = zipfile.ZIP_DEFLATED
-            archive.writestr(entry, body_text(facts_of(name, known)), compresslevel=9)
-            print(f"{name}: {num_parameters(known) / 1e9:.2f} billion parameters, published {known.billions}")
+            archive.writestr(entry, text, compresslevel=9)
 
 
 if __name__ == "__main__":

@@ -213,6 +213,12 @@ def _context(request: PlanRequest) -> PlanContext:
         facts = _read_folder(request, target) if is_folder else model
         for difference in facts.differences:
             warn_user(difference)
+        if is_folder and facts.step_rows and isinstance(given := request.given, Budget):
+            # As headrace.adapters.diffusers does: what every step runs gets the budget.
+            steps = [f"re:{part}\\..*" for part in facts.inventory.children("") if part.startswith("transformer")]
+            rows = given.workload.batch_sizes if max(given.workload.batch_sizes) > 1 else (facts.step_rows,)
+            workload = replace(given.workload, batch_sizes=rows, repeated=given.workload.repeated or steps)
+            request = replace(request, policy=replace(given, workload=workload), workload=None)
         request = replace(request, unstreamable=not_in_files(facts.inventory, facts.weights))
         name, module = (model_name(model_to_plan(model)), None) if is_folder else (model.name, model.module)
         read = partial(getattr, facts, "profile") if is_folder else partial(model.profile, request.expected.context)

@@ -191,13 +191,6 @@ QUESTIONS = [
     ),
     Question("A prompt from a pipe", "generate TINY --prompt - --max-new-tokens 2", ("2 tokens",), stdin="Water is"),
 ]  # fmt: skip
-# Those that are not answered yet.
-OPEN = {"FLUX.1-dev?", "Wan2.2 for video?"}
-
-
-def asked(question: Question) -> Any:
-    mark = pytest.mark.xfail(strict=True, reason="not answered yet")
-    return pytest.param(question, id=question.asks, marks=[mark] if question.asks in OPEN else [])
 
 
 def with_template(model: Path, place: Path) -> Path:
@@ -208,7 +201,7 @@ def with_template(model: Path, place: Path) -> Path:
     return place
 
 
-@pytest.mark.parametrize("question", map(asked, QUESTIONS))
+@pytest.mark.parametrize("question", QUESTIONS, ids=[question.asks for question in QUESTIONS])
 def test_an_answer(question: Question, model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("huggingface_hub.constants.HF_HUB_CACHE", str(tmp_path / "hub"))
     monkeypatch.setenv("COLUMNS", "200")

@@ -17,7 +17,9 @@ import headrace
 from checkpoints import HEADS, SIZE, make
 from headrace.checkpoint.metadata_cache import KNOWN_MODELS, body_text, known_facts, known_models
 from headrace.errors import CheckpointError, HeadraceWarning, OptionError
-from known_models import MODELS, facts_of, num_parameters
+from headrace.planning import plan_model
+from headrace.runtime.planner_factory import PlanRequest
+from known_models import MODELS, PIPELINES, facts_of, num_parameters, pipeline_facts
 from quantised_checkpoints import FORMATS, MLA, MOE
 
 PLAIN = [name for name, known in MODELS.items() if "quantization_config" not in known.config]
@@ -31,7 +33,7 @@ def close_to(published: float, billions: float) -> bool:
 
 class TestKnownModels:
     def test_they_are_those_of_the_table(self) -> None:
-        assert known_models() == list(MODELS)
+        assert known_models() == [*MODELS, *PIPELINES]
         assert KNOWN_MODELS.stat().st_size < 250_000
 
     @pytest.mark.parametrize("name", PLAIN)
@@ -52,6 +54,23 @@ class TestKnownModels:
         """After a change: python benchmarks/known_models.py"""
         with ZipFile(KNOWN_MODELS) as archive:
             assert archive.read(f"{name}.json").decode() == body_text(facts_of(name, MODELS[name]))
+
+    @pytest.mark.parametrize("name", PIPELINES)
+    def test_pipelines_have_the_published_transformers(self, name: str) -> None:
+        found = known_facts(name, 0)
+        weights = [s for s in found.inventory.storages if s.name.startswith("transformer.")]
+        assert PIPELINES[name].billions == round(sum(s.num_bytes for s in weights) / 2e9)
+        with ZipFile(KNOWN_MODELS) as archive:
+            assert archive.read(f"{name}.json").decode() == body_text(pipeline_facts(name, PIPELINES[name]))
+
+    def test_a_budget_of_a_pipeline_is_for_what_every_step_runs(self) -> None:
+        """As in 2026-11-23-diffusers-plans.jsonl, and a step as measured on an H200 (338 ms)."""
+        planned = plan_model(PlanRequest("flux.1-dev", "6GiB", machine="h200"))
+        assert planned.workload.batch_sizes == (4608,)
+        moved = sum(unit.num_bytes for unit in planned.plan.units if unit.module_fqn.startswith("transformer."))
+        assert moved == pytest.approx(18408800256, rel=0.01)
+        other_s = (planned.plan.moved_bytes - moved) / 55e9  # text encoders and VAE, which a call runs once
+        assert planned.outlook.forecasts[0].step_s == pytest.approx(0.338 + other_s, rel=0.1)
 
     def test_plan_without_torch_in_a_second_and_a_half(self) -> None:
         """Of the CPU."""

@@ -33,7 +33,7 @@ if TYPE_CHECKING:
 __all__ = ["KNOWN_MODELS", "FolderFacts", "body_text", "folder_facts", "known_facts", "known_models"]
 
 # Raise it with any change of the entries.
-_SCHEMA = 6
+_SCHEMA = 7
 _MOST_FILES = 64  # those used last; a model of 46,000 tensors takes 4 MB
 _MOST_BYTES = 1 << 28
 _OURS = Path(__file__).parents[1]
@@ -50,12 +50,14 @@ class FolderFacts:
         profile: of the model beyond names and sizes.
         weights: where the files hold its tensors.
         differences: between the files and the model, for warnings.
+        step_rows: of a pipeline of diffusers, the rows of a step of its transformer; 0 for other models.
     """
 
     inventory: Inventory
     profile: ModelProfile
     weights: WeightMap
     differences: tuple[str, ...] = ()
+    step_rows: int = 0
 
 
 def folder_facts(folder: Path, read: Callable[[], tuple[FolderFacts, Iterable[str]]], options: str = "") -> FolderFacts:
@@ -213,6 +215,7 @@ class _Body:
     profile: ModelProfile
     differences: tuple[str, ...]
     sources: _Sources
+    step_rows: int = 0
 
 
 def _dtype_row(dtype: torch.dtype) -> list[object]:
@@ -236,7 +239,8 @@ def _body_of(facts: FolderFacts) -> _Body:
         tuple(part.offset for part in parts),
         tuple(part.num_bytes for part in parts),
     )
-    return _Body(facts.inventory, facts.profile, facts.differences, _Sources(by_name, tuple(shapes), *columns))
+    found = _Sources(by_name, tuple(shapes), *columns)
+    return _Body(facts.inventory, facts.profile, facts.differences, found, facts.step_rows)
 
 
 def body_text(facts: FolderFacts) -> str:
@@ -254,7 +258,8 @@ def _facts_of(body: _Body, root: Path, stamps: Sequence[FileFingerprint]) -> Fol
     if not {name for alias in body.inventory.shared for name in (alias.parent, alias.module)} <= modules:
         raise ValueError("a module that is not there")
     if not stamps:
-        return FolderFacts(body.inventory, body.profile, WeightMap.expected(body.inventory, root), body.differences)
+        weights = WeightMap.expected(body.inventory, root)
+        return FolderFacts(body.inventory, body.profile, weights, body.differences, body.step_rows)
     checkpoint = Checkpoint(root, _UnreadTensors(root), tuple(stamps))
     columns = zip(sources.names, sources.shape_of, sources.file_of, sources.offsets, sources.sizes, strict=True)
     parts = [(name, sources.shapes[shape], checkpoint.files[file], *rest) for name, shape, file, *rest in columns]
