@@ -6,13 +6,16 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
+from transformers import AutoModelForCausalLM
 
 import headrace
 from commands import succeed, tiny_model
+from headrace.adapters.transformers import opened_model
 from headrace.config import Budget, Workload
 from headrace.errors import OptionError, SizeError
 from headrace.flags import OffloadFlags, engine_surface
 from headrace.memory.system import Limits
+from headrace.model import memory_profile
 from headrace.plan.plan import Machine
 from headrace.planning import plan_model
 from headrace.runtime import planner_factory
@@ -58,6 +61,17 @@ def test_the_context_is_no_longer_than_the_model_allows(model: Path) -> None:
     longest = plan_model(PlanRequest(model, None, machine="4090")).planner.profile.max_context
     assert longest is not None
     assert plan.context == min(longest, 4096)
+
+
+@pytest.mark.parametrize("is_folder", [True, False])
+def test_caches_are_measured_once(model: Path, is_folder: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    calls: list[object] = []
+    for module in (opened_model, memory_profile):
+        real = module.measured
+        monkeypatch.setattr(module, "measured", lambda *args, real=real: (calls.append(args), real(*args))[1])
+    target = model if is_folder else AutoModelForCausalLM.from_pretrained(model)
+    assert headrace.make_plan(target, "auto", machine="4090").context == 4096
+    assert len(calls) == 1
 
 
 def test_of_this_machine_what_is_free_counts(monkeypatch: pytest.MonkeyPatch) -> None:

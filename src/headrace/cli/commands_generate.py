@@ -191,7 +191,9 @@ def _run(model: str, text: str | None, chat: bool | None, options: GenerateOptio
     tokenizer, inputs = _read_prompt(opened, text or _GREETING, options.system, chat, notes)
     length = inputs["input_ids"].shape[1] + options.max_new_tokens
     if policy is None and device.type == "cuda" and group is None:
-        policy = Budget(AUTO, workload=Workload(context=max(length, AUTO_CONTEXT)))
+        with suppress(OptionError):  # where no cache can be measured the model is resident
+            opened.profile(length)
+            policy = Budget(AUTO, workload=Workload(context=max(length, AUTO_CONTEXT)))
     # Planned here and not by load(), so that the plan is printed before the loading.
     num_ranks = group.size() if group is not None and mode in SHARDED_MODES else 1
     request = PlanRequest(opened, policy, device=device, disk=disk_options(flags), num_ranks=num_ranks)

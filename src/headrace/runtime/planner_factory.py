@@ -303,7 +303,7 @@ class PlanContext:
         policy: Budget | Plan = replace(given, device_memory=num_bytes, workload=workload)
         fits = self.inventory.num_bytes + beside <= num_bytes and not given.rules
         if fits:
-            plan = assemble(self.inventory, [], 0, self.planner.default_mode)
+            plan = assemble(self.inventory, [], 0, "cpu")
             policy = replace(plan, made_for=target.machine, context=workload.context)
         text = (
             f"auto: {format_size(num_bytes)} of device memory, which leaves {format_size(_AUTO_MARGIN_BYTES)} of what "
@@ -311,7 +311,8 @@ class PlanContext:
             f"{'; the weights fit, and nothing is offloaded' if fits else ''}"
         )
         _log.info(text)
-        return replace(self, request=replace(self.request, policy=policy, workload=workload), automatic=text)
+        request = replace(self.request, policy=policy, workload=workload)
+        return replace(self, request=request, automatic=text, read_profile=lambda: profile)
 
     def beside(self, draft: PlanContext) -> PlanContext:
         """The same with a draft model, all of it resident: a budget loses what that takes.

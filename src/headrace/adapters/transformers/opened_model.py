@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import sys
 from dataclasses import dataclass
+from functools import cached_property
 from pathlib import Path
 
 import torch
@@ -65,7 +66,11 @@ class OpenedModel:
 
     def profile(self, context: int = 0) -> ModelProfile:
         """Facts beyond names and sizes; with a ``context``, memory too."""
-        return measured(self.base, self.module) if context else self.base
+        return self._measured if context else self.base
+
+    @cached_property
+    def _measured(self) -> ModelProfile:
+        return measured(self.base, self.module)
 
     def facts(self, context: int) -> tuple[FolderFacts, set[str]]:
         """Everything that planning for ``context`` needs, for the cache, and the files with the code that made it."""
