@@ -559,7 +559,7 @@ def picture() -> str:
     return (
         f'<svg xmlns="http://www.w3.org/2000/svg" width="{WIDTH}" height="{y}" viewBox="0 0 {WIDTH} {y}" '
         f'font-family="sans-serif" font-size="13" fill="#222">\n<rect width="100%" height="100%" fill="#fff"/>\n'
-        f'<text x="12" y="24" font-size="14">{head}</text>\n' + "\n".join([*parts, line]) + "\n</svg>\n"
+        f'<text x="12" y="24">{head}</text>\n' + "\n".join([*parts, line]) + "\n</svg>\n"
     )
 
 
