@@ -23,6 +23,7 @@ from known_models import MODELS, PIPELINES, facts_of, num_parameters, pipeline_f
 from quantised_checkpoints import FORMATS, MLA, MOE
 
 PLAIN = [name for name, known in MODELS.items() if "quantization_config" not in known.config]
+RESULTS = Path(__file__).resolve().parents[2] / "benchmarks" / "results"
 QUICK = ["Qwen/Qwen3-4B", "openai/gpt-oss-20b"]
 
 
@@ -41,6 +42,15 @@ class TestKnownModels:
         storages = [storage for storage in known_facts(name, 0).inventory.storages if storage.has_parameter]
         count = sum(storage.num_bytes // storage.tensors[0].dtype.itemsize for storage in storages)
         assert close_to(MODELS[name].billions, count / 1e9)
+
+    @pytest.mark.parametrize(("name", "measured"), [
+        ("unsloth/Llama-3.3-70B-Instruct-bnb-4bit", "llama-3.3-70b-nf4"), ("Qwen/Qwen3-30B-A3B", "qwen3-30b-a3b"),
+    ])  # fmt: skip
+    def test_weigh_what_was_measured(self, name: str, measured: str) -> None:
+        """With bitsandbytes itself on an H200, for the first."""
+        found = (json.loads(line) for line in (RESULTS / "2026-11-23-card-24gb-h200.jsonl").read_text().splitlines())
+        weighed = {row["model"]: row["weight_bytes"] for row in found}
+        assert known_facts(name, 0).inventory.num_bytes == pytest.approx(weighed[measured], rel=1e-6)
 
     @pytest.mark.slow
     @pytest.mark.parametrize("name", [name for name in MODELS if name not in PLAIN])

@@ -69,7 +69,7 @@ def _probability(flag: str, value: float) -> None:
 class GenerateOptions(SpeculationFlags):
     """The flags of this verb alone."""
 
-    system: str | None = row("TEXT", "A system message before the prompt; implies --chat.")
+    system: str | None = row("TEXT", "A system message before the prompt, in the chat template.")
     max_new_tokens: int = row("N", "Stop after N tokens (default 64).", count, off=64)
     temperature: float | None = row("T", "Sample at this temperature (default 0: greedy decoding).", _temperature)
     top_p: float | None = row(
