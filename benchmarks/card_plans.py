@@ -10,7 +10,7 @@ sequence of up to 4,096 tokens. Another machine has other figures: `headrace pro
 from __future__ import annotations
 
 import warnings
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 from harness import append, finish, parser_of
@@ -33,8 +33,8 @@ MODELS = (
 )
 
 
-def rows() -> Iterator[dict[str, Any]]:
-    for model in MODELS:
+def rows(models: Sequence[str] = MODELS) -> Iterator[dict[str, Any]]:
+    for model in models:
         row: dict[str, Any] = {"table": "cards", "case": model, "predicted_tokens_per_s": {}, "host_bytes": {}}
         for card in CARDS:
             planned = plan_model(PlanRequest(model, "auto", machine=card))

@@ -2,12 +2,18 @@
 
 from __future__ import annotations
 
+import json
+from pathlib import Path
+
 import pytest
 
 import headrace
+from card_plans import MODELS, rows
 from commands import error_of
 from headrace.errors import OptionError
 from headrace.transfer.machine_probe import _NOMINAL, MACHINES, named_machine
+
+ROOT = Path(__file__).resolve().parents[2]
 
 
 @pytest.mark.parametrize("name", _NOMINAL)
@@ -65,7 +71,17 @@ def test_a_link_needs_a_card() -> None:
 
 
 def test_the_guide_lists_them() -> None:
-    from pathlib import Path
-
-    text = (Path(__file__).resolve().parents[2] / "docs" / "guides" / "another-machine.md").read_text()
+    text = (ROOT / "docs" / "guides" / "another-machine.md").read_text()
     assert all(f"`{name}`" in text for name in MACHINES)
+
+
+@pytest.mark.filterwarnings("ignore:.*no file of it is here")
+def test_the_table_is_what_plans_predict() -> None:
+    """After a change: delete the file, and run both commands of its report."""
+    file = ROOT / "benchmarks" / "results" / "2026-11-26-card-plans.jsonl"
+    published = [json.loads(line) for line in file.read_text().splitlines()]
+    assert [row["case"] for row in published] == list(MODELS)
+    for row in (next(rows((name,))) for name in ("Qwen/Qwen3-8B", "openai/gpt-oss-20b")):
+        (expected,) = [each for each in published if each["case"] == row["case"]]
+        assert row["predicted_tokens_per_s"] == pytest.approx(expected["predicted_tokens_per_s"])
+        assert row["host_bytes"] == expected["host_bytes"]
