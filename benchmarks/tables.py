@@ -447,7 +447,7 @@ def card_plan_cells(row: dict[str, Any]) -> list[str]:
 
 
 def layout_of(row: dict[str, Any]) -> tuple[tuple[str, ...], Callable[[dict[str, Any]], list[str]]]:
-    if "predicted_tokens_per_s" in row:
+    if row["table"] == "cards":
         return CARD_PLAN_HEADINGS, card_plan_cells
     if "card_bytes" in row:
         return CARD_HEADINGS, card_cells
