@@ -1,4 +1,4 @@
-"""Writes the tables of README.md and docs/ from the raw results, or checks that they agree.
+"""Writes the tables and the picture of README.md and docs/ from the raw results, or checks that they agree.
 
 A table stands between two comments; the first says where its rows come from:
 
@@ -455,9 +455,33 @@ def guesses_cells(row: dict[str, Any]) -> list[str]:
     ]
 
 
+CARD_PLAN_HEADINGS = (
+    "model",
+    "weights GB",
+    "3060, 12 GB",
+    "4080, 16 GB",
+    "4090, 24 GB",
+    "5090, 32 GB",
+    "h100, 80 GB",
+    "host memory GiB beside a 4090",
+)
+
+
+def card_plan_cells(row: dict[str, Any]) -> list[str]:
+    fits = {card: "" if host_bytes else ", fits" for card, host_bytes in row["host_bytes"].items()}
+    return [
+        row["case"],
+        f"{row['weight_bytes'] / 1e9:.1f}",
+        *(f"{rate:.3g} predicted{fits[card]}" for card, rate in row["predicted_tokens_per_s"].items()),
+        f"{row['host_bytes']['4090'] / 2**30:.0f}",
+    ]
+
+
 def layout_of(row: dict[str, Any]) -> tuple[tuple[str, ...], Callable[[dict[str, Any]], list[str]]]:
     if "pass_bytes" in row:
         return GUESSES_HEADINGS, guesses_cells
+    if row["table"] == "cards":
+        return CARD_PLAN_HEADINGS, card_plan_cells
     if "card_bytes" in row:
         return CARD_HEADINGS, card_cells
     if "asked_device_bytes" in row:
@@ -509,8 +533,75 @@ def rewrite(text: str) -> str:
     return TABLE.sub(lambda match: match[1] + render(match[2], match[3], match[4], match[5]) + match[6], text)
 
 
+# -- the picture ------------------------------------------------------------------------------------------------------
+
+PICTURE = ROOT / "docs" / "benchmarks" / "steps-beside-others.svg"
+# Title; file, table and rows; the case whose floor counts; the cases as bars.
+GROUPS = (
+    (
+        "Qwen3-8B in vLLM 0.33, a quarter of the layers offloaded",
+        ("2026-11-23-vllm33-h200.jsonl", "contest-36", 1),
+        {"headrace-v2": "headrace", "vllm-v2": "vLLM's own offloader"},
+    ),
+    (
+        "Qwen3-8B in transformers, every fourth layer offloaded",
+        ("2026-11-21-step-h200.jsonl", "qwen3-8b", 1),
+        {"group:4/1/2": "headrace", "accelerate": "accelerate"},
+    ),
+    (
+        "Qwen3-8B in transformers, all layers offloaded",
+        ("2026-11-21-step-h200.jsonl", "qwen3-8b", 1),
+        {"group:1/1/2": "headrace", "diffusers": "diffusers, group offloading"},
+    ),
+    (
+        "FLUX.1-dev's transformer in 6 GiB, an image of 1024 x 1024",
+        ("2026-11-23-offloaders-h200.jsonl", "offloaders-flux", 4608),
+        {"headrace": "headrace", "leaf": "diffusers, group offloading"},
+    ),
+)
+LEFT, BAR, WIDTH, MOST = 190, 22, 760, 7.0  # pixels, and the multiple of the floor at the right end
+
+
+def bars_of(source: tuple[str, str, int], cases: dict[str, str]) -> tuple[float, list[tuple[str, float]]]:
+    """The floor of the first case, and the measured time of each, in ms."""
+    file, table, num_rows = source
+    found = [json.loads(line) for line in (RESULTS / file).read_text().splitlines()]
+    rows = {row["case"]: row for row in found if row["table"] == table and row.get("rows", 1) == num_rows}
+    return rows[next(iter(cases))]["floor_ms"], [(name, rows[case]["ms"]) for case, name in cases.items()]
+
+
+def picture() -> str:
+    """Steps as multiples of what the link needs for the bytes that headrace moves."""
+    scale = (WIDTH - LEFT - 170) / MOST
+    parts, y = [], 58
+    for title, source, cases in GROUPS:
+        floor_ms, bars = bars_of(source, cases)
+        parts.append(f'<text x="12" y="{y}" font-weight="bold">{title}</text>')
+        for name, ms in bars:
+            y += BAR + 4
+            color = "#1b7f5c" if name == "headrace" else "#b8bec4"
+            width = scale * ms / floor_ms
+            label = f"{ms:.0f} ms, {ms / floor_ms:.2f} x floor"
+            parts.append(f'<text x="{LEFT - 8}" y="{y}" text-anchor="end">{name}</text>')
+            parts.append(f'<rect x="{LEFT}" y="{y - 15}" width="{width:.1f}" height="{BAR - 2}" fill="{color}"/>')
+            parts.append(f'<text x="{LEFT + width + 6:.1f}" y="{y}">{label}</text>')
+        y += 40
+    floor = LEFT + scale
+    line = f'<line x1="{floor:.1f}" y1="40" x2="{floor:.1f}" y2="{y - 22}" stroke="#c0392b" stroke-dasharray="4 3"/>'
+    head = "Time of a step, measured on an NVIDIA H200 (PCIe 5.0); shorter is better. Dashed: what the link needs."
+    return (
+        f'<svg xmlns="http://www.w3.org/2000/svg" width="{WIDTH}" height="{y}" viewBox="0 0 {WIDTH} {y}" '
+        f'font-family="sans-serif" font-size="13" fill="#222">\n<rect width="100%" height="100%" fill="#fff"/>\n'
+        f'<text x="12" y="24">{head}</text>\n' + "\n".join([*parts, line]) + "\n</svg>\n"
+    )
+
+
 def main() -> int:
     stale = []
+    if not PICTURE.exists() or PICTURE.read_text() != picture():
+        stale.append(str(PICTURE.relative_to(ROOT)))
+        if "--check" not in sys.argv:
+            PICTURE.write_text(picture())
     for path in (ROOT / "README.md", *sorted((ROOT / "docs").rglob("*.md"))):
         text = path.read_text()
         if rewrite(text) != text:

@@ -134,8 +134,9 @@ def offload(
     Args:
         model: any module; tensors on ``meta`` are filled from ``checkpoint``.
         policy: a device-memory budget for the weights, ``"20GiB"`` or ``"24G"`` (binary), ``"20GB"`` (decimal) or an
-            int of bytes, or :class:`~headrace.Prefetch`, :class:`~headrace.UVA`, :class:`~headrace.Rules`,
-            :class:`~headrace.Budget`, or a finished :class:`~headrace.Plan`, from a file too (``Plan.load(path)``).
+            int of bytes, ``"auto"`` (what is free on the GPU less 1 GiB), or :class:`~headrace.Prefetch`,
+            :class:`~headrace.UVA`, :class:`~headrace.Rules`, :class:`~headrace.Budget`, or a finished
+            :class:`~headrace.Plan`, from a file too (``Plan.load(path)``).
         checkpoint: folder or file of safetensors that holds the weights. Mode ``disk`` reads from it. A budget
             without a mode reads from it the units for which host memory has no room.
         device: where compute runs; default the device the model is on (for ``meta``, a GPU where there is one).

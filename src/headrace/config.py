@@ -9,7 +9,7 @@ from __future__ import annotations
 import os
 import re
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from fractions import Fraction
 from functools import partial, wraps
 from pathlib import Path
@@ -72,6 +72,10 @@ Rule = tuple[str, Mechanism]
 
 # -- the check of each kind of value -----------------------------------------------------------------------------------
 
+# A budget of what is free on a GPU, and the tokens per sequence that it has room for unless a workload says so.
+AUTO = "auto"
+AUTO_CONTEXT = 4096
+
 # Takes the name of an option, as its user writes it, and a value; returns the value to keep.
 Check = Callable[[str, Any], Any]
 
@@ -120,6 +124,14 @@ def parse_size(size: str | int, option: str = "") -> int:
 def size(name: str, value: Any) -> int:
     """:func:`parse_size` as a check."""
     return parse_size(value, name)
+
+
+def size_or_auto(name: str, value: Any) -> int | str:
+    """:func:`parse_size` as a check, or ``"auto"``."""
+    try:
+        return AUTO if value == AUTO else parse_size(value, name)
+    except SizeError as error:
+        raise SizeError(f"{error}; or auto") from None
 
 
 def count(name: str, value: Any, at_least: int = 1) -> int:
@@ -323,7 +335,8 @@ class Budget:
 
     Attributes:
         device_memory: residents and slots together stay within this, and the KV cache and activations of the workload
-            too where it states a context (``--device-memory``).
+            too where it states a context (``--device-memory``). ``"auto"``: what is free on the GPU less 1 GiB, with a
+            context of 4096 unless the workload states one; a model that fits is not offloaded.
         params: name patterns that narrow what may be offloaded; empty means every parameter of 64 KiB or more.
         mode: the store; ``None`` means ``disk`` when a checkpoint is given and the device is a CPU, else ``cpu``, and
             given a checkpoint ``disk`` beside it for the units that host memory has no room for.
@@ -348,12 +361,14 @@ class Budget:
     peer_memory: str | int | None = None
 
     def __post_init__(self) -> None:
-        _check(self, device_memory=size, host_memory=size, peer_memory=size, params=names, mode=_mode)
+        _check(self, device_memory=size_or_auto, host_memory=size, peer_memory=size, params=names, mode=_mode)
         _check(self, rules=rules, workload=_workload, expert_slots=count)
+        if self.device_memory == AUTO and not self.workload.context:
+            object.__setattr__(self, "workload", replace(self.workload, context=AUTO_CONTEXT))
 
     @property
     def num_bytes(self) -> int:
-        """The budget in bytes."""
+        """The budget in bytes; that of ``"auto"`` is known once there is a device."""
         return cast(int, self.device_memory)
 
     @property

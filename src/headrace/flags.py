@@ -35,6 +35,7 @@ from headrace.config import (
     row_counts,
     rules,
     size,
+    size_or_auto,
 )
 from headrace.errors import OptionError, OptionTypeError
 
@@ -196,6 +197,8 @@ class Surface:
             return one_of(self.modes, self.inside)
         if flag == "offload_backend":
             return one_of(self.backends, self.inside)
+        if flag == "device_memory" and self.needs is _ENGINE_NEEDS:  # engines give caches what is left
+            return size
         return cast(Check, _ROWS[flag].metadata["check"])
 
 
@@ -211,7 +214,9 @@ def engine_surface(engine: str) -> Surface:
 class OffloadFlags:
     """The flags as given. ``None``, ``False``, an empty list, and 0 for numbers that vLLM turns off by 0: not given."""
 
-    device_memory: str | None = row("SIZE", "Device memory for weights, e.g. 20GiB; headrace makes the plan.", size)
+    device_memory: str | None = row(
+        "SIZE", "Device memory for weights, e.g. 20GiB, or auto: what is free; headrace makes the plan.", size_or_auto
+    )
     batch: str | None = row("N,N,...", "Rows of a step to plan for, e.g. 1,16,256 (default 1).", _batch)
     context: int | None = row(
         "N", "Tokens per sequence: cache and activations count in --device-memory, too.", partial(count, at_least=0)
@@ -258,7 +263,8 @@ class OffloadFlags:
         value = getattr(self, name)
         if name in _OFF_BY_ZERO:
             return bool(value)
-        return value is not None and value is not False and value not in ("auto", [], ())
+        is_off = name == "offload_backend" and value == "auto"
+        return value is not None and value is not False and value not in ([], ()) and not is_off
 
     def _given(self) -> list[str]:
         return [name for name in _ROWS if self.given(name)]

@@ -12,8 +12,8 @@ from dataclasses import dataclass, replace
 from functools import cached_property, partial
 from typing import TYPE_CHECKING
 
-from headrace.checkpoint.model_folder import draft_folder, is_quantised, model_folder, model_name
-from headrace.config import SHARDED_MODES, Policy, Workload
+from headrace.checkpoint.model_folder import draft_folder, is_quantised, model_name, model_to_plan
+from headrace.config import SHARDED_MODES, Budget, Policy, Workload
 from headrace.errors import LimitError, OptionError, OptionTypeError, warn_user
 from headrace.formatting import format_size
 from headrace.memory.system import gc_paused
@@ -23,6 +23,7 @@ from headrace.runtime.planner_factory import (
     PlanRequest,
     Target,
     describe_device,
+    needs_of,
     not_in_files,
     require_kinds,
 )
@@ -68,12 +69,12 @@ def make_plan(
 
     Args:
         model: a module, on ``meta`` too, or a transformers folder of safetensors (or its name in the local cache of the
-            Hub), of which config and headers are read.
+            Hub), of which config and headers are read; a config alone is enough, and for some models their name.
         policy: as for ``offload``. ``None``: everything stays resident, and the smallest budget is shown. A plan is
             checked against model and machine.
         workload: the batch sizes and the context that a budget is planned for, and that predictions are about.
-        machine: another machine to plan for: ``"h200"``, ``"h100"``, ``"4090"``, or a file that ``headrace probe
-            --json`` printed there. Default: this one, with its kept probe or nominal rates.
+        machine: another machine to plan for: ``"h200"``, a card such as ``"4090"`` or ``"4090@pcie3"``, or a file that
+            ``headrace probe --json`` printed there. Default: this one, with its kept probe or nominal rates.
         checkpoint: as for ``offload``; a folder given as ``model`` is its own.
         dtype: of the weights, as for ``load``; for folders alone.
         device: where compute runs; default as for ``offload`` and ``load``. Not with ``machine``, which says it.
@@ -134,11 +135,21 @@ class PlanResult:
             return f"does not fit {where}: {str(error).removesuffix('; nothing was allocated')}{use if beside else ''}"
         return None
 
+    @property
+    def _host_memory(self) -> str:
+        """What the plan needs of it beside a GPU."""
+        on_gpu, given = self.context.target.device.type == "cuda", self.context.request.given
+        num_bytes = needs_of(self.plan, on_gpu=True).host_bytes if on_gpu else 0
+        limited = isinstance(given, Budget) and given.host_memory is None and self.context.target.rates is not None
+        less = "; where there is less, --host-memory SIZE leaves the rest in files" if limited else ""
+        return f"{format_size(num_bytes)} in host memory{less}" if num_bytes else ""
+
     @cached_property
     def outlook(self) -> PlanPrediction:
         """Predictions; for a budget also alternatives."""
         outlook = self.planner.outlook(self.context.request.given, self.plan, self.workload)
-        notes = outlook.notes if self.speculation is None else (*outlook.notes, str(self.speculation))
+        notes = (self.context.automatic, *outlook.notes, self._host_memory, str(self.speculation or ""))
+        notes = tuple(note for note in notes if note)
         return replace(outlook, shortage=self.shortage, notes=notes)
 
     def with_outlook(self) -> Plan:
@@ -158,7 +169,7 @@ def plan_model(request: PlanRequest) -> PlanResult:
     if isinstance(policy, Plan) and request.num_ranks == 1:  # the plan knows its ranks
         request = replace(request, num_ranks=policy.num_ranks)
     with gc_paused():
-        context = _context(request)
+        context = _context(request).sized()
         if request.speculation is not None and (draft := request.speculation.draft) is not None:
             alone = Workload([1], request.expected.context)
             made = PlanRequest(draft_folder(draft), None, alone, request.machine, device=request.device)
@@ -202,8 +213,14 @@ def _context(request: PlanRequest) -> PlanContext:
         facts = _read_folder(request, target) if is_folder else model
         for difference in facts.differences:
             warn_user(difference)
+        if is_folder and facts.step_rows and isinstance(given := request.given, Budget):
+            # As headrace.adapters.diffusers does: what every step runs gets the budget.
+            steps = [f"re:{part}\\..*" for part in facts.inventory.children("") if part.startswith("transformer")]
+            rows = given.workload.batch_sizes if max(given.workload.batch_sizes) > 1 else (facts.step_rows,)
+            workload = replace(given.workload, batch_sizes=rows, repeated=given.workload.repeated or steps)
+            request = replace(request, policy=replace(given, workload=workload), workload=None)
         request = replace(request, unstreamable=not_in_files(facts.inventory, facts.weights))
-        name, module = (model_name(model_folder(model)), None) if is_folder else (model.name, model.module)
+        name, module = (model_name(model_to_plan(model)), None) if is_folder else (model.name, model.module)
         read = partial(getattr, facts, "profile") if is_folder else partial(model.profile, request.expected.context)
         context = PlanContext(request, target, facts.inventory, read, facts.weights, name, module)
     else:
@@ -223,11 +240,17 @@ def _context(request: PlanRequest) -> PlanContext:
 
 
 def _read_folder(request: PlanRequest, target: Target) -> FolderFacts:
-    from headrace.checkpoint.metadata_cache import folder_facts
+    from headrace.checkpoint.metadata_cache import folder_facts, known_facts
     from headrace.transfer.machine_probe import may_have_gpu
 
-    folder, dtype, device = model_folder(request.model), request.dtype, target.device.type
+    folder, dtype, device = model_to_plan(request.model), request.dtype, target.device.type
     context = request.expected.context
+    if isinstance(folder, str):
+        if dtype is not None:
+            raise OptionError(
+                f"dtype: {folder} is known by name in its own alone; leave --dtype out, or fetch its config"
+            )
+        return known_facts(folder, context)
     options = f"{dtype} {device} {may_have_gpu()}" if is_quantised(folder) else str(dtype)
     if context:  # the caches measured for it are kept, too
         options += " with caches"

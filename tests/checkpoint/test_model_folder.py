@@ -17,7 +17,7 @@ from checkpoints import HEADS, SIZE, environment, make, resident, run
 from commands import error_of
 from commands import run as command
 from headrace.adapters.transformers import load
-from headrace.checkpoint.model_folder import model_folder, model_name
+from headrace.checkpoint.model_folder import model_folder, model_name, model_to_plan
 from headrace.errors import CheckpointError, OptionTypeError
 
 
@@ -74,6 +74,11 @@ class TestFound:
         assert model_folder("Qwen/Qwen3-tiny").absolute() == place
         assert model_name(model_folder("Qwen/Qwen3-tiny")) == "Qwen3-tiny"
 
+    def test_the_files_come_before_what_is_known_by_name(self, folder: Path, cache: Path) -> None:
+        assert model_to_plan("qwen3-8b") == "Qwen/Qwen3-8B"
+        snapshot = add(cache, "Qwen/Qwen3-8B", folder)
+        assert model_to_plan("qwen3-8b") == model_to_plan("Qwen/Qwen3-8B") == snapshot
+
     def test_below_the_home_folder(self, folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
         monkeypatch.setenv("HOME", str(folder.parent))
         assert model_folder(f"~/{folder.name}") == folder
@@ -105,7 +110,9 @@ class TestNotFound:
     def test_a_name_that_is_not_in_the_cache(self, cache: Path) -> None:
         message = error_of("plan", "Qwen/Qwen3-tinny")
         assert f"found no such folder, nor the name in {cache}, which has Qwen/Qwen3-tiny; headrace down" in message
-        assert message.endswith("e.g. `hf download Qwen/Qwen3-tinny`")
+        assert "e.g. `hf download Qwen/Qwen3-tinny`, or to plan it its config alone, `hf download Qwen/" in message
+        assert message.endswith("(known without files: Qwen/Qwen3-8B, Qwen/Qwen3-4B, Qwen/Qwen3-32B)")
+        assert "e.g. `hf download ORGANISATION/tinny`" in error_of("plan", "tinny")
         assert "nor the name" not in error_of("plan", "./Qwen/Qwen3-tinny")  # written as a path
 
     def test_another_revision_alone(self, folder: Path, cache: Path) -> None:
@@ -181,4 +188,7 @@ class TestOfAnotherKind:
         assert f"BertModel.from_pretrained('{tmp_path}').save_pretrained(FOLDER)" in message
 
     def test_a_file(self, folder: Path) -> None:
-        assert f"found a file; give the folder that it is in, '{folder}'" in error_of("plan", folder / "config.json")
+        assert f"found a file; give the folder that it is in, '{folder}'" in error_of(
+            "plan", folder / "model.safetensors"
+        )
+        assert model_folder(folder / "config.json") == folder

@@ -51,13 +51,18 @@ GUESSES = ["--speculate", "--guesses", "--accepted", "--accepted-from"]
 FLAGS = {
     "demo": ["--folder", "--keep", "-v", "--verbose"],
     "plan": [
-        *GUESSES, "--json", "--save", "--machine", "--dtype", "--expert-trace", "--num-ranks", *OFFLOAD_FLAGS, "-v",
-        "--verbose",
+        *GUESSES, "--json", "--save", "--machine", "--link", "--dtype", "--expert-trace", "--num-ranks", *OFFLOAD_FLAGS,
+        "-v", "--verbose",
     ],
     "generate": [
         "--prompt", "--chat", "--no-chat", *GUESSES, "--system", "--max-new-tokens", "--temperature", "--top-p",
         "--top-k", "--seed", "--dtype", "--attn-implementation", "--no-graphs", "--quiet", "--trace", "--expert-trace",
         "--acceptance", *OFFLOAD_FLAGS, "-v", "--verbose",
+    ],
+    "chat": [
+        *GUESSES, "--system", "--max-new-tokens", "--temperature", "--top-p", "--top-k", "--seed", "--dtype",
+        "--attn-implementation", "--no-graphs", "--quiet", "--trace", "--expert-trace", "--acceptance", *OFFLOAD_FLAGS,
+        "-v", "--verbose",
     ],
 }  # fmt: skip
 
@@ -97,6 +102,27 @@ def test_help(verb: str) -> None:
 def test_version(flag: str) -> None:
     result = run(flag)
     assert (result.exit_code, result.stdout) == (0, f"headrace {headrace.__version__}\n")
+
+
+@pytest.mark.parametrize(("command", "message"), [
+    ("plan --nonsense", "No such option: --nonsense; `headrace plan -h` lists what there is"),
+    ("generate m", "Missing option '--prompt'; `headrace generate -h`"),
+    ("plan m --num-ranks x", "Invalid value for '--num-ranks'"),
+    ("plam", "No such command 'plam'. Did you mean 'plan'?; `headrace -h`"),
+    ("--nonsense", "No such option: --nonsense; `headrace -h`"),
+    ("bench nothing", "No such command 'nothing'; `headrace bench -h`"),
+    ("plan m --offload-params", "--offload-params needs at least one name after it"),
+])  # fmt: skip
+def test_a_usage_error_is_one_line_too(command: str, message: str) -> None:
+    assert message in error_of(*command.split())
+
+
+@pytest.mark.parametrize(("words", "completed"), [("headrace pl", "plan"), ("headrace plan --lin", "--link")])
+def test_the_shell_completes(words: str, completed: str) -> None:
+    asked = {"_HEADRACE_COMPLETE": "complete_bash", "COMP_WORDS": words, "COMP_CWORD": str(words.count(" "))}
+    command = [sys.executable, "-m", "headrace"]
+    done = subprocess.run(command, capture_output=True, text=True, check=False, env={**os.environ, **asked})
+    assert done.stdout.split() == [completed]
 
 
 @pytest.mark.parametrize("width", [80, 100, None])

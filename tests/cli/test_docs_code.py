@@ -32,13 +32,13 @@ def test_pictures_of_pages_are_shown_by_the_site(tmp_path: Path) -> None:
         page.relative_to(DOCS): re.findall(r"!\[[^\]]*\]\((?!https?:)([^)\s]+)\)", page.read_text())
         for page in DOCS.rglob("*.md")
     }
-    assert any(sources.values())
+    assert sources[Path("index.md")] == ["benchmarks/steps-beside-others.svg"]
     command = [sys.executable, "-m", "mkdocs", "build", "--strict", "--quiet", "-d", str(tmp_path)]
     env = {**os.environ, "NO_MKDOCS_2_WARNING": "1"}
     done = subprocess.run(command, cwd=DOCS.parent, capture_output=True, text=True, timeout=300, env=env)
     assert done.returncode == 0, done.stderr
     for page, pictures in sources.items():
-        html = tmp_path / page.with_suffix("") / "index.html"
+        html = tmp_path / ("" if page.name == "index.md" else page.with_suffix("")) / "index.html"
         shown = (
             [html.parent / name for name in re.findall(r'<img [^>]*src="([^":]+)"', html.read_text())]
             if pictures

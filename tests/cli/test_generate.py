@@ -17,6 +17,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer, TextStreamer
 
 from checks import raising
 from commands import error_of, run, succeed, tiny_model
+from headrace.cli import commands_generate
 from headrace.formatting import format_rate, format_time
 from headrace.plan.plan import Plan
 from models import aligned
@@ -119,12 +120,58 @@ def test_a_system_message_asks_for_chat(with_template: Callable[..., Path]) -> N
 def test_a_chat_that_cannot_be(model: Path, with_template: Callable[..., Path]) -> None:
     args = ("generate", model, "--prompt", "a")
     for flags in (("--chat",), ("--system", "b")):
-        assert "--chat and --system need a chat template, and the tokenizer in" in error_of(*args, *flags)
+        assert "--chat, --system and `headrace chat` need a chat template, and the tokenizer in" in error_of(
+            *args, *flags
+        )
     assert "--system and --no-chat contradict each other" in error_of(*args, "--system", "b", "--no-chat")
     refuses = "{%% if messages[0].role == 'system' %%}{{ raise_exception('no system role') }}{%% endif %%}%s"
     folder = with_template("refuses", template=refuses)
     message = error_of("generate", folder, "--prompt", "a", "--system", "b")
     assert "refuses these messages (no system role); leave --system out" in message
+
+
+def converse(folder: Path, *lines: str, **more: Any) -> Any:
+    stdin = "".join(f"{line}\n" for line in lines)
+    flags = ("--max-new-tokens", 12, "--device-memory", "2MiB", "--device", "cpu")
+    return succeed("chat", folder, *flags, *more.get("flags", ()), stdin=stdin)
+
+
+def test_a_chat_remembers_what_was_said(with_template: Callable[..., Path], monkeypatch: pytest.MonkeyPatch) -> None:
+    asked, stream = [], commands_generate._stream
+
+    def watch(module: Any, tokenizer: Any, inputs: dict[str, Any], *rest: Any) -> Any:
+        asked.append(tokenizer.decode(inputs["input_ids"][0]))
+        return stream(module, tokenizer, inputs, *rest)
+
+    monkeypatch.setattr(commands_generate, "_stream", watch)
+    folder = with_template("tiny-instruct")
+    first = chat_text(folder, ("system", "Be brief."), ("user", "Water"), max_new_tokens=12)
+    said = first.removesuffix("\n")
+    turns = (("system", "Be brief."), ("user", "Water"), ("assistant", said), ("user", "Fire"))
+    second = chat_text(folder, *turns, max_new_tokens=12)
+    done = converse(folder, "Water", "", "Fire", flags=("--system", "Be brief."))
+    assert done.stdout == first + second
+    assert done.stderr.count("12 tokens in ") == 2
+    assert "24 tokens in" in done.stderr
+    assert "moved" in done.stderr
+    assert " 0 B moved (" not in done.stderr
+    end = "<|endoftext|>"
+    assert asked[1] == f"{asked[0]}{said}{end}[user]Fire{end}[assistant]"
+
+
+def test_a_chat_ends(with_template: Callable[..., Path]) -> None:
+    folder = with_template("tiny-instruct")
+    for lines in ((), ("/exit", "Water")):
+        done = converse(folder, *lines)
+        assert (done.stdout, "tokens in" in done.stderr) == ("", False)
+
+
+def test_a_chat_that_cannot_be_held(model: Path, with_template: Callable[..., Path]) -> None:
+    assert "`headrace chat` need a chat template" in error_of("chat", model)
+    folder = with_template("tiny-instruct")
+    message = error_of("chat", folder, "--device-memory", "2MiB", "--offload-mode", "shm_cpu")
+    assert "mode shm_cpu is for several processes, and a chat has one" in message
+    assert "(--max-new-tokens) make" in error_of("chat", folder, "--max-new-tokens", 100_000)
 
 
 # -- sampling ----------------------------------------------------------------------------------------------------------

@@ -87,6 +87,7 @@ OTHER_FIELDS = {
         "predicted_tokens_per_s", "resident_tokens_per_s", "bit_equal",
     },
     "speculation": {"case", "prompts", "tokens_per_pass", "equal", "as_plain", "tokens_per_s", "bytes_moved"},
+    "cards": {"case", "weight_bytes", "predicted_tokens_per_s", "host_bytes"},
     "card-start": {"tree", "way", "first_s", "total_s", "text"},
     "card-overhead": {"tree", "case", "round", "ms", "bytes_moved", "bit_equal"},
     "card-fetch": {"programs", "words", "misses", "us_a_layer", "expert_bytes"},
@@ -96,7 +97,8 @@ OTHER_FIELDS = {
 
 # Nothing was computed there, or the run ended before bits were compared, which the report says.
 NOTHING_COMPARED = {
-    "policies", "host-memory", "ranges", "experts-launch", "experts-vllm-memory", "experts-vllm-starts", "pipelines",
+    "policies", "host-memory", "ranges", "cards",
+    "experts-launch", "experts-vllm-memory", "experts-vllm-starts", "pipelines",
     "admission", "experts-vllm-prompt-memory", "experts-vllm-rounding", "ranks-dp-compiled",
     "smallest", "starts-wan", "starts-flux", "start-phases", "card-start", "card-fetch", "card-between",
 }  # fmt: skip

@@ -13,11 +13,12 @@ import os
 import sys
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
-from dataclasses import astuple, dataclass
+from dataclasses import astuple, dataclass, replace
 from functools import cached_property
 from itertools import accumulate
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
+from zipfile import ZipFile
 
 from headrace.checkpoint.safetensors_header import Checkpoint, FileFingerprint, FileTensor, raw_header
 from headrace.checkpoint.weight_map import FilePart, TensorSource, WeightMap
@@ -29,13 +30,15 @@ from headrace.model.records import DType, Inventory, ModelProfile
 if TYPE_CHECKING:
     import torch
 
-__all__ = ["FolderFacts", "folder_facts"]
+__all__ = ["KNOWN_MODELS", "FolderFacts", "body_text", "folder_facts", "known_facts", "known_models"]
 
 # Raise it with any change of the entries.
-_SCHEMA = 6
+_SCHEMA = 7
 _MOST_FILES = 64  # those used last; a model of 46,000 tensors takes 4 MB
 _MOST_BYTES = 1 << 28
 _OURS = Path(__file__).parents[1]
+# Entries of popular models, made from their published configs by benchmarks/known_models.py.
+KNOWN_MODELS = Path(__file__).with_name("known_models.zip")
 
 
 @dataclass(frozen=True)
@@ -47,12 +50,14 @@ class FolderFacts:
         profile: of the model beyond names and sizes.
         weights: where the files hold its tensors.
         differences: between the files and the model, for warnings.
+        step_rows: of a pipeline of diffusers, the rows of a step of its transformer; 0 for other models.
     """
 
     inventory: Inventory
     profile: ModelProfile
     weights: WeightMap
     differences: tuple[str, ...] = ()
+    step_rows: int = 0
 
 
 def folder_facts(folder: Path, read: Callable[[], tuple[FolderFacts, Iterable[str]]], options: str = "") -> FolderFacts:
@@ -76,6 +81,23 @@ def folder_facts(folder: Path, read: Callable[[], tuple[FolderFacts, Iterable[st
     return facts
 
 
+def known_models() -> list[str]:
+    """Names of models that can be planned without any file of theirs."""
+    with ZipFile(KNOWN_MODELS) as archive:
+        return [name.removesuffix(".json") for name in archive.namelist()]
+
+
+def known_facts(name: str, context: int) -> FolderFacts:
+    """Those of a model of :func:`known_models`; without a ``context`` nothing that was measured for one."""
+    with ZipFile(KNOWN_MODELS) as archive:
+        body: _Body = decode(_Body, parse(archive.read(f"{name}.json")))
+    if not context:
+        stated = body.profile
+        profile = ModelProfile(stated.experts_per_token, max_context=stated.max_context, row_readers=stated.row_readers)
+        body = replace(body, profile=profile)
+    return _facts_of(body, Path(name), ())
+
+
 def _load(place: Path, folder: Path) -> FolderFacts | None:
     with suppress(Exception):  # an entry that is damaged or forged is ignored
         head, _, body = read_file(place, _MOST_BYTES).partition(b"\n")
@@ -92,7 +114,7 @@ def _save(place: Path, folder: Path, facts: FolderFacts, code: Sequence[str]) ->
     state, stamps = _state(folder, checkpoint.files, code)
     if tuple(stamps) != checkpoint.stamps:
         return  # a file changed since it was read
-    body = json.dumps(encode(_body_of(facts), as_rows=True), default=_dtype_row, separators=(",", ":"))
+    body = body_text(facts)
     names = [os.path.relpath(file, checkpoint.root) for file in checkpoint.files]
     key = _Key(state, _digest(body.encode()), tuple(names), tuple(code))
     place.parent.mkdir(parents=True, exist_ok=True)
@@ -193,6 +215,7 @@ class _Body:
     profile: ModelProfile
     differences: tuple[str, ...]
     sources: _Sources
+    step_rows: int = 0
 
 
 def _dtype_row(dtype: torch.dtype) -> list[object]:
@@ -200,7 +223,8 @@ def _dtype_row(dtype: torch.dtype) -> list[object]:
 
 
 def _body_of(facts: FolderFacts) -> _Body:
-    sources = facts.weights.sources
+    # Without files the sources follow from the inventory.
+    sources = facts.weights.sources if facts.weights.checkpoint.files else {}
     parts = [part.tensor for source in sources.values() for part in source.parts]
     shapes = {shape: index for index, shape in enumerate(dict.fromkeys(part.shape for part in parts))}
     files = {file: index for index, file in enumerate(facts.weights.checkpoint.files)}
@@ -215,7 +239,13 @@ def _body_of(facts: FolderFacts) -> _Body:
         tuple(part.offset for part in parts),
         tuple(part.num_bytes for part in parts),
     )
-    return _Body(facts.inventory, facts.profile, facts.differences, _Sources(by_name, tuple(shapes), *columns))
+    found = _Sources(by_name, tuple(shapes), *columns)
+    return _Body(facts.inventory, facts.profile, facts.differences, found, facts.step_rows)
+
+
+def body_text(facts: FolderFacts) -> str:
+    """``facts`` as an entry of the cache, or of :data:`KNOWN_MODELS`, holds them."""
+    return json.dumps(encode(_body_of(facts), as_rows=True), default=_dtype_row, separators=(",", ":"))
 
 
 def _facts_of(body: _Body, root: Path, stamps: Sequence[FileFingerprint]) -> FolderFacts:
@@ -227,6 +257,9 @@ def _facts_of(body: _Body, root: Path, stamps: Sequence[FileFingerprint]) -> Fol
             raise ValueError(storage.name)
     if not {name for alias in body.inventory.shared for name in (alias.parent, alias.module)} <= modules:
         raise ValueError("a module that is not there")
+    if not stamps:
+        weights = WeightMap.expected(body.inventory, root)
+        return FolderFacts(body.inventory, body.profile, weights, body.differences, body.step_rows)
     checkpoint = Checkpoint(root, _UnreadTensors(root), tuple(stamps))
     columns = zip(sources.names, sources.shape_of, sources.file_of, sources.offsets, sources.sizes, strict=True)
     parts = [(name, sources.shapes[shape], checkpoint.files[file], *rest) for name, shape, file, *rest in columns]

@@ -17,7 +17,7 @@ from pathlib import Path
 from headrace.errors import CheckpointError, OptionError, OptionTypeError
 from headrace.formatting import listed
 
-__all__ = ["draft_folder", "is_quantised", "model_folder", "model_name"]
+__all__ = ["draft_folder", "indexed_bytes", "is_quantised", "model_folder", "model_name", "model_to_plan"]
 
 _REPOSITORY = "models--"  # of the cache's folder for ORGANISATION/NAME: models--ORGANISATION--NAME
 # ORGANISATION/NAME, or NAME alone as in "gpt2" (https://huggingface.co/docs/hub/repositories-getting-started).
@@ -30,7 +30,7 @@ def model_folder(path: str | os.PathLike[str]) -> Path:
     """The folder of the model that ``path`` names.
 
     Args:
-        path: a folder with config.json, where ``~`` stands for the home folder; or a name of the Hub, such as
+        path: a folder with config.json, or that file (``~``: the home folder); or a name of the Hub, such as
             ``"Qwen/Qwen3-8B"``, that is in the local cache (``HF_HUB_CACHE``, ``HF_HOME``); or the cache's folder of
             one (``models--Qwen--Qwen3-8B``). A folder comes before a name of the Hub.
 
@@ -48,12 +48,35 @@ def model_folder(path: str | os.PathLike[str]) -> Path:
             f"MODEL {os.fspath(path)!r}: user {os.geteuid()} has no home folder for ~ to stand for; write the whole "
             f"path"
         ) from error
+    if folder.name == "config.json" and folder.is_file():
+        folder = folder.parent
     if not folder.is_dir():
         folder = _in_hub_cache(os.fspath(path)) if not folder.exists() else _beside(folder)
     elif folder.name.startswith(_REPOSITORY) and not (folder / "config.json").is_file():
         folder = _snapshot(folder)
     _require_model(folder)
     return folder
+
+
+def model_to_plan(path: str | os.PathLike[str]) -> Path | str:
+    """:func:`model_folder`, or else the name of a model that is known without any file, which is enough to plan it.
+
+    Such a name may lack its organisation, and its case does not matter.
+    """
+    known = None if Path(path).exists() else _known_name(os.fspath(path))
+    if known is None:
+        return model_folder(path)
+    for name in (path, known):
+        with suppress(CheckpointError):  # not in the cache
+            return model_folder(name)
+    return known
+
+
+def _known_name(name: str) -> str | None:
+    from headrace.checkpoint.metadata_cache import known_models
+
+    wanted = name.lower()
+    return next((known for known in known_models() if wanted in (known.lower(), known.lower().split("/")[-1])), None)
 
 
 def draft_folder(name: str) -> Path:
@@ -64,8 +87,10 @@ def draft_folder(name: str) -> Path:
         raise CheckpointError(f"--speculate: neither lookup nor a draft model: {error}") from error
 
 
-def model_name(folder: Path) -> str:
+def model_name(folder: Path | str) -> str:
     """The name of the model in ``folder``: that on the Hub if it is in the cache, else that of the folder."""
+    if isinstance(folder, str):  # known by name
+        return folder
     repository = folder.absolute().parent.parent.name
     if folder.absolute().parent.name == "snapshots" and repository.startswith(_REPOSITORY):
         return _hub_name(repository)
@@ -79,6 +104,13 @@ def is_quantised(folder: Path) -> bool:
     return False  # reading it raises the error
 
 
+def indexed_bytes(folder: Path) -> int | None:
+    """Bytes of all tensors by the index of the files, which need not be there; ``None`` without one."""
+    metadata = _stated(folder / "model.safetensors.index.json", "metadata")
+    total = metadata.get("total_size") if isinstance(metadata, dict) else None
+    return int(total) if isinstance(total, int | float) else None
+
+
 def _hub_name(repository: str) -> str:
     return repository.removeprefix(_REPOSITORY).replace("--", "/")
 
@@ -88,7 +120,9 @@ def _hub_name(repository: str) -> str:
 
 def _in_hub_cache(name: str) -> Path:
     """The snapshot of ``name`` in the cache; CheckpointError with what is there instead."""
-    advice = "headrace downloads nothing: fetch the model first, e.g. `hf download NAME --local-dir FOLDER`"
+    from headrace.checkpoint.metadata_cache import known_models
+
+    advice = "headrace downloads nothing: fetch the model first, e.g. `hf download ORGANISATION/NAME`"
     if _HUB_NAME.fullmatch(name) is None:
         raise CheckpointError(f"{name!r}: {_WANTED}, found no such folder; {advice}")
     try:
@@ -99,12 +133,16 @@ def _in_hub_cache(name: str) -> Path:
     repository = cache / (_REPOSITORY + name.replace("/", "--"))
     if repository.is_dir():
         return _snapshot(repository)
-    known = _cached_names(cache)
-    likely = difflib.get_close_matches(name, known) or known[:3]
+    cached, known = _cached_names(cache), _known_name(name)
+    likely = difflib.get_close_matches(name, cached) or cached[:3]
     held = f"which has {', '.join(likely)}" if likely else "which has no models"
+    full = known or (name if "/" in name else f"ORGANISATION/{name}")
+    near = ", ".join(difflib.get_close_matches(name, known_models()))
+    without = f"`headrace plan {known}` needs no file" if known else f"known without files: {near}" if near else ""
     raise CheckpointError(
         f"{name!r}: {_WANTED}, or a name in the Hub's local cache, found no such folder, nor the name in {cache}, "
-        f"{held}; headrace downloads nothing: fetch the model first, e.g. `hf download {name}`"
+        f"{held}; headrace downloads nothing: fetch the model first, e.g. `hf download {full}`, or to plan it its "
+        f'config alone, `hf download {full} --include "*.json"`{without and f" ({without})"}'
     )
 
 

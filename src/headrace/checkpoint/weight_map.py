@@ -13,11 +13,13 @@ import mmap
 import os
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import TYPE_CHECKING, NamedTuple
 
 from headrace.checkpoint.safetensors_header import Checkpoint, FileTensor
 from headrace.errors import CheckpointError, OptionTypeError
-from headrace.model.records import StorageInfo, TensorInfo
+from headrace.memory.system import round_up
+from headrace.model.records import Inventory, StorageInfo, TensorInfo
 
 if TYPE_CHECKING:
     import torch
@@ -132,6 +134,18 @@ class WeightMap:
             )
         checkpoint = weights if isinstance(weights, Checkpoint) else Checkpoint.open(weights)
         return cls(checkpoint, {name: TensorSource.of(tensor) for name, tensor in checkpoint.tensors.items()})
+
+    @classmethod
+    def expected(cls, inventory: Inventory, root: Path) -> WeightMap:
+        """Of a model whose files are not here, as if one file held every tensor unchanged and aligned."""
+        sources, file, offset = {}, root.absolute() / "model.safetensors", 0
+        for storage in inventory.storages:
+            if storage.is_saved and (found := _names_of(storage)):
+                tensor, name = found[0]
+                part = FileTensor(name, tensor.dtype, tensor.shape, file, offset, storage.num_bytes)
+                sources[name] = TensorSource.of(part)
+                offset += round_up(storage.num_bytes, mmap.PAGESIZE)
+        return cls(Checkpoint(root.absolute(), {}, ()), sources)
 
     def source(self, storage: StorageInfo) -> TensorSource:
         """The source of the bytes of ``storage``, found under any name of the tensor that covers it.

@@ -16,7 +16,7 @@ import typer
 from headrace.cli.arguments import with_verbose
 from headrace.cli.commands_bench import bench
 from headrace.cli.commands_demo import demo
-from headrace.cli.commands_generate import generate
+from headrace.cli.commands_generate import chat, generate
 from headrace.cli.commands_plan import plan, probe
 from headrace.cli.commands_serve import serve
 from headrace.cli.terminal import HeadraceGroup
@@ -37,7 +37,6 @@ app = typer.Typer(
     help="Run PyTorch models whose weights do not fit on the device, with bit-identical results.",
     no_args_is_help=True,
     context_settings={"help_option_names": ["-h", "--help"]},
-    add_completion=False,
     rich_markup_mode="rich",
     # Users have no use for a traceback with values of locals; terminal.py prints errors as one line.
     pretty_exceptions_enable=False,
@@ -57,6 +56,7 @@ app.command()(with_verbose(demo))
 app.command()(with_verbose(plan))
 app.command()(with_verbose(probe))
 app.command()(with_verbose(generate))
+app.command()(with_verbose(chat))
 # Unknown flags are passed to the engine.
 app.command(context_settings={"allow_extra_args": True, "ignore_unknown_options": True})(serve)
 app.add_typer(bench, name="bench")

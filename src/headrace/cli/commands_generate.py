@@ -8,7 +8,8 @@ import re
 import sys
 import time
 import warnings
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from contextlib import suppress
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
@@ -30,7 +31,7 @@ from headrace.cli.arguments import (
 )
 from headrace.cli.terminal import byte_bar, stderr
 from headrace.codec import encode, write_file
-from headrace.config import RANK_MODES, SHARDED_MODES, count
+from headrace.config import AUTO, AUTO_CONTEXT, RANK_MODES, SHARDED_MODES, Budget, Workload, count
 from headrace.errors import CheckpointError, OptionError
 from headrace.flags import OffloadFlags, row
 from headrace.formatting import format_rate, format_size, format_time
@@ -46,7 +47,9 @@ if TYPE_CHECKING:
     from headrace.planning import PlanResult
     from headrace.stats import Stats
 
-__all__ = ["generate", "open_tokenizer"]
+__all__ = ["chat", "generate", "open_tokenizer"]
+
+_GREETING = "Hello"  # stands for the first message of a chat until there is one
 
 # Names of models that were not tuned to follow instructions: Qwen3-8B-Base, gemma-2-2b-pt.
 _BASE = re.compile(r"(^|[-_.])(base|pt|pretrain(ed)?)([-_.]|$)", re.IGNORECASE)
@@ -66,7 +69,7 @@ def _probability(flag: str, value: float) -> None:
 class GenerateOptions(SpeculationFlags):
     """The flags of this verb alone."""
 
-    system: str | None = row("TEXT", "A system message before the prompt; implies --chat.")
+    system: str | None = row("TEXT", "A system message before the prompt, in the chat template.")
     max_new_tokens: int = row("N", "Stop after N tokens (default 64).", count, off=64)
     temperature: float | None = row("T", "Sample at this temperature (default 0: greedy decoding).", _temperature)
     top_p: float | None = row(
@@ -95,6 +98,13 @@ class GenerateOptions(SpeculationFlags):
         return {name: value for name, value in sampling.items() if value is not None}
 
 
+@dataclass(frozen=True)
+class ChatOptions(GenerateOptions):
+    """The flags of ``headrace chat``."""
+
+    max_new_tokens: int = row("N", "Stop an answer after N tokens (default 1024).", count, off=1024)
+
+
 @with_offload_flags(own=GenerateOptions)
 def generate(
     model: Annotated[
@@ -114,6 +124,27 @@ def generate(
     flags: OffloadFlags,
 ) -> None:
     """Generate text with a model that does not fit on the device. Text goes to stdout, everything else to stderr."""
+    text = sys.stdin.read() if prompt == "-" else prompt
+    if not text:
+        raise OptionError("--prompt is empty; a causal language model needs at least one token to continue")
+    _run(model, text, chat, options, flags)
+
+
+@with_offload_flags(own=ChatOptions)
+def chat(
+    model: Annotated[
+        str, typer.Argument(metavar="MODEL", help="Folder of a chat model, or a name in the Hub's cache.")
+    ],
+    *,
+    options: ChatOptions,
+    flags: OffloadFlags,
+) -> None:
+    """Chat with a model that does not fit on the device, a message a line, from a terminal or stdin; /exit ends it."""
+    _run(model, None, True, options, flags)
+
+
+def _run(model: str, text: str | None, chat: bool | None, options: GenerateOptions, flags: OffloadFlags) -> None:
+    """Load ``model`` as the flags ask for, and continue ``text``, or chat if it is ``None``."""
     sampling, trace, expert_trace = options.sampling(), options.trace, options.expert_trace
     speculation = options.speculation()
     if speculation is None:
@@ -131,9 +162,8 @@ def generate(
         )
     if options.no_graphs and device.type != "cuda":
         raise OptionError(f"--no-graphs has no effect on {device}, which has no CUDA graphs; leave it out")
-    text = sys.stdin.read() if prompt == "-" else prompt
-    if not text:
-        raise OptionError("--prompt is empty; a causal language model needs at least one token to continue")
+    if text is None and mode in RANK_MODES:
+        raise OptionError(f"mode {mode} is for several processes, and a chat has one: use --offload-mode cpu or disk")
     import torch
 
     from headrace.adapters.transformers.load_folder import load_matched
@@ -154,7 +184,12 @@ def generate(
     opened = open_model(folder, options.dtype, options.attn_implementation, device)
     module: Any = opened.module
     opened.require_causal("headrace generate")
-    tokenizer, inputs = _read_prompt(opened, text, options.system, chat, notes)
+    tokenizer, inputs = _read_prompt(opened, text or _GREETING, options.system, chat, notes)
+    length = inputs["input_ids"].shape[1] + options.max_new_tokens
+    if policy is None and device.type == "cuda" and group is None:
+        with suppress(OptionError):  # where no cache can be measured the model is resident
+            opened.profile(length)
+            policy = Budget(AUTO, workload=Workload(context=max(length, AUTO_CONTEXT)))
     # Planned here and not by load(), so that the plan is printed before the loading.
     num_ranks = group.size() if group is not None and mode in SHARDED_MODES else 1
     request = PlanRequest(opened, policy, device=device, disk=disk_options(flags), num_ranks=num_ranks)
@@ -166,6 +201,8 @@ def generate(
     _check_length(inputs["input_ids"].shape[1], max_new_tokens, longest, planned.plan)
     plan = planned.plan
     notes.print(render(plan, opened.name))
+    if planned.context.automatic:
+        notes.print(planned.context.automatic, highlight=False, soft_wrap=True)
     # A recorder of routing runs Python in every step.
     graphs = not options.no_graphs and expert_trace is None
     if planned.speculation is not None:
@@ -177,12 +214,19 @@ def generate(
         request = replace(request, model=module, policy=plan, ranks=ranks, speculation=speculation)
         handle = load_matched(folder, request, opened.match, progress, graphs)
     # The handle is not removed at the end: that would make all weights resident, which may not fit.
-    inputs = {name: tensor.to(device) for name, tensor in inputs.items()}
     recorder = None if expert_trace is None else RoutingRecorder(module, device)
-    tokens, seconds = _stream(module, tokenizer, inputs, max_new_tokens, sampling, options.seed or 0)
+
+    def answer(inputs: dict[str, Any]) -> tuple[Any, float]:
+        _check_length(inputs["input_ids"].shape[1], max_new_tokens, longest, plan)
+        moved = {name: tensor.to(device) for name, tensor in inputs.items()}
+        return _stream(module, tokenizer, moved, max_new_tokens, sampling, options.seed or 0)
+
+    answers = _converse(tokenizer, folder, options.system, answer, notes) if text is None else [answer(inputs)]
+    tokens, seconds = sum(len(answer) for answer, _ in answers), sum(taken for _, taken in answers)
     if group is not None and device.type == "cuda":
         torch.cuda.synchronize()  # no rank ends before its copies for others have completed
-    _print_metrics(notes, handle, tokens, seconds, meter.growth_bytes())
+    if tokens:
+        _print_metrics(notes, handle, tokens, seconds, meter.growth_bytes())
     if (counts := handle.stats().speculation) is not None and options.acceptance is not None:
         write_file(options.acceptance, json.dumps(encode(counts)) + "\n")
         notes.print(f"tokens a pass: {options.acceptance} (for --accepted-from)", highlight=False)
@@ -318,8 +362,8 @@ def _tokenize(tokenizer: Any, folder: Path, text: str, messages: list[dict[str, 
         inputs = dict(tokenizer(text, return_tensors="pt", return_token_type_ids=False))
     elif not getattr(tokenizer, "chat_template", None):
         raise OptionError(
-            f"--chat and --system need a chat template, and the tokenizer in {folder} has none; leave them out to "
-            f"continue the text as it is"
+            f"--chat, --system and `headrace chat` need a chat template, and the tokenizer in {folder} has none; leave "
+            f"them out to continue the text as it is (`headrace generate`)"
         )
     else:
         try:
@@ -347,10 +391,28 @@ def _tokenize(tokenizer: Any, folder: Path, text: str, messages: list[dict[str, 
 # -- the text ---------------------------------------------------------------------------------------------------------
 
 
+def _converse(
+    tokenizer: Any, folder: Path, system: str | None, answer: Callable[..., tuple[Any, float]], notes: Console
+) -> list[tuple[Any, float]]:
+    """Answer a message a line until /exit or the end of stdin, each with all before it; what ``answer`` returned."""
+    with suppress(ImportError):
+        import readline  # noqa: F401 - input() then edits its line and recalls the ones before
+    messages, answers = _messages("", system)[:-1], []
+    with suppress(EOFError):
+        while (line := input("> " if sys.stdin.isatty() else "").strip()) != "/exit":
+            if line:
+                messages.append({"role": "user", "content": line})
+                tokens, seconds = answer(_tokenize(tokenizer, folder, line, messages))
+                answers.append((tokens, seconds))
+                messages.append({"role": "assistant", "content": tokenizer.decode(tokens, skip_special_tokens=True)})
+                notes.print(f"{len(tokens)} tokens in {format_time(seconds)}", style="dim", highlight=False)
+    return answers
+
+
 def _stream(
     module: Any, tokenizer: Any, inputs: dict[str, Any], max_new_tokens: int, sampling: dict[str, Any], seed: int
-) -> tuple[int, float]:
-    """Print the text while it is generated; returns the number of new tokens and the seconds, prompt included."""
+) -> tuple[Any, float]:
+    """Print the text while it is generated; returns the ids of the new tokens and the seconds, prompt included."""
     import torch
     from transformers import TextStreamer
 
@@ -368,7 +430,7 @@ def _stream(
         pad_token_id=next(token for token in pad_ids if token is not None),
         **sampling,
     )
-    return output.shape[1] - inputs["input_ids"].shape[1], time.perf_counter() - begin
+    return output[0, inputs["input_ids"].shape[1] :], time.perf_counter() - begin
 
 
 def _passes(stats: Stats) -> Iterator[str]:

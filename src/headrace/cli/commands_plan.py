@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 from rich.table import Table
 
-from headrace.checkpoint.model_folder import model_folder
+from headrace.checkpoint.model_folder import model_to_plan
 from headrace.cli.arguments import (
     DTYPE_HELP,
     SpeculationFlags,
@@ -37,7 +37,7 @@ if TYPE_CHECKING:
 __all__ = ["plan", "probe"]
 
 EXIT_UNFIT = 1
-_MACHINE = "--machine h200, h100, 4090, or a file of `headrace probe --json`"
+_MACHINE = "--machine 4090, h200, ..., or a file of `headrace probe --json`"
 
 
 @dataclass(frozen=True)
@@ -46,7 +46,10 @@ class PlanOptions(SpeculationFlags):
 
     json: bool = row("", "Print the plan as JSON, with sizes in bytes, and nothing else.", off=False)
     save: Path | None = row("FILE", "Write the plan to FILE, for --plan FILE.", require_writable)
-    machine: str | None = row("NAME", "Plan for h200 (measured), h100 or 4090 (nominal), or a file of a probe.")
+    machine: str | None = row(
+        "NAME", "Plan for h200 (measured), a nominal card (4090, 5080, ...), or a file of a probe."
+    )
+    link: str | None = row("NAME", "PCIe of that card, if not its own: pcie3, pcie4x8, ...")
     dtype: str | None = row("NAME", DTYPE_HELP, check_dtype)
     expert_trace: Path | None = row("FILE", "Predict hits of cached experts from a file of `headrace generate`.")
     num_ranks: int | None = row("N", "Processes that share the weights in mode sharded_cpu or sharded_gpu.")
@@ -54,7 +57,7 @@ class PlanOptions(SpeculationFlags):
 
 @with_offload_flags(own=PlanOptions)
 def plan(
-    model: Annotated[str, typer.Argument(metavar="MODEL", help="Folder of a model, or a name in the Hub's cache.")],
+    model: Annotated[str, typer.Argument(metavar="MODEL", help="Folder of a model, its config.json, or a name.")],
     *,
     options: PlanOptions,
     flags: OffloadFlags,
@@ -64,7 +67,10 @@ def plan(
     Without offloading flags: the size of the weights and the smallest budget that runs the model. Exit code 1 if the
     plan does not fit this machine.
     """
-    folder, machine, num_ranks, save = model_folder(model), options.machine, options.num_ranks, options.save
+    folder, machine, num_ranks, save = model_to_plan(model), options.machine, options.num_ranks, options.save
+    if options.link is not None:
+        refuse_idle({"--link": options.link if machine is None else None}, "without --machine: it is a card's")
+        machine = f"{machine}@{options.link}"
     device = _planned_device(flags, machine)
     policy = requested(flags, device)
     mode = getattr(policy, "mode", None)

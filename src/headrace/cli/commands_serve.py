@@ -26,7 +26,7 @@ from headrace.cli.arguments import (
 from headrace.cli.commands_generate import open_tokenizer
 from headrace.cli.terminal import byte_bar, stderr
 from headrace.cli.vllm_launcher import KEY_VARIABLE, serve_in_vllm
-from headrace.config import Workload, count, one_of
+from headrace.config import AUTO, Workload, count, one_of
 from headrace.errors import OptionError
 from headrace.flags import OffloadFlags, Surface, counts, row
 from headrace.formatting import format_size
@@ -155,6 +155,8 @@ def _run_server(model: str, flags: OffloadFlags, options: _ServeOptions) -> None
     """
     folder = model_folder(model)
     device = target_device(flags.device)
+    if device.type == "cuda" and requested(flags, device, _SURFACE) is None:
+        flags = replace(flags, device_memory=AUTO)
     batch = _BATCH if flags.batch is None else flags.batch
     sequences = max(counts("--batch", batch))
     if flags.device_memory is not None:
@@ -179,13 +181,15 @@ def _run_server(model: str, flags: OffloadFlags, options: _ServeOptions) -> None
     settings = _default_settings(opened, greedy=options.generation_config == "none")
     request = PlanRequest(opened, policy, device=device, disk=disk_options(flags))
     planned = plan_model(request)
-    longest = _longest(flags, planned)
+    longest, automatic = _longest(flags, planned), planned.context.automatic
     pool = Pool.of(sequences, longest, BLOCK_TOKENS)
     request = replace(request, policy=planned.plan, workload=Workload([sequences], longest))
     planned = plan_model(request)  # again, to measure the cache of that workload
     if planned.shortage:
         raise OptionError(f"the plan {planned.shortage}; use a smaller --batch or --context, or less --device-memory")
     stderr.print(render(planned.plan, opened.name))
+    if automatic:
+        stderr.print(automatic, highlight=False, soft_wrap=True)
     cache = format_size(planned.planner.profile.cache_bytes(sequences, longest))
     stderr.print(
         f"cache: {pool.num_tokens} tokens, i.e. {sequences} sequences of {longest} or more shorter ones; {cache} "

@@ -162,7 +162,8 @@ class HeadraceGroup(TyperGroup):
     """The root command."""
 
     def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
-        return super().parse_args(ctx, expand_lists(args))
+        with _errors_as_lines():
+            return super().parse_args(ctx, expand_lists(args))
 
     def invoke(self, ctx: Any) -> Any:
         with _one_output(), _warnings_as_lines(), _errors_as_lines():
@@ -181,10 +182,12 @@ def _errors_as_lines() -> Iterator[None]:
     except Exception as error:
         if with_traceback:
             raise
-        if type(error).__module__.partition(".")[0] in ("typer", "click"):  # typer prints its own
-            if hasattr(error, "format_message") and not _is_first_to_print(error.format_message()):
+        if type(error).__module__.partition(".")[0] in ("typer", "click"):
+            if hasattr(error, "format_message") and not type(error).__name__.startswith("NoArgs"):
+                help_of = getattr(getattr(error, "ctx", None), "command_path", "headrace")
+                print_error(f"{error.format_message().rstrip('.')}; `{help_of} -h` lists what there is")
                 raise typer.Exit(EXIT_ERROR) from None
-            raise
+            raise  # the end, or a verb alone, for which typer prints its help
         error.__traceback__ = None  # its frames may hold much memory
         try:
             print_error(_line_of(error))

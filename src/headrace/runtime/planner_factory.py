@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING, Any, Literal
 
 from headrace.checkpoint.weight_map import TensorSource, WeightMap
 from headrace.config import (
+    AUTO,
     HOST_MODES,
     SHARDED_MODES,
     Budget,
@@ -73,6 +74,8 @@ _log = logging.getLogger(__name__)
 _HEADROOM_BYTES = 1 << 30
 # Pieces of tensors that are read in place, one mapping each: of the 65,530 that Linux gives a process.
 _MAX_MAPPINGS = 48_000
+# Of free device memory, which --device-memory auto leaves to the display, to other programs and to fragmentation.
+_AUTO_MARGIN_BYTES = 1 << 30
 _VECTOR_BYTES = 16  # of SSE, the shortest of an x86 CPU
 _MIB = 2**20
 
@@ -219,14 +222,14 @@ class PlanRequest:
         policy, workload = as_policy(self.policy), self.workload
         if workload is None or not isinstance(policy, Budget) or policy.workload == workload:
             return policy
-        if policy.workload != Workload():
+        if policy.workload != Budget(policy.device_memory).workload:
             raise OptionError(f"workload: the budget has {policy.workload}, found {workload} beside it; leave one out")
         return replace(policy, workload=workload)
 
     @property
     def expected(self) -> Workload:
         """The workload that predictions are about."""
-        return self.workload or (self.given.workload if isinstance(self.given, Budget) else Workload())
+        return self.given.workload if isinstance(self.given, Budget) else self.workload or Workload()
 
 
 @dataclass(frozen=True)
@@ -250,6 +253,7 @@ class PlanContext:
         bound: the live tensors of every storage, by storage name; empty for a folder, of which no model is built.
         hits: of cached experts, where they were recorded.
         draft: of the draft model, if one guesses tokens.
+        automatic: what a budget of ``"auto"`` was taken for, in words; empty for others.
     """
 
     request: PlanRequest
@@ -262,6 +266,7 @@ class PlanContext:
     bound: Mapping[str, BoundStorage] = field(default_factory=dict, repr=False)
     hits: ExpertHits | None = None
     draft: DraftCost | None = None
+    automatic: str = ""
 
     @cached_property
     def planner(self) -> Planner:
@@ -271,6 +276,43 @@ class PlanContext:
         facts = (self.inventory, self.read_profile(), target.device, self.weights, target.rates, request.unstreamable)
         planner = make_planner(*facts, request.disk, split)
         return planner if self.hits is None else replace(planner, hits=self.hits)
+
+    def sized(self) -> PlanContext:
+        """The same with a size in place of ``"auto"``, or with a plan that offloads nothing if the model fits it.
+
+        Raises:
+            OptionError: no GPU, or one whose memory is not known.
+        """
+        given, target = self.request.given, self.target
+        if not isinstance(given, Budget) or given.device_memory != AUTO:
+            return self
+        free_bytes = target.machine.device_bytes
+        if target.device.type == "cuda" and target.rates is None:
+            free_bytes = read_limits(target.device).device_free_bytes
+        if target.device.type != "cuda" or free_bytes is None:
+            raise OptionError(
+                f"--device-memory auto is what a GPU has free, and of {target.machine} that is not known: give a size, "
+                f"such as 8GiB, or name a card to plan for (--machine 4090)"
+            )
+        free_bytes += sum(storage.info.num_bytes for storage in self.bound.values() if storage.home == target.device)
+        profile, num_bytes = self.read_profile(), max(1, free_bytes - _AUTO_MARGIN_BYTES)
+        workload = replace(
+            given.workload, context=min(given.workload.context, profile.max_context or given.workload.context)
+        )
+        beside = profile.workload_bytes(max(workload.batch_sizes), workload.context)
+        policy: Budget | Plan = replace(given, device_memory=num_bytes, workload=workload)
+        fits = self.inventory.num_bytes + beside <= num_bytes and not given.rules
+        if fits:
+            plan = assemble(self.inventory, [], 0, "cpu")
+            policy = replace(plan, made_for=target.machine, context=workload.context)
+        text = (
+            f"auto: {format_size(num_bytes)} of device memory, which leaves {format_size(_AUTO_MARGIN_BYTES)} of what "
+            f"is free; {format_size(beside)} of it for {max(workload.batch_sizes)} x {workload.context} tokens"
+            f"{'; the weights fit, and nothing is offloaded' if fits else ''}"
+        )
+        _log.info(text)
+        request = replace(self.request, policy=policy, workload=workload)
+        return replace(self, request=request, automatic=text, read_profile=lambda: profile)
 
     def beside(self, draft: PlanContext) -> PlanContext:
         """The same with a draft model, all of it resident: a budget loses what that takes.

@@ -74,12 +74,13 @@ def prepare(request: PlanRequest, *, allocates: bool = True) -> Prepared:
         CheckpointError: files missing, damaged or for another model.
     """
     warn_about_variables()
-    given = request.policy if isinstance(request.policy, Plan) else as_policy(request.policy)
+    if request.policy is None:
+        as_policy(None)  # raises
     ranks, pool = request.ranks, request.pool
     device = compute_device(request.model, request.device)
     request = replace(request, num_ranks=1 if ranks is None else ranks.size)
-    context = module_context(request, Target(device, describe_device(device)))
-    plan, bound = context.plan(), dict(context.bound)
+    context = module_context(request, Target(device, describe_device(device))).sized()
+    plan, bound, given = context.plan(), dict(context.bound), context.request.given
     prepared = Prepared(
         plan,
         device,

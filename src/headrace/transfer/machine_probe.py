@@ -6,6 +6,7 @@ The result is stored per machine (devices, CPU, torch) under the user's cache fo
 from __future__ import annotations
 
 import ctypes
+import difflib
 import hashlib
 import json
 import os
@@ -271,9 +272,10 @@ def read_probe(path: Path) -> Probe:
     try:
         return Probe.from_json(parse(read_file(path)))
     except OSError as error:
+        near = ", ".join(difflib.get_close_matches(path.name.lower(), MACHINES)) or "none"
         raise OptionError(
             f"machine {str(path)!r}: expected {', '.join(MACHINES)}, or a file that `headrace probe --json` printed on "
-            f"that machine: {error.strerror}"
+            f"that machine: {error.strerror} (nearest name: {near})"
         ) from error
     except ValueError as error:
         raise OptionError(
@@ -286,19 +288,18 @@ def read_probe(path: Path) -> Probe:
 # Without a probe of theirs the rates follow from published values: link (PCIe, one direction), memory, bf16 with sums
 # in float32 and without sparsity.
 _GIB = 2**30
-_NOMINAL: dict[str, tuple[Machine, float, float, float]] = {
-    # NVIDIA H100 Tensor Core GPU datasheet, column SXM: PCIe Gen5 x16, 3.35 TB/s, 989 TFLOPS.
-    "h100": (Machine("NVIDIA H100 80GB HBM3", 79 * _GIB), 64e9, 3.35e12, 989e12),
-    # NVIDIA Ada GPU architecture whitepaper, appendix A, GeForce RTX 4090: PCIe Gen4 x16, 1,008 GB/s, 165.2 TFLOPS.
-    "4090": (Machine("NVIDIA GeForce RTX 4090", 47 * _GIB // 2), 32e9, 1.008e12, 165.2e12),
-}
+_NOMINAL: dict[str, dict[str, Any]] = parse(read_file(Path(__file__).with_name("cards.json")))
 MACHINES = ("h200", *_NOMINAL)
+# PCI Express, one direction: generation, and lanes if not 16.
+_LINK = re.compile(r"pcie([345])(?:x(1|2|4|8|16))?")
+_LANE_BYTES_PER_S = {"3": 1e9, "4": 2e9, "5": 4e9}
 
 
 def named_machine(machine: str | os.PathLike[str], direct: bool = False) -> tuple[Machine, Rates]:
     """What to plan with for ``machine``, one of ``MACHINES`` or a file of a probe.
 
-    ``direct``: a machine without a GPU reads files past the page cache.
+    A card may have another link than its own, as in ``"4090@pcie3"``. ``direct``: a machine without a GPU reads files
+    past the page cache.
 
     Raises:
         OptionError, OptionTypeError: neither a name nor a file that holds a probe.
@@ -306,10 +307,15 @@ def named_machine(machine: str | os.PathLike[str], direct: bool = False) -> tupl
     if not isinstance(machine, str | os.PathLike):
         known = ", ".join(MACHINES)
         raise OptionTypeError(f"machine: expected {known}, or the file of a probe, found {type(machine).__name__}")
-    name = str(machine).lower()
+    card, _, link = str(machine).lower().partition("@")
+    name = re.sub(r"nvidia|geforce|rtx|[\s_-]", "", card)
     if name in _NOMINAL:
-        made_for, *published = _NOMINAL[name]
-        return made_for, nominal_rates(made_for.device, *published)
+        published = _NOMINAL[name]
+        device, link_bytes_per_s = published["device"], _link_bytes_per_s(link or published["link"])
+        rates = (link_bytes_per_s, published["memory_bytes_per_s"], published["flops_per_s"])
+        return Machine(device, int(published["gib"] * _GIB)), nominal_rates(f"{device}{link and ' on '}{link}", *rates)
+    if link and not Path(machine).exists():
+        raise OptionError(f"--link {link!r}: expected a card with nominal rates, found {card!r}, which was measured")
     if name == "h200":
         probe = read_probe(Path(__file__).with_name("h200.json"))
         made_for = Machine("NVIDIA H200", 139 * _GIB)  # not in the probe, which is from before it was kept
@@ -317,6 +323,12 @@ def named_machine(machine: str | os.PathLike[str], direct: bool = False) -> tupl
         probe = read_probe(Path(machine).expanduser())
         made_for = probe.planned_machine
     return made_for, probe.gpu_rates() or probe.cpu_rates(direct)
+
+
+def _link_bytes_per_s(link: str) -> float:
+    if (found := _LINK.fullmatch(link)) is None:
+        raise OptionError(f"--link {link!r}: expected pcie3, pcie4 or pcie5, with its lanes if not 16, as in pcie4x8")
+    return _LANE_BYTES_PER_S[found[1]] * int(found[2] or 16)
 
 
 def save(probe: Probe) -> Path:

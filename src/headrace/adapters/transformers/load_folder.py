@@ -141,7 +141,7 @@ def _speculated(request: PlanRequest, found: Match, device: torch.device) -> Pla
     assert request.speculation is not None
     unstreamable, target = not_in_files(found.inventory, found.weights), Target(device, describe_device(device))
     files = {"inventory": found.inventory, "checkpoint": found.weights, "unstreamable": unstreamable}
-    context = module_context(replace(request, **files), target)  # type: ignore[arg-type]
+    context = module_context(replace(request, **files), target).sized()  # type: ignore[arg-type]
     if (name := request.speculation.draft) is not None:
         alone = Workload([1], request.expected.context)
         draft = PlanRequest(build_meta_model(draft_folder(name), device=device), None, alone, device=device)

@@ -6,6 +6,7 @@ import os
 import sys
 from contextlib import suppress
 from dataclasses import dataclass
+from functools import cached_property
 from pathlib import Path
 from typing import Any
 
@@ -15,19 +16,24 @@ from transformers import GenerationConfig, PreTrainedModel, conversion_mapping, 
 
 from headrace.adapters.transformers.conversion import Match, match
 from headrace.adapters.transformers.load_folder import build_meta_model, differences
+from headrace.adapters.transformers.packed_layout import use_packed_layout
 from headrace.adapters.transformers.quantised import NotHereError, stated_quantisation
 from headrace.checkpoint.metadata_cache import FolderFacts
-from headrace.checkpoint.model_folder import model_folder, model_name
+from headrace.checkpoint.model_folder import indexed_bytes, model_folder, model_name
 from headrace.checkpoint.safetensors_header import Checkpoint
 from headrace.checkpoint.weight_map import WeightMap
 from headrace.errors import OptionError
+from headrace.formatting import format_size
 from headrace.memory.system import gc_paused
+from headrace.model.inventory import take_inventory
 from headrace.model.memory_profile import measured, profile_of
 from headrace.model.records import Inventory, ModelProfile
 from headrace.runtime.planner_factory import not_in_files
 from headrace.runtime.prepare import compute_device
 
 __all__ = ["OpenedModel", "open_model"]
+
+_CLOSE = 0.01  # files may hold a few more small tensors than the model
 
 
 @dataclass(frozen=True)
@@ -79,7 +85,11 @@ class OpenedModel:
 
     def profile(self, context: int = 0) -> ModelProfile:
         """Facts beyond names and sizes; with a ``context``, memory too."""
-        return measured(self.base, self.module) if context else self.base
+        return self._measured if context else self.base
+
+    @cached_property
+    def _measured(self) -> ModelProfile:
+        return measured(self.base, self.module)
 
     def facts(self, context: int) -> tuple[FolderFacts, set[str]]:
         """Everything that planning for ``context`` needs, for the cache, and the files with the code that made it."""
@@ -105,7 +115,8 @@ def open_model(
 ) -> OpenedModel:
     """Read config and file headers of a model; arguments as for ``load``.
 
-    ``to_plan``: a quantised model that cannot run here, on ``device``, is described as stored in its files.
+    ``to_plan``: a quantised model that cannot run here, on ``device``, is described as stored in its files; and a
+    folder without files by its config.json alone.
 
     Raises:
         CheckpointError: no folder of a model, or one without a config or safetensors files that fit together; without
@@ -113,6 +124,8 @@ def open_model(
     """
     folder = model_folder(path)
     with gc_paused():
+        if to_plan and not any(folder.glob("*.safetensors")):
+            return _from_config(folder, dtype, attn_implementation)
         try:
             target = compute_device(nn.Module()) if device is None else torch.device(device)
             module = build_meta_model(folder, dtype=dtype, attn_implementation=attn_implementation, device=target)
@@ -129,3 +142,18 @@ def open_model(
         profile = profile_of(module)  # before its modules lose their weights
         found = match(module, Checkpoint.open(folder), as_stored=stated_quantisation(module.config) is not None)
         return OpenedModel(folder, module, found, profile, note)
+
+
+def _from_config(folder: Path, dtype: torch.dtype | str | None, attn_implementation: str | None) -> OpenedModel:
+    """The model of a folder without weights, as if its files held each tensor unchanged."""
+    module = build_meta_model(folder, dtype=dtype, attn_implementation=attn_implementation)
+    profile, stated = profile_of(module), stated_quantisation(module.config)
+    if stated is not None:
+        use_packed_layout(folder, module, stated)
+    inventory = take_inventory(module)
+    saved, indexed = sum(s.num_bytes for s in inventory.storages if s.is_saved), indexed_bytes(folder)
+    note = f"{folder}: planned from config.json alone, as if files held every tensor of {type(module).__name__}"
+    if indexed is not None and abs(indexed - saved) > _CLOSE * indexed:
+        note += f"; they have {format_size(saved)}, and the files {format_size(indexed)} by their index"
+    weights = WeightMap.expected(inventory, folder)
+    return OpenedModel(folder, module, Match(weights, {}, (), (), (), inventory), profile, note)

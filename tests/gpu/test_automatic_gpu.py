@@ -1,0 +1,69 @@
+"""The promise: a budget of "auto" fits what is free on the GPU, and outputs are those of the resident model."""
+
+from __future__ import annotations
+
+import gc
+from pathlib import Path
+
+import pytest
+import torch
+from gpu_models import build
+
+import headrace
+from commands import run, tiny_model
+from headrace.memory.system import read_limits
+
+pytestmark = pytest.mark.alone
+model = tiny_model
+
+GPU = torch.device("cuda", 0)
+GIB = 2**30
+
+
+def leave(num_bytes: int) -> torch.Tensor:
+    """Take all memory of the GPU but so much."""
+    gc.collect()
+    torch.cuda.empty_cache()
+    free = read_limits(GPU).device_free_bytes
+    assert free is not None
+    return torch.empty(free - num_bytes, dtype=torch.uint8, device=GPU)
+
+
+@torch.no_grad()
+def test_of_a_full_gpu() -> None:
+    resident = build(24)
+    total = sum(p.numel() * p.element_size() for p in resident.parameters())
+    ids = torch.randint(0, 1000, (2, 16), device=GPU)
+    expected = resident(ids)
+    model = build(24, device="cpu")
+    model.load_state_dict(resident.state_dict())
+    del resident
+    block = leave(GIB + total // 2)
+    with headrace.offload(model, "auto", device="cuda") as handle:
+        assert handle.plan.device_bytes <= total // 2 + 4 * 2**20
+        assert torch.equal(model(ids), expected)
+        assert handle.stats().bytes_moved > 0
+        del block  # remove() makes everything resident
+
+
+@torch.no_grad()
+def test_a_model_that_fits_stays(model: Path) -> None:
+    block = leave(6 * GIB)
+    plain = run("generate", model, "--prompt", "Water", "--max-new-tokens", 8)
+    assert plain.exit_code == 0, plain.output
+    assert "the weights fit, and nothing is offloaded" in plain.stderr
+    assert " 0 B moved" in plain.stderr
+    offloaded = run("generate", model, "--prompt", "Water", "--max-new-tokens", 8, "--device-memory", "2MiB")
+    assert offloaded.exit_code == 0, offloaded.output
+    assert " 0 B moved" not in offloaded.stderr
+    assert offloaded.stdout == plain.stdout
+    del block
+
+
+def test_served_and_chatted_by_default(model: Path) -> None:
+    dry = run("serve", model, "--dry-run")
+    assert dry.exit_code == 0, dry.output
+    assert "auto: " in dry.stderr
+    planned = run("plan", model, "--device-memory", "auto")
+    assert planned.exit_code == 0, planned.output
+    assert "nothing is offloaded" in " ".join(planned.stdout.split())

@@ -1,0 +1,110 @@
+"""The promise: a budget of "auto" is what is free less what it says, and a model that fits is not offloaded."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+from transformers import AutoModelForCausalLM
+
+import headrace
+from commands import succeed, tiny_model
+from headrace.adapters.transformers import opened_model
+from headrace.config import Budget, Workload
+from headrace.errors import OptionError, SizeError
+from headrace.flags import OffloadFlags, engine_surface
+from headrace.memory.system import Limits
+from headrace.model import memory_profile
+from headrace.plan.plan import Machine
+from headrace.planning import plan_model
+from headrace.runtime import planner_factory
+from headrace.runtime.planner_factory import PlanRequest
+from headrace.transfer.machine_probe import DeviceName, named_machine
+
+model = tiny_model
+pytestmark = pytest.mark.filterwarnings("ignore:.*no file of it is here")
+GIB = 2**30
+
+
+def test_leaves_a_gibibyte_and_room_for_the_cache() -> None:
+    planned = plan_model(
+        PlanRequest("Qwen/Qwen3-30B-A3B", Budget("auto", workload=Workload([2], 8192)), machine="4090")
+    )
+    beside = planned.planner.profile.workload_bytes(2, 8192)
+    assert beside > 2**29
+    assert 20 * GIB < planned.plan.device_bytes + beside <= 22.5 * GIB
+    assert planned.plan.offloaded_bytes > 0
+    assert planned.plan.context == 8192
+    text = "auto: 22.500 GiB of device memory, which leaves 1.000 GiB of what is free; "
+    assert planned.outlook.notes[0].startswith(text)
+    assert "in host memory; where there is less, --host-memory" in planned.outlook.notes[-1]
+
+
+def test_a_model_that_fits_is_not_offloaded() -> None:
+    plan = headrace.make_plan("Qwen/Qwen3-8B", "auto", machine="4090")
+    assert (plan.offloaded_bytes, plan.context) == (0, 4096)
+    assert plan.outlook.notes[0].endswith("1 x 4096 tokens; the weights fit, and nothing is offloaded")
+    assert plan.outlook.shortage is None
+
+
+def test_the_cache_decides_whether_it_fits() -> None:
+    long = Budget("auto", workload=Workload([16], 32768))
+    assert headrace.make_plan("Qwen/Qwen3-8B", long, machine="h100").offloaded_bytes > 0
+    assert headrace.make_plan("Qwen/Qwen3-8B", "auto", machine="h100").offloaded_bytes == 0
+    workload = Workload([16], 32768)
+    assert headrace.make_plan("Qwen/Qwen3-8B", "auto", workload=workload, machine="h100").offloaded_bytes > 0
+
+
+def test_the_context_is_no_longer_than_the_model_allows(model: Path) -> None:
+    plan = headrace.make_plan(model, "auto", machine="4090")
+    longest = plan_model(PlanRequest(model, None, machine="4090")).planner.profile.max_context
+    assert longest is not None
+    assert plan.context == min(longest, 4096)
+
+
+@pytest.mark.parametrize("is_folder", [True, False])
+def test_caches_are_measured_once(model: Path, is_folder: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    calls: list[object] = []
+    for module in (opened_model, memory_profile):
+        real = module.measured
+        monkeypatch.setattr(module, "measured", lambda *args, real=real: (calls.append(args), real(*args))[1])
+    target = model if is_folder else AutoModelForCausalLM.from_pretrained(model)
+    assert headrace.make_plan(target, "auto", machine="4090").context == 4096
+    assert len(calls) == 1
+
+
+def test_of_this_machine_what_is_free_counts(monkeypatch: pytest.MonkeyPatch) -> None:
+    made_for, _ = named_machine("4090")
+    planned = plan_model(PlanRequest("Qwen/Qwen3-8B", "12GiB", machine="4090"))
+    request = PlanRequest("Qwen/Qwen3-8B", "auto")
+    context = replace(planned.context, request=request, target=planner_factory.Target(DeviceName("cuda"), made_for))
+    monkeypatch.setattr(planner_factory, "read_limits", lambda device: Limits(11 * GIB))
+    sized = context.sized()
+    assert isinstance(sized.request.given, Budget)
+    assert sized.request.given.num_bytes == 10 * GIB
+    assert sized.sized() is sized
+
+
+def test_without_a_gpu(model: Path) -> None:
+    with pytest.raises(OptionError, match="--device-memory auto is what a GPU has free, and of cpu that is not known"):
+        headrace.make_plan(model, "auto", device="cpu")
+    with pytest.raises(OptionError, match="auto is what a GPU has free"):
+        headrace.adapters.transformers.load(model, "auto", device="cpu")
+    planned = plan_model(PlanRequest("Qwen/Qwen3-4B", "4GiB", machine="4090"))
+    unknown = replace(planned.context, request=PlanRequest("m", "auto"))
+    unknown = replace(unknown, target=replace(unknown.target, machine=Machine("some GPU")))
+    with pytest.raises(OptionError, match="of some GPU that is not known"):
+        unknown.sized()
+
+
+def test_engines_take_a_size() -> None:
+    """What a budget leaves is theirs, for caches."""
+    with pytest.raises(SizeError, match="'auto' is not a size"):
+        OffloadFlags(device_memory="auto").policy(engine_surface("vLLM"))
+    assert OffloadFlags(device_memory="auto").policy() == Budget("auto")
+
+
+def test_flags_need_it(model: Path) -> None:
+    done = succeed("plan", model, "--machine", "3060", "--device-memory", "auto", "--batch", "2", "--context", "64")
+    assert "2 x 64 tokens" in " ".join(done.stdout.split())

@@ -1,0 +1,87 @@
+"""The promise: a plan can be made for the cards that people have, by rates that are published and marked as such."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+
+import headrace
+from card_plans import MODELS, rows
+from commands import error_of
+from headrace.errors import OptionError
+from headrace.transfer.machine_probe import _NOMINAL, MACHINES, named_machine
+
+ROOT = Path(__file__).resolve().parents[2]
+
+
+@pytest.mark.parametrize("name", _NOMINAL)
+def test_every_card_has_rates_and_their_source(name: str) -> None:
+    made_for, rates = named_machine(name)
+    published = _NOMINAL[name]
+    assert made_for.device_bytes == published["gib"] * 2**30
+    assert rates.machine == f"{made_for.device}, nominal"
+    assert not rates.is_measured
+    assert len(published["source"]) > 10
+    # A rate above what is published, or a unit mistaken, would be the commonest error here.
+    copy = max(rate for _, rate in rates.copy_bytes_per_s.points)
+    assert 10e9 < copy < {"pcie4x8": 16e9, "pcie4": 32e9, "pcie5": 64e9}[published["link"]]
+    assert 200e9 < published["memory_bytes_per_s"] <= 8e12
+    assert 20 < published["flops_per_s"] / published["memory_bytes_per_s"] < 500
+
+
+def test_the_classes_of_memory_that_people_have() -> None:
+    sizes = {round(published["gib"]) for published in _NOMINAL.values()}
+    assert {12, 16, 24, 31, 79, 178} <= sizes | {round(gib + 0.5) for gib in sizes}
+
+
+@pytest.mark.parametrize("spelling", ["4060ti", "RTX 4060 Ti", "rtx-4060-ti", "NVIDIA GeForce RTX 4060 Ti"])
+def test_as_people_write_them(spelling: str) -> None:
+    assert named_machine(spelling)[0].device == "NVIDIA GeForce RTX 4060 Ti"
+
+
+def copy_bytes_per_s(machine: str) -> float:
+    return max(rate for _, rate in named_machine(machine)[1].copy_bytes_per_s.points)
+
+
+def test_another_link() -> None:
+    assert copy_bytes_per_s("4090@pcie3") == pytest.approx(copy_bytes_per_s("4090") / 2)
+    assert copy_bytes_per_s("4090@pcie4x8") == pytest.approx(copy_bytes_per_s("4090") / 2)
+    assert copy_bytes_per_s("4090@pcie5x8") == copy_bytes_per_s("4090@pcie4") == copy_bytes_per_s("4090")
+    assert named_machine("4090@pcie3")[1].machine == "NVIDIA GeForce RTX 4090 on pcie3, nominal"
+    with pytest.warns(headrace.HeadraceWarning, match="no file"):
+        slow, fast = (headrace.make_plan("Qwen/Qwen3-4B", "4GiB", machine=m).outlook for m in ("3090@pcie3", "3090"))
+    assert slow.forecasts[0].step_s > 1.5 * fast.forecasts[0].step_s
+
+
+@pytest.mark.parametrize(("machine", "message"), [
+    ("4090@pcie4x3", "--link 'pcie4x3': expected pcie3, pcie4 or pcie5, with its lanes if not 16"),
+    ("h200@pcie4", "--link 'pcie4': expected a card with nominal rates, found 'h200', which was measured"),
+    ("4009", r"machine '4009': expected h200, .*\(nearest name: 4090"),
+    ("tpu", r"\(nearest name: none\)"),
+])  # fmt: skip
+def test_what_is_none(machine: str, message: str) -> None:
+    with pytest.raises(OptionError, match=message):
+        named_machine(machine)
+
+
+def test_a_link_needs_a_card() -> None:
+    assert "--link has no effect without --machine" in error_of("plan", "Qwen/Qwen3-4B", "--link", "pcie3")
+
+
+def test_the_guide_lists_them() -> None:
+    text = (ROOT / "docs" / "guides" / "another-machine.md").read_text()
+    assert all(f"`{name}`" in text for name in MACHINES)
+
+
+@pytest.mark.filterwarnings("ignore:.*no file of it is here")
+def test_the_table_is_what_plans_predict() -> None:
+    """After a change: delete the file, and run both commands of its report."""
+    file = ROOT / "benchmarks" / "results" / "2026-11-26-card-plans.jsonl"
+    published = [json.loads(line) for line in file.read_text().splitlines()]
+    assert [row["case"] for row in published] == list(MODELS)
+    for row in (next(rows((name,))) for name in ("Qwen/Qwen3-8B", "openai/gpt-oss-20b")):
+        (expected,) = [each for each in published if each["case"] == row["case"]]
+        assert row["predicted_tokens_per_s"] == pytest.approx(expected["predicted_tokens_per_s"])
+        assert row["host_bytes"] == expected["host_bytes"]
