@@ -60,10 +60,15 @@ def test_a_model_that_fits_stays(model: Path) -> None:
     del block
 
 
-def test_served_and_chatted_by_default(model: Path) -> None:
+def test_served_by_default(model: Path) -> None:
+    for package in ("fastapi", "uvicorn", "openai"):
+        pytest.importorskip(package)
     dry = run("serve", model, "--dry-run")
     assert dry.exit_code == 0, dry.output
     assert "auto: " in dry.stderr
+
+
+def test_planned_by_default(model: Path) -> None:
     planned = run("plan", model, "--device-memory", "auto")
     assert planned.exit_code == 0, planned.output
     assert "nothing is offloaded" in " ".join(planned.stdout.split())

@@ -107,7 +107,10 @@ def test_a_kept_view_is_refused(pair: tuple[Odd, Odd]) -> None:
 @promoted
 def test_a_raw_pointer_is_refused(pair: tuple[Odd, Odd]) -> None:
     _, model = pair
-    with offloaded(model, EVERYTHING), pytest.raises(RuntimeError, match="Cannot access data pointer"):
+    with (
+        offloaded(model, EVERYTHING),
+        pytest.raises(OutsideAccessError, match=r"data_ptr\(\) of layers.0.weight was called"),
+    ):
         model.layers[0].weight.data_ptr()
 
 

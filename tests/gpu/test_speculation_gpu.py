@@ -43,7 +43,7 @@ def test_tokens_of_the_resident_model(guesser: str, tmp_path: Path) -> None:
     with warnings.catch_warnings():
         warnings.simplefilter("ignore", HeadraceWarning)  # such small models need not be faster
         model, handle = loading.load(target, Prefetch(2, 1, 2), speculate=speculation)
-    prompt = torch.arange(12, device="cuda").remainder(5)[None]
+    prompt = torch.arange(12, device="cuda").remainder(5)[None] + 1  # 0 is padding
     for sampled in ({"do_sample": False}, {"do_sample": True, "top_k": 30}):
         found = []
         for each in (model, resident, model):
@@ -69,7 +69,7 @@ def test_a_captured_draft_guesses_what_it_would_generate(tmp_path: Path, monkeyp
     target = written(tmp_path / "target", 4, torch.float32)
     replays, step = [], decoding.StepGraph.replay
     monkeypatch.setattr(decoding.StepGraph, "replay", lambda graph, inputs: (replays.append(1), step(graph, inputs))[1])
-    prompt = torch.arange(12, device="cuda").remainder(5)[None]
+    prompt = torch.arange(12, device="cuda").remainder(5)[None] + 1  # 0 is padding
     with warnings.catch_warnings():
         warnings.simplefilter("ignore", HeadraceWarning)  # such small models need not be faster
         model, handle = loading.load(target, Prefetch(2, 1, 2), speculate=Speculation(str(target), 4, accepted=1.5))

@@ -128,6 +128,15 @@ def test_a_captured_draft_guesses_the_same(
     made = len(replays)
     sampled = {"do_sample": True, "top_k": 20}
     assert generated(model, **sampled) == generated(expected, **sampled)
+    # A step of the captured draft knows no padding, so that its guesses would be accepted less often.
+    padded = {"attention_mask": torch.tensor([[0, *[1] * (PROMPT.shape[1] - 1)]])}
+    before = handle.stats().speculation
+    assert before is not None
+    assert generated(model, **padded) == generated(expected, **padded)
+    after = handle.stats().speculation
+    assert after is not None
+    assert not guesses_all or after.passes - before.passes == 8
+    assert len(replays) == made
     handle.remove()
     with pytest.warns(HeadraceWarning, match="leave speculate out"):
         model, handle = load(target, PREFETCH, device="cpu", speculate=speculation, graphs=False)

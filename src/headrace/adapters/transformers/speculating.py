@@ -132,7 +132,9 @@ class Speculating:
         """What makes the guesses of a call of ``generate``; transformers asks for it."""
         draft, config = given["assistant_model"], given["generation_config"]
         is_ours = self._graphs and draft is not None and draft is self._arguments.get("assistant_model")
-        if is_ours and given["assistant_tokenizer"] is None and not config.do_sample:
+        mask = given["model_kwargs"].get("attention_mask")
+        is_padded = mask is not None and not mask.all()
+        if is_ours and given["assistant_tokenizer"] is None and not config.do_sample and not is_padded:
             captured: _CapturedDraft = vars(self._inside).setdefault("draft", _CapturedDraft(draft, self._guesses))
             if captured.begin(config.max_length):
                 return captured
