@@ -141,8 +141,8 @@ def _in_hub_cache(name: str) -> Path:
     without = f"`headrace plan {known}` needs no file" if known else f"known without files: {near}" if near else ""
     raise CheckpointError(
         f"{name!r}: {_WANTED}, or a name in the Hub's local cache, found no such folder, nor the name in {cache}, "
-        f"{held}; headrace downloads nothing: fetch the model first, e.g. `hf download {full}`, or to plan it its "
-        f'config alone, `hf download {full} --include "*.json"`{without and f" ({without})"}'
+        f"{held}; headrace downloads nothing: fetch the model first, e.g. `hf download {full}`; to plan it, its "
+        f'config is enough: `hf download {full} --include "*.json"`{without and f" ({without})"}'
     )
 
 
