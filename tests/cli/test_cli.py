@@ -700,7 +700,8 @@ def test_generate_reads_every_token_of_a_prompt_without_a_mask(model: Path, tmp_
 def test_generate_refuses_models_that_do_not_generate(tmp_path: Path) -> None:
     config = BertConfig(hidden_size=32, num_hidden_layers=1, num_attention_heads=2, intermediate_size=64, vocab_size=99)
     BertModel(config).save_pretrained(tmp_path)
-    assert "causal language model" in error_of("generate", tmp_path, "--prompt", "a")
+    assert "headrace generate needs a causal language model" in error_of("generate", tmp_path, "--prompt", "a")
+    assert "headrace chat needs a causal language model" in error_of("chat", tmp_path)
 
 
 def test_generate_refuses_folders_without_a_tokenizer(tmp_path: Path) -> None:

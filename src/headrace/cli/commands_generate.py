@@ -43,6 +43,7 @@ if TYPE_CHECKING:
 
     from headrace.adapters.transformers.opened_model import OpenedModel
     from headrace.api import Handle
+    from headrace.experts.recorder import RoutingRecorder
     from headrace.plan.plan import Plan
     from headrace.planning import PlanResult
     from headrace.stats import Stats
@@ -145,8 +146,7 @@ def chat(
 
 def _run(model: str, text: str | None, chat: bool | None, options: GenerateOptions, flags: OffloadFlags) -> None:
     """Load ``model`` as the flags ask for, and continue ``text``, or chat if it is ``None``."""
-    sampling, trace, expert_trace = options.sampling(), options.trace, options.expert_trace
-    speculation = options.speculation()
+    sampling, speculation = options.sampling(), options.speculation()
     if speculation is None:
         refuse_idle({"--acceptance": options.acceptance}, "without --speculate")
     if options.system is not None and chat is False:
@@ -170,7 +170,6 @@ def _run(model: str, text: str | None, chat: bool | None, options: GenerateOptio
     from headrace.adapters.transformers.opened_model import open_model
     from headrace.experts.recorder import RoutingRecorder
     from headrace.plan.report import render
-    from headrace.plan.traces import save_trace
     from headrace.planning import plan_model
     from headrace.runtime.planner_factory import PlanRequest
     from headrace.runtime.prepare import open_ranks
@@ -183,7 +182,7 @@ def _run(model: str, text: str | None, chat: bool | None, options: GenerateOptio
     group = _process_group(mode, device)
     opened = open_model(folder, options.dtype, options.attn_implementation, device)
     module: Any = opened.module
-    opened.require_causal("headrace generate")
+    opened.require_causal("headrace chat" if text is None else "headrace generate")
     tokenizer, inputs = _read_prompt(opened, text or _GREETING, options.system, chat, notes)
     length = inputs["input_ids"].shape[1] + options.max_new_tokens
     if policy is None and device.type == "cuda" and group is None:
@@ -204,7 +203,7 @@ def _run(model: str, text: str | None, chat: bool | None, options: GenerateOptio
     if planned.context.automatic:
         notes.print(planned.context.automatic, highlight=False, soft_wrap=True)
     # A recorder of routing runs Python in every step.
-    graphs = not options.no_graphs and expert_trace is None
+    graphs = not options.no_graphs and options.expert_trace is None
     if planned.speculation is not None:
         notes.print(f"expected: {planned.speculation}", highlight=False, soft_wrap=True)
     elif device.type != "cuda" or (graphs and group is None):  # the speed of eager Python code is not predicted
@@ -214,7 +213,7 @@ def _run(model: str, text: str | None, chat: bool | None, options: GenerateOptio
         request = replace(request, model=module, policy=plan, ranks=ranks, speculation=speculation)
         handle = load_matched(folder, request, opened.match, progress, graphs)
     # The handle is not removed at the end: that would make all weights resident, which may not fit.
-    recorder = None if expert_trace is None else RoutingRecorder(module, device)
+    recorder = None if options.expert_trace is None else RoutingRecorder(module, device)
 
     def answer(inputs: dict[str, Any]) -> tuple[Any, float]:
         _check_length(inputs["input_ids"].shape[1], max_new_tokens, longest, plan)
@@ -227,17 +226,24 @@ def _run(model: str, text: str | None, chat: bool | None, options: GenerateOptio
         torch.cuda.synchronize()  # no rank ends before its copies for others have completed
     if tokens:
         _print_metrics(notes, handle, tokens, seconds, meter.growth_bytes())
+    _keep_records(options, handle, recorder, notes)
+
+
+def _keep_records(options: GenerateOptions, handle: Handle, recorder: RoutingRecorder | None, notes: Console) -> None:
+    """Write the files that the flags ask for."""
+    from headrace.plan.traces import save_trace
+
     if (counts := handle.stats().speculation) is not None and options.acceptance is not None:
         write_file(options.acceptance, json.dumps(encode(counts)) + "\n")
         notes.print(f"tokens a pass: {options.acceptance} (for --accepted-from)", highlight=False)
-    if recorder is not None and expert_trace is not None:
+    if recorder is not None and options.expert_trace is not None:
         recorded = recorder.close()
-        save_trace(recorded, expert_trace)
+        save_trace(recorded, options.expert_trace)
         counted = f"{len(recorded.layers)} layers, {len(recorded.layers[0])} tokens"
-        notes.print(f"choices of experts: {expert_trace} ({counted})", highlight=False)
-    if trace is not None:
-        handle.trace(trace)
-        notes.print(f"trace: {trace} (open it at https://ui.perfetto.dev)", highlight=False)
+        notes.print(f"choices of experts: {options.expert_trace} ({counted})", highlight=False)
+    if options.trace is not None:
+        handle.trace(options.trace)
+        notes.print(f"trace: {options.trace} (open it at https://ui.perfetto.dev)", highlight=False)
 
 
 def _expectation(planned: PlanResult) -> str:
