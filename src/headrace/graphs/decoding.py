@@ -41,7 +41,7 @@ if TYPE_CHECKING:
 
     from headrace.runtime.session import OffloadSession
 
-__all__ = ["DecodeGraphs", "Inputs", "StepGraph", "arguments_in_force", "decode_in_graphs"]
+__all__ = ["LENGTH_STEP", "DecodeGraphs", "Inputs", "StepGraph", "arguments_in_force", "decode_in_graphs"]
 
 Inputs = Mapping[str, Any]
 
@@ -53,7 +53,7 @@ GRAPH_DEVICES = ("cuda",)
 _GROWING_CACHES = (None, "dynamic", "hybrid")
 
 # Lengths of caches are multiples, so that calls of similar lengths share one.
-_LENGTH_STEP = 256
+LENGTH_STEP = 256
 
 
 def decode_in_graphs(model: PreTrainedModel, context: int = 0, *, with_hooks: bool = True) -> DecodeGraphs:
@@ -217,7 +217,7 @@ class DecodeGraphs:
         if reason := self._why_not_captured():
             return reason
         end = config.max_length if config.max_new_tokens is None else prompt.shape[1] + config.max_new_tokens
-        length = round_up(max(self._context, end), _LENGTH_STEP)
+        length = round_up(max(self._context, end), LENGTH_STEP)
         return prompt.shape[0] * (config.num_return_sequences or 1), length
 
     def _why_not_captured(self) -> str | None:

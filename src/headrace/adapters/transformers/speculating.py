@@ -197,14 +197,15 @@ class _CapturedDraft(CandidateGenerator):
 
     def begin(self, max_length: int) -> bool:
         """Prepare for a call of ``generate``; ``False``: this draft cannot be captured."""
-        kind = round_up(max_length, 256), torch.is_inference_mode_enabled()
+        if not self._model._can_compile_fullgraph or self._model.device.type not in decoding.GRAPH_DEVICES:
+            return False
+        kind = round_up(max_length, decoding.LENGTH_STEP), torch.is_inference_mode_enabled()
         if self._kind != kind:
             config = self._model.config.get_text_config(decoder=True)
             self._cache, self._step = StaticCache(config=config, max_cache_len=kind[0]), None
             self._kind = kind
         self._known, self._max_length = 0, max_length
-        is_plain = self._model._can_compile_fullgraph and all(type(each) is StaticLayer for each in self._cache.layers)
-        return is_plain and self._model.device.type in decoding.GRAPH_DEVICES
+        return all(type(each) is StaticLayer for each in self._cache.layers)
 
     def update_candidate_strategy(self, input_ids: Any, scores: Any, num_matches: int) -> None:
         """The number of guesses is constant."""
