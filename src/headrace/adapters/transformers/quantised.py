@@ -176,9 +176,8 @@ def _method(quantizer: HfQuantizer) -> str:
 
 def refusal(folder: Any, method: str, device: Any, reason: object) -> NotHereError:
     """The error for a method that does not run here; ``reason``: in words, or the error of its library."""
-    why = f"{method} for {device}: " + " ".join(str(str(reason) or getattr(reason, "__context__", "")).split()).rstrip(
-        "."
-    )
+    said = str(reason) or str(getattr(reason, "__context__", ""))
+    why = f"{method} for {device}: " + " ".join(said.split()).rstrip(".")
     return NotHereError(
         f"{folder}: expected weights that can be loaded here, found quantised ones (quantization_config in "
         f"config.json) that cannot: {why}; fix that, or use the model's unquantised checkpoint (`headrace plan` "
