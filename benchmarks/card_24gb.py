@@ -49,6 +49,7 @@ import statistics
 import sys
 import time
 import traceback
+from argparse import ArgumentParser
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -410,16 +411,21 @@ def describe(row: Mapping[str, Any]) -> str:
     )
 
 
-def main() -> None:
-    parser = parser_of(__doc__)
-    parser.add_argument("--models", type=words_of(list(MODELS)), default=list(MODELS))
-    parser.add_argument("--cases", type=words_of(CASES), default=CASES)
-    parser.add_argument("--ways", type=words_of(["eager", "graphs"]), default=["eager", "graphs"])
+def add_card_arguments(parser: ArgumentParser) -> None:
+    """Those of a script that runs models of this one on a smaller card."""
     parser.add_argument("--card", default="24GB", help="device memory that is left")
     parser.add_argument("--reserve", default="2GB", help="of it, what is no weights: CUDA, activations, cache, ...")
     parser.add_argument("--layers", type=int, help="fewer than the published model has")
     parser.add_argument("--device", default="cuda")
     parser.add_argument("--tiny", action="store_true", help="small layers, half of them in the budget")
+
+
+def main() -> None:
+    parser = parser_of(__doc__)
+    parser.add_argument("--models", type=words_of(list(MODELS)), default=list(MODELS))
+    parser.add_argument("--cases", type=words_of(CASES), default=CASES)
+    parser.add_argument("--ways", type=words_of(["eager", "graphs"]), default=["eager", "graphs"])
+    add_card_arguments(parser)
     given = parser.parse_args()
     device = torch.device(given.device)
     if device.type == "cuda":

@@ -32,7 +32,7 @@ from transformers import GenerationConfig, LlamaConfig, LogitsProcessorList
 from transformers.generation.candidate_generator import AssistedCandidateGenerator, PromptLookupCandidateGenerator
 
 import headrace
-from card_24gb import Card, Clock, Rehearsal, free_memory, rest_on_host
+from card_24gb import Card, Clock, Rehearsal, add_card_arguments, free_memory, rest_on_host
 from decoder_models import build_model
 from harness import append, finish, link_bytes_per_s, parser_of, words_of
 from headrace.adapters.transformers import speculating
@@ -253,11 +253,7 @@ def main() -> None:
     parser.add_argument(
         "--guessers", type=words_of(GUESSERS["llama-3.3-70b-nf4"]), default=GUESSERS["llama-3.3-70b-nf4"]
     )
-    parser.add_argument("--card", default="24GB", help="device memory that is left")
-    parser.add_argument("--reserve", default="2GB", help="of it, what is no weights")
-    parser.add_argument("--layers", type=int, help="fewer than the published model has")
-    parser.add_argument("--device", default="cuda")
-    parser.add_argument("--tiny", action="store_true", help="small layers, half of them in the budget")
+    add_card_arguments(parser)
     given = parser.parse_args()
     device = torch.device(given.device)
     if device.type == "cuda":

@@ -18,7 +18,6 @@ from __future__ import annotations
 
 import argparse
 import json
-import os
 import statistics
 import subprocess
 import sys
@@ -62,7 +61,8 @@ def main() -> None:
         for case in given.cases or CASES:
             for worker in WORKERS:
                 command = [sys.executable, __file__, str(given.out), case, "--worker", worker]
-                environment = engine_environment(given.out) | {"VLLM_USE_V2_MODEL_RUNNER": "1"}
+                # The newer runner needs Triton.
+                environment = engine_environment(given.out) | {"VLLM_USE_V2_MODEL_RUNNER": str(int(not given.tiny))}
                 subprocess.run(command + ["--tiny"] * given.tiny, env=environment, check=True)
         for row in rows(given.out, "vllm-speculation"):
             print({key: row[key] for key in ("case", "tokens_per_pass", "ms", "floor_ms", "bit_equal", "compared")})
@@ -142,6 +142,7 @@ def rows(out: Path, table: str) -> list[dict[str, Any]]:
             "table": table, "case": case, "rows": CASES[case][2]["num_speculative_tokens"] + 1, "ms": middle["ms"],
             "spread_ms": samples[-1]["ms"] - samples[0]["ms"], "floor_ms": moved / LINK_BYTES_PER_S * 1e3,
             "passes": middle["passes"], "tokens_per_pass": TIMED_TOKENS / middle["passes"],
+            "samples_ms": [sample["ms"] for sample in mine["samples"]],
             "bytes_moved": middle["bytes"], "planned_bytes": moved,
             "still_ms": statistics.median(sample["ms"] for sample in still["samples"]),
             "bit_equal": all(mine[key] == still[key] for key in ("tokens", "logprobs")) and middle["bytes"] > 0,
@@ -151,5 +152,4 @@ def rows(out: Path, table: str) -> list[dict[str, Any]]:
 
 
 if __name__ == "__main__":
-    os.environ.setdefault("VLLM_USE_V2_MODEL_RUNNER", "1")
     main()
