@@ -10,7 +10,7 @@ from typing import Any
 
 import torch
 
-_ROWS = 96  # of experts that are gathered at once
+_ROWS = 16  # of experts that are gathered at once
 
 
 def install() -> None:
