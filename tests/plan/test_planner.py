@@ -20,7 +20,14 @@ from headrace.model.inventory import Inventory, take_inventory
 from headrace.model.memory_profile import ModelProfile, profile_of
 from headrace.plan.alternatives import curve
 from headrace.plan.build import Planner, build_plan
-from headrace.plan.cost_model import EAGER_KERNEL, KERNELS_PER_TENSOR, NOMINAL_GPU, Forecaster, Rates
+from headrace.plan.cost_model import (
+    BETWEEN_TOKENS_S,
+    EAGER_KERNEL,
+    KERNELS_PER_TENSOR,
+    NOMINAL_GPU,
+    Forecaster,
+    Rates,
+)
 from headrace.plan.plan import Plan, UnitDraft, assemble
 from headrace.runtime.planner_factory import make_planner
 from headrace.transfer.machine_probe import DeviceName
@@ -211,7 +218,7 @@ def test_counted_kernels_take_the_place_of_those_by_tensor() -> None:
     inventory = layered(4, 64 * KIB, 128 * KIB, head=64 * KIB)
     steps = [resident_step(inventory, ModelProfile(kernels_per_step=count), 1) for count in (None, 0, 1000)]
     num_tensors = sum(not storage.is_lookup for storage in inventory.storages)
-    assert steps[0] - steps[1] == pytest.approx(KERNELS_PER_TENSOR * num_tensors * SMALL.kernel_s)
+    assert steps[0] - (steps[1] - BETWEEN_TOKENS_S) == pytest.approx(KERNELS_PER_TENSOR * num_tensors * SMALL.kernel_s)
     assert steps[2] - steps[1] == pytest.approx(1000 * EAGER_KERNEL * SMALL.kernel_s)
 
 

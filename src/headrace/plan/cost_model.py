@@ -92,8 +92,15 @@ Bools = npt.NDArray[np.bool_]
 KERNELS_PER_TENSOR = 3
 # Sorting rows by expert in several passes, gathering, grouping, weighing and summing them up again.
 KERNELS_PER_EXPERT_LAYER = 45
-# Admission, fetching, and the rows of what was chosen: 3.5 us a layer (H200).
-KERNELS_PER_CACHED_LAYER = 2
+# A layer with cached experts: admission, fetching, the rows of what was chosen, and what they delay. Of a step in vLLM
+# 18 us (Qwen3-30B-A3B) and 16 (gpt-oss-120b) a layer (H100, docs/benchmarks/2026-11-26-vllm-experts-h100.md).
+CACHED_LAYER_S = 17e-6
+# bitsandbytes stores two weights a byte, in one column. A byte of them takes the kernel for one row as long as so many
+# of 16 bits (Llama-3.3-70B, 43.3 ms a token: docs/benchmarks/2026-11-25-card-24gb-h100.md).
+PACKED_BYTE = 2.4
+# Between two tokens of ``generate``, which chooses one: 1.1 to 1.7 ms without compute (table `card-between` there).
+# Copies go on meanwhile.
+BETWEEN_TOKENS_S = 1.2e-3
 # A counted kernel in units of ``kernel_s``. It depends on the one before, and a static cache and masks have some more.
 # Fitted to resident steps in graphs of Qwen3-8B and Qwen3-30B-A3B: with math attention on an H200 9.26 and 12.35 ms
 # (predicted 9.2 and 11.8); on an H100 Qwen3-8B takes 9.63 ms of graph and 11.3 ms a token in ``generate`` (10.8).
@@ -251,6 +258,7 @@ def nominal_rates(device: str, link_bytes_per_s: float, memory_bytes_per_s: floa
         in_place_s_per_byte=in_place,
         in_place_grouped_s_per_byte=in_place,
         device_bytes_per_s=0.86 * memory_bytes_per_s,
+        kernel_s=1.1e-6,
         fetch_bytes_per_s=_FETCH_SHARE * link,
     )
 
@@ -393,7 +401,11 @@ def storage_cost(storage: StorageInfo, experts: int, rows: int, rates: Rates, pr
     if experts > 1:
         resident, in_place = rates.grouped_s_per_byte, rates.in_place_grouped_s_per_byte
     # Vectors (norms, biases) belong to kernels that are counted one by one.
-    resident_s = touched * resident(rows_each) if len(storage.tensors[0].shape) > 1 else 0.0
+    shape = storage.tensors[0].shape
+    resident_s = touched * resident(rows_each) if len(shape) > 1 else 0.0
+    if shape[1:] == (1,):  # for more rows than one, every weight is written and read in 16 bits
+        many_s = 4 * resident_s + 5 * touched / rates.device_bytes_per_s
+        resident_s = PACKED_BYTE * resident_s if rows == 1 else many_s
     if experts > 1 and profile.kernels_per_step is not None and not storage.modules.isdisjoint(profile.row_readers):
         # Decoding in `batched_mm` copies the experts of each row first. No more than all of them are counted: many rows
         # may be those of a prompt, which runs without.
@@ -426,8 +438,7 @@ def cached_cost(
     beyond_s = rates.copy_s(beyond_bytes) if in_place is None else beyond_bytes * in_place(rows_each)
     resident_s = beyond_bytes * rates.grouped_s_per_byte(rows_each)
     fetch_s = fetched * expert_bytes / (rates.fetch_bytes_per_s or rates.copy_bytes_per_s.points[-1][1])
-    kernels_s = KERNELS_PER_CACHED_LAYER * rates.kernel_s
-    return fetch_s + max(0.0, beyond_s - resident_s) + kernels_s, fetch_s + beyond_s
+    return fetch_s + max(0.0, beyond_s - resident_s) + CACHED_LAYER_S, fetch_s + beyond_s
 
 
 def stages_compute_s(
@@ -450,11 +461,13 @@ def stages_compute_s(
             kernels = EAGER_KERNEL * counted * stage.is_layer
         activation_bytes = 0.0
         for tensor, experts in tensors:
-            if len(tensor.shape) > 1:  # inputs and outputs of the product with it
+            if len(tensor.shape) > 1 and tensor.shape[-1] > 1:  # inputs and outputs of the product with it
                 active = min(profile.experts_per_token or experts, experts) if experts > 1 else 1
                 activation_bytes += rows * active * sum(tensor.shape[-2:]) * tensor.dtype.itemsize
         passes_s = ACTIVATION_PASSES * activation_bytes / rates.device_bytes_per_s
         found.append(kernels * rates.kernel_s + passes_s + attention_s * stage.is_layer)
+    if counted is not None:
+        found[-1] += BETWEEN_TOKENS_S
     return found
 
 
