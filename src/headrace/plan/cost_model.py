@@ -520,7 +520,7 @@ class StepModel:
         sizes: Mapping[str, Floats],
         in_files: Mapping[str, Bools],
         on_peer: Mapping[str, Bools],
-        in_place: Iterable[tuple[Floats, Floats]],
+        in_place: Iterable[tuple[Floats | float, Floats | float]],
         num_slots: Ints,
         num_units: Ints,
     ) -> Floats:
@@ -535,7 +535,7 @@ class StepModel:
         rates, none, stages = self._rates, np.zeros(len(num_slots)), []
         for stage, resident_s, (extra_s, link_s) in zip(self._stages, self.resident_s, in_place, strict=True):
             size = sizes.get(stage.module_fqn, none)
-            copy_s = rates.copies_s(size, on_peer.get(stage.module_fqn))
+            copy_s = rates.copies_s(size, on_peer.get(stage.module_fqn)) if size.any() else none
             disk_s = size * in_files.get(stage.module_fqn, False) * rates.file_s_per_byte
             stages.append(StageTimes(resident_s + extra_s, link_s, copy_s, disk_s))
         reads_files = any(stage.disk_s.any() for stage in stages)
@@ -544,7 +544,7 @@ class StepModel:
 
 
 class StageTimes(NamedTuple):
-    """One stage of all candidates, arrays of one value per candidate, in seconds.
+    """One stage of all candidates, in seconds: one value per candidate, or one for all.
 
     Attributes:
         compute_s: with its unit in the slot; reading in place included.
@@ -553,8 +553,8 @@ class StageTimes(NamedTuple):
         disk_s: reading its unit from the files; 0 where it is not in files.
     """
 
-    compute_s: Floats
-    in_place_s: Floats
+    compute_s: Floats | float
+    in_place_s: Floats | float
     copy_s: Floats
     disk_s: Floats
 
@@ -636,24 +636,28 @@ class _State:
 
     def run(self, stage: StageTimes) -> None:
         has_unit = stage.copy_s > 0
-        slot = self._next % self._slots
-        is_first = self._next < self._slots
-        copied = has_unit & self._moves & (~is_first | (slot == self._held_back))
-        start = np.maximum(self._link_free, np.where(is_first, 0.0, self._released[self._every, slot]))
-        arrival = np.where(copied, self._arrival(start, stage.copy_s, stage.disk_s, copied), 0.0)
-        self._link_free = np.where(copied, arrival, self._link_free)
-        self.busy_s += stage.compute_s + copied * stage.copy_s
-        begin = np.maximum(self._now, arrival)
+        begin, any_unit = self._now, has_unit.any()
+        if any_unit:
+            slot = self._next % self._slots
+            is_first = self._next < self._slots
+            copied = has_unit & self._moves & (~is_first | (slot == self._held_back))
+            start = np.maximum(self._link_free, np.where(is_first, 0.0, self._released[self._every, slot]))
+            arrival = np.where(copied, self._arrival(start, stage.copy_s, stage.disk_s, copied), 0.0)
+            self._link_free = np.where(copied, arrival, self._link_free)
+            self.busy_s += copied * stage.copy_s
+            begin = np.maximum(begin, arrival)
+        self.busy_s += stage.compute_s
         self._now = begin + stage.compute_s
-        self._link_free = np.where(
-            stage.in_place_s > 0, np.maximum(self._link_free, begin) + stage.in_place_s, self._link_free
-        )
-        rows = self._every[has_unit]
-        self._released[rows, slot[has_unit]] = self._now[has_unit]
-        first = has_unit & is_first
-        self._first_copy[self._every[first], slot[first]] = stage.copy_s[first]
-        self._first_disk[self._every[first], slot[first]] = stage.disk_s[first]
-        self._next += has_unit
+        if np.any(stage.in_place_s):
+            busy_until = np.maximum(self._link_free, begin) + stage.in_place_s
+            self._link_free = np.where(np.greater(stage.in_place_s, 0), busy_until, self._link_free)
+        if any_unit:
+            rows = np.flatnonzero(has_unit)
+            self._released[rows, slot[rows]] = self._now[rows]
+            rows = np.flatnonzero(has_unit & is_first)
+            self._first_copy[rows, slot[rows]] = stage.copy_s[rows]
+            self._first_disk[rows, slot[rows]] = stage.disk_s[rows]
+            self._next += has_unit
 
     def finish(self) -> Floats:
         """The first units of the next step are copied after the last units of this one, in the same order.
@@ -748,7 +752,7 @@ class Forecaster:
             sizes,
             in_files,
             on_peer,
-            ((np.array([extra_s]), np.array([link_s])) for extra_s, link_s in in_place),
+            in_place,
             np.array([plan.num_slots]),
             np.array([len(plan.units)]),
         )
