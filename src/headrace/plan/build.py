@@ -308,19 +308,20 @@ class Planner:
         """``plan`` with other numbers of slots for cached experts, and at given hit rates."""
         if not plan.cached:
             return
-        forecasters = [self._forecaster(plan, rows, context, FixedHits(hits)) for hits in _SHOWN_HITS]
-        expected = self._forecaster(plan, rows, context, self.hits)
+        hits = (self.hits, *map(FixedHits, _SHOWN_HITS))
+        forecasters = [self._forecaster(plan, rows, context, each) for each in hits]
         shares = (layer.num_slots / layer.num_experts for layer in plan.cached)
         for share in sorted({*_SHOWN_SHARES, sum(shares) / len(plan.cached)}):
             most = max(layer.num_experts for layer in plan.cached)
             other = replace(plan, cached=tuple(with_slots(plan.cached, max(1, round(share * most)))))
             layer, top_k = other.cached[0], self.profile.experts_per_token or 1
+            expected, *at_hits = (forecaster(other).rows_per_s for forecaster in forecasters)
             yield CachePoint(
                 layer.num_slots,
                 other.device_bytes,
                 self.hits(layer.num_slots, layer.num_experts, top_k, top_k),
-                expected(other).rows_per_s,
-                tuple((hits, of(other).rows_per_s) for hits, of in zip(_SHOWN_HITS, forecasters, strict=True)),
+                expected,
+                tuple(zip(_SHOWN_HITS, at_hits, strict=True)),
             )
 
     def _notes(self, plan: Plan, context: int) -> Iterator[str]:

@@ -198,12 +198,6 @@ class CandidateTable:
         return {name: _NEVER if name in missing else slab for name, slab in self.slabs.items()}
 
     @cached_property
-    def copy_bytes_per_s(self) -> float:
-        """No copy is faster."""
-        curves = [self.rates.copy_bytes_per_s, *[self.rates.from_peer_bytes_per_s] * bool(self.peer_bytes)]
-        return max(rate for curve in curves for _, rate in curve.points)
-
-    @cached_property
     def steps(self) -> list[StepModel]:
         """Per batch size."""
         return [
@@ -514,8 +508,6 @@ class Family:
         if not self.memories:
             self.memories.update(self._memories())
         found = self.memories[self.num_slots]
-        if not self.cached:
-            return found
         num_bytes = sum(layer.num_bytes for layer in self.cached)
         device_bytes = found.device_bytes - num_bytes + cache_bytes(self.cached)
         return found._replace(offloaded_bytes=found.offloaded_bytes + num_bytes, device_bytes=device_bytes)
@@ -599,8 +591,9 @@ class Family:
 
         No step is shorter than its compute, or than what occupies the link.
         """
-        moved_s = self.memory.moved_bytes[rows] / self.table.copy_bytes_per_s
-        moved_s *= not self.table.stored_bytes  # which may be fewer
+        rates, as_stored = self.table.rates, not self.table.stored_bytes  # else fewer bytes may be read
+        curves = [rates.copy_bytes_per_s, *[rates.from_peer_bytes_per_s] * bool(self.table.peer_bytes)]
+        moved_s = as_stored * self.memory.moved_bytes[rows] / max(rate for curve in curves for _, rate in curve.points)
         least_s = []
         for step in self.table.steps:
             extra_s, link_s = np.sum(step.read_in_place((s.name for s in self.uva), self.cached), axis=0)

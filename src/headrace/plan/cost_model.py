@@ -60,29 +60,10 @@ from headrace.plan.schedule import RING_BYTES
 from headrace.plan.traces import ExpertHits, FixedHits
 
 __all__ = [
-    "NOMINAL_CPU",
-    "NOMINAL_GPU",
-    "Bools",
-    "Bound",
-    "Curve",
-    "Floats",
-    "Forecast",
-    "Forecaster",
-    "Ints",
-    "Rates",
-    "Stage",
-    "StageTimes",
-    "StepModel",
-    "StorageCost",
-    "cached_cost",
-    "experts_in",
-    "find_stages",
-    "nominal_rates",
-    "split_rates",
-    "stages_compute_s",
-    "step_s",
-    "storage_cost",
-]
+    "NOMINAL_CPU", "NOMINAL_GPU", "Bools", "Bound", "Curve", "Floats", "Forecast", "Forecaster", "Ints", "Rates",
+    "Stage", "StageTimes", "StepModel", "StorageCost", "cached_cost", "experts_in", "find_stages", "nominal_rates",
+    "split_rates", "stages_compute_s", "step_s", "storage_cost",
+]  # fmt: skip
 
 Floats = npt.NDArray[np.float64]
 Ints = npt.NDArray[np.int64]
@@ -748,14 +729,8 @@ class Forecaster:
             for place in ("disk", "peer")
         )
         in_place = self._step.read_in_place(plan.uva, plan.cached)
-        step_s = self._step.step_s(
-            sizes,
-            in_files,
-            on_peer,
-            in_place,
-            np.array([plan.num_slots]),
-            np.array([len(plan.units)]),
-        )
+        counts = np.array([plan.num_slots]), np.array([len(plan.units)])
+        step_s = self._step.step_s(sizes, in_files, on_peer, in_place, *counts)
         in_place_s = sum(seconds for _, seconds in in_place)
         link_s = sum(rates.copy_s(self._bytes_of(unit), unit.store == "peer") for unit in plan.moved_units)
         disk_s = rates.file_s_per_byte * plan.read_bytes
