@@ -27,6 +27,7 @@ from headrace.errors import BudgetError
 from headrace.model.inventory import take_inventory
 from headrace.model.memory_profile import profile_of
 from headrace.plan.build import Planner
+from headrace.plan.cost_model import BETWEEN_TOKENS_S
 from headrace.transfer.machine_probe import named_machine
 
 RECORD = Path(__file__).with_name("plan_search.json")
@@ -57,7 +58,9 @@ def predictions(
                 plan = planner.plan(budget)
             except BudgetError as error:
                 plan = planner.plan(Budget(error.minimum_bytes, workload=workload))
-            steps = [planner.forecast(plan, rows, workload.context).step_s for rows in workload.batch_sizes]
+            # The record is from before the time between two tokens was counted.
+            between_s = BETWEEN_TOKENS_S if planner.profile.kernels_per_step is not None else 0.0
+            steps = [planner.forecast(plan, rows, workload.context).step_s - between_s for rows in workload.batch_sizes]
             sizes = "+".join(map(str, workload.batch_sizes))
             yield f"{name}, {share:.0%}, batch {sizes} at {workload.context}", statistics.geometric_mean(steps)
 

@@ -469,10 +469,12 @@ CARD_PLAN_HEADINGS = (
 
 def card_plan_cells(row: dict[str, Any]) -> list[str]:
     fits = {card: "" if host_bytes else ", fits" for card, host_bytes in row["host_bytes"].items()}
+    seconds = {card: f"{float(f'{s:.2g}'):,.0f} s" for card, s in row.get("predicted_seconds", {}).items()}
+    cells = seconds or {card: f"{rate:.3g}" for card, rate in row["predicted_tokens_per_s"].items()}
     return [
         row["case"],
         f"{row['weight_bytes'] / 1e9:.1f}",
-        *(f"{rate:.3g} predicted{fits[card]}" for card, rate in row["predicted_tokens_per_s"].items()),
+        *(f"{cell} predicted{fits[card]}" for card, cell in cells.items()),
         f"{row['host_bytes']['4090'] / 2**30:.0f}",
     ]
 

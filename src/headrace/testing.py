@@ -73,7 +73,7 @@ def boundaries(model: nn.Module, policy: Policy | Plan | str | int) -> Iterator[
 def boundaries_of(
     prepared: Prepared,
     entry: nn.Module,
-    expert_kernel_factory: ReadsRows = CachedExperts,
+    expert_kernel_factory: ReadsRows | None = None,
     traced_in_forward: bool = False,
 ) -> Iterator[None]:
     """The boundaries of a plan that was prepared without allocating anything.
@@ -105,7 +105,7 @@ def boundaries_of(
             module = model.get_submodule(layer.module_fqn)
             bound = [tensor for name in layer.storages for tensor in prepared.bound[name].tensors]
             tensors = {tensor.places[0][1].attr: tensor.tensor.detach() for tensor in bound}
-            hooks.append(expert_kernel_factory(module, tensors, NoCache(layer.num_experts, turn)))
+            hooks.append((expert_kernel_factory or CachedExperts)(module, tensors, NoCache(layer.num_experts, turn)))
         for hook in hooks:
             hook.attach()
         yield

@@ -114,8 +114,8 @@ def test_graphs_have_the_bits_of_eager_steps(case: Any) -> None:
         cache = transformers.StaticCache(config=resident.config, max_cache_len=256)
         ids, found = prompt(length), []
         out = resident.generate(
-            ids, max_new_tokens=20, do_sample=False, past_key_values=cache, disable_compile=True, output_logits=True,
-            return_dict_in_generate=True,
+            ids, max_new_tokens=20, do_sample=False, disable_compile=True, output_logits=True,
+            return_dict_in_generate=True, **{decoding.CACHE_NAME: cache},
         )  # fmt: skip
         found = [each.float() for each in out.logits]
         return torch.stack(found)

@@ -72,7 +72,7 @@ def static(model: Any, ids: torch.Tensor, tokens: int = 16, **options: Any) -> t
     length = -(-(ids.shape[1] + tokens) // 256) * 256
     config = model.config.get_text_config(decoder=True)
     cache = transformers.StaticCache(config=config, max_cache_len=length)
-    return run(model, ids, tokens, past_key_values=cache, disable_compile=True, **options)
+    return run(model, ids, tokens, disable_compile=True, **{decoding.CACHE_NAME: cache}, **options)
 
 
 class Streamer(BaseStreamer):
@@ -97,6 +97,7 @@ def _recorded(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     monkeypatch.setattr(decoding, "GRAPH_DEVICES", ("cpu",))
     with warnings.catch_warnings():
         warnings.simplefilter("error", HeadraceWarning)
+        warnings.filterwarnings("error", ".*past_key_values", FutureWarning)  # transformers 5.24 has another name
         yield
 
 
@@ -150,7 +151,8 @@ def test_several_sequences_with_padding() -> None:
     found = [vars(model)["generate"](ids, attention_mask=mask, max_new_tokens=9) for _ in range(2)]
     graphs.remove()
     cache = transformers.StaticCache(config=model.config, max_cache_len=256)
-    expected = model.generate(ids, attention_mask=mask, max_new_tokens=9, past_key_values=cache, disable_compile=True)
+    cache_of_its_own: dict[str, Any] = {decoding.CACHE_NAME: cache, "disable_compile": True}
+    expected = model.generate(ids, attention_mask=mask, max_new_tokens=9, **cache_of_its_own)
     assert all(torch.equal(each, expected) for each in found)
     assert graphs.replays > 0
 
@@ -193,9 +195,10 @@ def test_a_returned_cache_is_the_callers(how: dict[str, Any]) -> None:
     said = {"return_dict_in_generate": True}
     said = {"generation_config": GenerationConfig(**said, pad_token_id=0)} if how else said
     first = model.generate(prompt(5), max_new_tokens=9, **said)
-    kept = first.past_key_values.layers[0].keys.clone()
+    cache = getattr(first, decoding.CACHE_NAME)
+    kept = cache.layers[0].keys.clone()
     model.generate(prompt(6), max_new_tokens=9)
-    assert torch.equal(first.past_key_values.layers[0].keys, kept)
+    assert torch.equal(cache.layers[0].keys, kept)
 
 
 @pytest.mark.parametrize(
@@ -477,10 +480,20 @@ def test_a_model_that_counts_its_steps_in_python_runs_eagerly() -> None:
     assert graphs.replays == 0
 
 
+def test_a_cache_of_the_callers() -> None:
+    model = qwen3()
+    graphs = headrace.decode_in_graphs(model)
+    own: dict[str, Any] = {decoding.CACHE_NAME: transformers.DynamicCache()}
+    with pytest.warns(HeadraceWarning, match=f"{decoding.CACHE_NAME} or cache_implementation ask for a cache of their"):
+        model.generate(prompt(5), max_new_tokens=9, **own)
+    assert own[decoding.CACHE_NAME].get_seq_length() == 13
+    assert graphs.replays == 0
+
+
 def test_arguments_that_say_nothing() -> None:
     model = qwen3()
     graphs = headrace.decode_in_graphs(model)
-    model.generate(prompt(5), max_new_tokens=9, past_key_values=None, disable_compile=False)
+    model.generate(prompt(5), max_new_tokens=9, **{decoding.CACHE_NAME: None}, disable_compile=False)
     assert graphs.replays == 7
 
 

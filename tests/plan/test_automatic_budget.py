@@ -2,17 +2,20 @@
 
 from __future__ import annotations
 
+import warnings
 from dataclasses import replace
 from pathlib import Path
 
 import pytest
-from transformers import AutoModelForCausalLM
+import torch.distributed as dist
+from transformers import AutoModelForCausalLM, Qwen3Model
 
 import headrace
 from commands import succeed, tiny_model
 from headrace.adapters.transformers import opened_model
+from headrace.adapters.transformers.opened_model import open_model
 from headrace.config import Budget, Workload
-from headrace.errors import OptionError, SizeError
+from headrace.errors import HeadraceWarning, OptionError, SizeError
 from headrace.flags import OffloadFlags, engine_surface
 from headrace.memory.system import Limits
 from headrace.model import memory_profile
@@ -20,7 +23,9 @@ from headrace.plan.plan import Machine
 from headrace.planning import plan_model
 from headrace.runtime import planner_factory
 from headrace.runtime.planner_factory import PlanRequest
+from headrace.runtime.prepare import open_ranks
 from headrace.transfer.machine_probe import DeviceName, named_machine
+from ranks import outcomes
 
 model = tiny_model
 pytestmark = pytest.mark.filterwarnings("ignore:.*no file of it is here")
@@ -84,6 +89,36 @@ def test_of_this_machine_what_is_free_counts(monkeypatch: pytest.MonkeyPatch) ->
     assert isinstance(sized.request.given, Budget)
     assert sized.request.given.num_bytes == 10 * GIB
     assert sized.sized() is sized
+
+
+def sized_in_a_rank(rank: int, name: str) -> tuple[int, str | None, int]:
+    """The plan of a rank whose GPU has ``rank`` GiB more than another's: its bytes, its mode, and what it offloads."""
+    warnings.simplefilter("ignore", HeadraceWarning)  # that the model is known by name
+    made_for, _ = named_machine("4090")
+    planned = plan_model(PlanRequest(name, Budget("8GiB", mode="shm_cpu"), machine="4090"))
+    target = planner_factory.Target(DeviceName("cuda"), made_for)
+    with pytest.MonkeyPatch.context() as patch, open_ranks(dist.group.WORLD) as ranks:
+        patch.setattr(planner_factory, "read_limits", lambda device, **_: Limits((11 + rank) * GIB))
+        request = PlanRequest(name, Budget("auto", mode="shm_cpu"), ranks=ranks)
+        plan = replace(planned.context, request=request, target=target).sized().plan()
+    return plan.device_bytes, plan.mode, plan.offloaded_bytes
+
+
+@pytest.mark.parametrize(("name", "fits"), [("Qwen/Qwen3-8B", False), ("Qwen/Qwen3-4B", True)])
+def test_ranks_take_the_least_that_is_free_to_any(name: str, fits: bool) -> None:
+    """Or their plans would differ, which is an error in all of them."""
+    one, other = outcomes(2, sized_in_a_rank, name)
+    assert one == other
+    assert one[0] < 10 * GIB
+    assert one[1] == "shm_cpu"
+    assert (one[2] == 0) == fits
+
+
+def test_the_default_of_verbs(model: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of `generate`, `chat` and `serve`: without a budget where no cache can be measured."""
+    assert open_model(model).default_budget(2, 64) == Budget("auto", workload=Workload([2], 64))
+    monkeypatch.setattr(Qwen3Model, "forward", lambda *_, **__: 1 / 0)
+    assert open_model(model).default_budget(2, 64) is None
 
 
 def test_without_a_gpu(model: Path) -> None:

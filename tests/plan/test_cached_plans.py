@@ -20,6 +20,7 @@ from headrace.formatting import format_time
 from headrace.model.inventory import take_inventory
 from headrace.model.memory_profile import profile_of
 from headrace.plan.build import Planner
+from headrace.plan.candidates import mean_log
 from headrace.plan.cost_model import NOMINAL_GPU
 from headrace.plan.traces import ExpertHits, FixedHits, Recorded, seeded_trace
 from headrace.runtime.planner_factory import make_planner
@@ -55,6 +56,15 @@ def test_within_the_budget_and_no_slower_with_more(budget: int, more: int, rows:
     score = [torch.tensor([planner().forecast(p, r).step_s for r in rows]).log().mean() for p in plans]
     # Memory comes in pieces: as many slots may be spread over the layers otherwise.
     assert score[1] <= score[0] + 5e-3
+
+
+def test_no_step_is_shorter_than_its_bound() -> None:
+    checked = 0
+    for family in planner().candidates(Budget(WEIGHTS, workload=Workload([1, 64]))).families:
+        rows = family.fitting(float("inf"))[::29]
+        assert (family.least_score(rows) <= mean_log(family.step_s(rows))).all()
+        checked += bool(family.cached) * len(rows)
+    assert checked > 100
 
 
 def test_faster_than_without() -> None:

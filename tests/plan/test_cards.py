@@ -8,12 +8,15 @@ from pathlib import Path
 import pytest
 
 import headrace
-from card_plans import MODELS, rows
+from card_plans import MEASURED, MODELS, PIPELINES, rows
 from commands import error_of
 from headrace.errors import OptionError
+from headrace.planning import plan_model
+from headrace.runtime.planner_factory import PlanRequest
 from headrace.transfer.machine_probe import _NOMINAL, MACHINES, named_machine
 
 ROOT = Path(__file__).resolve().parents[2]
+FLUX = "black-forest-labs/FLUX.1-dev"
 
 
 @pytest.mark.parametrize("name", _NOMINAL)
@@ -80,8 +83,20 @@ def test_the_table_is_what_plans_predict() -> None:
     """After a change: delete the file, and run both commands of its report."""
     file = ROOT / "benchmarks" / "results" / "2026-11-26-card-plans.jsonl"
     published = [json.loads(line) for line in file.read_text().splitlines()]
-    assert [row["case"] for row in published] == list(MODELS)
-    for row in (next(rows((name,))) for name in ("Qwen/Qwen3-8B", "openai/gpt-oss-20b")):
+    assert [row["case"] for row in published] == [*MODELS, *PIPELINES]
+    for row in (next(rows((name,))) for name in ("Qwen/Qwen3-8B", "openai/gpt-oss-20b", FLUX)):
         (expected,) = [each for each in published if each["case"] == row["case"]]
-        assert row["predicted_tokens_per_s"] == pytest.approx(expected["predicted_tokens_per_s"])
+        what = "predicted_seconds" if row["case"] in PIPELINES else "predicted_tokens_per_s"
+        assert row[what] == pytest.approx(expected[what])
         assert row["host_bytes"] == expected["host_bytes"]
+
+
+@pytest.mark.filterwarnings("ignore:.*no file of it is here")
+@pytest.mark.parametrize(("name", "budget"), [(FLUX, "6GiB"), ("Wan-AI/Wan2.2-T2V-A14B-Diffusers", "8GiB")])
+def test_a_pass_of_a_pipeline_takes_as_long_as_measured(name: str, budget: str) -> None:
+    """On an H200: of FLUX the link's time, of Wan2.2 that of compute."""
+    found = [json.loads(line) for line in MEASURED.read_text().splitlines()]
+    (row,) = [r for r in found if r["table"] == PIPELINES[name].table and r["case"] == "headrace"]
+    pass_s, once_s = PIPELINES[name].pass_s(plan_model(PlanRequest(name, budget, machine="h200")), slower=1.0)
+    assert pass_s * 1e3 == pytest.approx(row["ms"], rel=0.1)
+    assert 0 < once_s < 0.3

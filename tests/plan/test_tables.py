@@ -89,7 +89,7 @@ OTHER_FIELDS = {
     },
     "vllm-speculation": {"case", "rows", "ms", "floor_ms", "passes", "bytes_moved", "planned_bytes", "compared"},
     "speculation": {"case", "prompts", "tokens_per_pass", "equal", "as_plain", "tokens_per_s", "bytes_moved"},
-    "cards": {"case", "weight_bytes", "predicted_tokens_per_s", "host_bytes"},
+    "cards": {"case", "weight_bytes", "host_bytes"},  # and tokens a second, or seconds
     "card-start": {"tree", "way", "first_s", "total_s", "text"},
     "card-overhead": {"tree", "case", "round", "ms", "bytes_moved", "bit_equal"},
     "card-fetch": {"programs", "words", "misses", "us_a_layer", "expert_bytes"},

@@ -34,7 +34,7 @@ from headrace.memory.system import Limits
 from headrace.model.inventory import take_inventory
 from headrace.model.memory_profile import ModelProfile
 from headrace.plan.build import Planner, build_plan
-from headrace.plan.candidates import Spill
+from headrace.plan.candidates import Spill, mean_log
 from headrace.plan.cost_model import NOMINAL_GPU, Curve, Forecaster
 from headrace.plan.plan import Machine, Plan
 from headrace.plan.units import move_on_demand
@@ -127,6 +127,7 @@ def test_every_candidate_is_timed_as_its_plan_is() -> None:
         for group in planner.candidates(budget).families:
             fitting = group.fitting(float("inf"), limit)[::17]
             seen = group.step_s(fitting, limit)
+            assert (group.least_score(fitting) <= mean_log(seen)).all()
             for index, row in enumerate(fitting):
                 made = group.plan(int(row), limit)
                 for batch, size in enumerate((1, 256)):

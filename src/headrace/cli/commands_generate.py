@@ -31,7 +31,7 @@ from headrace.cli.arguments import (
 )
 from headrace.cli.terminal import byte_bar, stderr
 from headrace.codec import encode, write_file
-from headrace.config import AUTO, AUTO_CONTEXT, RANK_MODES, SHARDED_MODES, Budget, Workload, count
+from headrace.config import AUTO_CONTEXT, RANK_MODES, SHARDED_MODES, count
 from headrace.errors import CheckpointError, OptionError
 from headrace.flags import OffloadFlags, row
 from headrace.formatting import format_rate, format_size, format_time
@@ -185,14 +185,13 @@ def _run(model: str, text: str | None, chat: bool | None, options: GenerateOptio
     opened.require_causal("headrace chat" if text is None else "headrace generate")
     tokenizer, inputs = _read_prompt(opened, text or _GREETING, options.system, chat, notes)
     length = inputs["input_ids"].shape[1] + options.max_new_tokens
-    if policy is None and device.type == "cuda" and group is None:
-        with suppress(OptionError):  # where no cache can be measured the model is resident
-            opened.profile(length)
-            policy = Budget(AUTO, workload=Workload(context=max(length, AUTO_CONTEXT)))
+    if policy is None and group is None and device.type == "cuda":
+        policy = opened.default_budget(1, max(length, AUTO_CONTEXT))
     # Planned here and not by load(), so that the plan is printed before the loading.
     num_ranks = group.size() if group is not None and mode in SHARDED_MODES else 1
     request = PlanRequest(opened, policy, device=device, disk=disk_options(flags), num_ranks=num_ranks)
-    planned = plan_model(replace(request, speculation=speculation))
+    with open_ranks(group) as ranks:
+        planned = plan_model(replace(request, speculation=speculation, ranks=ranks))
     if speculation is not None and (forecast := planned.speculation) is not None:
         forecast.require_faster()
         speculation = replace(speculation, guesses=forecast.guesses)

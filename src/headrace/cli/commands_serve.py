@@ -26,7 +26,7 @@ from headrace.cli.arguments import (
 from headrace.cli.commands_generate import open_tokenizer
 from headrace.cli.terminal import byte_bar, stderr
 from headrace.cli.vllm_launcher import KEY_VARIABLE, serve_in_vllm
-from headrace.config import AUTO, Workload, count, one_of
+from headrace.config import AUTO_CONTEXT, Workload, count, one_of
 from headrace.errors import OptionError
 from headrace.flags import OffloadFlags, Surface, counts, row
 from headrace.formatting import format_size
@@ -155,8 +155,6 @@ def _run_server(model: str, flags: OffloadFlags, options: _ServeOptions) -> None
     """
     folder = model_folder(model)
     device = target_device(flags.device)
-    if device.type == "cuda" and requested(flags, device, _SURFACE) is None:
-        flags = replace(flags, device_memory=AUTO)
     batch = _BATCH if flags.batch is None else flags.batch
     sequences = max(counts("--batch", batch))
     if flags.device_memory is not None:
@@ -179,6 +177,8 @@ def _run_server(model: str, flags: OffloadFlags, options: _ServeOptions) -> None
     opened = open_model(folder, options.dtype, device=device)
     tokenizer = open_tokenizer(folder)
     settings = _default_settings(opened, greedy=options.generation_config == "none")
+    if policy is None and device.type == "cuda":
+        policy = opened.default_budget(sequences, int(flags.context or AUTO_CONTEXT))
     request = PlanRequest(opened, policy, device=device, disk=disk_options(flags))
     planned = plan_model(request)
     longest, automatic = _longest(flags, planned), planned.context.automatic

@@ -28,6 +28,7 @@ from transformers import GenerationConfig, StaticCache
 from transformers.cache_utils import StaticLayer, StaticSlidingWindowLayer
 from transformers.generation.configuration_utils import GenerationMode
 from transformers.generation.streamers import BaseStreamer
+from transformers.generation.utils import GenerateDecoderOnlyOutput
 
 from headrace.api import handle_of
 from headrace.config import RANK_MODES
@@ -41,7 +42,7 @@ if TYPE_CHECKING:
 
     from headrace.runtime.session import OffloadSession
 
-__all__ = ["LENGTH_STEP", "DecodeGraphs", "Inputs", "StepGraph", "arguments_in_force", "decode_in_graphs"]
+__all__ = ["CACHE_NAME", "LENGTH_STEP", "DecodeGraphs", "Inputs", "StepGraph", "arguments_in_force", "decode_in_graphs"]
 
 Inputs = Mapping[str, Any]
 
@@ -51,6 +52,9 @@ GRAPH_DEVICES = ("cuda",)
 
 # Values of ``cache_implementation`` by which transformers makes a growing cache; the one of Gemma 2's files, too.
 _GROWING_CACHES = (None, "dynamic", "hybrid")
+
+# transformers 5.24 has another name for the argument, and warns of the older one.
+CACHE_NAME = "cache" if hasattr(GenerateDecoderOnlyOutput, "cache") else "past_key_values"
 
 # Lengths of caches are multiples, so that calls of similar lengths share one.
 LENGTH_STEP = 256
@@ -172,7 +176,7 @@ class DecodeGraphs:
         self._is_first_step = True
         cache = self._cache_of(*size)
         # The name of an implementation beside a cache would be refused.
-        ours = {**kwargs, "past_key_values": cache, "cache_implementation": None, "disable_compile": True}
+        ours = {**kwargs, CACHE_NAME: cache, "cache_implementation": None, "disable_compile": True}
         try:
             output = self._original(inputs, config, **ours)
         except torch.OutOfMemoryError as error:
@@ -208,8 +212,9 @@ class DecodeGraphs:
             return f"{mode.value.replace('_', ' ')} is not captured"
         if kwargs.get("custom_generate") is not None or kwargs.get("synced_gpus"):
             return "custom_generate and synced_gpus are not captured"
-        if kwargs.get("past_key_values") is not None or config.cache_implementation not in _GROWING_CACHES:
-            return "past_key_values or cache_implementation ask for a cache of their own"
+        has_cache = any(kwargs.get(name) is not None for name in ("past_key_values", "cache"))
+        if has_cache or config.cache_implementation not in _GROWING_CACHES:
+            return f"{CACHE_NAME} or cache_implementation ask for a cache of their own"
         if config.use_cache is False or config.output_attentions or config.output_hidden_states:
             return "use_cache=False, output_attentions and output_hidden_states are not captured"
         if prompt is None:

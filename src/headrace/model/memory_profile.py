@@ -22,7 +22,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from headrace.errors import OptionError
 from headrace.model.records import ModelProfile
 
-__all__ = ["ROW_IMPLEMENTATIONS", "ModelProfile", "chosen_implementation", "measured", "profile_of"]
+__all__ = ["ROW_IMPLEMENTATIONS", "ModelProfile", "chosen_implementation", "is_routed", "measured", "profile_of"]
 
 # Implementations of experts in transformers that compute the same bits whatever the order of the rows. `eager` adds up
 # the experts of a token in the order of their numbers.
@@ -125,7 +125,12 @@ def _copied_experts_bytes(profile: ModelProfile, model: nn.Module) -> int:
 
 
 def _reads_rows(module: nn.Module) -> bool:
-    return hasattr(module, "forward_routed") or chosen_implementation(module) in ROW_IMPLEMENTATIONS
+    return is_routed(module) or chosen_implementation(module) in ROW_IMPLEMENTATIONS
+
+
+def is_routed(module: nn.Module) -> bool:
+    """Whether ``module`` is transformers' experts in MXFP4, which triton_kernels runs with a routing of its own."""
+    return hasattr(module, "forward_routed")
 
 
 def chosen_implementation(module: nn.Module) -> str | None:

@@ -20,7 +20,7 @@ from torch import nn
 
 from headrace.config import UVA, Budget, Mechanism, Mode, Prefetch, Rule
 from headrace.errors import BudgetError, OptionError, SelectionError, StateError, warn_user
-from headrace.experts.rows import CachedExperts, ExpertKernels
+from headrace.experts.rows import ExpertKernels
 from headrace.formatting import format_size, listed
 from headrace.model.inventory import is_embedding, take_inventory
 from headrace.model.memory_profile import profile_of
@@ -562,7 +562,7 @@ class EngineOffloader(LayerwiseOffloader):
             break_capture=self._traits.break_capture,
             keeps_addresses=True,
             never_promotes=_NEVER_PROMOTES,
-            expert_kernel_factory=self._traits.expert_kernels or CachedExperts,
+            expert_kernel_factory=self._traits.expert_kernels,
         )
 
 

@@ -47,19 +47,21 @@ def curve(table: CandidateTable, host_bytes: int | None = None) -> list[Point]:
     ``host_bytes``: host memory that the weights may take. Of each family, only candidates that move the fewest bytes
     in each of ``_CURVE_BINS`` ranges of memory are timed.
     """
-    points: list[tuple[float, float, Floats]] = []
+    front: list[tuple[float, float, Floats]] = []
     for family in table.families:
         rows = _fewest_moved(family, host_bytes)
+        device_bytes = family.memory.device_bytes[rows]
+        # Of what is on the front, the fastest with no more memory; a point that is no faster buys nothing.
+        scores = np.array([np.inf, *[score for _, score, _ in front]])
+        at_hand = scores[np.searchsorted([size for size, _, _ in front], device_bytes, side="right")]
+        rows = rows[family.least_score(rows) < at_hand]
         times = family.step_s(rows, host_bytes)
-        points += zip(family.memory.device_bytes[rows], mean_log(times), times.T, strict=True)
-    # A point with more memory and no better score buys nothing.
-    best: list[Point] = []
-    fastest = np.inf
-    for device_bytes, score, times in sorted(points, key=lambda point: point[:2]):
-        if score < fastest:
-            fastest = score
-            best.append(Point(int(device_bytes), tuple(map(float, times))))
-    return best
+        found = zip(family.memory.device_bytes[rows], mean_log(times), times.T, strict=True)
+        points, front = sorted([*front, *found], key=lambda point: point[:2]), []
+        for point in points:
+            if not front or point[1] < front[-1][1]:
+                front.append(point)
+    return [Point(int(size), tuple(map(float, times))) for size, _, times in front]
 
 
 def _fewest_moved(family: Family, host_bytes: int | None) -> Ints:

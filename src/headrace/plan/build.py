@@ -58,6 +58,8 @@ __all__ = ["Planner", "build_plan"]
 _JOIN_S = 50e-6
 # Of a step that the user's policy leads to, over that of a budget of the same size.
 _WORTH_SAYING = 1.1
+# Candidates of a family that are timed first; logarithms of times that are equal, but for rounding.
+_FIRST, _EQUAL = 64, 2e-8
 # Shares of the experts that the device holds, and hit rates, in the predictions for a cache.
 _SHOWN_SHARES, _SHOWN_HITS = (0.25, 0.4, 0.5, 0.75), (0.5, 0.8, 0.9, 1.0)
 
@@ -237,9 +239,13 @@ class Planner:
 
     def forecast(self, plan: Plan, rows: int, context: int = 0) -> Forecast:
         """A step of ``rows`` rows under ``plan``, with ``context`` tokens per sequence in the KV cache."""
+        return self._forecaster(plan, rows, context, self.hits)(plan)
+
+    def _forecaster(self, plan: Plan, rows: int, context: int, hits: ExpertHits | FixedHits) -> Forecaster:
+        """Of plans with the stores of ``plan``."""
         rates = split_rates(self.rates, plan.mode, plan.num_ranks)
         stored_bytes = self.stored_bytes if plan.mode == "disk" else {}
-        return Forecaster(self.inventory, rates, self.profile, rows, context, stored_bytes, self.hits)(plan)
+        return Forecaster(self.inventory, rates, self.profile, rows, context, stored_bytes, hits)
 
     def alternatives(self, budget: Budget, plan: Plan) -> list[Alternative]:
         """Gains by more memory or rows; ``plan`` is the one for ``budget``."""
@@ -302,18 +308,20 @@ class Planner:
         """``plan`` with other numbers of slots for cached experts, and at given hit rates."""
         if not plan.cached:
             return
+        hits = (self.hits, *map(FixedHits, _SHOWN_HITS))
+        forecasters = [self._forecaster(plan, rows, context, each) for each in hits]
         shares = (layer.num_slots / layer.num_experts for layer in plan.cached)
         for share in sorted({*_SHOWN_SHARES, sum(shares) / len(plan.cached)}):
             most = max(layer.num_experts for layer in plan.cached)
             other = replace(plan, cached=tuple(with_slots(plan.cached, max(1, round(share * most)))))
             layer, top_k = other.cached[0], self.profile.experts_per_token or 1
-            planners = [(hits, replace(self, hits=FixedHits(hits))) for hits in _SHOWN_HITS]
+            expected, *at_hits = (forecaster(other).rows_per_s for forecaster in forecasters)
             yield CachePoint(
                 layer.num_slots,
                 other.device_bytes,
                 self.hits(layer.num_slots, layer.num_experts, top_k, top_k),
-                self.forecast(other, rows, context).rows_per_s,
-                tuple((hits, planner.forecast(other, rows, context).rows_per_s) for hits, planner in planners),
+                expected,
+                tuple(zip(_SHOWN_HITS, at_hits, strict=True)),
             )
 
     def _notes(self, plan: Plan, context: int) -> Iterator[str]:
@@ -388,29 +396,28 @@ def solve(table: CandidateTable, budget: Budget) -> Plan:
 def _best(table: CandidateTable, device_bytes: int, host_bytes: int | None) -> Plan | None:
     # The best by number of slots for cached experts: these get the memory that is left, which may change the order.
     best: dict[int, tuple[tuple[float, ...], Family, int]] = {}
-    rates = [table.rates.copy_bytes_per_s, *[table.rates.from_peer_bytes_per_s] * bool(table.peer_bytes)]
-    copy_bytes_per_s = max(rate for curve in rates for _, rate in curve.points)
     for family in table.families:
         rows, memory = family.fitting(device_bytes, host_bytes), family.memory
         expert_slots = family.cached[0].num_slots if family.cached else 0
-        so_far = best.get(expert_slots)
-        if so_far is not None:  # no step is shorter than its copies, or than its compute
-            moved_s, in_place = memory.moved_bytes[rows] / copy_bytes_per_s, [s.name for s in family.uva]
-            extra = [step.read_in_place(in_place, family.cached) for step in table.steps]
-            compute_s = [
-                sum(s.resident_s) + sum(more for more, _ in x) for s, x in zip(table.steps, extra, strict=True)
-            ]
-            least = mean_log(np.array([np.maximum(moved_s, least_s) for least_s in compute_s]))
-            rows = rows[least <= so_far[0][0] + 1e-8]
-        if len(rows):
-            slots = np.maximum(memory.num_slots[rows], 1)
-            # What decides among equally fast candidates; less is better.
-            uneven = memory.num_units[rows] % slots > 0
-            score = mean_log(family.step_s(rows, host_bytes))
-            keys = (score, uneven, memory.moved_bytes[rows], memory.device_bytes[rows], slots)
-            first = np.lexsort(keys[::-1])[0]  # the last key counts first
-            found = (tuple(float(key[first]) for key in keys), family, int(rows[first]))
-            best[expert_slots] = found if so_far is None or found[0] < so_far[0] else so_far
+        least, moved_bytes = family.least_score(rows), memory.moved_bytes[rows]
+        order = np.lexsort((moved_bytes, least))
+        # Those that may be the fastest first: most of the others cannot be faster, and are not timed.
+        for some in (order[:_FIRST], order[_FIRST:]):
+            so_far = best.get(expert_slots)
+            if so_far is not None:
+                score, uneven, moved = so_far[0][:3]
+                may_win = (moved_bytes[some] <= moved) | bool(uneven) | (least[some] < score - _EQUAL)
+                some = some[may_win & (least[some] <= score)]
+            timed = rows[some]
+            if len(timed):
+                slots = np.maximum(memory.num_slots[timed], 1)
+                # What decides among equally fast candidates; less is better.
+                is_uneven = memory.num_units[timed] % slots > 0
+                scores = mean_log(family.step_s(timed, host_bytes))
+                keys = (scores, is_uneven, moved_bytes[some], memory.device_bytes[timed], slots)
+                first = np.lexsort(keys[::-1])[0]  # the last key counts first
+                found = (tuple(float(key[first]) for key in keys), family, int(timed[first]))
+                best[expert_slots] = found if so_far is None or found[0] < so_far[0] else so_far
     plans = [family.plan(row, host_bytes) for _, family, row in sorted(best.values(), key=lambda found: found[0])]
     if table.expert_slots is None:
         plans = [_with_more_experts(plan, device_bytes) for plan in plans]

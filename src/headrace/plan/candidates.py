@@ -241,18 +241,18 @@ class CandidateTable:
 
     def _families(self) -> Iterator[Family]:
         forced = {name for name, how in self.forced.items() if how == "cache"}
+        families = list(self._uncached_families())
         for cached in self._caches(forced) if forced else [()]:
-            yield from (replace(family, cached=cached) for family in self._uncached_families())
+            yield from (replace(family, cached=cached) for family in families)
         names = self._cached_by_choice
         if forced or not names:
             return
         beside = {role for mine in self.roles.values() for role, s in mine.items() if s.name in names}
         dense_sets = RoleSets(self, [role for role in self._every_role if role not in beside])
+        how: tuple[Mechanism, ...] = ("resident", "prefetch") if self.outside else ("resident",)
+        families = [f for each in how for f in self._evenly_spaced(dense_sets, each, self.always_in_place)]
         for cached in self._caches(names):
-            for how in ("resident", "prefetch") if self.outside else ("resident",):
-                for slots in range(1, MAX_SLOTS + 1):
-                    family = self._evenly_spaced(dense_sets, how, self.always_in_place, slots)
-                    yield replace(family, cached=cached)
+            yield from (replace(family, cached=cached) for family in families)
 
     @cached_property
     def _cached_by_choice(self) -> set[str]:
@@ -285,30 +285,21 @@ class CandidateTable:
         for how in outside:
             beside = [s for draft in self.outside for s in draft.storages] if how == "uva" else []
             uva = (*self.always_in_place, *beside)
-            for slots in range(1, MAX_SLOTS + 1):
-                yield self._evenly_spaced(all_sets, how, uva, slots)
+            yield from self._evenly_spaced(all_sets, how, uva)
             if self.zero_copy:
-                # With one slot: in the layers nothing is prefetched.
-                yield self._evenly_spaced(all_sets, how, uva, 1, in_place=True)
+                yield from self._evenly_spaced(all_sets, how, uva, in_place=True)
             elif self.mapped is None or self.rates.in_place_grouped_s_per_byte is None:
                 continue
             if experts and (dense or not self.zero_copy):
-                uva = (*self.always_in_place, *expert_storages, *beside)
-                for slots in range(1, MAX_SLOTS + 1):
-                    yield self._evenly_spaced(dense_sets, how, uva, slots)
+                yield from self._evenly_spaced(dense_sets, how, (*self.always_in_place, *expert_storages, *beside))
             if experts and self.spill is not None:
                 yield from self._split_experts(all_sets, how, (*self.always_in_place, *beside), frozenset(experts))
 
     def _evenly_spaced(
-        self,
-        sets: RoleSets,
-        outside: Mechanism,
-        uva: tuple[StorageInfo, ...],
-        num_slots: int,
-        in_place: bool = False,
-    ) -> Family:
+        self, sets: RoleSets, outside: Mechanism, uva: tuple[StorageInfo, ...], in_place: bool = False
+    ) -> list[Family]:
         """Every set of roles in every number of layers, and none or the next smaller one in the others."""
-        counts = np.arange(1, len(self.layers) + 1, dtype=np.int64)
+        counts = np.arange(1, len(self._even_patterns), dtype=np.int64)
         runs = [np.zeros((3, 1), dtype=np.int64)]
         for high in range(1, len(sets.sets)):
             for low in dict.fromkeys((0, high - 1)):
@@ -317,23 +308,24 @@ class CandidateTable:
         high, low, pattern = np.concatenate(runs, axis=1)
         none = np.zeros_like(high)
         chosen = (none, none, high, low) if in_place else (high, low, none, none)
-        return Family(self, sets, *chosen, pattern, num_slots, self._even_patterns, outside, uva)
+        first = Family(self, sets, *chosen, pattern, 1, self._even_patterns, outside, uva)
+        return [first] if in_place else first.with_all_slots()  # in place, nothing is prefetched in the layers
 
     @cached_property
     def _even_patterns(self) -> Kinds:
-        """[layers + 1, layers]: in row n, n ``HIGH`` layers, evenly spaced.
+        """[patterns, layers]: in row n, n ``HIGH`` layers, evenly spaced among those with a role.
 
         The gap comes after the last of them: what its slot needs next is then copied beside the compute that remains.
         """
-        layers = len(self.layers)
-        patterns = np.full((layers + 1, layers), LOW, dtype=np.int8)
-        for count in range(1, layers + 1):
-            patterns[count, [index * layers // count for index in range(count)]] = HIGH
+        layers = np.flatnonzero([bool(mine) for mine in self.roles.values()])
+        patterns = np.full((len(layers) + 1, len(self.layers)), LOW, dtype=np.int8)
+        for count in range(1, len(layers) + 1):
+            patterns[count, layers[np.arange(count) * len(layers) // count]] = HIGH
         return patterns
 
     def _split_experts(
         self, sets: RoleSets, outside: Mechanism, uva: tuple[StorageInfo, ...], experts: frozenset[str]
-    ) -> Iterator[Family]:
+    ) -> list[Family]:
         """Experts prefetched in evenly spaced layers, resident in some of the others, read in place in the last ones.
 
         Of the dense roles all stay or all leave.
@@ -341,15 +333,14 @@ class CandidateTable:
         index = {chosen: number for number, chosen in enumerate(sets.sets)}
         has_experts = [not experts.isdisjoint(mine) for mine in self.roles.values()]
         if experts not in index or sum(has_experts) < 2:
-            return
+            return []
         lows = dict.fromkeys((frozenset[str](), frozenset[str]().union(*sets.sets) - experts))
         patterns = _three_ways(has_experts)
         every = np.tile(np.arange(len(patterns)), len(lows))
         low = np.repeat([index[chosen] for chosen in lows], len(patterns))
         high = np.repeat([index[chosen | experts] for chosen in lows], len(patterns))
         chosen = (high, low, np.zeros_like(high), np.full_like(low, index[experts]))
-        for num_slots in range(1, MAX_SLOTS + 1):
-            yield Family(self, sets, *chosen, every, num_slots, patterns, outside, uva)
+        return Family(self, sets, *chosen, every, 1, patterns, outside, uva).with_all_slots()
 
 
 def _three_ways(has_experts: Sequence[bool]) -> Kinds:
@@ -451,6 +442,7 @@ class Family:
         outside: the mechanism outside the layers.
         uva: storages that all of them read in place.
         cached: experts that all of them cache.
+        memories: by number of slots, :attr:`memory` without cached experts; shared by the families of these candidates.
     """
 
     table: CandidateTable
@@ -465,11 +457,16 @@ class Family:
     outside: Mechanism
     uva: tuple[StorageInfo, ...]
     cached: tuple[CachedLayer, ...] = ()
+    memories: dict[int, Memory] = field(default_factory=dict)
+
+    def with_all_slots(self) -> list[Family]:
+        """The same candidates with one slot, with two and so on."""
+        return [replace(self, num_slots=count) for count in range(1, MAX_SLOTS + 1)]
 
     def _take(self, rows: Ints) -> Family:
         """The same family with only the candidates of these indices."""
         arrays = ("high", "low", "high_uva", "low_uva", "pattern")
-        return replace(self, **{name: getattr(self, name)[rows] for name in arrays})
+        return replace(self, memories={}, **{name: getattr(self, name)[rows] for name in arrays})
 
     @cached_property
     def _chosen(self) -> Ints:
@@ -508,28 +505,36 @@ class Family:
     @cached_property
     def memory(self) -> Memory:
         """As :class:`~headrace.plan.plan.Plan` counts it once a candidate is laid out."""
-        count, wanted = len(self.high), self.num_slots
-        ranks = self.table.ranks_on_device
+        if not self.memories:
+            self.memories.update(self._memories())
+        found = self.memories[self.num_slots]
+        num_bytes = sum(layer.num_bytes for layer in self.cached)
+        device_bytes = found.device_bytes - num_bytes + cache_bytes(self.cached)
+        return found._replace(offloaded_bytes=found.offloaded_bytes + num_bytes, device_bytes=device_bytes)
+
+    def _memories(self) -> Iterator[tuple[int, Memory]]:
+        count, ranks, counts = len(self.high), self.table.ranks_on_device, range(1, MAX_SLOTS + 1)
         parts_bytes, moved, num_units = np.zeros(count), np.zeros(count), np.zeros(count, dtype=np.int64)
-        slot_bytes, first = np.zeros((wanted, count)), np.zeros((wanted, count))
+        slot_bytes = [(wanted, slot, np.zeros(count)) for wanted in counts for slot in range(wanted)]
+        first = np.zeros((MAX_SLOTS, count))
         for (_, slab), (_, size) in zip(self._units(self.table.slabs), self._units(self.table.sizes), strict=True):
-            has = slab > 0
-            place = num_units % wanted
-            for slot in range(wanted):
-                here = has & (place == slot)
-                np.maximum(slot_bytes[slot], slab, out=slot_bytes[slot], where=here)
-                np.copyto(first[slot], size, where=here & (num_units < wanted))
-            num_units += has
+            places = {wanted: num_units % wanted for wanted in counts}
+            for wanted, slot, largest in slot_bytes:
+                np.maximum(largest, slab * (places[wanted] == slot), out=largest)
+            early = np.flatnonzero((slab > 0) & (num_units < MAX_SLOTS))
+            first[num_units[early], early] = size[early]
+            num_units += slab > 0
             if ranks is not None:  # as Plan.part_bytes
                 parts_bytes += np.ceil(slab / (ranks * SLAB_ALIGNMENT_BYTES)) * SLAB_ALIGNMENT_BYTES
             moved += size
-        # A unit that has its slot alone is copied once and stays.
-        alone = np.arange(wanted)[:, None] + wanted >= num_units
-        offloaded = moved + self._in_place_bytes(self.table.sizes) + sum(layer.num_bytes for layer in self.cached)
-        device_bytes = self.table.inventory.num_bytes - offloaded + slot_bytes.sum(0) + parts_bytes
-        if self.cached:
-            device_bytes = device_bytes + cache_bytes(self.cached)
-        return Memory(num_units, np.minimum(wanted, num_units), moved - (first * alone).sum(0), offloaded, device_bytes)
+        offloaded = moved + self._in_place_bytes(self.table.sizes)
+        resident = self.table.inventory.num_bytes - offloaded + parts_bytes
+        for wanted in counts:
+            # A unit that has its slot alone is copied once and stays.
+            alone = np.arange(wanted)[:, None] + wanted >= num_units
+            device_bytes = resident + sum(largest for of, _, largest in slot_bytes if of == wanted)
+            moved_bytes = moved - (first[:wanted] * alone).sum(0)
+            yield wanted, Memory(num_units, np.minimum(wanted, num_units), moved_bytes, offloaded, device_bytes)
 
     def _in_place_bytes(self, sizes: Mapping[str, float]) -> Floats:
         """Per candidate: what is read in place, each storage counted with its bytes in ``sizes``."""
@@ -581,6 +586,20 @@ class Family:
 
     # -- time ----------------------------------------------------------------------------------------------------------
 
+    def least_score(self, rows: Ints) -> Floats:
+        """A lower bound of :func:`mean_log` of the steps of the candidates of these indices.
+
+        No step is shorter than its compute, or than what occupies the link.
+        """
+        rates, as_stored = self.table.rates, not self.table.stored_bytes  # else fewer bytes may be read
+        curves = [rates.copy_bytes_per_s, *[rates.from_peer_bytes_per_s] * bool(self.table.peer_bytes)]
+        moved_s = as_stored * self.memory.moved_bytes[rows] / max(rate for curve in curves for _, rate in curve.points)
+        least_s = []
+        for step in self.table.steps:
+            extra_s, link_s = np.sum(step.read_in_place((s.name for s in self.uva), self.cached), axis=0)
+            least_s.append(np.maximum(moved_s + link_s, sum(step.resident_s) + extra_s))
+        return mean_log(np.array(least_s)) - 1e-8  # of rounding
+
     def step_s(self, rows: Ints, host_bytes: int | None = None) -> Floats:
         """[batch sizes, ``rows``]: seconds of a step of the candidates of these indices."""
         taken, counts = self._take(rows), (self.memory.num_slots[rows], self.memory.num_units[rows])
@@ -588,18 +607,18 @@ class Family:
         places = units, placed.in_files, placed.on_peer
         return np.array([step.step_s(*places, taken._read_in_place(step), *counts) for step in self.table.steps])
 
-    def _read_in_place(self, step: StepModel) -> Iterator[tuple[Floats, Floats]]:
+    def _read_in_place(self, step: StepModel) -> list[tuple[Floats | float, Floats | float]]:
         """Per stage, by candidate: seconds that reading in place adds to compute, and that it occupies the link."""
-        extra = self.sets.totals({name: cost.in_place_s - cost.resident_s for name, cost in step.costs.items()})
-        link = self.sets.totals({name: cost.in_place_s for name, cost in step.costs.items()})
-        reads = step.read_in_place((s.name for s in self.uva), self.cached)
-        for stage, always in zip(self.table.stages, reads, strict=True):
-            extra_s, link_s = (np.full(len(self.high), seconds) for seconds in always)
-            layer = self.table.layer_index.get(stage.module_fqn)
-            if layer is not None and self._in_place is not None:
-                extra_s += extra[layer].take(self._in_place[layer])
-                link_s += link[layer].take(self._in_place[layer])
-            yield extra_s, link_s
+        reads: list[tuple[Floats | float, Floats | float]] = []
+        reads += step.read_in_place((s.name for s in self.uva), self.cached)
+        if self._in_place is not None:
+            extra = self.sets.totals({name: cost.in_place_s - cost.resident_s for name, cost in step.costs.items()})
+            link = self.sets.totals({name: cost.in_place_s for name, cost in step.costs.items()})
+            for index, stage in enumerate(self.table.stages):
+                if (layer := self.table.layer_index.get(stage.module_fqn)) is not None:
+                    (extra_s, link_s), chosen = reads[index], self._in_place[layer]
+                    reads[index] = extra_s + extra[layer].take(chosen), link_s + link[layer].take(chosen)
+        return reads
 
     # -- one candidate -------------------------------------------------------------------------------------------------
 

@@ -60,29 +60,10 @@ from headrace.plan.schedule import RING_BYTES
 from headrace.plan.traces import ExpertHits, FixedHits
 
 __all__ = [
-    "NOMINAL_CPU",
-    "NOMINAL_GPU",
-    "Bools",
-    "Bound",
-    "Curve",
-    "Floats",
-    "Forecast",
-    "Forecaster",
-    "Ints",
-    "Rates",
-    "Stage",
-    "StageTimes",
-    "StepModel",
-    "StorageCost",
-    "cached_cost",
-    "experts_in",
-    "find_stages",
-    "nominal_rates",
-    "split_rates",
-    "stages_compute_s",
-    "step_s",
-    "storage_cost",
-]
+    "NOMINAL_CPU", "NOMINAL_GPU", "Bools", "Bound", "Curve", "Floats", "Forecast", "Forecaster", "Ints", "Rates",
+    "Stage", "StageTimes", "StepModel", "StorageCost", "cached_cost", "experts_in", "find_stages", "nominal_rates",
+    "split_rates", "stages_compute_s", "step_s", "storage_cost",
+]  # fmt: skip
 
 Floats = npt.NDArray[np.float64]
 Ints = npt.NDArray[np.int64]
@@ -92,8 +73,15 @@ Bools = npt.NDArray[np.bool_]
 KERNELS_PER_TENSOR = 3
 # Sorting rows by expert in several passes, gathering, grouping, weighing and summing them up again.
 KERNELS_PER_EXPERT_LAYER = 45
-# Admission, fetching, and the rows of what was chosen: 3.5 us a layer (H200).
-KERNELS_PER_CACHED_LAYER = 2
+# A layer with cached experts: admission, fetching, the rows of what was chosen, and what they delay. Of a step in vLLM
+# 18 us (Qwen3-30B-A3B) and 16 (gpt-oss-120b) a layer (H100, docs/benchmarks/2026-11-26-vllm-experts-h100.md).
+CACHED_LAYER_S = 17e-6
+# bitsandbytes stores two weights a byte, in one column. A byte of them takes the kernel for one row as long as so many
+# of 16 bits (Llama-3.3-70B, 43.3 ms a token: docs/benchmarks/2026-11-25-card-24gb-h100.md).
+PACKED_BYTE = 2.4
+# Between two tokens of ``generate``, which chooses one: 1.1 to 1.7 ms without compute (table `card-between` there).
+# Copies go on meanwhile.
+BETWEEN_TOKENS_S = 1.2e-3
 # A counted kernel in units of ``kernel_s``. It depends on the one before, and a static cache and masks have some more.
 # Fitted to resident steps in graphs of Qwen3-8B and Qwen3-30B-A3B: with math attention on an H200 9.26 and 12.35 ms
 # (predicted 9.2 and 11.8); on an H100 Qwen3-8B takes 9.63 ms of graph and 11.3 ms a token in ``generate`` (10.8).
@@ -251,6 +239,7 @@ def nominal_rates(device: str, link_bytes_per_s: float, memory_bytes_per_s: floa
         in_place_s_per_byte=in_place,
         in_place_grouped_s_per_byte=in_place,
         device_bytes_per_s=0.86 * memory_bytes_per_s,
+        kernel_s=1.1e-6,
         fetch_bytes_per_s=_FETCH_SHARE * link,
     )
 
@@ -393,7 +382,11 @@ def storage_cost(storage: StorageInfo, experts: int, rows: int, rates: Rates, pr
     if experts > 1:
         resident, in_place = rates.grouped_s_per_byte, rates.in_place_grouped_s_per_byte
     # Vectors (norms, biases) belong to kernels that are counted one by one.
-    resident_s = touched * resident(rows_each) if len(storage.tensors[0].shape) > 1 else 0.0
+    shape = storage.tensors[0].shape
+    resident_s = touched * resident(rows_each) if len(shape) > 1 else 0.0
+    if shape[1:] == (1,):  # for more rows than one, every weight is written and read in 16 bits
+        many_s = 4 * resident_s + 5 * touched / rates.device_bytes_per_s
+        resident_s = PACKED_BYTE * resident_s if rows == 1 else many_s
     if experts > 1 and profile.kernels_per_step is not None and not storage.modules.isdisjoint(profile.row_readers):
         # Decoding in `batched_mm` copies the experts of each row first. No more than all of them are counted: many rows
         # may be those of a prompt, which runs without.
@@ -426,8 +419,7 @@ def cached_cost(
     beyond_s = rates.copy_s(beyond_bytes) if in_place is None else beyond_bytes * in_place(rows_each)
     resident_s = beyond_bytes * rates.grouped_s_per_byte(rows_each)
     fetch_s = fetched * expert_bytes / (rates.fetch_bytes_per_s or rates.copy_bytes_per_s.points[-1][1])
-    kernels_s = KERNELS_PER_CACHED_LAYER * rates.kernel_s
-    return fetch_s + max(0.0, beyond_s - resident_s) + kernels_s, fetch_s + beyond_s
+    return fetch_s + max(0.0, beyond_s - resident_s) + CACHED_LAYER_S, fetch_s + beyond_s
 
 
 def stages_compute_s(
@@ -450,11 +442,13 @@ def stages_compute_s(
             kernels = EAGER_KERNEL * counted * stage.is_layer
         activation_bytes = 0.0
         for tensor, experts in tensors:
-            if len(tensor.shape) > 1:  # inputs and outputs of the product with it
+            if len(tensor.shape) > 1 and tensor.shape[-1] > 1:  # inputs and outputs of the product with it
                 active = min(profile.experts_per_token or experts, experts) if experts > 1 else 1
                 activation_bytes += rows * active * sum(tensor.shape[-2:]) * tensor.dtype.itemsize
         passes_s = ACTIVATION_PASSES * activation_bytes / rates.device_bytes_per_s
         found.append(kernels * rates.kernel_s + passes_s + attention_s * stage.is_layer)
+    if counted is not None:
+        found[-1] += BETWEEN_TOKENS_S
     return found
 
 
@@ -507,7 +501,7 @@ class StepModel:
         sizes: Mapping[str, Floats],
         in_files: Mapping[str, Bools],
         on_peer: Mapping[str, Bools],
-        in_place: Iterable[tuple[Floats, Floats]],
+        in_place: Iterable[tuple[Floats | float, Floats | float]],
         num_slots: Ints,
         num_units: Ints,
     ) -> Floats:
@@ -522,7 +516,7 @@ class StepModel:
         rates, none, stages = self._rates, np.zeros(len(num_slots)), []
         for stage, resident_s, (extra_s, link_s) in zip(self._stages, self.resident_s, in_place, strict=True):
             size = sizes.get(stage.module_fqn, none)
-            copy_s = rates.copies_s(size, on_peer.get(stage.module_fqn))
+            copy_s = rates.copies_s(size, on_peer.get(stage.module_fqn)) if size.any() else none
             disk_s = size * in_files.get(stage.module_fqn, False) * rates.file_s_per_byte
             stages.append(StageTimes(resident_s + extra_s, link_s, copy_s, disk_s))
         reads_files = any(stage.disk_s.any() for stage in stages)
@@ -531,7 +525,7 @@ class StepModel:
 
 
 class StageTimes(NamedTuple):
-    """One stage of all candidates, arrays of one value per candidate, in seconds.
+    """One stage of all candidates, in seconds: one value per candidate, or one for all.
 
     Attributes:
         compute_s: with its unit in the slot; reading in place included.
@@ -540,8 +534,8 @@ class StageTimes(NamedTuple):
         disk_s: reading its unit from the files; 0 where it is not in files.
     """
 
-    compute_s: Floats
-    in_place_s: Floats
+    compute_s: Floats | float
+    in_place_s: Floats | float
     copy_s: Floats
     disk_s: Floats
 
@@ -623,24 +617,28 @@ class _State:
 
     def run(self, stage: StageTimes) -> None:
         has_unit = stage.copy_s > 0
-        slot = self._next % self._slots
-        is_first = self._next < self._slots
-        copied = has_unit & self._moves & (~is_first | (slot == self._held_back))
-        start = np.maximum(self._link_free, np.where(is_first, 0.0, self._released[self._every, slot]))
-        arrival = np.where(copied, self._arrival(start, stage.copy_s, stage.disk_s, copied), 0.0)
-        self._link_free = np.where(copied, arrival, self._link_free)
-        self.busy_s += stage.compute_s + copied * stage.copy_s
-        begin = np.maximum(self._now, arrival)
+        begin, any_unit = self._now, has_unit.any()
+        if any_unit:
+            slot = self._next % self._slots
+            is_first = self._next < self._slots
+            copied = has_unit & self._moves & (~is_first | (slot == self._held_back))
+            start = np.maximum(self._link_free, np.where(is_first, 0.0, self._released[self._every, slot]))
+            arrival = np.where(copied, self._arrival(start, stage.copy_s, stage.disk_s, copied), 0.0)
+            self._link_free = np.where(copied, arrival, self._link_free)
+            self.busy_s += copied * stage.copy_s
+            begin = np.maximum(begin, arrival)
+        self.busy_s += stage.compute_s
         self._now = begin + stage.compute_s
-        self._link_free = np.where(
-            stage.in_place_s > 0, np.maximum(self._link_free, begin) + stage.in_place_s, self._link_free
-        )
-        rows = self._every[has_unit]
-        self._released[rows, slot[has_unit]] = self._now[has_unit]
-        first = has_unit & is_first
-        self._first_copy[self._every[first], slot[first]] = stage.copy_s[first]
-        self._first_disk[self._every[first], slot[first]] = stage.disk_s[first]
-        self._next += has_unit
+        if np.any(stage.in_place_s):
+            busy_until = np.maximum(self._link_free, begin) + stage.in_place_s
+            self._link_free = np.where(np.greater(stage.in_place_s, 0), busy_until, self._link_free)
+        if any_unit:
+            rows = np.flatnonzero(has_unit)
+            self._released[rows, slot[rows]] = self._now[rows]
+            rows = np.flatnonzero(has_unit & is_first)
+            self._first_copy[rows, slot[rows]] = stage.copy_s[rows]
+            self._first_disk[rows, slot[rows]] = stage.disk_s[rows]
+            self._next += has_unit
 
     def finish(self) -> Floats:
         """The first units of the next step are copied after the last units of this one, in the same order.
@@ -731,14 +729,8 @@ class Forecaster:
             for place in ("disk", "peer")
         )
         in_place = self._step.read_in_place(plan.uva, plan.cached)
-        step_s = self._step.step_s(
-            sizes,
-            in_files,
-            on_peer,
-            ((np.array([extra_s]), np.array([link_s])) for extra_s, link_s in in_place),
-            np.array([plan.num_slots]),
-            np.array([len(plan.units)]),
-        )
+        counts = np.array([plan.num_slots]), np.array([len(plan.units)])
+        step_s = self._step.step_s(sizes, in_files, on_peer, in_place, *counts)
         in_place_s = sum(seconds for _, seconds in in_place)
         link_s = sum(rates.copy_s(self._bytes_of(unit), unit.store == "peer") for unit in plan.moved_units)
         disk_s = rates.file_s_per_byte * plan.read_bytes

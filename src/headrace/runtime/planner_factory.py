@@ -295,6 +295,8 @@ class PlanContext:
                 f"such as 8GiB, or name a card to plan for (--machine 4090)"
             )
         free_bytes += sum(storage.info.num_bytes for storage in self.bound.values() if storage.home == target.device)
+        if self.request.ranks is not None:  # which have to come to one plan
+            free_bytes = min(self.request.ranks.exchange("free memory", free_bytes))
         profile, num_bytes = self.read_profile(), max(1, free_bytes - _AUTO_MARGIN_BYTES)
         workload = replace(
             given.workload, context=min(given.workload.context, profile.max_context or given.workload.context)
@@ -303,7 +305,7 @@ class PlanContext:
         policy: Budget | Plan = replace(given, device_memory=num_bytes, workload=workload)
         fits = self.inventory.num_bytes + beside <= num_bytes and not given.rules
         if fits:
-            plan = assemble(self.inventory, [], 0, "cpu")
+            plan = assemble(self.inventory, [], 0, given.mode or "cpu")
             policy = replace(plan, made_for=target.machine, context=workload.context)
         text = (
             f"auto: {format_size(num_bytes)} of device memory, which leaves {format_size(_AUTO_MARGIN_BYTES)} of what "

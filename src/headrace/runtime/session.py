@@ -20,7 +20,7 @@ from torch.utils.hooks import RemovableHandle
 
 from headrace.config import debug_enabled
 from headrace.errors import BudgetError, StateError, TransferError
-from headrace.experts.rows import CachedExperts, CacheStreamOrder, ExpertHook, ReadsRows
+from headrace.experts.rows import CacheStreamOrder, ExpertHook, ReadsRows
 from headrace.formatting import format_size
 from headrace.memory.pinned import device_view
 from headrace.model.live_tensors import BoundStorage, used_elsewhere
@@ -76,7 +76,7 @@ class SessionOptions:
         keeps_addresses: an engine compiles or captures the model: tensors view their slots all the time.
         never_promotes: why a tensor that is used outside of its module's forward is an error; ``None``: it is promoted.
         repeats: a forward may run modules several times, or not at all, in an order that is learned; no graphs.
-        expert_kernel_factory: makes what runs cached experts read them by rows.
+        expert_kernel_factory: makes what runs cached experts read them by rows; ``None``: they are of transformers.
     """
 
     progress: Progress | None = None
@@ -89,7 +89,7 @@ class SessionOptions:
     keeps_addresses: bool = False
     never_promotes: str | None = None
     repeats: bool = False
-    expert_kernel_factory: ReadsRows = CachedExperts
+    expert_kernel_factory: ReadsRows | None = None
 
 
 class Removable(Protocol):
@@ -448,7 +448,7 @@ class OffloadSession(NotCopyable):
     def _attach_cached(self, layer: CachedLayer, turn: CacheStreamOrder) -> None:
         """Have the module of ``layer`` read its experts by rows; its own tensors become placeholders."""
         from headrace.experts.cache import ExpertCache
-        from headrace.experts.packed import PackedExperts
+        from headrace.experts.packed import read_by_rows
 
         assert self._ranges is not None  # there are cached layers
         home = layer.first_row + torch.arange(layer.num_experts, device=self._device)
@@ -456,11 +456,8 @@ class OffloadSession(NotCopyable):
         first = layer.first_overflow_row
         overflow_rows = range(first, first + layer.overflow_rows)
         # Kernels of engines take what is no expert for padding.
-        num_rows = (
-            len(next(iter(rows.values())))
-            if self._options.expert_kernel_factory is CachedExperts
-            else layer.num_experts
-        )
+        factory = self._options.expert_kernel_factory
+        num_rows = layer.num_experts if factory else len(next(iter(rows.values())))
         shift = num_rows - layer.num_experts
         cache = ExpertCache(list(rows.values()), home, layer.num_slots, overflow_rows, turn, shift, debug_enabled())
         module, tensors = self._model.get_submodule(layer.module_fqn), {}
@@ -470,8 +467,7 @@ class OffloadSession(NotCopyable):
             self._bound[name].point_at_slot(memory.view(-1)[: layer.storages[name]], on_outside_access)
             tensors[tensor.info.locations[0].attr] = memory.view(tensor.info.dtype).view(-1, *tensor.info.shape[1:])
         self._caches.append((layer, cache))
-        factory = PackedExperts if hasattr(module, PackedExperts.entry) else self._options.expert_kernel_factory
-        self._hook(factory(module, tensors, cache))
+        self._hook((factory or read_by_rows)(module, tensors, cache))
 
     def _hook(self, hook: Hook) -> None:
         """Keep it first: an interrupt while it is attached must find it."""

@@ -22,6 +22,7 @@ from headrace.checkpoint.metadata_cache import FolderFacts
 from headrace.checkpoint.model_folder import indexed_bytes, model_folder, model_name
 from headrace.checkpoint.safetensors_header import Checkpoint
 from headrace.checkpoint.weight_map import WeightMap
+from headrace.config import AUTO, Budget, Workload
 from headrace.errors import OptionError
 from headrace.formatting import format_size
 from headrace.memory.system import gc_paused
@@ -86,6 +87,13 @@ class OpenedModel:
     def profile(self, context: int = 0) -> ModelProfile:
         """Facts beyond names and sizes; with a ``context``, memory too."""
         return self._measured if context else self.base
+
+    def default_budget(self, batch: int, context: int) -> Budget | None:
+        """Where nothing is said, what the GPU has free; ``None`` if no cache can be measured."""
+        with suppress(OptionError):
+            self.profile(context)
+            return Budget(AUTO, workload=Workload([batch], context))
+        return None
 
     @cached_property
     def _measured(self) -> ModelProfile:

@@ -55,6 +55,7 @@ from headrace.checkpoint.safetensors_header import Checkpoint, FileTensor
 from headrace.checkpoint.weight_map import Conversion, TensorSource
 from headrace.errors import CheckpointError
 from headrace.model.inventory import inner_tensors, reject_self_managed_weights
+from headrace.model.memory_profile import is_routed
 from headrace.model.records import Location, dotted_name, dotted_prefixes
 
 if TYPE_CHECKING:
@@ -256,7 +257,7 @@ def select_library_modules(model: PreTrainedModel, collected: dict[str, Assembly
     chosen = {
         name: assemblies
         for name, assemblies in by_module.items()
-        if (hasattr(model.get_submodule(name), "in_features") or hasattr(model.get_submodule(name), "forward_routed"))
+        if (hasattr(model.get_submodule(name), "in_features") or is_routed(model.get_submodule(name)))
         and any(is_packed(tensor) for assembly in assemblies for _, tensor in assembly.parts)
     }
     for assembly in (assembly for assemblies in chosen.values() for assembly in assemblies):
@@ -349,9 +350,9 @@ class _ModuleBuilder:
         model = _OneModuleModel(self.model, self.name, module)
         report: Any = SimpleNamespace(missing_keys=set(), unexpected_keys=set(), mismatched_keys=set())
         report.conversion_errors = {}
-        is_routed = hasattr(module, "forward_routed")  # MXFP4: its converter sets objects of triton_kernels
+        routed = is_routed(module)  # its converter sets objects of triton_kernels
         for assembly in self.assemblies:
-            made = assembly.run(model, partial(self._part, parts, assembly.dtype), report if is_routed else None)
+            made = assembly.run(model, partial(self._part, parts, assembly.dtype), report if routed else None)
             for target, value in made.items():
                 set_param_for_module(model, target, value, report, self.quantizer)  # type: ignore[arg-type]
         if report.mismatched_keys or report.unexpected_keys:
@@ -370,7 +371,7 @@ class _ModuleBuilder:
         self.model_attrs = {key: value for key, value in vars(model).items() if key not in before}
         module.eval()
         config: Any = self.model.config
-        if is_routed:
+        if routed:
             packed = import_module("headrace.experts.packed")  # it imports Triton
             for attr, stated in packed.PROJECTIONS.items():
                 objects = getattr(module, attr), getattr(module, stated)

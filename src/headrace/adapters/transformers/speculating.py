@@ -228,7 +228,7 @@ class _CapturedDraft(CandidateGenerator):
         return made, torch.stack(scores, dim=1) if scores else None
 
     def _forward(self, input_ids: torch.Tensor) -> torch.Tensor:
-        output = self._model(input_ids=input_ids, past_key_values=self._cache, use_cache=True, **self._options)
+        output = self._model(input_ids=input_ids, use_cache=True, **{decoding.CACHE_NAME: self._cache}, **self._options)
         scores: torch.Tensor = output.logits[:, -1]
         return scores
 
