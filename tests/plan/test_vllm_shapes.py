@@ -33,7 +33,7 @@ SHAPES = [
     (DEEPSEEK_V2_LITE, "fp8", 10),
     (GLM_4_5_AIR, "zero points", 22.35),
 ]
-MACHINES = ["h200", "h100", "4090", "3060"]
+MACHINES = ["h200", "4090"]
 
 
 class Holder(nn.ModuleDict):
