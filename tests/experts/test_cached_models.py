@@ -395,6 +395,7 @@ class TestLayout:
                 [65_536],
                 [70_001, 40_000_003],
                 [5_767_168, 2_883_584, 360_448, 45_056],
+                [9_043_968, 4_521_984, 565_248, 282_624, 11_776],
             ):
                 sizes = {f"w{index}": 8 * row for index, row in enumerate(rows)}
                 layer = CachedLayer("experts", 8, num_slots, sizes)
@@ -404,7 +405,7 @@ class TestLayout:
                     assert layer.host_start(name) % PIECE_BYTES == layer.range_bytes(name) % PIECE_BYTES == 0
                 # Of these, few rows make whole pieces: then memory that was made before can be mapped there. Of scales
                 # many do, and they are copied.
-                few = {11_534_336: 4, 5_767_168: 8}.get(rows[0], 1)
+                few = {11_534_336: 4, 5_767_168: 8, 9_043_968: 32}.get(rows[0], 1)
                 for name in split[:2] if few > 1 else ():
                     assert layer.host_start(name) == layer.first_row * layer.row_bytes(name)
                 fewer = layer.first_row - few

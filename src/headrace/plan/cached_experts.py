@@ -32,7 +32,7 @@ __all__ = [
 PIECE_BYTES = 2 << 20
 
 # Of tensors with small rows, each row between slots and host memory takes device memory.
-_MOST_ROWS = 16
+_MOST_ROWS = 32
 
 # A row of fewer bytes is not worth a transfer.
 _MIN_ROW_BYTES = 64 << 10
