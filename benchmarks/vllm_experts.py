@@ -15,8 +15,9 @@ a rule.
 With ``--together FILE`` the engines of all cases start at once and take turns to measure, and so do those of other runs
 that name this file; device memory is then left out. Two compilations may round in two ways: with ``--bits eager``
 nothing is compiled, with ``--bits artifact`` all cases take the code that the first one has compiled, and both compare
-bits and time nothing. With ``--starts`` engines start and end, in the order given, and
-``OUT/starts.jsonl`` has the seconds; a case that started before finds its compiled code.
+bits and time nothing; with HEADRACE_DEBUG=1 each step also compares the rows that a kernel has read with the store.
+With ``--starts`` engines start and end, in the order given, and ``OUT/starts.jsonl`` has the seconds; a case that
+started before finds its compiled code.
 """
 
 from __future__ import annotations
@@ -52,11 +53,12 @@ QUANTISED: dict[str, Any] = {
     "fp8": {"quant_method": "fp8", "fmt": "e4m3", "activation_scheme": "dynamic", "weight_block_size": [128, 128]},
     "mxfp4": MXFP4,
     "gptq": FORMATS["gptq"],
-    # The first layer of GLM-4.5-Air is 10,944 wide, which has no whole groups of 128.
-    "awq": {**(FORMATS["awq"] or {}), "modules_to_not_convert": ["mlp.gate", "layers.0.mlp"]},
+    "awq": {**(FORMATS["awq"] or {}), "modules_to_not_convert": ["mlp.gate"]},
+    "int4": FORMATS["int4"],  # of compressed-tensors
 }
 # Bytes of a weight and its part of the scales and zero points.
-BYTES = {"bf16": 2.0, "fp8": 1.0, "mxfp4": 0.5 + 1 / 32, "gptq": 0.5 + 2 / 128, "awq": 0.5 + 2.5 / 128}
+_BYTES_OF_4_BITS = {"mxfp4": 0.5 + 1 / 32, "gptq": 0.5 + 2 / 128, "int4": 0.5 + 2 / 128, "awq": 0.5 + 2.5 / 128}
+BYTES = {"bf16": 2.0, "fp8": 1.0, **_BYTES_OF_4_BITS}
 LENGTHS, REPEATS, SCORED = {1: (8, 48), 16: (8, 24)}, 2, 16
 LINK_BYTES_PER_S = 50e9  # of the bar
 STEPS = 600  # of a table
@@ -89,6 +91,9 @@ def main() -> None:
     config["num_hidden_layers"] = given.layers or config["num_hidden_layers"]
     if given.format in QUANTISED:
         config["quantization_config"] = QUANTISED[given.format]
+    if given.format == "awq" and config.get("first_k_dense_replace"):
+        # The first layer of GLM-4.5-Air is 10,944 wide, which has no whole groups of 128.
+        config["quantization_config"] = {**QUANTISED["awq"], "modules_to_not_convert": ["mlp.gate", "layers.0.mlp"]}
     if given.format == "fp8":
         # vLLM quantises activations in whole blocks of 128, and the first layer of DeepSeek-V2-Lite is 10,944 wide.
         config["intermediate_size"] = -(-config["intermediate_size"] // 128) * 128
@@ -177,6 +182,7 @@ def _measure(given: argparse.Namespace, config: dict[str, Any]) -> None:
     from vllm import LLM
 
     from driven_routing import replay_routing
+    from headrace.config import debug_enabled
     from seeded_weights import use_seeded_weights
 
     out, case, share = given.out, given.cases[0], given.share
@@ -218,7 +224,7 @@ def _measure(given: argparse.Namespace, config: dict[str, Any]) -> None:
         max_num_seqs=16,
         max_num_batched_tokens=PROMPTS[-1] + 257,
         kv_cache_memory_bytes=2 << 30,
-        gpu_memory_utilization=0.9 if turn is None else 0.3,
+        gpu_memory_utilization=0.9 if turn is None else 0.1,
         enable_prefix_caching=False,
         disable_log_stats=True,
         enforce_eager=given.bits == "eager",
@@ -236,6 +242,7 @@ def _measure(given: argparse.Namespace, config: dict[str, Any]) -> None:
         "experts_bytes": layers * count * size,
         "started_with_others": turn is not None,
         "compiled": {None: "each by itself", "eager": "not", "artifact": "once for all"}[given.bits],
+        "rows_compared": bool(own) and debug_enabled(),
     }
     if turn is not None:
         fcntl.flock(turn, fcntl.LOCK_EX)
@@ -269,10 +276,14 @@ def _run(engine: Any, case: str, replay: Any, choices: Any, is_timed: bool, leng
     sequences = choices.shape[1]
     asked, found = prompts(sequences, 16), []
     has_worker = case != "resident"
+    begun = _counts(engine, has_worker)
     for _ in range(2):  # an engine may round otherwise in its first steps
         replay.begin(choices)
         found.append(scored(engine, asked, length if sequences == 1 else SCORED))
-    slopes, hits, missed, steps = [], 0, 0, 0
+    slopes: list[float] = []
+    hits, missed, steps = 0, 0, 0
+    if not is_timed:  # with HEADRACE_DEBUG=1 each of these steps compares rows, and a difference raises here
+        hits, missed, steps = (now - then for now, then in zip(_counts(engine, has_worker), begun, strict=True))
     short, long = LENGTHS[sequences]
     for _ in range(REPEATS if is_timed else 0):
         times = []
@@ -291,6 +302,7 @@ def _run(engine: Any, case: str, replay: Any, choices: Any, is_timed: bool, leng
         "tokens_per_s": sequences / ms * 1e3 if ms else None,
         "hits": hits / (hits + missed) if hits + missed else None,
         "missed_per_step": missed / steps if steps else 0 if case in ("resident", "still") else None,
+        "steps": steps,
         "repeats_itself": found[0] == found[1],
         "first_answers": found[0],
         **found[1],
@@ -344,6 +356,7 @@ def _published(out: Path, config: dict[str, Any], form: str) -> Iterator[dict[st
                 "missed_bytes": None if (missed := row["missed_per_step"]) is None else missed * size,
                 "resident_ms": resident_by_load.get(row["load"], resident.get(row["sequences"])),
                 "repeats_itself": row.get("repeats_itself"),
+                "steps": row.get("steps"),
                 "bit_equal": equal,
                 **({} if equal else {"why_not_equal": why}),
                 **facts,

@@ -309,6 +309,9 @@ def test_cached_experts_are_built_where_their_range_takes_them(pool: BuildTimePo
     cached = CachedLayer("1", 8, 3, {"1.up": up, "1.scale": scale})
     assert mappable(cached, "1.up", held) is held["1.up"].memory
     assert mappable(cached, "1.scale", held) is None
+    # Scales of which only many rows make whole pieces do not keep the weights from theirs.
+    beside = CachedLayer("1", 8, 3, {"1.up": up, "1.scale": 8 * 360_448})
+    assert mappable(beside, "1.up", held) is held["1.up"].memory
     # A range that begins inside a piece, and memory of another size, are copied.
     assert mappable(CachedLayer("1", 8, 3, {"1.up": up + 8 * 4096}), "1.up", held) is None
     ranges = ExpertRanges([cached], torch.device("cpu"), held)

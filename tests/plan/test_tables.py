@@ -59,6 +59,8 @@ OTHER_FIELDS = {
     "experts-vllm-20b": _EXPERTS,
     "experts-vllm-gptq": _EXPERTS,
     "experts-vllm-triton": _EXPERTS,
+    "experts-vllm-glm": _EXPERTS,
+    "experts-vllm-rows": {*_EXPERTS, "format", "steps", "rows_compared", "repeats_itself"},
     "experts-vllm-gptq-before": _EXPERTS,
     "experts-vllm-fp8": _EXPERTS,
     "experts-vllm-fp8-overflow": _EXPERTS,

@@ -32,7 +32,7 @@ __all__ = [
 PIECE_BYTES = 2 << 20
 
 # Of tensors with small rows, each row between slots and host memory takes device memory.
-_MOST_ROWS = 16
+_MOST_ROWS = 32
 
 # A row of fewer bytes is not worth a transfer.
 _MIN_ROW_BYTES = 64 << 10
@@ -79,14 +79,15 @@ class CachedLayer:
     def first_row(self) -> int:
         """The row of expert 0 in host memory, of all tensors alike.
 
-        Where few rows make whole pieces it is at the beginning of one, so that memory made before can be mapped there.
+        It begins a piece of each tensor of which few rows make whole pieces, so that memory made before can be mapped
+        there.
         """
         least = self.first_overflow_row
         for name in self.overflow_memories:
             end = self.overflow_start(name) + self.overflow_bytes(name)
             least = max(least, -(-end // self.row_bytes(name)))
-        whole = math.lcm(*(PIECE_BYTES // math.gcd(row, PIECE_BYTES) for row in self.split_row_bytes))
-        return round_up(least, whole) if whole <= _MOST_ROWS else least
+        whole = (PIECE_BYTES // math.gcd(row, PIECE_BYTES) for row in self.split_row_bytes)  # a power of two
+        return round_up(least, max((rows for rows in whole if rows <= _MOST_ROWS), default=1))
 
     @cached_property
     def first_overflow_row(self) -> int:

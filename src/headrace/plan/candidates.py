@@ -43,7 +43,7 @@ from headrace.plan.cost_model import Bools, Floats, Forecaster, Ints, Rates, Ste
 from headrace.plan.plan import SLAB_ALIGNMENT_BYTES, Plan, UnitDraft, assemble, slab_bytes
 from headrace.plan.schedule import RING_BYTES
 from headrace.plan.traces import ExpertHits, FixedHits
-from headrace.plan.units import outside_units, stranded
+from headrace.plan.units import TINY_BYTES, outside_units, stranded
 
 __all__ = ["CandidateTable", "Family", "MappedFiles", "Spill", "mean_log", "spill_order"]
 
@@ -260,7 +260,9 @@ class CandidateTable:
         weights = {s for storages in self._experts.values() for s in storages}
         modules = {module for s in weights for module in s.modules}
         found = [s for s in self.inventory.storages if not modules.isdisjoint(s.modules)]
-        stays = [s for s in found if s not in weights and experts_in(self.inventory, s) > 1]
+        # Small scales, which are worth no copy of their own, go with their experts like biases.
+        others = [s for s in found if s not in weights and s.num_bytes >= TINY_BYTES]
+        stays = [s for s in others if experts_in(self.inventory, s) > 1]
         names = {s.name for s in found if s.name in self.cacheable}
         if stays or not names.issuperset(s.name for s in weights) or not names.isdisjoint(self.forced):
             return set()
