@@ -12,7 +12,7 @@ from dataclasses import dataclass, replace
 from functools import cached_property, partial
 from typing import TYPE_CHECKING
 
-from headrace.checkpoint.model_folder import draft_folder, is_quantised, model_name, model_to_plan
+from headrace.checkpoint.model_folder import is_quantised, model_name, model_to_plan
 from headrace.config import SHARDED_MODES, Budget, Policy, Workload
 from headrace.errors import LimitError, OptionError, OptionTypeError, warn_user
 from headrace.formatting import format_size
@@ -169,11 +169,7 @@ def plan_model(request: PlanRequest) -> PlanResult:
     if isinstance(policy, Plan) and request.num_ranks == 1:  # the plan knows its ranks
         request = replace(request, num_ranks=policy.num_ranks)
     with gc_paused():
-        context = _context(request).sized()
-        if request.speculation is not None and (draft := request.speculation.draft) is not None:
-            alone = Workload([1], request.expected.context)
-            made = PlanRequest(draft_folder(draft), None, alone, request.machine, device=request.device)
-            context = context.beside(_context(made))
+        context = _context(request).with_draft(_context)
         plan = context.plan()
         if request.disk is not None and context.weights is not None and (plan.reads_files or context.loads_files):
             for path in context.weights.checkpoint.files:

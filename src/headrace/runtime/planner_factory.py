@@ -14,6 +14,7 @@ from functools import cached_property
 from importlib import import_module
 from typing import TYPE_CHECKING, Any, Literal
 
+from headrace.checkpoint.model_folder import draft_folder
 from headrace.checkpoint.weight_map import TensorSource, WeightMap
 from headrace.config import (
     AUTO,
@@ -314,14 +315,22 @@ class PlanContext:
         request = replace(self.request, policy=policy, workload=workload)
         return replace(self, request=request, automatic=text, read_profile=lambda: profile)
 
-    def beside(self, draft: PlanContext) -> PlanContext:
-        """The same with a draft model, all of it resident: a budget loses what that takes.
+    def with_draft(self, open_draft: Callable[[PlanRequest], PlanContext]) -> PlanContext:
+        """:meth:`sized`, beside the draft that the request names, all of it resident: a budget loses what that takes.
+
+        Args:
+            open_draft: reads the draft in the folder that is the model of its argument.
 
         Raises:
             BudgetError: nothing is left.
         """
-        policy = self.request.given
-        cost = DraftCost.of(draft.planner, draft.plan(), self.request.expected.context)
+        context, speculation = self.sized(), self.request.speculation
+        if speculation is None or speculation.draft is None:
+            return context
+        request, policy = context.request, context.request.given
+        folder, alone = draft_folder(speculation.draft), Workload([1], request.expected.context)
+        draft = open_draft(PlanRequest(folder, None, alone, request.machine, device=request.device))
+        cost = DraftCost.of(draft.planner, draft.plan(), request.expected.context)
         if isinstance(policy, Budget):
             if cost.device_bytes >= policy.num_bytes:
                 raise BudgetError(
@@ -330,7 +339,7 @@ class PlanContext:
                     cost.device_bytes,
                 )
             policy = replace(policy, device_memory=policy.num_bytes - cost.device_bytes)
-        return replace(self, request=replace(self.request, policy=policy), draft=cost)
+        return replace(context, request=replace(request, policy=policy), draft=cost)
 
     def forecast_speculation(self, plan: Plan) -> SpeculationForecast | None:
         """What the request's guesses bring to ``plan``; ``None``: it asks for none."""

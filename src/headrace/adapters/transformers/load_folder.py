@@ -34,10 +34,10 @@ from headrace.adapters.transformers.conversion import Match, match
 from headrace.adapters.transformers.quantised import INITIALISED, move_wrappers, open_quantizer, put_in_modules
 from headrace.adapters.transformers.speculating import Speculating
 from headrace.api import Handle, start
-from headrace.checkpoint.model_folder import draft_folder, model_folder
+from headrace.checkpoint.model_folder import model_folder
 from headrace.checkpoint.safetensors_header import Checkpoint, opened
 from headrace.checkpoint.weight_map import WeightMap
-from headrace.config import SHARDED_MODES, Policy, Workload, instead_of
+from headrace.config import SHARDED_MODES, Policy, instead_of
 from headrace.errors import CheckpointError, OptionError, OptionTypeError, warn_user
 from headrace.formatting import format_size, listed
 from headrace.graphs.decoding import decode_in_graphs
@@ -141,11 +141,9 @@ def _speculated(request: PlanRequest, found: Match, device: torch.device) -> Pla
     assert request.speculation is not None
     unstreamable, target = not_in_files(found.inventory, found.weights), Target(device, describe_device(device))
     files = {"inventory": found.inventory, "checkpoint": found.weights, "unstreamable": unstreamable}
-    context = module_context(replace(request, **files), target).sized()  # type: ignore[arg-type]
-    if (name := request.speculation.draft) is not None:
-        alone = Workload([1], request.expected.context)
-        draft = PlanRequest(build_meta_model(draft_folder(name), device=device), None, alone, device=device)
-        context = context.beside(module_context(draft, target))
+    context = module_context(replace(request, **files), target).with_draft(  # type: ignore[arg-type]
+        lambda draft: module_context(replace(draft, model=build_meta_model(draft.model, device=device)), target)
+    )
     plan = context.plan()
     forecast = context.forecast_speculation(plan)
     assert forecast is not None
