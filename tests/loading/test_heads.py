@@ -31,7 +31,6 @@ PROMPT = torch.tensor([[5, 9, 3, 5, 9, 3, 5, 9]])
 CALL: dict[str, Any] = {"max_new_tokens": 40, "pad_token_id": 0}
 SAMPLED: dict[str, Any] = {"do_sample": True, "temperature": 0.7, "top_k": 20}
 GROUP = Prefetch(group_size=2, num_in_group=1, prefetch_step=1)
-TIGHT = Budget("2.75MiB", mode="cpu")
 
 
 @pytest.fixture(scope="module", params=["dense", "sparse"])
@@ -51,6 +50,11 @@ def dense(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 def resident(folder: Path) -> Any:
     return aligned(MellumForCausalLM.from_pretrained(folder).eval())
+
+
+def head_bytes(folder: Path) -> int:
+    """As transformers loads it."""
+    return sum(tensor.nbytes for tensor in MtpModel.from_pretrained(resident(folder)).layers.state_dict().values())
 
 
 def generated(model: Any, **options: Any) -> list[int]:
@@ -75,6 +79,7 @@ def test_tokens_of_transformers_alone(folder: Path, policy: Any, monkeypatch: py
     assert 4 * 20 < counts.passes < 4 * 40
     assert f"{4 * 40 / counts.passes:.2f} tokens a pass" in str(stats)
     assert reads == [1]
+    assert handle._session.speculating._heads.mtp_cache.get_seq_length() == 0  # type: ignore[union-attr]
     handle.remove()
     assert "generate" not in vars(model)
     assert generated(model) == generated(resident(folder))
@@ -82,11 +87,12 @@ def test_tokens_of_transformers_alone(folder: Path, policy: Any, monkeypatch: py
 
 @pytest.mark.filterwarnings("ignore::headrace.errors.HeadraceWarning")
 def test_a_pass_copies_each_unit_once(large_head: Path) -> None:
-    """The output head, which a guess multiplies with, would be one of them."""
-    alone = make_plan(large_head, TIGHT, device="cpu")
-    assert alone.mechanism_of("lm_head.weight") == "prefetch"
-    larger = Budget(TIGHT.num_bytes + 2**20, mode="cpu")
-    model, handle = load(large_head, larger, device="cpu", speculate="mtp")
+    """The output head, which each guess multiplies with, would be one of them in so small a budget."""
+    tight = Budget("2.75MiB", mode="cpu")
+    assert make_plan(large_head, tight, device="cpu").mechanism_of("lm_head.weight") == "prefetch"
+    with pytest.raises(BudgetError, match=r"the draft takes .*, and the model needs at least .* beside it") as error:
+        load(large_head, Budget(tight.num_bytes + head_bytes(large_head), mode="cpu"), device="cpu", speculate="mtp")
+    model, handle = load(large_head, Budget(error.value.minimum_bytes, mode="cpu"), device="cpu", speculate="mtp")
     assert handle.plan.mechanism_of("lm_head.weight") == "resident"
     generated(model)
     counts, units = handle.stats().speculation, handle.stats().units
@@ -122,8 +128,7 @@ def test_tied_weights(tmp_path: Path) -> None:
 
 
 def test_heads_are_part_of_the_budget(large_head: Path) -> None:
-    tensors = MtpModel.from_pretrained(resident(large_head)).layers.state_dict()
-    num_bytes, budget = sum(tensor.nbytes for tensor in tensors.values()), 4 * 2**20
+    num_bytes, budget = head_bytes(large_head), 4 * 2**20
     _, plain = load(large_head, budget, device="cpu")
     _, handle = load(large_head, budget, device="cpu", speculate="mtp")
     assert handle.plan.device_bytes <= budget - num_bytes < plain.plan.device_bytes
