@@ -12,7 +12,7 @@ from dataclasses import dataclass, replace
 from functools import cached_property, partial
 from typing import TYPE_CHECKING
 
-from headrace.checkpoint.model_folder import draft_folder, is_quantised, model_name, model_to_plan
+from headrace.checkpoint.model_folder import is_quantised, model_name, model_to_plan
 from headrace.config import SHARDED_MODES, Budget, Policy, Workload
 from headrace.errors import LimitError, OptionError, OptionTypeError, warn_user
 from headrace.formatting import format_size
@@ -38,7 +38,7 @@ if TYPE_CHECKING:
     from headrace.model.records import Inventory
     from headrace.plan.build import Planner
     from headrace.plan.report import PlanPrediction
-    from headrace.plan.speculation import SpeculationForecast
+    from headrace.plan.speculation import DraftCost, SpeculationForecast
     from headrace.plan.traces import ExpertHits
     from headrace.stores.sources import DiskOptions
     from headrace.transfer.machine_probe import DeviceName
@@ -169,11 +169,7 @@ def plan_model(request: PlanRequest) -> PlanResult:
     if isinstance(policy, Plan) and request.num_ranks == 1:  # the plan knows its ranks
         request = replace(request, num_ranks=policy.num_ranks)
     with gc_paused():
-        context = _context(request).sized()
-        if request.speculation is not None and (draft := request.speculation.draft) is not None:
-            alone = Workload([1], request.expected.context)
-            made = PlanRequest(draft_folder(draft), None, alone, request.machine, device=request.device)
-            context = context.beside(_context(made))
+        context = _context(request).with_draft(_context, _heads_cost)
         plan = context.plan()
         if request.disk is not None and context.weights is not None and (plan.reads_files or context.loads_files):
             for path in context.weights.checkpoint.files:
@@ -183,7 +179,7 @@ def plan_model(request: PlanRequest) -> PlanResult:
                 "the plan reads safetensors files, and none were given: pass checkpoint=FOLDER here and to "
                 "headrace.offload"
             )
-        forecast = context.forecast_speculation(plan)
+        forecast = None if request.speculation is None else context.forecast_speculation(plan, request.speculation)
         return PlanResult(replace(plan, model_name=plan.model_name or context.name), context, forecast)
 
 
@@ -237,6 +233,13 @@ def _context(request: PlanRequest) -> PlanContext:
     if request.expert_trace is not None:
         context = replace(context, hits=_hits_of(request.expert_trace, context.inventory))
     return context
+
+
+def _heads_cost(context: PlanContext) -> DraftCost:
+    from headrace.adapters.transformers.load_folder import build_meta_model
+    from headrace.adapters.transformers.speculating import heads_cost
+
+    return heads_cost(context, context.module or build_meta_model(context.request.model, dtype=context.request.dtype))
 
 
 def _read_folder(request: PlanRequest, target: Target) -> FolderFacts:

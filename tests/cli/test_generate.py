@@ -20,6 +20,7 @@ from commands import error_of, run, succeed, tiny_model
 from headrace.cli import commands_generate
 from headrace.formatting import format_rate, format_time
 from headrace.plan.plan import Plan
+from heads import mellum
 from models import aligned
 
 model = tiny_model
@@ -344,6 +345,20 @@ class TestSpeculation:
         )
         assert f"{each:.1f} tokens a pass" in " ".join(table.split())
 
+    def test_heads_of_the_model(self, model: Path, tmp_path: Path) -> None:
+        """The tokens of transformers alone, and no word of its own about what it reads."""
+        tokenizer = AutoTokenizer.from_pretrained(model)
+        folder = mellum(tmp_path, vocabulary=len(tokenizer))
+        tokenizer.save_pretrained(folder)
+        flags = ("--offload-group-size", 2, "--speculate", "mtp", "--accepted", 1.9)
+        result = succeed("generate", folder, "--prompt", "one two one", "--max-new-tokens", 24, *flags)
+        inputs = tokenizer("one two one", return_tensors="pt")
+        assert result.stdout == text_of(folder, inputs, max_new_tokens=24, do_sample=False, use_mtp=True)
+        error = " ".join(result.stderr.split())
+        assert "expected: speculation with 1 guess by mtp: 1.9 tokens a pass (as given)" in error
+        assert re.search(r"; 1[0-9] passes, [12]\.\d\d tokens each; \d.* moved per token", error)
+        assert "Loading weights" not in error
+
     def test_where_it_loses(self, model: Path) -> None:
         """On the command line it is refused, with the figures."""
         flags = ("--offload-group-size", 2, "--speculate", "lookup", "--accepted", 1)
@@ -360,7 +375,7 @@ class TestSpeculation:
                 ("--speculate", "lookup", "--accepted-from", "x"),
                 "expected a file of `headrace generate --acceptance FILE`",
             ),
-            (("--speculate", "looup"), "--speculate: neither lookup nor a draft model: 'looup'"),
+            (("--speculate", "looup"), "--speculate: neither lookup, mtp nor a draft model: 'looup'"),
         ],
     )
     def test_flags_that_do_not_fit(self, flags: tuple[object, ...], message: str, model: Path) -> None:

@@ -268,6 +268,15 @@ def test_a_layer_that_does_not_run_ends_the_server(start: Callable[..., Any]) ->
         outputs(runner, ("eager",))
 
 
+def test_guesses_by_n_grams_are_let_through(start: Callable[..., Any]) -> None:
+    """They have no draft model, and SGLang verifies them in forwards of the target."""
+    expected = outputs(start(None, speculative_algorithm="NGRAM"))
+    runner = start("1", **GROUP, speculative_algorithm="NGRAM")
+    found = outputs(runner)
+    assert all(torch.equal(each, other) for each, other in zip(found, expected, strict=True))
+    assert figures(runner)["bytes_moved"] > 0
+
+
 # -- refused before the model loads ------------------------------------------------------------------------------------
 
 
@@ -283,6 +292,7 @@ def test_a_layer_that_does_not_run_ends_the_server(start: Callable[..., Any]) ->
         ({"enable_two_batch_overlap": True}, "--enable-two-batch-overlap runs parts of a batch"),
         ({"enable_pdmux": True}, "--enable-pdmux runs parts"),
         ({"speculative_algorithm": "EAGLE"}, "--speculative-algorithm EAGLE runs a draft model"),
+        ({"speculative_algorithm": "STANDALONE"}, "--speculative-algorithm STANDALONE runs a draft model"),
         ({"enable_lora": True}, "--enable-lora replaces linear modules"),
         ({"enable_memory_saver": True}, "--enable-memory-saver frees and restores weights"),
         ({"startup_weight_load_mode": "overlap"}, "--startup-weight-load-mode overlap writes weights"),

@@ -109,7 +109,7 @@ def test_it_is_printed_with_the_plan() -> None:
 @pytest.mark.parametrize(
     ("values", "message"),
     [
-        ({"guesser": ""}, "expected 'lookup' or a draft model"),
+        ({"guesser": ""}, "expected 'lookup', 'mtp' or a draft model"),
         ({"guesser": "lookup", "guesses": 0}, "guesses = 0: expected at least 1"),
         ({"guesser": "lookup", "guesses": 4, "accepted": 5.5}, "5.5 tokens a pass: expected 1 to 5"),
         ({"guesser": "lookup", "accepted": float("nan")}, "expected 1 to 17"),

@@ -84,7 +84,7 @@ def draft_folder(name: str) -> Path:
     try:
         return model_folder(name)
     except CheckpointError as error:
-        raise CheckpointError(f"--speculate: neither lookup nor a draft model: {error}") from error
+        raise CheckpointError(f"--speculate: neither lookup, mtp nor a draft model: {error}") from error
 
 
 def model_name(folder: Path | str) -> str:

@@ -51,7 +51,7 @@ VERB_FLAGS = tuple(row.name for row in fields(OffloadFlags) if row.name != "meas
 class SpeculationFlags:
     """Flags of verbs that generate, or plan for it."""
 
-    speculate: str | None = row("WHAT", "Verify several guesses in one pass: lookup (n-grams), or a draft MODEL.")
+    speculate: str | None = row("WHAT", "Verify several guesses a pass: lookup (n-grams), mtp (heads), or a MODEL.")
     guesses: int | None = row("K", "Guesses of a pass (default: the fastest by the plan).", count)
     accepted: float | None = row("T", "Tokens that a pass yields, as you know them (default: assumed).")
     accepted_from: Path | None = row("FILE", "The same, from a file of `generate --acceptance`.")

@@ -165,6 +165,7 @@ def _run(model: str, text: str | None, chat: bool | None, options: GenerateOptio
     if text is None and mode in RANK_MODES:
         raise OptionError(f"mode {mode} is for several processes, and a chat has one: use --offload-mode cpu or disk")
     import torch
+    from transformers.utils.logging import disable_progress_bar
 
     from headrace.adapters.transformers.load_folder import load_matched
     from headrace.adapters.transformers.opened_model import open_model
@@ -179,6 +180,7 @@ def _run(model: str, text: str | None, chat: bool | None, options: GenerateOptio
         notes = Console(stderr=True, quiet=True)
         logging.getLogger("transformers").setLevel(logging.ERROR)
         warnings.simplefilter("ignore")
+    disable_progress_bar()  # type: ignore[no-untyped-call] # of drafts and heads
     group = _process_group(mode, device)
     opened = open_model(folder, options.dtype, options.attn_implementation, device)
     module: Any = opened.module

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -24,13 +24,15 @@ if TYPE_CHECKING:
     from headrace.plan.build import Planner
     from headrace.plan.plan import Plan
 
-__all__ = ["LOOKUP", "DraftCost", "Speculation", "SpeculationForecast", "forecast_speculation"]
+__all__ = ["LOOKUP", "MTP", "DraftCost", "Speculation", "SpeculationForecast", "forecast_speculation"]
 
 LOOKUP = "lookup"
+MTP = "mtp"
 
 # Assumed probabilities that a guess is accepted. Published for Qwen3-32B with a draft of 1.7B: 3.28 tokens a pass at
-# K = 4, 4.04 at K = 8. N-grams of passages of our docs: 1.39 at K = 4 (docs/benchmarks/2026-11-25-speculation-cpu.md).
-_ACCEPTANCE = {LOOKUP: 0.28, "draft": 0.78}
+# K = 4, 4.04 at K = 8; 0.65 for the first head of multi-token prediction. N-grams of passages of our docs: 1.39 at
+# K = 4 (docs/benchmarks/2026-11-25-speculation-cpu.md).
+_ACCEPTANCE = {LOOKUP: 0.28, MTP: 0.65, "draft": 0.78}
 _MOST_GUESSES = 16
 # A layer of an eager forward takes Python so long on a GPU: 31.4 ms for the 36 of Qwen3-8B's shape (H200).
 _EAGER_LAYER_S = 31.4e-3 / 36
@@ -41,8 +43,8 @@ class Speculation:
     """What guesses tokens for the model to verify.
 
     Attributes:
-        guesser: ``"lookup"`` (n-grams of the prompt and the answer), or a draft model: a folder, or a name in the Hub's
-            cache.
+        guesser: ``"lookup"`` (n-grams of the prompt and the answer), ``"mtp"`` (heads of multi-token prediction in the
+            checkpoint), or a draft model: a folder, or a name in the Hub's cache.
         guesses: of a pass; ``None``: as many as are predicted to be fastest.
         accepted: tokens that a pass yields, that of the model included; ``None``: assumed.
     """
@@ -53,7 +55,7 @@ class Speculation:
 
     def __post_init__(self) -> None:
         if not isinstance(self.guesser, str) or not self.guesser:
-            raise OptionTypeError(f"speculate: expected 'lookup' or a draft model, found {self.guesser!r}")
+            raise OptionTypeError(f"speculate: expected 'lookup', 'mtp' or a draft model, found {self.guesser!r}")
         if self.guesses is not None:
             count("guesses", self.guesses)
         most = (self.guesses or _MOST_GUESSES) + 1
@@ -65,7 +67,7 @@ class Speculation:
     @property
     def draft(self) -> str | None:
         """The draft model; ``None``: there is none."""
-        return None if self.guesser == LOOKUP else self.guesser
+        return None if self.guesser in (LOOKUP, MTP) else self.guesser
 
     @classmethod
     def measured(cls, guesser: str, path: str | os.PathLike[str], guesses: int | None = None) -> Speculation:
@@ -93,10 +95,14 @@ class Speculation:
 
 @dataclass(frozen=True)
 class DraftCost:
-    """Of a draft model on the device: memory with its cache, and seconds of a pass of one row."""
+    """Of a draft on the device: memory with its cache, and seconds of a guess, which is a pass of one row.
+
+    ``heads``: of multi-token prediction, one for each guess; 0: the draft is a model.
+    """
 
     device_bytes: int
     pass_s: float
+    heads: int = 0
 
     @classmethod
     def of(cls, planner: Planner, plan: Plan, context: int) -> DraftCost:
@@ -132,10 +138,10 @@ class SpeculationForecast:
         return self.tokens_per_s > self.plain_tokens_per_s
 
     def __str__(self) -> str:
-        source = "assumed" if self.is_assumed else "as given"
+        source, noun = "assumed" if self.is_assumed else "as given", "guess" if self.guesses == 1 else "guesses"
         made = f", and {format_time(self.guess_s)} to guess" if self.guess_s else ""
         return (
-            f"speculation with {self.guesses} guesses by {self.guesser}: {self.tokens_per_pass:.1f} tokens a pass "
+            f"speculation with {self.guesses} {noun} by {self.guesser}: {self.tokens_per_pass:.1f} tokens a pass "
             f"({source}), {format_time(self.pass_s)} to verify{made}: {format_rate(self.tokens_per_s)} tokens/s in "
             f"place of {format_rate(self.plain_tokens_per_s)}"
         )
@@ -149,21 +155,26 @@ class SpeculationForecast:
 def forecast_speculation(
     speculation: Speculation, planner: Planner, plan: Plan, context: int, draft: DraftCost | None, *, on_gpu: bool
 ) -> SpeculationForecast:
-    """The fastest number of guesses, or the one given, for one sequence with ``context`` tokens in the KV cache."""
-    made = _forecasts(speculation, planner, plan, context, draft, _eager_s(planner, on_gpu))
+    """The fastest number of guesses, or the one given, for one sequence with ``context`` tokens in the KV cache.
+
+    Raises:
+        OptionError: another number than there are heads.
+    """
+    if draft is not None and draft.heads:
+        if speculation.guesses not in (None, draft.heads):
+            raise OptionError(f"guesses = {speculation.guesses}: expected {draft.heads}, one a head; leave it out")
+        speculation = replace(speculation, guesses=draft.heads)
+    # What Python takes to launch an eager forward; assisted generation refuses the static cache of graphs.
+    eager_s = len(find_layers(planner.inventory)) * _EAGER_LAYER_S if on_gpu else 0.0
+    made = _forecasts(speculation, planner, plan, context, draft, eager_s)
     return max(made, key=lambda each: each.tokens_per_s)
-
-
-def _eager_s(planner: Planner, on_gpu: bool) -> float:
-    """What Python takes on a GPU to launch an eager forward; assisted generation refuses the static cache of graphs."""
-    return len(find_layers(planner.inventory)) * _EAGER_LAYER_S if on_gpu else 0.0
 
 
 def _forecasts(
     speculation: Speculation, planner: Planner, plan: Plan, context: int, draft: DraftCost | None, eager_s: float
 ) -> Iterator[SpeculationForecast]:
     plain_s = planner.forecast(plan, 1, context).step_s
-    acceptance = _ACCEPTANCE[LOOKUP if draft is None else "draft"]
+    acceptance = _ACCEPTANCE.get(speculation.guesser, _ACCEPTANCE["draft"])
     accepted = speculation.accepted
     counts = range(1, _MOST_GUESSES + 1) if accepted is None else [max(4, round(accepted))]
     for guesses in counts if speculation.guesses is None else [speculation.guesses]:

@@ -14,6 +14,7 @@ from functools import cached_property
 from importlib import import_module
 from typing import TYPE_CHECKING, Any, Literal
 
+from headrace.checkpoint.model_folder import draft_folder
 from headrace.checkpoint.weight_map import TensorSource, WeightMap
 from headrace.config import (
     AUTO,
@@ -21,6 +22,7 @@ from headrace.config import (
     SHARDED_MODES,
     Budget,
     Policy,
+    Rules,
     Workload,
     as_policy,
     pin_memory_disabled,
@@ -35,7 +37,7 @@ from headrace.plan.cached_experts import why_not_cached
 from headrace.plan.candidates import MappedFiles, Spill
 from headrace.plan.cost_model import Rates
 from headrace.plan.plan import Machine, Plan, assemble, slab_bytes
-from headrace.plan.speculation import DraftCost, Speculation, SpeculationForecast, forecast_speculation
+from headrace.plan.speculation import LOOKUP, DraftCost, Speculation, SpeculationForecast, forecast_speculation
 from headrace.plan.units import move_on_demand
 from headrace.stores.sources import TENSOR_ALIGN_BYTES, DiskOptions
 from headrace.transfer.machine_probe import DeviceName, planning_rates
@@ -316,14 +318,28 @@ class PlanContext:
         request = replace(self.request, policy=policy, workload=workload)
         return replace(self, request=request, automatic=text, read_profile=lambda: profile)
 
-    def beside(self, draft: PlanContext) -> PlanContext:
-        """The same with a draft model, all of it resident: a budget loses what that takes.
+    def with_draft(self, open_draft: Callable[..., PlanContext], heads_cost: Callable[..., DraftCost]) -> PlanContext:
+        """:meth:`sized`, beside the draft that the request names, all of it resident: a budget loses what that takes.
+
+        Args:
+            open_draft: reads the draft in the folder that is the model of its argument.
+            heads_cost: of the heads of multi-token prediction that the model of its argument, a context, has itself.
 
         Raises:
             BudgetError: nothing is left.
         """
-        policy = self.request.given
-        cost = DraftCost.of(draft.planner, draft.plan(), self.request.expected.context)
+        context, speculation = self.sized(), self.request.speculation
+        if speculation is None or speculation.guesser == LOOKUP:
+            return context
+        request, policy = context.request, context.request.given
+        if speculation.draft is None:
+            cost = heads_cost(context)
+            if isinstance(policy, Budget | Rules):  # each head multiplies with it, and would have it copied once more
+                policy = replace(policy, rules=(("lm_head", "resident"), *policy.rules))
+        else:
+            folder, alone = draft_folder(speculation.draft), Workload([1], request.expected.context)
+            draft = open_draft(PlanRequest(folder, None, alone, request.machine, device=request.device))
+            cost = DraftCost.of(draft.planner, draft.plan(), request.expected.context)
         if isinstance(policy, Budget):
             if cost.device_bytes >= policy.num_bytes:
                 raise BudgetError(
@@ -332,14 +348,12 @@ class PlanContext:
                     cost.device_bytes,
                 )
             policy = replace(policy, device_memory=policy.num_bytes - cost.device_bytes)
-        return replace(self, request=replace(self.request, policy=policy), draft=cost)
+        return replace(context, request=replace(request, policy=policy), draft=cost)
 
-    def forecast_speculation(self, plan: Plan) -> SpeculationForecast | None:
-        """What the request's guesses bring to ``plan``; ``None``: it asks for none."""
-        if self.request.speculation is None:
-            return None
+    def forecast_speculation(self, plan: Plan, speculation: Speculation) -> SpeculationForecast:
+        """What guesses bring to ``plan``."""
         at, on_gpu = self.request.expected.context, self.target.device.type == "cuda"
-        return forecast_speculation(self.request.speculation, self.planner, plan, at, self.draft, on_gpu=on_gpu)
+        return forecast_speculation(speculation, self.planner, plan, at, self.draft, on_gpu=on_gpu)
 
     def plan(self) -> Plan:
         """The plan that was asked for, checked against model, files and machine."""

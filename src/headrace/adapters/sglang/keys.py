@@ -55,7 +55,8 @@ REFUSED = (
     Refusal("enable_two_batch_overlap", _HALVES),
     Refusal("enable_single_batch_overlap", _HALVES),
     Refusal("enable_pdmux", _HALVES),
-    Refusal("speculative_algorithm", "runs a draft model that shares weights with the offloaded one"),
+    # N-grams are no model: their guesses are verified by ModelRunner.forward, as any batch.
+    Refusal("speculative_algorithm", "runs a draft model with weights of this one", lambda name: name != "NGRAM"),
     Refusal("enable_lora", _LORA),
     Refusal("lora_paths", _LORA),
     Refusal("enable_memory_saver", "frees and restores weights that headrace stores elsewhere"),

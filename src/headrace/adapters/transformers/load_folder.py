@@ -32,12 +32,12 @@ from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_N
 
 from headrace.adapters.transformers.conversion import Match, match
 from headrace.adapters.transformers.quantised import INITIALISED, move_wrappers, open_quantizer, put_in_modules
-from headrace.adapters.transformers.speculating import Speculating
+from headrace.adapters.transformers.speculating import Speculating, heads_cost
 from headrace.api import Handle, start
-from headrace.checkpoint.model_folder import draft_folder, model_folder
+from headrace.checkpoint.model_folder import model_folder
 from headrace.checkpoint.safetensors_header import Checkpoint, opened
 from headrace.checkpoint.weight_map import WeightMap
-from headrace.config import SHARDED_MODES, Policy, Workload, instead_of
+from headrace.config import SHARDED_MODES, Policy, instead_of
 from headrace.errors import CheckpointError, OptionError, OptionTypeError, warn_user
 from headrace.formatting import format_size, listed
 from headrace.graphs.decoding import decode_in_graphs
@@ -100,8 +100,8 @@ def load(
         group: as for :func:`headrace.offload`: ranks that load the same folder and share its bytes.
         graphs: on a GPU, without a ``group``, ``generate`` decodes in CUDA graphs
             (:func:`~headrace.graphs.decoding.decode_in_graphs`).
-        speculate: ``"lookup"``, a draft model, or a :class:`headrace.Speculation`: ``generate`` verifies several
-            guesses in one pass. A draft is resident, and part of a budget.
+        speculate: ``"lookup"``, ``"mtp"``, a draft model, or a :class:`headrace.Speculation`: ``generate`` verifies
+            several guesses in one pass. A draft is resident, and part of a budget; so are heads (``mtp``).
 
     Returns:
         the model in evaluation mode, ready for ``generate``, and its handle; ``handle.remove()`` makes everything
@@ -132,35 +132,34 @@ def load(
         given = Speculation(speculate) if isinstance(speculate, str) else speculate
         request = PlanRequest(model, policy, device=device, disk=disk, ranks=ranks, speculation=given)
         if given is not None:
-            request = _speculated(request, found, target)
+            request = _speculated(request, given, found, target)
         return model, load_matched(folder, request, found, progress, graphs)
 
 
-def _speculated(request: PlanRequest, found: Match, device: torch.device) -> PlanRequest:
+def _speculated(request: PlanRequest, speculation: Speculation, found: Match, device: torch.device) -> PlanRequest:
     """``request`` with its plan, which has room for a draft, and the number of guesses."""
-    assert request.speculation is not None
-    unstreamable, target = not_in_files(found.inventory, found.weights), Target(device, describe_device(device))
-    files = {"inventory": found.inventory, "checkpoint": found.weights, "unstreamable": unstreamable}
-    context = module_context(replace(request, **files), target).sized()  # type: ignore[arg-type]
-    if (name := request.speculation.draft) is not None:
-        alone = Workload([1], request.expected.context)
-        draft = PlanRequest(build_meta_model(draft_folder(name), device=device), None, alone, device=device)
-        context = context.beside(module_context(draft, target))
+    target = Target(device, describe_device(device))
+    context = module_context(_with_files(request, found), target).with_draft(
+        lambda draft: module_context(replace(draft, model=build_meta_model(draft.model, device=device)), target),
+        lambda context: heads_cost(context, request.model),
+    )
     plan = context.plan()
-    forecast = context.forecast_speculation(plan)
-    assert forecast is not None
+    forecast = context.forecast_speculation(plan, speculation)
     if not forecast.is_faster:
         warn_user(f"{forecast}: leave speculate out, or state what you have measured (accepted=)")
-    return replace(request, policy=plan, speculation=replace(request.speculation, guesses=forecast.guesses))
+    return replace(request, policy=plan, speculation=replace(speculation, guesses=forecast.guesses))
+
+
+def _with_files(request: PlanRequest, found: Match) -> PlanRequest:
+    unstreamable = not_in_files(found.inventory, found.weights)
+    return replace(request, inventory=found.inventory, checkpoint=found.weights, unstreamable=unstreamable)
 
 
 def load_matched(
     folder: Path, request: PlanRequest, found: Match, progress: Progress | None, graphs: bool = False
 ) -> Handle:
     """:func:`load` for a model on ``meta`` that has been built and matched with its files; warns of nothing."""
-    model, inventory, weights = request.model, found.inventory, found.weights
-    unstreamable = not_in_files(inventory, weights)
-    prepared = prepare(replace(request, inventory=inventory, checkpoint=weights, unstreamable=unstreamable))
+    model, prepared = request.model, prepare(_with_files(request, found))
     speculating = None  # first, since its draft may not fit
     if request.speculation is not None:
         speculating = Speculating(model, request.speculation, prepared.device, graphs)
@@ -211,7 +210,7 @@ def build_meta_model(
         _refuse_unknown(folder, raw)
     maker = model_class or _named_class(folder, raw) or _unnamed_class(folder, raw)
     config = _make_config(folder, raw, maker)
-    config.name_or_path = str(path)
+    config.name_or_path = str(folder)  # what transformers reads later, and a name it would look for on the Hub
     _refuse_attention(attn_implementation)
     quantizer = None if device is None else open_quantizer(folder, config, device)
     chosen = _choose_dtype(folder, config, dtype)

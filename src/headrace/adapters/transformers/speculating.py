@@ -7,30 +7,37 @@ link waits meanwhile (a draft of a billion weights, four guesses: 45 ms a pass o
 
 from __future__ import annotations
 
+import copy
 import functools
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
+import transformers
 from transformers import AutoModelForCausalLM, AutoTokenizer, StaticCache
 from transformers.cache_utils import StaticLayer
-from transformers.generation.candidate_generator import CandidateGenerator
+from transformers.generation.candidate_generator import CandidateGenerator, MTPCandidateGenerator
 from transformers.generation.configuration_utils import GenerationMode
-from transformers.utils.logging import disable_progress_bar, enable_progress_bar, is_progress_bar_enabled
+from transformers.initialization import meta_device_safe_creation_ops
+from transformers.modeling_layers import MtpModel
 
 from headrace.checkpoint.model_folder import draft_folder
-from headrace.errors import OptionError, warn_user
+from headrace.errors import CheckpointError, OptionError, warn_user
 from headrace.graphs import decoding
 from headrace.memory.system import round_up
-from headrace.plan.speculation import Speculation
+from headrace.model.inventory import take_inventory
+from headrace.model.memory_profile import profile_of
+from headrace.plan.plan import assemble
+from headrace.plan.speculation import MTP, DraftCost, Speculation
+from headrace.runtime.planner_factory import PlanContext, make_planner
 from headrace.stats import SpeculationCounts
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
 
-__all__ = ["Speculating"]
+__all__ = ["Speculating", "heads_cost"]
 
 _MODES = (GenerationMode.GREEDY_SEARCH, GenerationMode.SAMPLE)
 
@@ -48,7 +55,7 @@ class Speculating:
             graphs: a draft on a GPU guesses in a CUDA graph where the call is greedy.
 
         Raises:
-            OptionError: a model that cannot verify guesses, or a draft whose tokens do not fit.
+            OptionError: a model that cannot verify guesses, or has no heads; a draft whose tokens do not fit.
             CheckpointError: the folder of the draft.
         """
         if model._is_stateful or not model.can_generate() or model.config.is_encoder_decoder:
@@ -60,17 +67,29 @@ class Speculating:
         own_type: Any = type(model)
         self._eager = functools.partial(own_type.generate, model)
         self._guesses, self._graphs = speculation.guesses or 4, graphs
-        self._counts = SpeculationCounts(speculation.guesser, self._guesses)
         self._lock, self._inside = threading.Lock(), threading.local()
         self._arguments: dict[str, Any] = {"prompt_lookup_num_tokens": self._guesses}
-        if (draft := speculation.draft) is not None:
+        self._heads: Any = None
+        if speculation.guesser == MTP:
+            self._guesses, self._arguments = len(_meta_heads(model).layers), {"use_mtp": True}
+        elif (draft := speculation.draft) is not None:
             self._arguments = self._with_draft(draft_folder(draft), device)
+        self._counts = SpeculationCounts(speculation.guesser, self._guesses)
         self._warned: set[str] = set()
         self._attached: Any = None
         self._plain = self._installed = self._eager
 
     def attach(self) -> None:
-        """Put ``generate`` in place; what is there now runs the calls that are not speculated."""
+        """Put ``generate`` in place; what is there now runs the calls that are not speculated. Loads the heads.
+
+        Raises:
+            CheckpointError: the checkpoint has no heads, or not all of their weights.
+        """
+        if "use_mtp" in self._arguments:
+            try:  # the generator of a call reads the heads: here once
+                self._heads = MTPCandidateGenerator(self._model, self._model.generation_config, {})
+            except (OSError, ValueError, RuntimeError) as error:
+                raise CheckpointError(f"speculate: expected all weights of heads (mtp): {error}; use lookup") from error
         self._installed = vars(self._model).get("generate")
         self._plain = self._model.generate  # perhaps in CUDA graphs, in which nothing is verified
 
@@ -88,8 +107,8 @@ class Speculating:
         vars(self._model)["_get_candidate_generator"] = self._generator_of
 
     def remove(self) -> None:
-        """Undo :meth:`attach`; frees the draft model."""
-        self._arguments, self._inside = {}, threading.local()
+        """Undo :meth:`attach`; frees the draft model, or the heads."""
+        self._arguments, self._inside, self._heads = {}, threading.local(), None
         vars(self._model).pop("_get_candidate_generator", None)
         if vars(self._model).get("generate") is not self._attached:
             return
@@ -103,13 +122,7 @@ class Speculating:
         return self._counts
 
     def _with_draft(self, folder: Path, device: torch.device) -> dict[str, Any]:
-        shows_progress = is_progress_bar_enabled()
-        disable_progress_bar()  # type: ignore[no-untyped-call]
-        try:
-            draft: Any = AutoModelForCausalLM.from_pretrained(folder, dtype="auto")
-        finally:
-            if shows_progress:
-                enable_progress_bar()  # type: ignore[no-untyped-call]
+        draft: Any = AutoModelForCausalLM.from_pretrained(folder, dtype="auto")
         draft.to(device).eval()
         config = draft.generation_config
         config.num_assistant_tokens, config.num_assistant_tokens_schedule = self._guesses, "constant"
@@ -131,6 +144,12 @@ class Speculating:
     def _generator_of(self, **given: Any) -> Any:
         """What makes the guesses of a call of ``generate``; transformers asks for it."""
         draft, config = given["assistant_model"], given["generation_config"]
+        if self._heads is not None and config.use_mtp:
+            made = copy.copy(self._heads)
+            made.mtp_cache, made.do_sample = copy.deepcopy(made.mtp_cache), config.do_sample  # the cache is empty
+            # transformers 5.17 ends guesses at the token for the end; later ones do not read it.
+            made.logits_processor, made.eos_token_id = given["logits_processor"], config._eos_token_tensor
+            return made
         is_ours = self._graphs and draft is not None and draft is self._arguments.get("assistant_model")
         mask = given["model_kwargs"].get("attention_mask")
         is_padded = mask is not None and not mask.all()
@@ -179,6 +198,10 @@ class Speculating:
             return f"the call asks for {mode.value.replace('_', ' ')}"
         if prompt is not None and prompt.shape[0] * (config.num_return_sequences or 1) > 1:
             return "one sequence at a time can be speculated"
+        if self._heads is not None and (config.output_hidden_states or kwargs.get("inputs_embeds") is not None):
+            return (
+                "heads (mtp) read the tokens and hidden states of the prompt, not inputs_embeds or output_hidden_states"
+            )
         if config.use_cache is False or config.cache_implementation not in (None, "dynamic"):
             return "it needs a cache that grows (use_cache, cache_implementation)"
         return None
@@ -244,6 +267,44 @@ class _CapturedDraft(CandidateGenerator):
                 warn_user(f"the draft guesses eagerly, without CUDA graphs: {str(error).splitlines()[0]}")
                 self._step = lambda inputs: self._forward(**inputs)
         return self._step(inputs)
+
+
+def heads_cost(context: PlanContext, model: Any) -> DraftCost:
+    """Of the heads of multi-token prediction of ``model``, which ``context`` plans.
+
+    Raises:
+        OptionError: it has none that transformers runs, or its files have none.
+    """
+    target, at = context.target, context.request.expected.context
+    heads = _meta_heads(model, () if context.weights is None else context.weights.checkpoint.tensors)
+    count, num_bytes = len(heads.layers), sum(parameter.nbytes for parameter in heads.layers.parameters())
+    with torch.device("meta"), meta_device_safe_creation_ops():
+        twin = type(model.get_decoder())._from_config(heads.config, dtype=model.dtype)  # its cache is like theirs
+    del heads.layers[1:]  # a guess takes one, and the output head
+    planner = make_planner(take_inventory(heads), profile_of(twin, at), target.device, rates=target.rates)
+    guess = planner.forecast(assemble(planner.inventory, [], 0, "cpu"), 1, at)
+    return DraftCost(num_bytes + planner.profile.workload_bytes(1, at), guess.step_s, count)
+
+
+def _meta_heads(model: Any, names: Collection[str] = ()) -> Any:
+    """The heads of ``model`` on ``meta``, with its embedding and output head in them; ``names``: of file tensors."""
+    try:
+        if getattr(model.config, "quantization_config", None) is not None:
+            raise ValueError("it is quantised, and the heads would be read without their scales")
+        with torch.device("meta"), meta_device_safe_creation_ops():
+            heads: Any = MtpModel(model, model.config.get_text_config(decoder=True).num_mtp_layers)
+        if not len(heads.layers) or heads.embed_tokens is not model.get_input_embeddings():
+            raise ValueError("num_mtp_layers is 0, or the heads would copy the embedding")
+        find = getattr(heads, "get_mtp_weights_regex", None)  # 5.17 does not say it before it loads them
+        if names and find is not None and not any(map(find(model).search, names)):
+            raise ValueError(f"no tensor in its files is named like {find(model).pattern}")
+    except Exception as error:  # the code of any model
+        raise OptionError(
+            f"speculate: expected heads of multi-token prediction (mtp) that transformers {transformers.__version__} "
+            f"runs beside an offload, found {type(model).__name__} without: {error}; use lookup or a draft"
+        ) from error
+    heads.layers.to(model.dtype)
+    return heads
 
 
 def _tokenizer(folder: Any) -> Any:
