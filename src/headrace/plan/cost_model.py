@@ -79,9 +79,11 @@ CACHED_LAYER_S = 17e-6
 # bitsandbytes stores two weights a byte, in one column. A byte of them takes the kernel for one row as long as so many
 # of 16 bits (Llama-3.3-70B, 43.3 ms a token: docs/benchmarks/2026-11-25-card-24gb-h100.md).
 PACKED_BYTE = 2.4
-# Between two tokens of ``generate``, which chooses one: 1.1 to 1.7 ms without compute (table `card-between` there).
-# Copies go on meanwhile.
-BETWEEN_TOKENS_S = 1.2e-3
+# It computes more than it reads: an H200, with 1.4 times the memory rate, takes 42.4 ms, as long as that H100.
+PACKED_S_PER_BYTE = 0.95e-12
+# Between two tokens of ``generate``, which chooses one, without compute: 1.1 to 1.7 ms on the host of an H100 (table
+# `card-between` there), less than 0.3 on that of an H200 (2026-11-26-generate-h200.md). Copies go on meanwhile.
+BETWEEN_TOKENS_S = 0.8e-3
 # A counted kernel in units of ``kernel_s``. It depends on the one before, and a static cache and masks have some more.
 # Fitted to resident steps in graphs of Qwen3-8B and Qwen3-30B-A3B: with math attention on an H200 9.26 and 12.35 ms
 # (predicted 9.2 and 11.8); on an H100 Qwen3-8B takes 9.63 ms of graph and 11.3 ms a token in ``generate`` (10.8).
@@ -386,7 +388,7 @@ def storage_cost(storage: StorageInfo, experts: int, rows: int, rates: Rates, pr
     resident_s = touched * resident(rows_each) if len(shape) > 1 else 0.0
     if shape[1:] == (1,):  # for more rows than one, every weight is written and read in 16 bits
         many_s = 4 * resident_s + 5 * touched / rates.device_bytes_per_s
-        resident_s = PACKED_BYTE * resident_s if rows == 1 else many_s
+        resident_s = max(PACKED_BYTE * resident_s, PACKED_S_PER_BYTE * touched) if rows == 1 else many_s
     if experts > 1 and profile.kernels_per_step is not None and not storage.modules.isdisjoint(profile.row_readers):
         # Decoding in `batched_mm` copies the experts of each row first. No more than all of them are counted: many rows
         # may be those of a prompt, which runs without.
