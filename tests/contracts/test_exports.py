@@ -28,9 +28,9 @@ PUBLIC = [
 
 # Of docs/architecture.md, left to right: a room imports from rooms to its left, and from its own.
 ROOMS = [
-    ("errors",), ("formatting", "codec"), ("config",), ("flags",), ("stats", "ranks"), ("memory",), ("model",),
-    ("plan",), ("checkpoint",), ("stores",), ("experts",), ("transfer",), ("runtime",), ("offloaders",), ("api",),
-    ("graphs",), ("adapters", "testing"), ("planning",), ("serving",), ("cli",), ("__main__",),
+    ("errors",), ("formatting", "codec"), ("config",), ("flags",), ("stats", "ranks"), ("memory",), ("coding",),
+    ("model",), ("plan",), ("checkpoint",), ("stores",), ("experts",), ("transfer",), ("runtime",), ("offloaders",),
+    ("api",), ("graphs",), ("adapters", "testing"), ("planning",), ("serving",), ("cli",), ("__main__",),
 ]  # fmt: skip
 RANK = {room: rank for rank, rooms in enumerate(ROOMS) for room in rooms}
 
