@@ -26,6 +26,7 @@ __all__ = [
     "VARIABLES",
     "Budget",
     "Check",
+    "Codec",
     "Mechanism",
     "Mode",
     "OffloadConfig",
@@ -39,6 +40,7 @@ __all__ = [
     "cache_disabled",
     "cache_folder",
     "check_pattern",
+    "codec",
     "count",
     "debug_enabled",
     "instead_of",
@@ -58,8 +60,11 @@ __all__ = [
 ALL_MODEL_PARAMS = "ALL_MODEL_PARAMS"
 
 Mode = Literal["cpu", "shm_cpu", "sharded_cpu", "disk", "sharded_gpu", "meta"]
-# Where a unit is stored: in a store, or beside host memory on a peer, which is another GPU of this process.
-StoreKind = Literal[Mode, "peer"]
+# How what is prefetched from host memory is coded there and on the link.
+Codec = Literal["none", "exp4", "auto"]
+# Where a unit is stored: in a store, or beside host memory on a peer, which is another GPU of this process; "exp4": in
+# host memory in this code.
+StoreKind = Literal[Mode, "peer", "exp4"]
 # Stores of which each rank of a group keeps a part, and all stores that need a group.
 SHARDED_MODES: tuple[Mode, ...] = ("sharded_cpu", "sharded_gpu")
 # Stores whose bytes are host memory; those of shm_cpu exist once for all ranks of a host.
@@ -212,6 +217,7 @@ def _workload(name: str, value: Any) -> Workload:
 
 
 _mode = one_of(get_args(Mode))
+codec = one_of(get_args(Codec))
 
 
 def _check(policy: object, **checks: Check) -> None:
@@ -220,6 +226,15 @@ def _check(policy: object, **checks: Check) -> None:
         value = getattr(policy, name)
         if value is not None or vars(type(policy)).get(name, ...) is not None:  # a dataclass keeps its defaults there
             object.__setattr__(policy, name, check(name, value))
+
+
+def _check_codec(policy: Prefetch | Budget | Rules) -> None:
+    _check(policy, codec=codec if isinstance(policy, Budget) else one_of(["none", "exp4"], " without a budget"))
+    if policy.codec == "exp4" and policy.mode not in (None, "cpu"):
+        raise OptionError(
+            f"codec {policy.codec!r}: expected mode 'cpu', since what is in host memory is coded, found "
+            f"{policy.mode!r}; leave one of the two out (--offload-codec, --offload-mode)"
+        )
 
 
 # -- words of other libraries ------------------------------------------------------------------------------------------
@@ -267,6 +282,8 @@ class Prefetch:
         params: name patterns (:mod:`headrace.model.patterns`) that narrow what is offloaded inside those layers; empty
             means every parameter of 64 KiB or more.
         mode: the store (``--offload-mode``).
+        codec: ``"exp4"``: units of bf16 are coded in three quarters of their bytes, in host memory and on the link, and
+            decoded on the device; lossless (``--offload-codec``).
     """
 
     group_size: int = 1
@@ -274,9 +291,11 @@ class Prefetch:
     prefetch_step: int = 1
     params: Sequence[str] = ()
     mode: Mode = "cpu"
+    codec: Codec = "none"
 
     def __post_init__(self) -> None:
         _check(self, group_size=count, num_in_group=count, prefetch_step=count, params=names, mode=_mode)
+        _check_codec(self)
         if self.num_in_group > self.group_size:
             raise OptionError(
                 f"num_in_group = {self.num_in_group} is larger than group_size = {self.group_size}: of a group of "
@@ -349,6 +368,7 @@ class Budget:
             memory does: of the next one that the device can address (``--peer-memory``).
         expert_slots: experts of each layer that the device holds of what a rule says to cache; ``None``: as many as
             there is room for (``--expert-slots``).
+        codec: as for :class:`Prefetch`; ``"auto"``: where the step is predicted to be faster with it.
     """
 
     device_memory: str | int
@@ -359,8 +379,10 @@ class Budget:
     host_memory: str | int | None = None
     expert_slots: int | None = None
     peer_memory: str | int | None = None
+    codec: Codec = "none"
 
     def __post_init__(self) -> None:
+        _check_codec(self)
         _check(self, device_memory=size_or_auto, host_memory=size, peer_memory=size, params=names, mode=_mode)
         _check(self, rules=rules, workload=_workload, expert_slots=count)
         if self.device_memory == AUTO and not self.workload.context:
@@ -393,14 +415,17 @@ class Rules:
         prefetch_step: how many units ahead the copies run = number of slots (``--offload-prefetch-step``).
         mode: the store (``--offload-mode``).
         expert_slots: experts of each layer that the device holds of what a rule says to cache (``--expert-slots``).
+        codec: as for :class:`Prefetch`.
     """
 
     rules: Sequence[Rule]
     prefetch_step: int = 2
     mode: Mode = "cpu"
     expert_slots: int | None = None
+    codec: Codec = "none"
 
     def __post_init__(self) -> None:
+        _check_codec(self)
         _check(self, rules=rules, prefetch_step=count, mode=_mode, expert_slots=count)
         if not self.rules:
             raise OptionError('rules: expected at least one, e.g. [("experts", "uva")]')

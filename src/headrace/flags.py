@@ -29,6 +29,7 @@ from headrace.config import (
     Rules,
     Workload,
     check_pattern,
+    codec,
     count,
     names,
     one_of,
@@ -61,7 +62,7 @@ _OFF_BY_ZERO = ("cpu_offload_gb", "offload_group_size")
 _ASKING = ("device_memory", "offload_group_size", *_UVA, "offload_rule")
 _SHAPING = (
     "batch", "context", "host_memory", "peer_memory", "offload_backend", *_PREFETCH[1:], "offload_params",
-    "expert_slots", "offload_mode",
+    "expert_slots", "offload_mode", "offload_codec",
 )  # fmt: skip
 # Flags that have no effect without one of others.
 _NEEDS: Mapping[str, Sequence[str]] = {
@@ -70,6 +71,7 @@ _NEEDS: Mapping[str, Sequence[str]] = {
     "offload_prefetch_step": ("offload_group_size", "offload_rule"),
     "offload_params": ("device_memory", "offload_group_size"),
     "expert_slots": ("device_memory", "offload_rule"),
+    "offload_codec": ("device_memory", "offload_group_size", "offload_rule"),
     **dict.fromkeys(("offload_mode", "measure_stalls"), _ASKING),
 }
 # On the command line rules, and names for reads in place, need no other flag; in engines they do.
@@ -77,6 +79,7 @@ _ENGINE_NEEDS = {
     **_NEEDS,
     "offload_rule": ("device_memory",),
     "expert_slots": ("offload_rule",),
+    "offload_codec": ("device_memory", "offload_group_size"),
     "offload_prefetch_step": ("offload_group_size",),
     "cpu_offload_params": ("cpu_offload_gb",),
     **dict.fromkeys(("offload_mode", "measure_stalls"), (*_ASKING[:2], "cpu_offload_gb")),
@@ -252,6 +255,12 @@ class OffloadFlags:
         "Where offloaded weights are stored: cpu, disk (default on a CPU), meta (nowhere; plan only); under torchrun "
         "shm_cpu, sharded_cpu or sharded_gpu. Default on a GPU: cpu, and disk for what does not fit there.",
     )
+    offload_codec: str | None = row(
+        "NAME",
+        "exp4: bf16 that is prefetched crosses the link in three quarters of its bytes; none (default); auto (with "
+        "--device-memory): where a step is faster with it.",
+        codec,
+    )
     device: str | None = row("NAME", "Where compute runs: cpu or cuda (default cuda where there is one).")
     plan: Path | None = row("FILE", "Use the plan that `headrace plan MODEL ... --save FILE` wrote.")
     disk_direct: bool = row("", "Read files past the page cache (O_DIRECT).", off=False)
@@ -280,7 +289,7 @@ class OffloadFlags:
         given = {name: surface.check_of(name)(surface.name_of(name), getattr(self, name)) for name in self._given()}
         self._check_combination(surface)
         mode: Mode = given.get("offload_mode", default_mode)
-        params = given.get("offload_params", ())
+        params, coding = given.get("offload_params", ()), given.get("offload_codec", "none")
         if "device_memory" in given:
             return Budget(
                 given["device_memory"],
@@ -291,6 +300,7 @@ class OffloadFlags:
                 given.get("host_memory"),
                 given.get("expert_slots"),
                 given.get("peer_memory"),
+                coding,
             )
         if rules := given.get("offload_rule"):
             if "offload_prefetch_step" in given and all(mechanism != "prefetch" for _, mechanism in rules):
@@ -298,10 +308,10 @@ class OffloadFlags:
                 raise OptionError(
                     f"{name} has no effect without a rule that says prefetch: add one, or leave {name} out"
                 )
-            return Rules(rules, given.get("offload_prefetch_step", 2), mode, given.get("expert_slots"))
+            return Rules(rules, given.get("offload_prefetch_step", 2), mode, given.get("expert_slots"), coding)
         if "offload_group_size" in given:
             num_in_group, step = given.get("offload_num_in_group", 1), given.get("offload_prefetch_step", 1)
-            return Prefetch(given["offload_group_size"], num_in_group, step, params, mode)
+            return Prefetch(given["offload_group_size"], num_in_group, step, params, mode, coding)
         if given.keys() & {*_UVA}:
             return UVA(given.get("cpu_offload_gb"), given.get("cpu_offload_params", ()), mode)
         return None
@@ -388,7 +398,12 @@ class EngineKeys:
     @property
     def flag_of_key(self) -> dict[str, str]:
         """The field of :class:`OffloadFlags` of each shared key."""
-        renamed = {"params": "offload_params", "rules": "offload_rule", "mode": "offload_mode"}
+        renamed = {
+            "params": "offload_params",
+            "rules": "offload_rule",
+            "mode": "offload_mode",
+            "codec": "offload_codec",
+        }
         return {key: renamed.get(key, key) for key in self.shared}
 
     @property

@@ -68,6 +68,19 @@ def test_outputs_are_the_same_and_bytes_move(flags: dict[str, Any], own: dict[st
     assert any(line.startswith("info: headrace: ") for line in vllm.state.logger.lines)
 
 
+@RUNNERS
+def test_coded_units_give_the_same_outputs(second: bool) -> None:
+    torch.set_default_dtype(torch.bfloat16)
+    try:
+        plain, worker = vllm_workers.resident(), loaded(GROUP, {"codec": "exp4"}, second=second)
+        require_same_outputs(worker, plain)
+    finally:
+        torch.set_default_dtype(torch.float32)
+    stats = worker.headrace_stats()
+    assert {unit.store for unit in worker._offloader.plan.units} == {"exp4"}
+    assert 0 < stats["bytes_moved"] < 0.8 * stats["copies"] * stats["prefetched_bytes"] / stats["num_units"]
+
+
 @pytest.mark.parametrize(
     ("version", "second", "num_calls"), [("0.33.0", True, 3), ("0.33.0", False, 3), ("0.27.0", True, 2)]
 )

@@ -16,8 +16,8 @@ TINY = ModelSize(hidden=128, intermediate=384, layers=4, heads=4, key_value_head
 OFFLOAD_FLAGS = [
     "--device-memory", "--batch", "--context", "--host-memory", "--peer-memory", "--offload-backend",
     "--cpu-offload-gb", "--cpu-offload-params", "--offload-group-size", "--offload-num-in-group",
-    "--offload-prefetch-step", "--offload-params", "--offload-rule", "--expert-slots", "--offload-mode", "--device",
-    "--plan", "--disk-direct", "--disk-drop-cache",
+    "--offload-prefetch-step", "--offload-params", "--offload-rule", "--expert-slots", "--offload-mode",
+    "--offload-codec", "--device", "--plan", "--disk-direct", "--disk-drop-cache",
 ]  # fmt: skip
 
 

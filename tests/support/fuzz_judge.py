@@ -45,6 +45,7 @@ class PolicySpec:
     mode: str | None = "cpu"
     peer: float = 0.0
     expert_slots: int | None = None
+    codec: str = "none"
 
     def and_fallbacks(self) -> list[PolicySpec]:
         """This one, and what to try when it is refused, so that few cases end there."""
@@ -57,19 +58,23 @@ class PolicySpec:
         size = max(int(num_bytes * self.share), 1)
         if self.kind == "prefetch":
             return headrace.Prefetch(
-                self.group_size, self.num_in_group, self.prefetch_step, list(self.params), self.mode or "cpu"
+                self.group_size,
+                self.num_in_group,
+                self.prefetch_step,
+                list(self.params),
+                self.mode or "cpu",
+                self.codec,
             )
         if self.kind == "uva":
             return headrace.UVA(size if self.share < 1 else None, list(self.params), self.mode or "cpu")
         if self.kind == "rules":
             return headrace.Rules(
-                list(self.rules), self.prefetch_step, self.mode or "cpu", expert_slots=self.expert_slots
+                list(self.rules), self.prefetch_step, self.mode or "cpu", self.expert_slots, self.codec
             )
-        if not (self.mode or self.params):
+        if not (self.mode or self.params or self.codec != "none"):
             return size
-        return headrace.Budget(
-            size, list(self.params), self.mode, peer_memory=int(num_bytes * self.peer) if self.peer else None
-        )
+        peer = int(num_bytes * self.peer) if self.peer else None
+        return headrace.Budget(size, list(self.params), self.mode, peer_memory=peer, codec=self.codec)
 
 
 @dataclass(frozen=True)

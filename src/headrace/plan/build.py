@@ -36,10 +36,11 @@ from headrace.plan.cost_model import (
     Forecast,
     Forecaster,
     Rates,
+    coded_rates,
     experts_in,
     split_rates,
 )
-from headrace.plan.plan import Plan, assemble
+from headrace.plan.plan import Plan, assemble, with_code
 from headrace.plan.report import CachePoint, PlanPrediction, WorkloadBytes
 from headrace.plan.traces import ExpertHits, FixedHits
 from headrace.plan.units import (
@@ -115,6 +116,8 @@ class Planner:
             OptionError: the workload's context is longer than the model allows; slots for experts, and none is cached.
         """
         storages = self.inventory.storages
+        if isinstance(policy, Budget) and policy.codec == "auto":
+            return self._faster_codec(policy, movable, forced)
         if isinstance(policy, Budget):
             table = self.candidates(policy, movable, forced)
             made = replace(solve(table, policy), context=policy.workload.context)
@@ -144,7 +147,25 @@ class Planner:
             refused = self._refused(policy.mode)
             uva = read_in_place(self.inventory, self._movable(policy, movable), policy.limit_bytes, refused)
             made = assemble(self.inventory, [], 0, policy.mode, uva=uva)
-        return replace(made, num_ranks=self.num_ranks)
+        made = replace(made, num_ranks=self.num_ranks)
+        return made if isinstance(policy, UVA) or policy.codec == "none" else with_code(made, self.inventory)
+
+    def _faster_codec(
+        self, budget: Budget, movable: Collection[str] | None, forced: Mapping[str, Mechanism] | None
+    ) -> Plan:
+        """The plan with a codec where that is predicted to be faster, else the one without."""
+        plain = self.plan(replace(budget, codec="none"), movable, forced)
+        on_link = plain.moved_units and plain.mode == "cpu" and not plain.staged_units
+        if not on_link or self.rates.copies_take_cores:  # a CPU decodes more slowly than it copies
+            return plain
+        try:
+            coded = self.plan(replace(budget, codec="exp4"), movable, forced)
+        except (BudgetError, OptionError):
+            return plain
+        work = budget.workload
+        plans = [[self.forecast(p, rows, work.context).step_s for rows in work.batch_sizes] for p in (plain, coded)]
+        plain_s, coded_s = mean_log(np.array(plans).T)
+        return coded if coded_s < plain_s else plain
 
     def _movable(self, policy: Budget | Prefetch | UVA, names: Collection[str] | None = None) -> list[StorageInfo]:
         """The storages that ``policy`` (or ``names``) selects and that its store can hold."""
@@ -185,7 +206,7 @@ class Planner:
         if names is not None or forced:
             return self._make_table(budget, names, forced)
         # Candidates do not depend on the sizes of device and host memory.
-        key = (budget.params, budget.mode, budget.rules, budget.workload, budget.expert_slots, budget.peer_memory)
+        key = replace(budget, device_memory=1, host_memory=None)
         if key not in self._tables:
             self._tables[key] = self._make_table(budget)
         return self._tables[key]
@@ -211,7 +232,7 @@ class Planner:
             self.inventory,
             [s for s in movable if s.name not in forced],
             forced,
-            split_rates(self.rates, mode, self.num_ranks),
+            coded_rates(self.rates) if budget.codec == "exp4" else split_rates(self.rates, mode, self.num_ranks),
             self.profile,
             # A GPU reads files in place only from pinned memory, so lookups alone save any.
             zero_copy=self.zero_copy and has_bytes and mode != "disk",
@@ -222,7 +243,7 @@ class Planner:
             context=workload.context,
             ranks_on_device=self.num_ranks if mode == "sharded_gpu" else None,
             mode=mode,
-            spill=self.spill if budget.mode is None and mode == "cpu" else None,
+            spill=self.spill if budget.mode is None and mode == "cpu" and budget.codec == "none" else None,
             cacheable=self.cacheable if mode == "cpu" else (),
             expert_slots=budget.expert_slots,
             hits=self.hits,
@@ -243,7 +264,8 @@ class Planner:
 
     def _forecaster(self, plan: Plan, rows: int, context: int, hits: ExpertHits | FixedHits) -> Forecaster:
         """Of plans with the stores of ``plan``."""
-        rates = split_rates(self.rates, plan.mode, plan.num_ranks)
+        is_coded = any(unit.store == "exp4" for unit in plan.units)
+        rates = coded_rates(self.rates) if is_coded else split_rates(self.rates, plan.mode, plan.num_ranks)
         stored_bytes = self.stored_bytes if plan.mode == "disk" else {}
         return Forecaster(self.inventory, rates, self.profile, rows, context, stored_bytes, hits)
 
@@ -476,8 +498,10 @@ def _too_small(table: CandidateTable, budget: Budget) -> BudgetError:
     cache, smaller = "", ""
     if beside:
         largest = f"batch {max(work.batch_sizes)} at {work.context} tokens"
-        cache = f", {format_size(beside)} of it for the cache and activations of {largest}"
-        smaller = _smaller_workload(table, budget, least - beside)
+        coding = "code that is decoded" if budget.codec != "none" else ""
+        what = " and ".join(filter(None, (coding, f"the cache and activations of {largest}" if work.context else "")))
+        cache = f", {format_size(beside)} of it for {what}"
+        smaller = _smaller_workload(table, budget, least - beside) if work.context else ""
     return BudgetError(
         f"a budget of {given} ({budget.num_bytes} bytes) is too small: this model's weights are "
         f"{format_size(table.inventory.num_bytes)} and with {most} headrace still needs {format_size(least)} ({least} "

@@ -35,6 +35,7 @@ from typing import NamedTuple
 import numpy as np
 import numpy.typing as npt
 
+from headrace.coding.layout import PIECE_BYTES, coded_bytes
 from headrace.config import HOST_MODES, Budget, Mechanism, Mode, StoreKind
 from headrace.model.layers import find_layers
 from headrace.model.records import Inventory, ModelProfile, StorageInfo
@@ -218,8 +219,12 @@ class CandidateTable:
         return budget.host_limit_bytes
 
     def reserved_bytes(self, budget: Budget) -> int:
-        """Device memory that the workload takes beside the weights."""
-        return self.profile.workload_bytes(max(budget.workload.batch_sizes), budget.workload.context)
+        """Device memory that the workload takes beside the weights, and code of units at most."""
+        workload_bytes = self.profile.workload_bytes(max(budget.workload.batch_sizes), budget.workload.context)
+        if budget.codec == "none":
+            return workload_bytes
+        largest = max((slab_bytes(s.num_bytes for s, _ in stage.storages) for stage in self.stages), default=0)
+        return workload_bytes + MAX_SLOTS * coded_bytes(min(largest, 2 * PIECE_BYTES))
 
     @cached_property
     def families(self) -> list[Family]:

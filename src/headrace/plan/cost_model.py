@@ -61,8 +61,8 @@ from headrace.plan.traces import ExpertHits, FixedHits
 
 __all__ = [
     "NOMINAL_CPU", "NOMINAL_GPU", "Bools", "Bound", "Curve", "Floats", "Forecast", "Forecaster", "Ints", "Rates",
-    "Stage", "StageTimes", "StepModel", "StorageCost", "cached_cost", "experts_in", "find_stages", "nominal_rates",
-    "split_rates", "stages_compute_s", "step_s", "storage_cost",
+    "Stage", "StageTimes", "StepModel", "StorageCost", "cached_cost", "coded_rates", "experts_in", "find_stages",
+    "nominal_rates", "split_rates", "stages_compute_s", "step_s", "storage_cost",
 ]  # fmt: skip
 
 Floats = npt.NDArray[np.float64]
@@ -158,6 +158,8 @@ class Rates:
             number; ``None``: as fast as from one other device.
         fetch_bytes_per_s: of experts, by kernels that copy many at once into slots; ``None``: not known, and a budget
             caches no experts unless a rule says so.
+        coded_share: bytes on the link of a byte that is copied.
+        decode_s_per_byte: of compute, to decode a byte of a unit.
         copies_take_cores: a copy keeps the cores busy that compute needs (reading out of a CPU's page cache).
         is_measured: false for nominal rates, where no probe was run.
     """
@@ -176,6 +178,8 @@ class Rates:
     peer_bytes_per_s: Curve | None = None
     gather_bytes_per_s: Curve | None = None
     fetch_bytes_per_s: float | None = None
+    coded_share: float = 1.0
+    decode_s_per_byte: float = 0.0
 
     @property
     def file_s_per_byte(self) -> float:
@@ -290,6 +294,19 @@ def split_rates(rates: Rates, mode: Mode, num_ranks: int) -> Rates:
     sizes |= {size * num_ranks / (num_ranks - 1) for size, _ in peer.points}
     seconds = {size: _split_unit_s(rates, peer, mode, size / num_ranks, num_ranks) for size in sorted(sizes)}
     return replace(rates, copy_bytes_per_s=Curve(tuple((size, size / unit_s) for size, unit_s in seconds.items())))
+
+
+# Bytes that decoding reads and writes for a byte of weights, and its share of the rate of elementwise kernels: it runs
+# beside compute (an H200 decodes 1.8 TB/s of weights).
+_DECODED_BYTES, _DECODING_SHARE = 1.75, 0.8
+_CODED_SHARE = 0.75
+
+
+def coded_rates(rates: Rates) -> Rates:
+    """``rates`` whose ``copy_bytes_per_s`` is that of units in the code ``exp4``, by bytes of a unit."""
+    points = tuple((size / _CODED_SHARE, rate / _CODED_SHARE) for size, rate in rates.copy_bytes_per_s.points)
+    decode_s = _DECODED_BYTES / (_DECODING_SHARE * rates.device_bytes_per_s)
+    return replace(rates, copy_bytes_per_s=Curve(points), coded_share=_CODED_SHARE, decode_s_per_byte=decode_s)
 
 
 def _split_unit_s(rates: Rates, peer: Curve, mode: Mode, part: float, num_ranks: int) -> float:
@@ -520,7 +537,8 @@ class StepModel:
             size = sizes.get(stage.module_fqn, none)
             copy_s = rates.copies_s(size, on_peer.get(stage.module_fqn)) if size.any() else none
             disk_s = size * in_files.get(stage.module_fqn, False) * rates.file_s_per_byte
-            stages.append(StageTimes(resident_s + extra_s, link_s, copy_s, disk_s))
+            decode_s = size * rates.decode_s_per_byte
+            stages.append(StageTimes(resident_s + extra_s + decode_s, link_s, copy_s, disk_s))
         reads_files = any(stage.disk_s.any() for stage in stages)
         ring_s = RING_BYTES * rates.file_s_per_byte if reads_files else 0.0
         return step_s(stages, num_slots, num_units, rates.copies_take_cores, ring_s)
@@ -744,4 +762,5 @@ class Forecaster:
 
     def _bytes_of(self, unit: Unit) -> float:
         """Bytes that are read for a transfer of ``unit``."""
-        return float(sum(self._stored_bytes.get(entry.storage, entry.num_bytes) for entry in unit.entries))
+        num_bytes = sum(self._stored_bytes.get(entry.storage, entry.num_bytes) for entry in unit.entries)
+        return num_bytes if unit.store == "exp4" else num_bytes / self._rates.coded_share

@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from headrace.codec import FormatError, Positive, decode, encode, parse, read_file, require, write_file
+from headrace.coding.layout import coded_bytes, cut_pieces
 from headrace.config import Mechanism, Mode, StoreKind
 from headrace.errors import OptionError, OptionTypeError, PlanFileError
 from headrace.formatting import format_size, listed, pluralize
@@ -34,8 +35,10 @@ __all__ = [
     "UnitDraft",
     "assemble",
     "equal_chunk_bytes",
+    "is_codable",
     "show",
     "slab_bytes",
+    "with_code",
 ]
 
 # Large enough for every vector load and for tensor-map descriptors; matrix kernels may pick another summation order
@@ -47,7 +50,7 @@ SLAB_ALIGNMENT_BYTES = 256
 CHUNK_BYTES = 8 << 20
 
 # Stores of units in a plan of mode ``cpu``, beside host memory.
-_BESIDE_HOST: tuple[StoreKind, ...] = ("disk", "peer")
+_BESIDE_HOST: tuple[StoreKind, ...] = ("disk", "peer", "exp4")
 
 # Of :meth:`Plan.to_json`, and so of plan files. Raise it with any change of a key or of its meaning.
 SCHEMA_VERSION = 6
@@ -117,6 +120,11 @@ class Unit:
     def payload_bytes(self) -> int:
         """Bytes that one transfer copies, alignment gaps not included."""
         return sum(entry.num_bytes for entry in self.entries)
+
+    @property
+    def link_bytes(self) -> int:
+        """The same, coded: without patches."""
+        return coded_bytes(self.num_bytes) if self.store == "exp4" else self.payload_bytes
 
 
 class Placement(NamedTuple):
@@ -206,7 +214,7 @@ class Plan:
     @property
     def moved_bytes(self) -> int:
         """Bytes copied by one forward that runs every unit once, in order."""
-        return sum(unit.payload_bytes for unit in self.moved_units)
+        return sum(unit.link_bytes for unit in self.moved_units)
 
     @property
     def read_bytes(self) -> int:
@@ -240,10 +248,20 @@ class Plan:
 
     @property
     def device_bytes(self) -> int:
-        """Device memory for weights: residents, slots and cached experts, and for ``sharded_gpu`` this rank's part of
-        the units."""
+        """Device memory for weights: residents, slots with code, cached experts, for ``sharded_gpu`` a part of the
+        units."""
         parts = self.part_bytes if self.mode == "sharded_gpu" else 0
-        return self.resident_bytes + sum(self.slot_bytes) + self.cache_bytes + parts
+        return self.resident_bytes + sum(self.slot_bytes) + self.cache_bytes + parts + self.decoding_bytes
+
+    @property
+    def decoding_bytes(self) -> int:
+        """Device memory for code before it is decoded: two pieces of each slot."""
+        largest: dict[int, int] = {}
+        for unit in self.units:
+            if unit.store == "exp4":
+                pieces = [coded_bytes(size) for _, size in cut_pieces(unit.num_bytes)]
+                largest[unit.slot] = max(largest.get(unit.slot, 0), sum(pieces[:2]))
+        return sum(largest.values())
 
     @property
     def part_bytes(self) -> int:
@@ -268,9 +286,11 @@ class Plan:
         """
         beside = {"disk": self.spilled_bytes}
         beside["peer"] = sum(unit.payload_bytes for unit in self.units if unit.store == "peer")
-        on_device = {"resident": self.resident_bytes, "slots": sum(self.slot_bytes)}
+        code = [(unit.payload_bytes, unit.link_bytes) for unit in self.units if unit.store == "exp4"]
+        on_device = {"resident": self.resident_bytes, "slots": sum(self.slot_bytes) + self.decoding_bytes}
         on_device |= {"cache": self.cache_bytes} if self.cached else {}
-        main = self.offloaded_bytes - sum(beside.values())
+        main = self.offloaded_bytes - sum(beside.values()) - sum(payload for payload, _ in code)
+        beside["exp4"] = sum(link_bytes for _, link_bytes in code)
         return {**on_device, self.mode: main, **{name: size for name, size in beside.items() if size}}
 
     # -- storages ------------------------------------------------------------------------------------------------------
@@ -358,8 +378,12 @@ class Plan:
             if unit.store != self.mode and (self.mode != "cpu" or unit.store not in _BESIDE_HOST):
                 raise OptionError(
                     f"unit {unit.index} ({unit.module_fqn}) is stored in {unit.store!r}, and the plan has mode "
-                    f"{self.mode!r}; expected the store of the mode, or 'disk' or 'peer' in mode 'cpu'"
+                    f"{self.mode!r}; expected the store of the mode, or 'disk', 'peer' or 'exp4' in mode 'cpu'"
                 )
+            plain = [e.storage for e in unit.entries if not is_codable(inventory.by_name[e.storage])]
+            if unit.store == "exp4" and (plain or self.staged_units):
+                why = f"{plain[0]} is not bf16" if plain else "other units are stored in files"
+                raise OptionError(f"unit {unit.index} ({unit.module_fqn}) is coded in 'exp4', and {why}; {_REPLAN}")
 
     def _misplaced_units(self, inventory: Inventory) -> Iterator[str]:
         """Why units could be read before they are copied, or overwritten while they are read."""
@@ -453,8 +477,8 @@ class Plan:
         ``context``     tokens per sequence whose KV cache it leaves memory for, or 0
         ``num_slots``   slots, each of ``slot_bytes``
         ``units``       ``index``, ``module_fqn``, ``slot``, ``num_bytes``, ``store`` (as ``mode``; where that is
-                        ``cpu`` also ``disk``, or ``peer``: another GPU), and ``entries`` of ``storage``, ``offset``
-                        and ``num_bytes``
+                        ``cpu`` also ``disk``, ``peer``: another GPU, or ``exp4``: host memory in this code), and
+                        ``entries`` of ``storage``, ``offset`` and ``num_bytes``
         ``resident``    storage name -> bytes
         ``uva``         the same, of tensors that are read in place
         ``cached``      layers of experts: ``module_fqn``, ``num_experts``, ``num_slots``, ``storages`` (name -> bytes)
@@ -487,6 +511,35 @@ class Plan:
             "uva": dict(self.uva),
             "cached": encode(self.cached),
         }
+
+
+def is_codable(storage: StorageInfo) -> bool:
+    """Whether the code ``exp4`` has a form for it."""
+    return all(str(tensor.dtype) == "torch.bfloat16" for tensor in storage.tensors)
+
+
+def with_code(plan: Plan, inventory: Inventory) -> Plan:
+    """``plan`` with all units in host memory coded that are bf16.
+
+    Raises:
+        OptionError: there are none, or units are in files.
+    """
+    if plan.staged_units:
+        raise OptionError(
+            f"codec 'exp4': {len(plan.staged_units)} units are stored in files, from which nothing coded is read; give "
+            f"it more --host-memory, or leave the codec out (--offload-codec)"
+        )
+    units = tuple(
+        replace(unit, store="exp4")
+        if unit.store == "cpu" and all(is_codable(inventory.by_name[entry.storage]) for entry in unit.entries)
+        else unit
+        for unit in plan.units
+    )
+    if plan.offloaded_bytes and not any(unit.store == "exp4" for unit in units):
+        raise OptionError(
+            "codec 'exp4' has no effect: no unit in host memory has bf16 weights alone; leave it out (--offload-codec)"
+        )
+    return replace(plan, units=units)
 
 
 # -- layout ------------------------------------------------------------------------------------------------------------

@@ -50,6 +50,7 @@ _NUMBER = re.compile(r"(?:(?<=\.)|^)\d+(?=\.|$)")
 _STORE_NAMES: dict[StoreKind, str] = {
     "cpu": "host",
     "peer": "peer GPU",
+    "exp4": "host, coded",
     "shm_cpu": "host, shared",
     "disk": "file",
     "sharded_cpu": "host, sharded",
@@ -245,8 +246,8 @@ def titled_table(title: str, *columns: str) -> Table:
 
 def _places(plan: Plan) -> Table:
     """Bytes by store."""
-    on_peer = [_STORE_NAMES["peer"]] if plan.peer_bytes else []
-    stores = list(dict.fromkeys([*on_peer, "host", "file", _STORE_NAMES[plan.mode]]))
+    beside = [_STORE_NAMES[store] for store in ("peer", "exp4") if any(unit.store == store for unit in plan.units)]
+    stores = list(dict.fromkeys([*beside, "host", "file", _STORE_NAMES[plan.mode]]))
     unit = size_unit(plan.weight_bytes)
     table = titled_table(f"Memory, {unit}", "what", "count", "device", *stores)
     totals = dict.fromkeys(("device", *stores), 0)
@@ -260,10 +261,12 @@ def _places(plan: Plan) -> Table:
     staged = plan.reads_files and plan.made_for is not None and plan.made_for.device != "cpu"
     if plan.units:
         add("slots", pluralize(plan.num_slots, "slot"), "device", sum(plan.slot_bytes))
+        if plan.decoding_bytes:
+            add("code that is decoded", "", "device", plan.decoding_bytes)
         if staged:
             add("staging ring", "", "host", plan.ring_bytes)
         for store in sorted({unit.store for unit in plan.units}):  # cpu before disk before peer
-            sizes = [unit.payload_bytes for unit in plan.units if unit.store == store]
+            sizes = [unit.link_bytes for unit in plan.units if unit.store == store]
             add("prefetched", pluralize(len(sizes), "unit"), _STORE_NAMES[store], sum(sizes))
     if plan.uva:
         place = "host" if staged and plan.mode == "disk" else _STORE_NAMES[plan.mode]

@@ -21,7 +21,7 @@ from headrace.model.patterns import matching, select
 from headrace.model.records import Inventory, StorageInfo, common_prefix
 from headrace.model.semantic_groups import semantic_groups
 from headrace.plan.cached_experts import why_not_cached
-from headrace.plan.plan import Plan, UnitDraft, assemble, slab_bytes
+from headrace.plan.plan import Plan, UnitDraft, assemble, slab_bytes, with_code
 
 __all__ = [
     "TINY_BYTES",
@@ -277,7 +277,8 @@ def plan_group_rule(
     # The flag counts layers; with parts every layer's slot becomes one per part.
     num_slots = usable_slots(policy.prefetch_step, len(layers))
     units = split_by_part(inventory, layers) if by_part else layers
-    return assemble(inventory, units, num_slots * len(units) // max(1, len(layers)), policy.mode, uva=uva)
+    plan = assemble(inventory, units, num_slots * len(units) // max(1, len(layers)), policy.mode, uva=uva)
+    return plan if policy.codec == "none" else with_code(plan, inventory)
 
 
 def move_on_demand(inventory: Inventory, plan: Plan, num_slots: int = 1) -> Plan:

@@ -658,14 +658,19 @@ def needs_of(plan: Plan, *, on_gpu: bool, elsewhere: Collection[str] = (), on_me
     if not on_gpu:
         copied = on_meta if plan.mode == "cpu" else dict(_offloaded(plan)) if plan.mode == "shm_cpu" else ()
         stored = sum(
-            size for name, size in _offloaded(plan) if name in copied and plan.placements[name].store != "disk"
+            size
+            for name, size in _offloaded(plan)
+            if name in copied and plan.placements[name].store not in ("disk", "exp4")
         )
         if plan.mode in SHARDED_MODES:
             stored = plan.part_bytes  # copied, wherever the tensors lie
+        # Beside what the model came with, which is freed when all of it is coded.
+        stored += sum(unit.link_bytes for unit in plan.units if unit.store == "exp4")
         stored += plan.cache_bytes + sum(layer.host_bytes for layer in plan.cached)
         return Needs(host_bytes=slots + sum(moved) + stored)
     in_place = sum(slab_bytes([size]) for size in plan.uva.values())  # a GPU cannot address a mapped file
     units = sum(unit.num_bytes for unit in plan.units if unit.store in HOST_MODES) + plan.ring_bytes
+    units += sum(unit.link_bytes for unit in plan.units if unit.store == "exp4")
     pinned = units + in_place if plan.mode in (*HOST_MODES, "disk") else 0
     if plan.mode in SHARDED_MODES:
         pinned = plan.part_bytes if plan.mode == "sharded_cpu" else 0
@@ -673,7 +678,7 @@ def needs_of(plan: Plan, *, on_gpu: bool, elsewhere: Collection[str] = (), on_me
     pinned += sum(layer.host_bytes for layer in plan.cached)
     staging = max(moved, default=0)  # residents pass through host memory one at a time
     return Needs(
-        device_bytes=slots + slab_bytes(moved) + parts + plan.cache_bytes,
+        device_bytes=slots + slab_bytes(moved) + parts + plan.cache_bytes + plan.decoding_bytes,
         host_bytes=pinned + staging,
         pinned_bytes=0 if pin_memory_disabled() else pinned,
         peer_bytes=plan.peer_bytes,

@@ -434,7 +434,8 @@ class Prefetcher:
 
     def _count_copy(self, unit: int) -> None:
         self.stats[unit].copies += 1
-        self.stats[unit].bytes_moved += self._plan.units[unit].payload_bytes
+        coded_bytes = self._loads[unit].coded_bytes
+        self.stats[unit].bytes_moved += self._plan.units[unit].payload_bytes if coded_bytes is None else coded_bytes
 
     def _wait_measured(self, unit: int, slot: Slot) -> None:
         """Let compute wait for ``unit``, which its module needs now."""

@@ -60,6 +60,8 @@ _BUFFER_BYTES = BUFFER_BYTES + 4 * ALIGN_BYTES
 _LIVE_PIECE_BYTES = 2 << 20
 _LIVE_EXTRA_JOBS = 4
 _TRIM_BYTES = 32 << 20
+# Copied from a GPU before the host waits: what is coded takes memory until then.
+_DEVICE_RUN_BYTES = 1 << 30
 
 # A disk needs several requests at once, and a reader makes none while it copies out what it has read: on two cores
 # four readers reach twice the rate of two. From the page cache the rates are the same.
@@ -178,14 +180,15 @@ class WeightLoader:
         """Copy storages that are on a GPU into their destinations."""
         # Not through deliver(): the destinations are pinned, so one asynchronous copy each reaches the link's rate.
         names = [name for name in self._places if self.bound[name].home.type == "cuda"]
-        for name in names:
-            self._places[name].copy_(self.bound[name].original_bytes(), non_blocking=True)
-        for home in {self.bound[name].home for name in names}:
-            torch.cuda.synchronize(home)  # the host reads these bytes next, and no event orders it
-        for name in names:
-            self._on_progress(self.bound[name].info.num_bytes)
-            if name in self.destinations:
-                self.store.on_loaded(name)
+        for run in pack([self.bound[name].info.num_bytes for name in names], _DEVICE_RUN_BYTES):
+            for name in names[run.start : run.stop]:
+                self._places[name].copy_(self.bound[name].original_bytes(), non_blocking=True)
+            for home in {self.bound[name].home for name in names[run.start : run.stop]}:
+                torch.cuda.synchronize(home)  # the host reads these bytes next, and no event orders it
+            for name in names[run.start : run.stop]:
+                self._on_progress(self.bound[name].info.num_bytes)
+                if name in self.destinations:
+                    self.store.on_loaded(name)
 
     def _on_progress(self, num_bytes: int) -> None:
         self._done_bytes += num_bytes
@@ -198,7 +201,7 @@ class WeightLoader:
         if name not in self.destinations:
             return
         bound = self.bound[name]
-        if not bound.on_meta and self.store.takes_over:
+        if not bound.on_meta and self.store.takes_over(name):
             # Here and not after the pass, so that the model is never in memory twice.
             bound.point_at(self.destinations[name])
             bound.forget_original()

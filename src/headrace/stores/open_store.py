@@ -1,4 +1,4 @@
-"""Opens the store of a plan: one kind for each mode, and beside it those of cached experts and of a peer's units."""
+"""Opens the store of a plan: one kind for each mode; beside it those of cached experts, of a peer's, of coded units."""
 
 from __future__ import annotations
 
@@ -20,7 +20,8 @@ from headrace.errors import CheckpointError, OptionError
 from headrace.formatting import format_size
 from headrace.memory.pinned import CudaRegistrar, pinning_disabled, refuse_capture
 from headrace.model.live_tensors import BoundStorage, resident_rule, used_elsewhere
-from headrace.plan.plan import Plan
+from headrace.plan.plan import Plan, Unit
+from headrace.stores.coded_host import CodedStore
 from headrace.stores.expert_ranges import ExpertRanges
 from headrace.stores.peer import PeerStore, peer_memory
 from headrace.stores.pinned_host import open_pinned
@@ -97,6 +98,13 @@ def open_store(request: StoreRequest) -> OpenedStore:
             peer = PeerStore([unit for unit in plan.units if unit.store == "peer"], memory)
             store, on_peer = TwoStores(store, peer, peer.places), peer.places
             _log.info("%s stores %s of units", request.peer, format_size(plan.peer_bytes))
+        if coded_units := [unit for unit in plan.units if unit.store == "exp4"]:
+            coded = _coded_store(request, coded_units)
+            undo.callback(coded.close)
+            store = TwoStores(store, coded, coded.destinations)
+            on_host = ChainMap(
+                cast("dict[str, torch.Tensor]", coded.destinations), cast("dict[str, torch.Tensor]", on_host)
+            )
         undo.pop_all()
     return OpenedStore(store, on_host, on_peer, ranges)
 
@@ -105,12 +113,12 @@ def open_store(request: StoreRequest) -> OpenedStore:
 
 
 def _apart(request: StoreRequest) -> dict[str, BoundStorage]:
-    """What is offloaded, but for cached experts and units on a peer, which have stores of their own."""
+    """What is offloaded, but for cached experts and units on a peer or coded, which have stores of their own."""
     placements = request.plan.placements
     return {
         name: bound
         for name, bound in request.offloaded.items()
-        if placements[name].mechanism != "cache" and placements[name].store != "peer"
+        if placements[name].mechanism != "cache" and placements[name].store not in ("peer", "exp4")
     }
 
 
@@ -149,6 +157,17 @@ _OPENERS: dict[Mode, Callable[[StoreRequest, list[list[str]]], tuple[Store, _Hos
     "meta": lambda request, hosts: (MetaStore({n: b.info.num_bytes for n, b in _apart(request).items()}), {}),
     **dict.fromkeys(RANK_MODES, _open_for_ranks),
 }
+
+
+def _coded_store(request: StoreRequest, units: Sequence[Unit]) -> CodedStore:
+    offloaded = {entry.storage: request.bound[entry.storage] for unit in units for entry in unit.entries}
+    if kept := _kept_by_others(request.bound, {n: b for n, b in offloaded.items() if b.home == request.device}):
+        raise OptionError(
+            f"the memory of {kept[0]} (of {len(kept)} weights) has another user (an alias such as .detach() or a "
+            f"state_dict()), and its code is to replace it, so that a write there would be lost: drop it first (del), "
+            f"or use codec='none' (--offload-codec none)"
+        )
+    return CodedStore(units, request.device, _registrar(request.device))
 
 
 def _registrar(device: torch.device) -> CudaRegistrar | None:

@@ -14,7 +14,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
-from typing import ClassVar, NamedTuple
+from typing import NamedTuple
 
 import torch
 
@@ -77,8 +77,6 @@ class PinnedStore(Store):
         adopted: the storages that stay in the memory of the model.
         kept: the storages that stay in memory that was pinned before.
     """
-
-    takes_over: ClassVar[bool] = True
 
     def __init__(
         self,
@@ -184,6 +182,9 @@ class PinnedStore(Store):
                 populate_parallel(self._slabs[index].buffer, touch_threads())
                 self._register(index)
         self.finish()
+
+    def takes_over(self, storage: str) -> bool:
+        return True
 
     def adopts(self, storage: str) -> bool:
         return storage in self.adopted

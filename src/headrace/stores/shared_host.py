@@ -58,9 +58,6 @@ class SharedStore(PinnedStore):
         mine: the storages that this rank loads.
     """
 
-    # The tensors of a rank that fails must not be left in memory that other ranks can write to.
-    takes_over = False
-
     def __init__(
         self,
         units: Sequence[Unit],
@@ -90,6 +87,9 @@ class SharedStore(PinnedStore):
         sizes = {name: place.num_bytes for name, place in self._storages.items()}
         shares = share_out(sizes, len(host_ranks))
         self.mine: Collection[str] = frozenset(shares[host_ranks.index(ranks.rank)])
+
+    def takes_over(self, storage: str) -> bool:
+        return False  # tensors of a rank that fails must not be left in memory that other ranks can write to
 
     def _allocate(self, num_bytes: int) -> torch.Tensor:
         self._starts.append(self._end)

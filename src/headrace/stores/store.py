@@ -16,6 +16,7 @@ import torch
 
 from headrace.checkpoint.safetensors_header import FileFingerprint, FileTensor
 from headrace.checkpoint.weight_map import TensorSource, WeightMap
+from headrace.coding.exp4 import Piece
 from headrace.errors import CheckpointError, OptionError
 from headrace.memory.pages import map_parts
 from headrace.memory.pinned import PinnedBuffer, pinned_region
@@ -93,12 +94,19 @@ class Load:
         slab: the slab as it will be in the slot (uint8, 1-D, host), for links that copy; ``None`` where the store has
             no such thing.
         pieces: in place of a slab, pinned parts of it that are not side by side: (offset in the slot, bytes).
+        coded: in place of a slab, pinned pieces of its code.
     """
 
     unit: int
     copies: tuple[Copy, ...]
     slab: torch.Tensor | None = None
     pieces: tuple[tuple[int, torch.Tensor], ...] = ()
+    coded: tuple[Piece, ...] = ()
+
+    @property
+    def coded_bytes(self) -> int | None:
+        """Bytes that cross the link; ``None``: it is not coded."""
+        return sum(piece.data.numel() for piece in self.coded) if self.coded else None
 
     @property
     def in_memory(self) -> tuple[tuple[int, torch.Tensor], ...]:
@@ -112,14 +120,16 @@ class Store(ABC):
     A store owns what it opened and releases it in :meth:`close`; views handed out stay valid (contract 6).
 
     Attributes:
-        takes_over: live tensors may view the store's memory as soon as their bytes are loaded there.
         is_split: this process holds only a part of every unit.
     """
 
-    takes_over: ClassVar[bool] = False
     is_split: ClassVar[bool] = False
 
     # -- filling ------------------------------------------------------------------------------------------------------
+
+    def takes_over(self, storage: str) -> bool:
+        """Whether live tensors may view the store's memory as soon as their bytes are loaded there."""
+        return False
 
     def adopts(self, storage: str) -> bool:
         """Whether ``storage`` stays in the memory that the model came with."""
@@ -384,10 +394,8 @@ class TwoStores(Store):
         self._beside = beside
         self._names = frozenset(names)
 
-    # What goes to the files has no memory that a tensor could be pointed at.
-    @property
-    def takes_over(self) -> bool:  # type: ignore[override]
-        return self._most.takes_over
+    def takes_over(self, storage: str) -> bool:
+        return self._of(storage).takes_over(storage)
 
     def adopts(self, storage: str) -> bool:
         return self._of(storage).adopts(storage)

@@ -31,7 +31,7 @@ __all__ = ["StreamLink", "StreamTransfer", "wait_for_events"]
 
 # Streams of closed links, for the next ones. They are not destroyed: a finalizer would need a weak reference, and torch
 # frees CUDA stream objects without clearing those, which crashes the garbage collector (torch 2.11, at exit).
-_unused: defaultdict[torch.device, list[torch.cuda.Stream]] = defaultdict(list)
+_unused: defaultdict[tuple[torch.device, int], list[torch.cuda.Stream]] = defaultdict(list)
 
 _SET_DEPENDENCIES = 1  # CU_STREAM_SET_CAPTURE_DEPENDENCIES (cuda.h, CUstreamUpdateCaptureDependencies_flags)
 _STREAM_NON_BLOCKING = 1  # CU_STREAM_NON_BLOCKING (cuda.h, CUstream_flags): not ordered with the default stream
@@ -60,8 +60,8 @@ class StreamLink(Link):
     def __init__(self, device: torch.device, *, measure_stalls: bool = False) -> None:
         """``device``: a CUDA device. ``measure_stalls``: time every wait with a pair of events, in graphs too."""
         self._device = device
-        self._own_streams: list[torch.cuda.Stream] = []
-        self._stream = self._new_stream()
+        self._own_streams: list[tuple[int, torch.cuda.Stream]] = []
+        self._stream = self._last_stream = self._new_stream()  # the last: a copy ends there
         self._captured: StreamTransfer | None = None  # the latest copy that is a node of a graph
         self._replay_events: dict[int, torch.cuda.Event] = {}  # external: recorded by a node of each graph
         self._copy_events: dict[int, torch.cuda.Event] = {}  # external: waited for by a node of each graph
@@ -92,7 +92,7 @@ class StreamLink(Link):
         return self._replay_events.get(slot)
 
     def leave_copy_event(self, slot: int) -> None:
-        self._copy_events.setdefault(slot, torch.cuda.Event(external=True)).record(self._stream)
+        self._copy_events.setdefault(slot, torch.cuda.Event(external=True)).record(self._last_stream)
 
     def copy_event(self, slot: int, unit: int) -> Transfer | None:
         event = self._copy_events.get(slot)
@@ -102,24 +102,30 @@ class StreamLink(Link):
         # Ask for the compute stream's capture state before entering the side stream: inside, current_stream is ours.
         capture = self.capture_id
         self._require_copyable(load, capture is not None)
-        with torch.cuda.stream(self._stream):
-            wait_for_events(self._stream, after)
-            if capture is not None and self._captured is not None and self._captured.capture == capture:
-                self._stream.wait_event(self._captured.event)  # one copy at a time, as on a stream that runs
-            self._enqueue(load, slot)
-            event = torch.cuda.Event()
-            event.record(self._stream)
-        transfer = StreamTransfer(load.unit, event, capture)
+        if capture is not None and self._captured is not None and self._captured.capture == capture:
+            after = [*after, self._captured.event]  # one copy at a time, as on a stream that runs
+        transfer = StreamTransfer(load.unit, self._copy(load, slot, after), capture)
         if capture is not None:
             self._captured = transfer
             if not self.joined_by_caller:
-                _forget_captured(self._stream)
+                for stream in {self._stream, self._last_stream}:
+                    _forget_captured(stream)
         return transfer
 
+    def _copy(self, load: Load, slot: torch.Tensor, after: Sequence[ComputeEvent]) -> torch.cuda.Event:
+        """Submit the copy of one unit; returns the event after it, recorded on the last stream."""
+        with torch.cuda.stream(self._stream):
+            wait_for_events(self._stream, after)
+            self._enqueue(load, slot)
+            event = torch.cuda.Event()
+            event.record(self._stream)
+        return event
+
     def _require_copyable(self, load: Load, captured: bool) -> None:
-        if not load.in_memory:
+        pieces = [piece for _, piece in load.in_memory] or [piece.data for piece in load.coded]
+        if not pieces:
             raise TransferError(f"unit {load.unit} has no pinned host slab; a GPU cannot copy from this store")
-        if captured and not all(piece.is_cuda or piece.is_pinned() for _, piece in load.in_memory):
+        if captured and not all(piece.is_cuda or piece.is_pinned() for piece in pieces):
             raise StateError(
                 "a copy from memory that is not pinned cannot be captured; unset HEADRACE_DISABLE_PIN_MEMORY"
             )
@@ -152,20 +158,21 @@ class StreamLink(Link):
     def close(self) -> None:
         # Slots go back to the allocator, which does not order their next use after the copy stream.
         torch.cuda.synchronize(self._device)
-        _unused[self._device] += self._own_streams
+        for priority, stream in self._own_streams:
+            _unused[self._device, priority].append(stream)
         self._own_streams = []
 
-    def _new_stream(self) -> torch.cuda.Stream:
-        """A stream that nothing else uses until this link is closed."""
+    def _new_stream(self, priority: int = 0) -> torch.cuda.Stream:
+        """A stream that nothing else uses until this link is closed; below 0: its kernels go first."""
         try:
-            stream = _unused[self._device].pop()
+            stream = _unused[self._device, priority].pop()
         except IndexError:  # asked for, not looked up before: another thread may take the last one in between
-            stream = _create_stream(self._device)
-        self._own_streams.append(stream)
+            stream = _create_stream(self._device, priority)
+        self._own_streams.append((priority, stream))
         return stream
 
 
-def _create_stream(device: torch.device) -> torch.cuda.Stream:
+def _create_stream(device: torch.device, priority: int) -> torch.cuda.Stream:
     """A stream that is not one of torch's.
 
     ``torch.cuda.Stream`` hands out 32 streams per device in turn, so the 33rd is the first one again. If the copy
@@ -177,7 +184,7 @@ def _create_stream(device: torch.device) -> torch.cuda.Stream:
     handle = ctypes.c_void_p()
     with torch.cuda.device(device):
         torch.cuda.mem_get_info()  # makes the device's context current in this thread, which the driver API asks for
-        _call_driver("cuStreamCreate", ctypes.byref(handle), _STREAM_NON_BLOCKING)
+        _call_driver("cuStreamCreateWithPriority", ctypes.byref(handle), _STREAM_NON_BLOCKING, priority)
     assert handle.value is not None
     return torch.cuda.ExternalStream(handle.value, device)
 

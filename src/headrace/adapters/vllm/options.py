@@ -70,7 +70,7 @@ REFUSED = (
 # Models that run parts of a layer without calling the layer: nothing would wait for its copy.
 _NEVER_CALLED = ("AliceAIForCausalLM",)
 FORM = """write it like --additional-config '{"headrace": {"device_memory": "20GiB"}}'"""
-_SHARED = ("device_memory", "batch", "params", "rules", "expert_slots", "mode", "measure_stalls")
+_SHARED = ("device_memory", "batch", "params", "rules", "expert_slots", "mode", "codec", "measure_stalls")
 _KEYS = EngineKeys("headrace", "--additional-config", FORM, _SHARED, engine_surface("vLLM"), ("replicas",))
 KEYS = _KEYS.names
 FLAG_OF_KEY = _KEYS.flag_of_key

@@ -1,0 +1,198 @@
+"""Units that are stored and copied in the code exp4: bits, bytes, memory, and what is refused."""
+
+from __future__ import annotations
+
+import warnings
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+import headrace
+from headrace import UVA, Budget, Plan, Prefetch, Rules
+from headrace.coding.layout import coded_bytes
+from headrace.config import Policy
+from headrace.errors import HeadraceWarning, OptionError
+from headrace.model.inventory import take_inventory
+from headrace.plan.build import build_plan
+from headrace.plan.cost_model import NOMINAL_GPU
+from headrace.testing import assert_same_bits
+from models import Stack, rows, save
+
+DIM = 256
+ALL = Prefetch(1, 1, 2, codec="exp4")
+POLICIES: dict[str, Policy] = {
+    "all layers": ALL,
+    "one slot": Prefetch(1, 1, 1, codec="exp4"),
+    "every other": Prefetch(2, 1, 1, codec="exp4"),
+    "rules": Rules([("linear", "prefetch")], codec="exp4"),
+    "budget": Budget("600KiB", mode="cpu", codec="exp4"),
+}
+
+
+@pytest.fixture(autouse=True)
+def _no_grad() -> object:
+    with torch.no_grad(), warnings.catch_warnings():
+        warnings.simplefilter("ignore", HeadraceWarning)
+        yield
+
+
+def build(layers: int = 6) -> tuple[nn.Module, torch.Tensor, torch.Tensor]:
+    model = Stack(layers, DIM).eval().to(torch.bfloat16)
+    x = rows(DIM).to(torch.bfloat16)
+    return model, x, model(x)
+
+
+def refused(*parts: str) -> pytest.RaisesExc[OptionError]:
+    return pytest.RaisesExc(OptionError, check=lambda error: all(part in str(error) for part in parts))
+
+
+@pytest.mark.parametrize("policy", POLICIES.values(), ids=POLICIES.keys())
+def test_bits_and_bytes(policy: Policy) -> None:
+    model, x, expected = build()
+    with headrace.offload(model, policy) as handle:
+        for _ in range(4):
+            assert_same_bits(model(x), expected)
+        plan, stats = handle.plan, handle.stats()
+        coded = [unit for unit in plan.units if unit.store == "exp4"]
+        assert coded
+        for unit, counts in zip(plan.units, stats.units, strict=True):
+            whole = counts.copies * unit.num_bytes
+            assert 0 < counts.bytes_moved < (0.8 if unit in coded else 1.01) * whole
+    assert_same_bits(model(x), expected)
+
+
+def test_host_memory_is_three_quarters(tmp_path: Path) -> None:
+    model, x, expected = build()
+    save(model, tmp_path)
+    with torch.device("meta"):
+        fresh = Stack(6, DIM).to(torch.bfloat16).eval()
+    with headrace.offload(fresh, ALL, checkpoint=tmp_path, device="cpu") as handle:
+        assert_same_bits(fresh(x), expected)
+        units = sum(unit.num_bytes for unit in handle.plan.units)
+        assert handle.plan.store_bytes["exp4"] <= 0.76 * units
+        assert handle.stats().store_bytes["host"] <= 0.77 * units
+        assert handle.stats().bytes_moved
+
+
+def test_state_dict_and_writes() -> None:
+    """A weight that is written while it is coded becomes resident, and is used from then on."""
+    model, x, _ = build()
+    before = {name: value.clone() for name, value in model.state_dict().items()}
+    with headrace.offload(model, ALL) as handle:
+        state = model.state_dict()
+        assert all(torch.equal(state[name], value) for name, value in before.items())
+        del state
+        name, weight = next((n, p) for n, p in model.named_parameters() if n in handle.plan.offloaded_names)
+        weight.mul_(2)
+        assert handle.plan.mechanism_of(name) == "resident"
+        found = model(x)
+    assert_same_bits(model(x), found)
+    assert torch.equal(model.state_dict()[name], before[name] * 2)
+
+
+def test_random_bits_are_stored_as_they_are() -> None:
+    model, x, _ = build(3)
+    for parameter in model.parameters():
+        if parameter.dim() == 2:
+            made = torch.randint(0, 256, (parameter.nbytes,), dtype=torch.uint8)
+            parameter.view(torch.uint8).view(-1).copy_(made)
+    before = {name: value.clone().view(torch.uint8) for name, value in model.state_dict().items()}
+    with headrace.offload(model, ALL) as handle:
+        model(x)
+        stats = handle.stats()
+        moved = (c.copies * unit.num_bytes for unit, c in zip(handle.plan.units, stats.units, strict=True))
+        assert stats.bytes_moved == sum(moved)
+        state = model.state_dict()
+        assert all(torch.equal(state[name].view(torch.uint8), value) for name, value in before.items())
+        del state
+
+
+def test_a_copy_is_checked(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("HEADRACE_DEBUG", "1")
+    model, x, expected = build()
+    with headrace.offload(model, ALL) as handle:
+        for _ in range(3):
+            assert_same_bits(model(x), expected)
+        assert handle.stats().bytes_moved
+
+
+def test_an_alias_is_refused() -> None:
+    model, _, _ = build()
+    alias = next(p for p in model.parameters() if p.dim() == 2).detach()
+    with refused("has another user", "codec='none'"):
+        headrace.offload(model, ALL)
+    del alias
+    headrace.offload(model, ALL).remove()
+
+
+@pytest.mark.parametrize(
+    ("make", "parts"),
+    [
+        (lambda: Prefetch(1, codec="exp5"), ("codec 'exp5'", "none, exp4")),
+        (lambda: Prefetch(1, mode="disk", codec="exp4"), ("mode 'cpu'", "--offload-codec")),
+        (lambda: Budget("1GiB", mode="sharded_cpu", codec="exp4"), ("mode 'cpu'", "--offload-codec")),
+    ],
+)
+def test_policies_refuse(make: object, parts: tuple[str, ...]) -> None:
+    with refused(*parts):
+        make()  # type: ignore[operator]
+
+
+def test_a_model_of_other_dtypes_is_refused() -> None:
+    with refused("codec 'exp4' has no effect", "bf16"):
+        headrace.make_plan(Stack(3, DIM), ALL)
+
+
+def test_plan_files(tmp_path: Path) -> None:
+    model, x, expected = build()
+    plan = headrace.make_plan(model, ALL)
+    plan.save(tmp_path / "plan.json")
+    again = Plan.load(tmp_path / "plan.json")
+    assert again == plan
+    with headrace.offload(model, again) as handle:
+        assert_same_bits(model(x), expected)
+        assert handle.stats().bytes_moved
+    with refused("is coded in 'exp4'", "not bf16"):
+        again.check(take_inventory(model.half()))
+
+
+def test_a_plan_counts_the_link_and_the_code() -> None:
+    model, _, _ = build()
+    inventory = take_inventory(model)
+    plain, coded = (build_plan(inventory, Prefetch(1, 1, 2, codec=codec)) for codec in ("none", "exp4"))
+    assert coded.moved_bytes == sum(coded_bytes(unit.num_bytes) for unit in coded.units)
+    assert coded.device_bytes == plain.device_bytes + coded.decoding_bytes
+    assert 0 < coded.decoding_bytes <= 2 * coded_bytes(coded.units[0].num_bytes)
+    from headrace.plan.build import Planner
+
+    steps = [Planner(inventory, NOMINAL_GPU).forecast(plan, 1) for plan in (plain, coded)]
+    assert 0.7 < steps[1].link_s / steps[0].link_s < 0.85
+
+
+def test_reading_in_place_has_no_codec() -> None:
+    with pytest.raises(TypeError):
+        UVA(codec="exp4")  # type: ignore[call-arg]
+
+
+class TestAuto:
+    def stores(self, dtype: torch.dtype, **options: Any) -> set[str]:
+        with torch.device("meta"):
+            inventory = take_inventory(Stack(36, 8192).to(dtype))
+        budget = Budget(int(inventory.num_bytes * 0.8), codec="auto", **options)
+        return {unit.store for unit in build_plan(inventory, budget, rates=NOMINAL_GPU).units}
+
+    def test_codes_what_the_link_bounds(self) -> None:
+        assert self.stores(torch.bfloat16) == {"exp4"}
+
+    def test_leaves_other_dtypes(self) -> None:
+        assert self.stores(torch.float16) == {"cpu"}
+
+    def test_leaves_compute_bound_steps(self) -> None:
+        assert self.stores(torch.bfloat16, workload=headrace.Workload([100_000])) == {"cpu"}
+
+    def test_is_for_budgets(self) -> None:
+        with refused("codec 'auto'", "none, exp4 without a budget"):
+            Prefetch(1, codec="auto")
