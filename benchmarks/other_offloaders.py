@@ -10,6 +10,7 @@ is the reference step's stack of Qwen3-8B's layers with 8,192 rows, eager. The c
 * ``flextensor``: NVIDIA's FlexTensor, which counts weights and blocks in its share of the device's memory; its first
   steps discover and profile;
 * ``headrace``: ``headrace.offload`` with a budget of what FlexTensor holds between two steps, or of ``--memory``;
+* ``coded``: the same with codec ``exp4``;
 * ``leaf``, ``block``: diffusers' group offloading by leaf or by block, with a stream and ``record_stream``.
 
 Each case is a process with a copy of the weights; they start one after another and then take turns. What a case cannot
@@ -42,10 +43,10 @@ from torch.profiler import ProfilerActivity, profile
 import headrace
 from harness import Timing, append, finish, link_bytes_per_s, parser_of, print_step, time_cuda, time_host, words_of
 from headrace.cli.bench_step import QWEN3_8B, DecoderShape, build_stack, fill
-from headrace.config import Budget, Workload, parse_size
+from headrace.config import Budget, Codec, Workload, parse_size
 from headrace.model.inventory import take_inventory
 
-CASES = ("flextensor", "headrace", "leaf", "block")
+CASES = ("flextensor", "headrace", "coded", "leaf", "block")
 # Device memory for weights; a third of them where there is no entry.
 MEMORY = {"flux": "6GiB", "qwen3": "5000MB"}
 LIMIT_S = 240  # of one answer of a process
@@ -151,7 +152,7 @@ class _Case:
     def __init__(self, name: str, shape: Shape, device: torch.device) -> None:
         self._name, self._shape, self._device = name, shape, device
         # diffusers pins a copy of every weight: with theirs in host memory too, a large model has no room there.
-        rest = torch.device("cpu") if name in ("headrace", "flextensor") else device
+        rest = torch.device("cpu") if name in ("headrace", "coded", "flextensor") else device
         self._model: Any = build(shape, device, rest)
         self._inputs = inputs_of(shape, device)
         self._num_bytes = take_inventory(self._model).num_bytes
@@ -230,12 +231,15 @@ class _Case:
         self._moved = 0
         return 0
 
-    def _headrace(self, memory: int) -> int:
-        budget = Budget(memory, workload=Workload((self._shape.rows,)))
+    def _headrace(self, memory: int, codec: Codec = "none") -> int:
+        budget = Budget(memory, workload=Workload((self._shape.rows,)), codec=codec)
         policy = headrace.make_plan(self._model, budget, machine=self._machine) if self._machine else budget
         plan = headrace.offload(self._model, policy, device=self._device).plan
         self._planned, self._moved = plan.device_bytes, plan.moved_bytes
         return 0
+
+    def _coded(self, memory: int) -> int:
+        return self._headrace(memory, "exp4")
 
     def _flextensor(self, memory: int) -> int:
         import flextensor

@@ -23,6 +23,7 @@ SHAPES = {
 WORKER = "headrace.adapters.vllm.Worker"
 NO_COPY = "no_copy.Worker"  # the reference: compiled as WORKER is, and nothing moves
 FLEXTENSOR = "flextensor.contrib.vllm.worker.FlexTensorOffloadWorker"
+CODED: dict[str, Any] = {"additional_config": {"headrace": {"codec": "exp4"}}}
 GROUP: dict[str, Any] = {"offload_group_size": 4, "offload_num_in_group": 1, "offload_prefetch_step": 1}
 # The model's name is a shape above.
 DRAFT = {"speculative_config": {"method": "draft_model", "model": "qwen-draft", "num_speculative_tokens": 2}}
@@ -102,6 +103,8 @@ CASES: dict[str, tuple[str, int, dict[str, Any]]] = {
         2,
         {**GROUP, "worker_cls": WORKER, "kv_cache_memory_bytes": None, "gpu_memory_utilization": 0.5},
     ),
+    "coded": ("qwen", 2, {**GROUP, **CODED, "worker_cls": WORKER}),
+    "coded-eager": ("qwen-short", 1, {**GROUP, **CODED, "worker_cls": WORKER, "enforce_eager": True}),
     "headrace-short": ("qwen-short", 2, {**GROUP, "worker_cls": WORKER}),
     "vllm-short": ("qwen-short", 2, GROUP),
     "breakable": ("qwen-short", 2, SEGMENTS),

@@ -31,6 +31,7 @@ def mixed_plan(model: torch.nn.Module) -> Plan:
     return assemble(inventory, drafts, 2, "cpu", uva=[inventory.by_name[name] for name in in_place.uva])
 
 
+CODABLE = ["gate_proj", "up_proj", "down_proj"]  # beside them a block has integers
 POLICIES = {
     "even": lambda model: Budget(int(take_inventory(model).num_bytes * 0.7)),
     "group, units mod slots = 0": lambda model: Prefetch(1, 1, 7),
@@ -41,6 +42,9 @@ POLICIES = {
     "step larger than units": lambda model: Prefetch(3, 1, 9),
     "uva": lambda model: UVA(params=["up_proj", "packed", "head", "embed"]),
     "mixed": mixed_plan,
+    "coded, two slots": lambda model: Prefetch(1, 1, 2, CODABLE, codec="exp4"),
+    "coded, one slot": lambda model: Prefetch(1, 1, 1, CODABLE, codec="exp4"),
+    "coded, units mod slots != 0": lambda model: Prefetch(1, 1, 3, CODABLE, codec="exp4"),
 }
 
 

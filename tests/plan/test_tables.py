@@ -20,6 +20,7 @@ FIELDS = {
 # Of tables that are no steps.
 _STARTS = {"case", "shape", "asked_device_bytes", "offload_s", "prepared_s", "ready_s", "held_device_bytes"}
 _BEFORE_AFTER = {"case", "before_ms", "after_ms", "difference_ms", "rounds", "bit_equal"}
+_CODED = {"case", "ms", "spread_ms", "floor_ms", "resident_ms", "bytes_moved", "link_gb_per_s", "bit_equal"}
 _ROUND = {"case", "tree", "round", "ms", "bytes_moved", "bit_equal"}
 _EXPERTS = {"shape", "layers", "trace", "case", "rows", "hits", "missed_bytes", "ms", "resident_ms", "bit_equal"}
 _RECIPE = {"case", "recipe", "requests", "failed", "tokens_per_s", "median_ttft_ms", "median_tpot_ms", "start_s"}
@@ -44,6 +45,10 @@ OTHER_FIELDS = {
     "ranks-one-gpu": _RANKS,
     "ranks-two": {*_RANKS, "ms", "floor_ms", "still_ms"},
     "ranks-dp-compiled": {"case", "logprobs", "differ", "worst", "flags_has_the_same_two"},
+    "coded": _CODED,
+    "coded-unchained": _CODED,
+    "coded-start": {"case", "start_s", "store_gb"},
+    "decode-launch": {"case", "block", "warps", "gb_per_s", "bit_equal"},
     "two-links": {"case", "alone", "together", "bit_equal"},  # bytes per second by bytes of a copy
     "policies": {"case", "experts", "top_k", "slots", "within_2", "within_8", "lru", "optimum"},
     "start-phases": {"case", "run", "start_s", "load_model_s", "profile_run_s", "warm_up_and_capture_s"},
@@ -104,7 +109,7 @@ NOTHING_COMPARED = {
     "policies", "host-memory", "ranges", "cards",
     "experts-launch", "experts-vllm-memory", "experts-vllm-starts", "pipelines",
     "admission", "experts-vllm-prompt-memory", "experts-vllm-rounding", "ranks-dp-compiled",
-    "smallest", "starts-wan", "starts-flux", "start-phases", "card-start", "card-fetch", "card-between",
+    "smallest", "coded-start", "starts-wan", "starts-flux", "start-phases", "card-start", "card-fetch", "card-between",
 }  # fmt: skip
 
 
