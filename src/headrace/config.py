@@ -230,7 +230,9 @@ def _check(policy: object, **checks: Check) -> None:
 
 def _check_codec(policy: Prefetch | Budget | Rules) -> None:
     _check(policy, codec=codec if isinstance(policy, Budget) else one_of(["none", "exp4"], " without a budget"))
-    if policy.codec == "exp4" and policy.mode not in (None, "cpu"):
+    if policy.codec == "exp4" and policy.mode is None:
+        object.__setattr__(policy, "mode", "cpu")
+    if policy.codec == "exp4" and policy.mode != "cpu":
         raise OptionError(
             f"codec {policy.codec!r}: expected mode 'cpu', since what is in host memory is coded, found "
             f"{policy.mode!r}; leave one of the two out (--offload-codec, --offload-mode)"

@@ -288,8 +288,8 @@ class OffloadFlags:
         """
         given = {name: surface.check_of(name)(surface.name_of(name), getattr(self, name)) for name in self._given()}
         self._check_combination(surface)
-        mode: Mode = given.get("offload_mode", default_mode)
         params, coding = given.get("offload_params", ()), given.get("offload_codec", "none")
+        mode: Mode = given.get("offload_mode", "cpu" if coding == "exp4" else default_mode)
         if "device_memory" in given:
             return Budget(
                 given["device_memory"],

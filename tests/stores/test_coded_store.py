@@ -15,6 +15,7 @@ from headrace import UVA, Budget, Plan, Prefetch, Rules
 from headrace.coding.layout import coded_bytes
 from headrace.config import Policy
 from headrace.errors import HeadraceWarning, OptionError
+from headrace.flags import OffloadFlags
 from headrace.model.inventory import take_inventory
 from headrace.plan.build import build_plan
 from headrace.plan.cost_model import NOMINAL_GPU
@@ -139,6 +140,12 @@ def test_an_alias_is_refused() -> None:
 def test_policies_refuse(make: object, parts: tuple[str, ...]) -> None:
     with refused(*parts):
         make()  # type: ignore[operator]
+
+
+def test_the_command_line_stores_it_in_host_memory() -> None:
+    flags = OffloadFlags(offload_group_size=1, offload_codec="exp4")
+    assert flags.policy(default_mode="disk") == Prefetch(1, codec="exp4")
+    assert Budget("1GiB", codec="exp4").mode == "cpu"
 
 
 def test_a_model_of_other_dtypes_is_refused() -> None:

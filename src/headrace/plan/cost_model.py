@@ -43,6 +43,7 @@ The simulation's arguments are arrays over candidates, so that one pass over the
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from functools import cached_property, partial
@@ -300,11 +301,13 @@ def split_rates(rates: Rates, mode: Mode, num_ranks: int) -> Rates:
 # beside compute (an H200 decodes 1.8 TB/s of weights).
 _DECODED_BYTES, _DECODING_SHARE = 1.75, 0.8
 _CODED_SHARE = 0.75
+_CPU_DECODES = 0.6e9  # bytes of weights per second, two cores of 2 GHz
 
 
 def coded_rates(rates: Rates) -> Rates:
     """``rates`` whose ``copy_bytes_per_s`` is that of units in the code ``exp4``, by bytes of a unit."""
-    points = tuple((size / _CODED_SHARE, rate / _CODED_SHARE) for size, rate in rates.copy_bytes_per_s.points)
+    most = _CPU_DECODES if rates.copies_take_cores else math.inf
+    points = tuple((size / _CODED_SHARE, min(most, r / _CODED_SHARE)) for size, r in rates.copy_bytes_per_s.points)
     decode_s = _DECODED_BYTES / (_DECODING_SHARE * rates.device_bytes_per_s)
     return replace(rates, copy_bytes_per_s=Curve(points), coded_share=_CODED_SHARE, decode_s_per_byte=decode_s)
 
