@@ -156,6 +156,19 @@ class TestInductor:
         assert_same_bits(model(x), eager)
         assert not torch._dynamo.utils.counters["graph_break"]
 
+    def test_coded_units(self) -> None:
+        model, x = Stack(3, 256).eval().bfloat16(), rows(256).bfloat16()
+        policy = headrace.Prefetch(1, 1, 2, codec="exp4")
+        with boundaries(model, policy):
+            expected = stepping(model, "inductor")(x)
+        torch._dynamo.reset()
+        with headrace.offload(model, policy) as handle:
+            step = stepping(model, "inductor")
+            for _ in range(3):
+                assert_same_bits(step(x), expected)
+            assert {unit.store for unit in handle.plan.units} == {"exp4"}
+            assert 0 < handle.stats().bytes_moved < 0.8 * handle.stats().copies * handle.plan.units[0].num_bytes
+
     def test_encoder_layers_of_torch(self) -> None:
         """Their units have no hooks; what hooks trace, the wrapper of their forward does."""
         layer = nn.TransformerEncoderLayer(DIM, 4, 64, batch_first=True, activation="gelu")
