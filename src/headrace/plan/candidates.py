@@ -515,6 +515,8 @@ class Family:
         if not self.memories:
             self.memories.update(self._memories())
         found = self.memories[self.num_slots]
+        if not self.cached:
+            return found
         num_bytes = sum(layer.num_bytes for layer in self.cached)
         device_bytes = found.device_bytes - num_bytes + cache_bytes(self.cached)
         return found._replace(offloaded_bytes=found.offloaded_bytes + num_bytes, device_bytes=device_bytes)
