@@ -124,6 +124,8 @@ def _run(given: argparse.Namespace) -> None:
         _measure(cases, given)
         _compare(given)
     recipes, others = _split(_rows(given.out))
+    if not any(row["case"] == "bits" for row in others):
+        print("bits: two and still were not both asked")
     for row in others:
         print(row["bits"] if row["case"] == "bits" else copies_beside_collectives.describe(row))
     recipes = [*predictions(), *with_missing(recipes)]
