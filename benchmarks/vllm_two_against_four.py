@@ -111,6 +111,9 @@ def main() -> None:
 
 
 def _run(given: argparse.Namespace) -> None:
+    if given.tiny:
+        path = importlib.import_module("vllm_cpu_engine").name_distribution(given.work)
+        os.environ["PYTHONPATH"] = os.pathsep.join([path, os.environ["PYTHONPATH"]])
     config = TINY if given.tiny else CONFIG
     write_words(write_config(given.work / "model", config), config["vocab_size"])
     done = {row["case"] for row in _rows(given.out)}
