@@ -126,6 +126,7 @@ def _run(given: argparse.Namespace) -> None:
     for cases in _at_once(left, torch.cuda.device_count()):
         _measure(cases, given)
         _compare(given)
+    _compare(given)  # also where the last run was ended before it could
     recipes, others = _split(_rows(given.out))
     if not any(row["case"] == "bits" for row in others):
         print("bits: two and still were not both asked")
