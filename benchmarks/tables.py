@@ -479,7 +479,38 @@ def card_plan_cells(row: dict[str, Any]) -> list[str]:
     ]
 
 
+TWO_FOUR_HEADINGS = (
+    "case",
+    "GPUs",
+    "recipe",
+    "requests",
+    "",
+    "requests/s and GPU",
+    "tokens/s",
+    "first token ms",
+    "ms / token",
+    "GB moved a rank",
+)
+
+
+def two_four_cells(row: dict[str, Any]) -> list[str]:
+    moved = row["moved_bytes"]
+    return [
+        row["case"],
+        str(row["ranks"]),
+        row["recipe"],
+        str(row["requests"]),
+        row["status"],
+        "" if (rate := row["requests_per_s_gpu"]) is None else f"{rate:.3g}",
+        *("" if row[key] is None else f"{row[key]:,.0f}" for key in ("tokens_per_s", "median_ttft_ms")),
+        "" if row["median_tpot_ms"] is None else f"{row['median_tpot_ms']:.1f}",
+        "" if moved is None else f"{moved / 1e9:.0f}",
+    ]
+
+
 def layout_of(row: dict[str, Any]) -> tuple[tuple[str, ...], Callable[[dict[str, Any]], list[str]]]:
+    if "requests_per_s_gpu" in row:
+        return TWO_FOUR_HEADINGS, two_four_cells
     if "pass_bytes" in row:
         return GUESSES_HEADINGS, guesses_cells
     if row["table"] == "cards":

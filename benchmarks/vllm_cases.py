@@ -1,10 +1,10 @@
-"""What ``vllm_offload.py`` measures: shapes of models, ways to offload them, loads."""
+"""What ``vllm_offload.py`` measures: shapes of models, ways to offload them, loads; what ``vllm bench serve`` asks."""
 
 from __future__ import annotations
 
 import os
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 from published_configs import DEEPSEEK_V2_LITE, QWEN3_8B
 
@@ -150,6 +150,24 @@ CASES: dict[str, tuple[str, int, dict[str, Any]]] = {
         1,
         {**GROUP, "offload_params": {"w13_weight", "w2_weight"}, "worker_cls": WORKER},
     ),
+}
+
+
+class Recipe(NamedTuple):
+    """What ``vllm bench serve`` asks."""
+
+    tokens_in: int
+    tokens_out: int
+    requests: int
+    at_once: int | None  # None: all
+    warmups: int = 1
+
+
+RECIPES = {
+    "2047 in, 1 out": Recipe(2047, 1, 64, None),
+    "128 in, 128 out; 1 at once": Recipe(128, 128, 4, 1),
+    "128 in, 128 out; 4 at once": Recipe(128, 128, 8, 4),
+    "128 in, 128 out; 16 at once": Recipe(128, 128, 32, 16),
 }
 
 

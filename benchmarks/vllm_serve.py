@@ -34,18 +34,11 @@ import httpx
 
 from published_configs import QWEN3_8B
 from seeded_models import QWEN3_TINY, write_config, write_weights, write_words
-from vllm_cases import GROUP, NO_COPY, ONE_ROUNDING, WORKER, python_path, same_memory
+from vllm_cases import GROUP, NO_COPY, ONE_ROUNDING, RECIPES, WORKER, Recipe, python_path, same_memory
 from vllm_server import VLLM, headrace_stats, started, wait_until_healthy
 
 GROUP_FLAGS = [word for name, value in GROUP.items() for word in ("--" + name.replace("_", "-"), str(value))]
 CASES = ("resident", "headrace", "budget", "vllm", "still", "serve", "serve-budget", "serve-resident")
-# name: tokens in, tokens out, requests, requests at once (None: all)
-RECIPES: dict[str, tuple[int, int, int, int | None]] = {
-    "2047 in, 1 out": (2047, 1, 64, None),
-    "128 in, 128 out; 1 at once": (128, 128, 4, 1),
-    "128 in, 128 out; 4 at once": (128, 128, 8, 4),
-    "128 in, 128 out; 16 at once": (128, 128, 32, 16),
-}
 
 
 def main() -> None:
@@ -94,35 +87,49 @@ def _command(case: str, folder: Path, more: Sequence[str]) -> list[str]:
     own: dict[str, Any] = {}
     if case == "budget":
         own = {"device_memory": budget, "batch": [1, 4, 16]}
+    flags = [] if case in ("resident", "budget") else GROUP_FLAGS
+    if case in ("headrace", "budget", "still"):
+        flags = [*flags, "--worker-cls", NO_COPY if case == "still" else WORKER]
+    if own:
+        flags = [*flags, "--additional-config", json.dumps({"headrace": own})]
+    return [*vllm_command(folder), *flags, *more]
+
+
+def vllm_command(folder: Path) -> list[str]:
+    """The flags of every server of vLLM."""
     # vLLM refuses a prompt of more characters than so many tokens can have, and the words of the tokenizer are long.
     flags = ["--max-model-len", "4096", "--no-enable-prefix-caching", "--compilation-config"]
     flags += [json.dumps({"cudagraph_capture_sizes": [1, 2, 4, 8, 16], **ONE_ROUNDING})]
-    flags += [] if case in ("resident", "budget") else GROUP_FLAGS
-    if case in ("headrace", "budget", "still"):
-        flags += ["--worker-cls", NO_COPY if case == "still" else WORKER]
-    if own:
-        flags += ["--additional-config", json.dumps({"headrace": own})]
-    return [*VLLM, "serve", str(folder), *flags, *more]
+    return [*VLLM, "serve", str(folder), *flags]
 
 
-def _measure(cases: Sequence[str], folder: Path, out: Path, more: Sequence[str]) -> None:
-    """Start the servers of ``cases``, and ask one after the other; one that fails is left out, with a line."""
-    shared = {
+def server_environment(out: Path) -> dict[str, str]:
+    """Of servers and of their client."""
+    paths = [python_path(out), str(Path(__file__).resolve().parent)]  # of NO_COPY
+    return {
         **os.environ,
-        "PYTHONPATH": os.pathsep.join(
-            filter(None, [python_path(out), str(Path(__file__).resolve().parent)])
-        ),  # of NO_COPY
+        "PYTHONPATH": os.pathsep.join(filter(None, paths)),
         "VLLM_SERVER_DEV_MODE": "1",  # for collective_rpc
         "VLLM_NO_USAGE_STATS": "1",
         "HF_HUB_OFFLINE": "1",
         "TORCHINDUCTOR_DETERMINISTIC": "1",  # with ONE_ROUNDING
     }
+
+
+def own_caches(out: Path, case: str) -> dict[str, str]:
+    """Variables with which a case finds nothing that another one compiled."""
+    caches = {"VLLM_CACHE_ROOT": "cache", "TORCHINDUCTOR_CACHE_DIR": "inductor", "TRITON_CACHE_DIR": "triton"}
+    return {name: str(out / f"{kind}-{case}") for name, kind in caches.items()}
+
+
+def _measure(cases: Sequence[str], folder: Path, out: Path, more: Sequence[str]) -> None:
+    """Start the servers of ``cases``, and ask one after the other; one that fails is left out, with a line."""
+    shared = server_environment(out)
     with ExitStack() as stack:
         begin = time.monotonic()
         servers = {}
         for case in cases:
-            caches = {"VLLM_CACHE_ROOT": "cache", "TORCHINDUCTOR_CACHE_DIR": "inductor", "TRITON_CACHE_DIR": "triton"}
-            environment = shared | {name: str(out / f"{kind}-{case}") for name, kind in caches.items()}
+            environment = shared | own_caches(out, case)
             starting = started(_command(case, folder, more), out / f"{case}.log", environment=environment)
             servers[case] = stack.enter_context(starting)
         healthy = []
@@ -161,27 +168,52 @@ def _moved(case: str, url: str) -> dict[str, Any]:
 
 
 def _ask(url: str, folder: Path, out: Path, case: str) -> None:
-    """``vllm bench serve`` for each recipe: the command's own entry point, imported once."""
+    for number, recipe in enumerate(RECIPES.values()):
+        bench(url, folder, out / f"{case}-{number}.json", recipe, seed=number)
+
+
+def bench(url: str, folder: Path, result: Path, recipe: Recipe, seed: int) -> None:
+    """``vllm bench serve`` in this process, by its own entry point; what it found is written to ``result``."""
     from vllm.entrypoints.cli.main import main as vllm
 
-    for number, (tokens_in, tokens_out, requests, at_once) in enumerate(RECIPES.values()):
-        wanted = {
-            "base-url": url,
-            "model": folder,
-            "dataset-name": "random",
-            "random-input-len": tokens_in,
-            "random-output-len": tokens_out,
-            "num-prompts": requests,
-            "num-warmups": 1,
-            "seed": number,
-            "temperature": 0,
-            "result-dir": out,
-            "result-filename": f"{case}-{number}.json",
-            **({} if at_once is None else {"max-concurrency": at_once}),
-        }
-        words = [word for name, value in wanted.items() for word in (f"--{name}", str(value))]
-        sys.argv = ["vllm", "bench", "serve", *words, "--ignore-eos", "--save-result", "--save-detailed"]
-        vllm()
+    wanted = {
+        "base-url": url,
+        "model": folder,
+        "dataset-name": "random",
+        "random-input-len": recipe.tokens_in,
+        "random-output-len": recipe.tokens_out,
+        "num-prompts": recipe.requests,
+        "num-warmups": recipe.warmups,
+        "seed": seed,
+        "temperature": 0,
+        "result-dir": result.parent,
+        "result-filename": result.name,
+        **({} if recipe.at_once is None else {"max-concurrency": recipe.at_once}),
+    }
+    words = [word for name, value in wanted.items() for word in (f"--{name}", str(value))]
+    sys.argv = ["vllm", "bench", "serve", *words, "--ignore-eos", "--save-result", "--save-detailed"]
+    vllm()
+
+
+def recipe_row(case: str, name: str, recipe: Recipe, found: dict[str, Any]) -> dict[str, Any]:
+    """What ``vllm bench serve`` found; exits unless every request succeeded."""
+    if found["completed"] != recipe.requests or found["failed"]:
+        raise SystemExit(f"{case}, {name}: {found['completed']} of {recipe.requests} succeeded: {found['errors']}")
+    if found["total_output_tokens"] != recipe.requests * recipe.tokens_out:
+        raise SystemExit(f"{case}, {name}: {found['total_output_tokens']} tokens came back")
+    tokens_out = recipe.tokens_out
+    return {
+        "case": case,
+        "recipe": name,
+        "requests": recipe.requests,
+        "failed": found["failed"],
+        "tokens_in": recipe.tokens_in,
+        "tokens_out": tokens_out,
+        "duration_s": found["duration"],
+        "tokens_per_s": found["total_token_throughput" if tokens_out == 1 else "output_throughput"],
+        **{f"{at}_ttft_ms": found[f"{at}_ttft_ms"] for at in ("median", "p99")},
+        **{f"{at}_tpot_ms": found[f"{at}_tpot_ms"] if tokens_out > 1 else None for at in ("median", "p99")},
+    }
 
 
 def _rows(out: Path) -> list[dict[str, Any]]:
@@ -189,30 +221,14 @@ def _rows(out: Path) -> list[dict[str, Any]]:
     present = [case for case in CASES if (out / f"{case}.json").exists()]
     for case in present:
         facts = json.loads((out / f"{case}.json").read_text())
-        for number, (name, (tokens_in, tokens_out, requests, at_once)) in enumerate(RECIPES.items()):
+        for number, (name, recipe) in enumerate(RECIPES.items()):
             found = json.loads((out / f"{case}-{number}.json").read_text())
-            if found["completed"] != requests or found["failed"]:
-                raise SystemExit(f"{case}, {name}: {found['completed']} of {requests} succeeded: {found['errors']}")
-            if found["total_output_tokens"] != requests * tokens_out:
-                raise SystemExit(f"{case}, {name}: {found['total_output_tokens']} tokens came back")
-            row = {
-                "case": case,
-                "recipe": name,
-                "requests": requests,
-                "failed": found["failed"],
-                "tokens_in": tokens_in,
-                "tokens_out": tokens_out,
-                "duration_s": found["duration"],
-                "tokens_per_s": found["total_token_throughput" if tokens_out == 1 else "output_throughput"],
-                **{f"{at}_ttft_ms": found[f"{at}_ttft_ms"] for at in ("median", "p99")},
-                **{f"{at}_tpot_ms": found[f"{at}_tpot_ms"] if tokens_out > 1 else None for at in ("median", "p99")},
-                **facts,
-            }
+            row = {**recipe_row(case, name, recipe, found), **facts}
             twins = {"headrace": ("still", "resident")}.get(
                 case, ("serve-resident" if "serve" in case else "resident",)
             )
             beside = next((twin for twin in twins if twin in present and twin != case), None)
-            if at_once == 1 and case != "still" and beside is not None:
+            if recipe.at_once == 1 and case != "still" and beside is not None:
                 wanted = json.loads((out / f"{beside}-{number}.json").read_text())["generated_texts"]
                 same = sum(a == b for a, b in zip(found["generated_texts"], wanted, strict=True))
                 row |= {"compared_with": beside, "same_texts": same}

