@@ -29,13 +29,12 @@ from safetensors.torch import save_file
 from torch import nn
 
 import headrace
-from headrace.coding.layout import PIECE_BYTES, coded_bytes
 from headrace.config import Budget, Codec, Policy, Prefetch
 from headrace.errors import OptionError
 from headrace.memory.pinned import pinned_region
 from headrace.model.inventory import take_inventory
 from headrace.plan.build import build_plan
-from headrace.plan.candidates import MAX_SLOTS
+from headrace.plan.candidates import most_decoding_bytes
 from headrace.stores.sources import DiskOptions
 
 __all__ = [
@@ -254,7 +253,7 @@ def parse_policy(text: str, weight_bytes: int, layer_bytes: int) -> Policy:
         return Prefetch(size, number, step, codec=codec)
     if kind == "even":
         # The budget holds the resident part, two slots of this share of a layer, and what is kept free for code.
-        code_bytes = MAX_SLOTS * coded_bytes(min(layer_bytes, 2 * PIECE_BYTES)) if codec == "exp4" else 0
+        code_bytes = most_decoding_bytes(layer_bytes) if codec == "exp4" else 0
         slots_bytes = int(2.1 * float(value) * layer_bytes)
         return Budget(int(weight_bytes * (1 - float(value))) + slots_bytes + code_bytes, codec=codec)
     if kind == "memory":

@@ -15,7 +15,7 @@ of 128 as slabs are, is coded in 1.5 n bytes and 6 for each patch::
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 import numpy as np
 import torch
@@ -43,10 +43,6 @@ class Piece:
     num_bytes: int
     num_patches: int | None
     data: torch.Tensor
-
-    def moved(self, data: torch.Tensor) -> Piece:
-        """The same with its bytes elsewhere."""
-        return replace(self, data=data)
 
 
 def encode(weights: torch.Tensor) -> tuple[torch.Tensor, int] | None:

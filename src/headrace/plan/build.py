@@ -264,8 +264,7 @@ class Planner:
 
     def _forecaster(self, plan: Plan, rows: int, context: int, hits: ExpertHits | FixedHits) -> Forecaster:
         """Of plans with the stores of ``plan``."""
-        is_coded = any(unit.store == "exp4" for unit in plan.units)
-        rates = coded_rates(self.rates) if is_coded else split_rates(self.rates, plan.mode, plan.num_ranks)
+        rates = coded_rates(self.rates) if plan.coded_units else split_rates(self.rates, plan.mode, plan.num_ranks)
         stored_bytes = self.stored_bytes if plan.mode == "disk" else {}
         return Forecaster(self.inventory, rates, self.profile, rows, context, stored_bytes, hits)
 

@@ -46,7 +46,7 @@ from headrace.plan.schedule import RING_BYTES
 from headrace.plan.traces import ExpertHits, FixedHits
 from headrace.plan.units import TINY_BYTES, outside_units, stranded
 
-__all__ = ["CandidateTable", "Family", "MappedFiles", "Spill", "mean_log", "spill_order"]
+__all__ = ["CandidateTable", "Family", "MappedFiles", "Spill", "mean_log", "most_decoding_bytes", "spill_order"]
 
 MAX_SLOTS = 3
 # 2 ** 6 sets of roles: the five heaviest roles of a layer one by one, and all the others together.
@@ -88,6 +88,11 @@ class MappedFiles:
 
     refused: Mapping[str, str] = field(default_factory=dict)
     joined_bytes: Mapping[str, int] = field(default_factory=dict)
+
+
+def most_decoding_bytes(unit_bytes: int) -> int:
+    """What a budget keeps free for code, of units of at most so many bytes."""
+    return MAX_SLOTS * coded_bytes(min(unit_bytes, 2 * PIECE_BYTES))
 
 
 def spill_order(count: int) -> list[int]:
@@ -224,7 +229,7 @@ class CandidateTable:
         if budget.codec == "none":
             return workload_bytes
         largest = max((slab_bytes(s.num_bytes for s, _ in stage.storages) for stage in self.stages), default=0)
-        return workload_bytes + MAX_SLOTS * coded_bytes(min(largest, 2 * PIECE_BYTES))
+        return workload_bytes + most_decoding_bytes(largest)
 
     @cached_property
     def families(self) -> list[Family]:

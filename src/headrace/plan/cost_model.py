@@ -298,7 +298,7 @@ def split_rates(rates: Rates, mode: Mode, num_ranks: int) -> Rates:
 
 
 # Bytes that decoding reads and writes for a byte of weights, and its share of the rate of elementwise kernels: it runs
-# beside compute (an H200 decodes 1.8 TB/s of weights).
+# beside compute (an H200 decodes 2.0 TB/s of weights alone: docs/benchmarks/2026-11-26-coded-h200.md).
 _DECODED_BYTES, _DECODING_SHARE = 1.75, 0.8
 _CODED_SHARE = 0.75
 _CPU_DECODES = 0.6e9  # bytes of weights per second, two cores of 2 GHz

@@ -257,10 +257,9 @@ class Plan:
     def decoding_bytes(self) -> int:
         """Device memory for code before it is decoded: two pieces of each slot."""
         largest: dict[int, int] = {}
-        for unit in self.units:
-            if unit.store == "exp4":
-                pieces = [coded_bytes(size) for _, size in cut_pieces(unit.num_bytes)]
-                largest[unit.slot] = max(largest.get(unit.slot, 0), sum(pieces[:2]))
+        for unit in self.coded_units:
+            pieces = [coded_bytes(size) for _, size in cut_pieces(unit.num_bytes)]
+            largest[unit.slot] = max(largest.get(unit.slot, 0), sum(pieces[:2]))
         return sum(largest.values())
 
     @property
@@ -286,11 +285,10 @@ class Plan:
         """
         beside = {"disk": self.spilled_bytes}
         beside["peer"] = sum(unit.payload_bytes for unit in self.units if unit.store == "peer")
-        code = [(unit.payload_bytes, unit.link_bytes) for unit in self.units if unit.store == "exp4"]
         on_device = {"resident": self.resident_bytes, "slots": sum(self.slot_bytes) + self.decoding_bytes}
         on_device |= {"cache": self.cache_bytes} if self.cached else {}
-        main = self.offloaded_bytes - sum(beside.values()) - sum(payload for payload, _ in code)
-        beside["exp4"] = sum(link_bytes for _, link_bytes in code)
+        main = self.offloaded_bytes - sum(beside.values()) - sum(unit.payload_bytes for unit in self.coded_units)
+        beside["exp4"] = self.coded_bytes
         return {**on_device, self.mode: main, **{name: size for name, size in beside.items() if size}}
 
     # -- storages ------------------------------------------------------------------------------------------------------
@@ -300,6 +298,16 @@ class Plan:
         """Storages that leave the device: prefetched ones in the order of units, then read in place, then cached."""
         moved = [entry.storage for unit in self.units for entry in unit.entries]
         return [*moved, *self.uva, *(name for layer in self.cached for name in layer.storages)]
+
+    @cached_property
+    def coded_units(self) -> tuple[Unit, ...]:
+        """Units that are stored in host memory in the code ``exp4``."""
+        return tuple(unit for unit in self.units if unit.store == "exp4")
+
+    @property
+    def coded_bytes(self) -> int:
+        """Host memory of their code, patches not included."""
+        return sum(unit.link_bytes for unit in self.coded_units)
 
     @cached_property
     def staged_units(self) -> tuple[Unit, ...]:
@@ -535,11 +543,12 @@ def with_code(plan: Plan, inventory: Inventory) -> Plan:
         else unit
         for unit in plan.units
     )
-    if plan.offloaded_bytes and not any(unit.store == "exp4" for unit in units):
+    coded = replace(plan, units=units)
+    if plan.offloaded_bytes and not coded.coded_units:
         raise OptionError(
             "codec 'exp4' has no effect: no unit in host memory has bf16 weights alone; leave it out (--offload-codec)"
         )
-    return replace(plan, units=units)
+    return coded
 
 
 # -- layout ------------------------------------------------------------------------------------------------------------

@@ -665,12 +665,11 @@ def needs_of(plan: Plan, *, on_gpu: bool, elsewhere: Collection[str] = (), on_me
         if plan.mode in SHARDED_MODES:
             stored = plan.part_bytes  # copied, wherever the tensors lie
         # Beside what the model came with, which is freed when all of it is coded.
-        stored += sum(unit.link_bytes for unit in plan.units if unit.store == "exp4")
+        stored += plan.coded_bytes
         stored += plan.cache_bytes + sum(layer.host_bytes for layer in plan.cached)
         return Needs(host_bytes=slots + sum(moved) + stored)
     in_place = sum(slab_bytes([size]) for size in plan.uva.values())  # a GPU cannot address a mapped file
-    units = sum(unit.num_bytes for unit in plan.units if unit.store in HOST_MODES) + plan.ring_bytes
-    units += sum(unit.link_bytes for unit in plan.units if unit.store == "exp4")
+    units = sum(unit.num_bytes for unit in plan.units if unit.store in HOST_MODES) + plan.ring_bytes + plan.coded_bytes
     pinned = units + in_place if plan.mode in (*HOST_MODES, "disk") else 0
     if plan.mode in SHARDED_MODES:
         pinned = plan.part_bytes if plan.mode == "sharded_cpu" else 0

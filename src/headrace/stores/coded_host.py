@@ -8,8 +8,9 @@ size and pinned for a GPU; the bytes that it was made of are freed.
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
+from dataclasses import replace
 
 import numpy as np
 import torch
@@ -22,7 +23,7 @@ from headrace.memory.pinned import CudaRegistrar, PinnedBuffer, warn_refused
 from headrace.memory.system import touch_threads
 from headrace.plan.plan import Unit, slab_bytes
 from headrace.stores.sources import ByteRange, Copy, Source
-from headrace.stores.store import Load, Store
+from headrace.stores.store import Destinations, Load, Store
 
 __all__ = ["CodedStore"]
 
@@ -49,11 +50,11 @@ class CodedStore(Store):
         self._memory: list[PinnedBuffer] = []
         self._pool = ThreadPoolExecutor(_AT_ONCE, "headrace-encode")
         self._jobs: deque[Future[None]] = deque()
-        self.destinations: Mapping[str, torch.Tensor] = _Destinations(self)
+        self.destinations: Mapping[str, torch.Tensor] = Destinations(self._entries, self._destination)
 
     # -- filling ------------------------------------------------------------------------------------------------------
 
-    def destination(self, storage: str) -> torch.Tensor:
+    def _destination(self, storage: str) -> torch.Tensor:
         unit, entry = self._entries[storage]
         if unit not in self._slabs:
             self._slabs[unit] = torch.from_numpy(map_pages(self._units[unit].num_bytes))
@@ -82,7 +83,7 @@ class CodedStore(Store):
             memory = PinnedBuffer(self._registrar.allocate(memory.num_bytes))
         found = []
         for piece, part in zip(pieces, memory.buffer.split(sizes), strict=True):
-            found.append(piece.moved(part[: piece.data.numel()].copy_(piece.data)))
+            found.append(replace(piece, data=part[: piece.data.numel()].copy_(piece.data)))
         self._memory.append(memory)
         self._coded[unit] = tuple(found)
 
@@ -147,22 +148,6 @@ def _code_of(weights: torch.Tensor) -> tuple[torch.Tensor, int] | None:
             "and use codec='none' (--offload-codec none)"
         )
     return found
-
-
-class _Destinations(Mapping[str, torch.Tensor]):
-    """By storage; a unit takes memory when one of its storages is looked up."""
-
-    def __init__(self, store: CodedStore) -> None:
-        self._store = store
-
-    def __getitem__(self, storage: str) -> torch.Tensor:
-        return self._store.destination(storage)
-
-    def __iter__(self) -> Iterator[str]:
-        return iter(self._store._entries)
-
-    def __len__(self) -> int:
-        return len(self._store._entries)
 
 
 class _Coded(Source):

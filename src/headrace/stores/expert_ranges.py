@@ -6,7 +6,7 @@ filled.
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 
 import torch
@@ -14,7 +14,7 @@ import torch
 from headrace.memory.split_range import MappedMemory, SplitRange
 from headrace.plan.cached_experts import CachedLayer, overflow_memories
 from headrace.stores.sources import ByteRange, Copy
-from headrace.stores.store import AlreadyPinned, Store, new_buffer
+from headrace.stores.store import AlreadyPinned, Destinations, Store, new_buffer
 
 __all__ = ["ExpertRanges", "mappable"]
 
@@ -51,7 +51,7 @@ class ExpertRanges(Store):
         self._pool = ThreadPoolExecutor(_THREADS, "headrace-ranges")
         self._ranges: dict[str, Future[SplitRange]] = {name: self._pool.submit(self._make, name) for name in split}
         filled = [name for name in self._layer_of if name not in self._mapped]
-        self.destinations: Mapping[str, torch.Tensor] = _Destinations(self, filled)
+        self.destinations: Mapping[str, torch.Tensor] = Destinations(filled, self._host)
         small = self._layer_of.keys() - self._ranges.keys()
         self._small = {name: new_buffer(self._layer_of[name].storages[name]) for name in small}
         self._small_rows = {
@@ -111,23 +111,6 @@ class ExpertRanges(Store):
         self._overflow.clear()
         self._small.clear()
         self._small_rows.clear()
-
-
-class _Destinations(Mapping[str, torch.Tensor]):
-    def __init__(self, store: ExpertRanges, names: Collection[str]) -> None:
-        self._store, self._names = store, dict.fromkeys(names)
-
-    def __getitem__(self, storage: str) -> torch.Tensor:
-        return self._store._host(storage)
-
-    def __contains__(self, storage: object) -> bool:  # by __getitem__ it would wait
-        return storage in self._names
-
-    def __iter__(self) -> Iterator[str]:
-        return iter(self._names)
-
-    def __len__(self) -> int:
-        return len(self._names)
 
 
 def mappable(layer: CachedLayer, storage: str, held: Mapping[str, AlreadyPinned]) -> MappedMemory | None:

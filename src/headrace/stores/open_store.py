@@ -98,8 +98,8 @@ def open_store(request: StoreRequest) -> OpenedStore:
             peer = PeerStore([unit for unit in plan.units if unit.store == "peer"], memory)
             store, on_peer = TwoStores(store, peer, peer.places), peer.places
             _log.info("%s stores %s of units", request.peer, format_size(plan.peer_bytes))
-        if coded_units := [unit for unit in plan.units if unit.store == "exp4"]:
-            coded = _coded_store(request, coded_units)
+        if plan.coded_units:
+            coded = _coded_store(request, plan.coded_units)
             undo.callback(coded.close)
             store = TwoStores(store, coded, coded.destinations)
             on_host = ChainMap(

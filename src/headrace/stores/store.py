@@ -6,7 +6,7 @@ Host memory (``cpu`` on a CPU), files (``disk``), nothing (``meta``), and two st
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Collection, Iterable, Mapping
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -38,8 +38,8 @@ from headrace.stores.sources import (
 )
 
 __all__ = [
-    "AlreadyPinned", "CpuStore", "DiskStore", "Load", "MetaStore", "Store", "StoreRequest", "TwoStores", "new_buffer",
-    "require_weights",
+    "AlreadyPinned", "CpuStore", "Destinations", "DiskStore", "Load", "MetaStore", "Store", "StoreRequest",
+    "TwoStores", "new_buffer", "require_weights",
 ]  # fmt: skip
 
 PINNED_PIECE_BYTES = 8 << 20
@@ -112,6 +112,25 @@ class Load:
     def in_memory(self) -> tuple[tuple[int, torch.Tensor], ...]:
         """What a link that copies has to copy: (offset in the slot, bytes); empty if it cannot."""
         return self.pieces if self.slab is None else ((0, self.slab),)
+
+
+class Destinations(Mapping[str, torch.Tensor]):
+    """By storage name, where its bytes go: memory that is made, or waited for, when it is looked up."""
+
+    def __init__(self, names: Iterable[str], find: Callable[[str], torch.Tensor]) -> None:
+        self._names, self._find = dict.fromkeys(names), find
+
+    def __getitem__(self, storage: str) -> torch.Tensor:
+        return self._find(storage)
+
+    def __contains__(self, storage: object) -> bool:  # by __getitem__ it would be made
+        return storage in self._names
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self._names)
+
+    def __len__(self) -> int:
+        return len(self._names)
 
 
 class Store(ABC):

@@ -25,6 +25,6 @@ def open_link(store: Store, plan: Plan, device: torch.device, recorder: Recorder
         return ThreadLink(recorder=recorder)
     if plan.staged_units:
         return RingLink(device, measure_stalls=measure_stalls)
-    if any(unit.store == "exp4" for unit in plan.units):
+    if plan.coded_units:
         return DecodingLink(device, measure_stalls=measure_stalls)
     return StreamLink(device, measure_stalls=measure_stalls)
