@@ -6,19 +6,14 @@ a GPU; everything else of the worker runs here as it does there.
 
 from __future__ import annotations
 
-import json
-import os
-import subprocess
-import sys
 from collections.abc import Callable
-from pathlib import Path
+from functools import partial
 from typing import Any
 
 import pytest
 
-HERE = Path(__file__).resolve().parents[1] / "support"
-ROOT = HERE.parents[1]
-PATHS = (ROOT / "src", ROOT / "benchmarks", HERE, HERE / "without_operators")
+from vllm_cpu_process import run_engine
+
 vllm = pytest.importorskip("vllm", reason="vLLM is not installed: scripts/test-vllm-cpu runs this")
 pytestmark = pytest.mark.slow
 
@@ -29,23 +24,7 @@ Engine = Callable[[str, str], dict[str, Any]]
 def engine(tmp_path_factory: pytest.TempPathFactory) -> Engine:
     """What an engine of this case and mode gives; each is run once."""
     folder = tmp_path_factory.mktemp("engines")
-
-    def run(case: str, mode: str) -> dict[str, Any]:
-        kept = folder / f"{case.replace('/', ' ')}-{mode}.json"
-        if not kept.exists():
-            environment = {
-                **os.environ, "VLLM_ENABLE_V1_MULTIPROCESSING": "0", "VLLM_USE_V2_MODEL_RUNNER": "0",
-                "VLLM_CPU_KVCACHE_SPACE": "1", "VLLM_CPU_OMP_THREADS_BIND": "nobind", "VLLM_NO_USAGE_STATS": "1",
-                "VLLM_CACHE_ROOT": str(folder / "cache"), "HF_HUB_OFFLINE": "1",
-                "PYTHONPATH": os.pathsep.join(map(str, PATHS)),
-            }  # fmt: skip
-            command = [sys.executable, str(HERE / "vllm_cpu_engine.py"), str(folder), case, mode]
-            done = subprocess.run(command, env=environment, capture_output=True, text=True, check=False)
-            assert done.returncode == 0, done.stdout[-3000:] + done.stderr[-3000:]
-        found: dict[str, Any] = json.loads(kept.read_text())
-        return found
-
-    return run
+    return partial(run_engine, folder)
 
 
 def reference(engine: Engine, resident: dict[str, Any], case: str, mode: str) -> Any:

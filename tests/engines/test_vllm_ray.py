@@ -6,40 +6,20 @@ CPUs, whose platform names no device for Ray; they count one GPU each (`vllm_cpu
 
 from __future__ import annotations
 
-import json
-import os
-import subprocess
-import sys
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-ROOT = Path(__file__).resolve().parents[2]
-HERE = ROOT / "tests" / "support"
+from vllm_cpu_process import run_engine
+
 pytest.importorskip("vllm", reason="vLLM is not installed: scripts/test-vllm-ray runs this")
 pytest.importorskip("ray", reason="Ray is not installed: scripts/test-vllm-ray runs this")
 pytestmark = pytest.mark.slow
 
 
 def engine(folder: Path, case: str) -> dict[str, Any]:
-    environment = {
-        **os.environ,
-        "VLLM_ENABLE_V1_MULTIPROCESSING": "0",
-        "VLLM_USE_V2_MODEL_RUNNER": "0",
-        "VLLM_CPU_KVCACHE_SPACE": "1",
-        "VLLM_CPU_OMP_THREADS_BIND": "nobind",
-        "VLLM_NO_USAGE_STATS": "1",
-        "VLLM_CACHE_ROOT": str(folder / "cache"),
-        "RAY_USAGE_STATS_ENABLED": "0",
-        "HF_HUB_OFFLINE": "1",
-        "PYTHONPATH": os.pathsep.join(map(str, (ROOT / "src", ROOT / "benchmarks", HERE, HERE / "without_operators"))),
-    }
-    command = [sys.executable, str(HERE / "vllm_cpu_engine.py"), str(folder), case, "eager"]
-    done = subprocess.run(command, env=environment, capture_output=True, text=True, check=False)
-    assert done.returncode == 0, done.stdout[-3000:] + done.stderr[-3000:]
-    found: dict[str, Any] = json.loads((folder / f"{case}-eager.json").read_text())
-    return found
+    return run_engine(folder, case, RAY_USAGE_STATS_ENABLED="0")
 
 
 @pytest.fixture(scope="module")
