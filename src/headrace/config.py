@@ -19,6 +19,7 @@ from headrace.errors import OptionError, OptionTypeError, RuleError, SelectionEr
 
 __all__ = [
     "ALL_MODEL_PARAMS",
+    "CODES",
     "HOST_MODES",
     "RANK_MODES",
     "SHARDED_MODES",
@@ -61,10 +62,12 @@ ALL_MODEL_PARAMS = "ALL_MODEL_PARAMS"
 
 Mode = Literal["cpu", "shm_cpu", "sharded_cpu", "disk", "sharded_gpu", "meta"]
 # How what is prefetched from host memory is coded there and on the link.
-Codec = Literal["none", "exp4", "auto"]
-# Where a unit is stored: in a store, or beside host memory on a peer, which is another GPU of this process; "exp4": in
-# host memory in this code.
-StoreKind = Literal[Mode, "peer", "exp4"]
+Code = Literal["exp3", "exp4"]
+Codec = Literal["none", Code, "auto"]
+CODES: tuple[Code, ...] = get_args(Code)
+# Where a unit is stored: in a store, or beside host memory on a peer, which is another GPU of this process, or there in
+# a code.
+StoreKind = Literal[Mode, "peer", Code]
 # Stores of which each rank of a group keeps a part, and all stores that need a group.
 SHARDED_MODES: tuple[Mode, ...] = ("sharded_cpu", "sharded_gpu")
 # Stores whose bytes are host memory; those of shm_cpu exist once for all ranks of a host.
@@ -229,10 +232,10 @@ def _check(policy: object, **checks: Check) -> None:
 
 
 def _check_codec(policy: Prefetch | Budget | Rules) -> None:
-    _check(policy, codec=codec if isinstance(policy, Budget) else one_of(["none", "exp4"], " without a budget"))
-    if policy.codec == "exp4" and policy.mode is None:
+    _check(policy, codec=codec if isinstance(policy, Budget) else one_of(["none", *CODES], " without a budget"))
+    if policy.codec in CODES and policy.mode is None:
         object.__setattr__(policy, "mode", "cpu")
-    if policy.codec == "exp4" and policy.mode != "cpu":
+    if policy.codec in CODES and policy.mode != "cpu":
         raise OptionError(
             f"codec {policy.codec!r}: expected mode 'cpu', since what is in host memory is coded, found "
             f"{policy.mode!r}; leave one of the two out (--offload-codec, --offload-mode)"
@@ -284,8 +287,8 @@ class Prefetch:
         params: name patterns (:mod:`headrace.model.patterns`) that narrow what is offloaded inside those layers; empty
             means every parameter of 64 KiB or more.
         mode: the store (``--offload-mode``).
-        codec: ``"exp4"``: units of bf16 are coded in three quarters of their bytes, in host memory and on the link, and
-            decoded on the device; lossless (``--offload-codec``).
+        codec: ``"exp3"``: units of bf16 are coded in 0.70 of their bytes, in host memory and on the link, and decoded
+            on the device; ``"exp4"``: in 0.75, of more exponents. Lossless (``--offload-codec``).
     """
 
     group_size: int = 1

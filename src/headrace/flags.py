@@ -17,6 +17,7 @@ from pathlib import Path
 from typing import Any, cast, get_args
 
 from headrace.config import (
+    CODES,
     UVA,
     Backend,
     Budget,
@@ -257,7 +258,7 @@ class OffloadFlags:
     )
     offload_codec: str | None = row(
         "NAME",
-        "exp4: bf16 that is prefetched crosses the link in three quarters of its bytes; none (default); auto (with "
+        "exp3, exp4: bf16 that is prefetched crosses the link in 0.70 or 0.75 of its bytes; none (default); auto (with "
         "--device-memory): where a step is faster with it.",
         codec,
     )
@@ -289,7 +290,7 @@ class OffloadFlags:
         given = {name: surface.check_of(name)(surface.name_of(name), getattr(self, name)) for name in self._given()}
         self._check_combination(surface)
         params, coding = given.get("offload_params", ()), given.get("offload_codec", "none")
-        mode: Mode = given.get("offload_mode", "cpu" if coding == "exp4" else default_mode)
+        mode: Mode = given.get("offload_mode", "cpu" if coding in CODES else default_mode)
         if "device_memory" in given:
             return Budget(
                 given["device_memory"],

@@ -10,24 +10,26 @@ from gpu_models import build, offloaded, twins
 import headrace
 from headrace import Budget, Prefetch
 from headrace.coding.decode_kernels import decode_on_gpu
-from headrace.coding.exp4 import Piece, encode
+from headrace.coding.exponents import Piece, encode
+from headrace.coding.layout import WIDTHS
 
 pytestmark = pytest.mark.usefixtures("no_grad")
 
 PARAMS = ["gate_proj", "up_proj", "down_proj"]  # the packed weights are int8
-EVERY = Prefetch(1, 1, 2, PARAMS, codec="exp4")
+EVERY = Prefetch(1, 1, 2, PARAMS, codec="exp3")
+each_width = pytest.mark.parametrize("width", WIDTHS.values(), ids=WIDTHS.keys())
 
 
-def decoded(weights: torch.Tensor) -> torch.Tensor | None:
-    if (found := encode(weights)) is None:
+def decoded(weights: torch.Tensor, width: int) -> torch.Tensor | None:
+    if (code := encode(weights, width)) is None:
         return None
-    code, patches = found
     into = torch.empty_like(weights)
-    decode_on_gpu(Piece(0, len(weights), patches, code), code, into)
+    decode_on_gpu(Piece(0, len(weights), width, code), code, into)
     return into
 
 
-def test_ten_gigabytes_of_weights_come_back() -> None:
+@each_width
+def test_ten_gigabytes_of_weights_come_back(width: int) -> None:
     """Of ten scales, with random bits among them, in pieces as units have them."""
     made = torch.Generator("cuda").manual_seed(0)
     for number in range(320):
@@ -35,25 +37,26 @@ def test_ten_gigabytes_of_weights_come_back() -> None:
         bits = weights.view(torch.int16)
         places = torch.randint(0, len(bits), (1 << 14,), generator=made, device="cuda")
         bits[places] = torch.randint(-(1 << 15), 1 << 15, (1 << 14,), generator=made, device="cuda").to(torch.int16)
-        assert torch.equal(decoded(weights.view(torch.uint8)), weights.view(torch.uint8))
+        assert torch.equal(decoded(weights.view(torch.uint8), width), weights.view(torch.uint8))
 
 
-def test_ten_thousand_tensors_come_back() -> None:
+@each_width
+def test_ten_thousand_tensors_come_back(width: int) -> None:
     made = torch.Generator().manual_seed(0)
     coded = 0
     for _ in range(10_000):
-        count = 128 * int(torch.randint(1, 64, (1,), generator=made))
+        count = 128 * int(torch.randint(8, 64, (1,), generator=made))
         weights = torch.randint(0, 256, (2 * count,), generator=made, dtype=torch.uint8, device="cpu")
         if torch.rand(1, generator=made) < 0.8:
             weights = (torch.randn(count, generator=made) * 0.02).bfloat16().view(torch.uint8)
         on_gpu = weights.cuda()
-        if (found := decoded(on_gpu)) is not None:
+        if (found := decoded(on_gpu, width)) is not None:
             coded += 1
             assert torch.equal(found, on_gpu)
     assert coded > 7_000
 
 
-@pytest.mark.parametrize("policy", [EVERY, Prefetch(2, 1, 1, PARAMS, codec="exp4")], ids=["every", "half"])
+@pytest.mark.parametrize("policy", [EVERY, Prefetch(2, 1, 1, PARAMS, codec="exp4")], ids=["exp3", "exp4"])
 def test_eager(policy: Prefetch) -> None:
     resident, model = twins()
     ids = torch.arange(8, device="cuda")
@@ -95,7 +98,7 @@ def test_pieces_of_large_units_are_decoded_in_turn() -> None:
     for module, other in zip(model, resident, strict=True):
         module.weight = torch.nn.Parameter(other.weight.detach().cpu(), requires_grad=False)
     x = torch.randn(4, 6144, device="cuda").bfloat16()
-    with offloaded(model.eval(), Prefetch(1, 1, 2, codec="exp4"), device="cuda") as handle:
+    with offloaded(model.eval(), Prefetch(1, 1, 2, codec="exp3"), device="cuda") as handle:
         assert all(unit.num_bytes > 2 * (32 << 20) for unit in handle.plan.units)
         for _ in range(5):
             assert torch.equal(model(x), resident(x))
@@ -124,7 +127,7 @@ def test_a_budget_is_kept() -> None:
     x = torch.randn(4, 4096).bfloat16().cuda()
     expected = model.cuda()(x)
     model.cpu()
-    with headrace.offload(model, Budget("300MiB", codec="exp4"), device="cuda") as handle:
+    with headrace.offload(model, Budget("300MiB", codec="exp3"), device="cuda") as handle:
         assert torch.equal(model(x), expected)
         assert handle.plan.device_bytes <= 300 << 20
         assert handle.stats().bytes_moved

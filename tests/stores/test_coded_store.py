@@ -1,8 +1,9 @@
-"""Units that are stored and copied in the code exp4: bits, bytes, memory, and what is refused."""
+"""Units that are stored and copied in a code: bits, bytes, memory, and what is refused."""
 
 from __future__ import annotations
 
 import warnings
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -26,6 +27,7 @@ DIM = 256
 ALL = Prefetch(1, 1, 2, codec="exp4")
 POLICIES: dict[str, Policy] = {
     "all layers": ALL,
+    "exp3": Prefetch(1, 1, 2, codec="exp3"),
     "one slot": Prefetch(1, 1, 1, codec="exp4"),
     "every other": Prefetch(2, 1, 1, codec="exp4"),
     "rules": Rules([("linear", "prefetch")], codec="exp4"),
@@ -57,7 +59,7 @@ def test_bits_and_bytes(policy: Policy) -> None:
         for _ in range(4):
             assert_same_bits(model(x), expected)
         plan, stats = handle.plan, handle.stats()
-        coded = [unit for unit in plan.units if unit.store == "exp4"]
+        coded = [unit for unit in plan.units if unit.store == policy.codec]
         assert coded
         for unit, counts in zip(plan.units, stats.units, strict=True):
             whole = counts.copies * unit.num_bytes
@@ -111,6 +113,38 @@ def test_random_bits_are_stored_as_they_are() -> None:
         del state
 
 
+@pytest.mark.parametrize(
+    "error", [MemoryError(), RuntimeError("DefaultCPUAllocator: can't allocate memory")], ids=["numpy", "torch"]
+)
+def test_without_memory_for_the_code_weights_are_stored_as_they_are(
+    error: Exception, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def encode(weights: torch.Tensor, width: int) -> torch.Tensor | None:
+        raise error
+
+    monkeypatch.setattr("headrace.stores.coded_host.encode", encode)
+    model, x, expected = build()
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        handle = headrace.offload(model, ALL)
+    with handle:
+        assert_same_bits(model(x), expected)
+        stats = handle.stats()
+        moved = (c.copies * unit.num_bytes for unit, c in zip(handle.plan.units, stats.units, strict=True))
+        assert 0 < stats.bytes_moved == sum(moved)
+    assert sum("no memory was left to code" in str(warning.message) for warning in caught) == 1
+
+
+def test_other_errors_of_encoding_are_raised(monkeypatch: pytest.MonkeyPatch) -> None:
+    def encode(weights: torch.Tensor, width: int) -> torch.Tensor | None:
+        raise RuntimeError("not about memory")
+
+    monkeypatch.setattr("headrace.stores.coded_host.encode", encode)
+    model, _, _ = build()
+    with pytest.raises(RuntimeError, match="not about memory"):
+        headrace.offload(model, ALL)
+
+
 def test_a_copy_is_checked(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("HEADRACE_DEBUG", "1")
     model, x, expected = build()
@@ -132,7 +166,7 @@ def test_an_alias_is_refused() -> None:
 @pytest.mark.parametrize(
     ("make", "parts"),
     [
-        (lambda: Prefetch(1, codec="exp5"), ("codec 'exp5'", "none, exp4")),
+        (lambda: Prefetch(1, codec="exp5"), ("codec 'exp5'", "none, exp3, exp4")),
         (lambda: Prefetch(1, mode="disk", codec="exp4"), ("mode 'cpu'", "--offload-codec")),
         (lambda: Budget("1GiB", mode="sharded_cpu", codec="exp4"), ("mode 'cpu'", "--offload-codec")),
     ],
@@ -170,13 +204,28 @@ def test_a_plan_counts_the_link_and_the_code() -> None:
     model, _, _ = build()
     inventory = take_inventory(model)
     plain, coded = (build_plan(inventory, Prefetch(1, 1, 2, codec=codec)) for codec in ("none", "exp4"))
-    assert coded.moved_bytes == sum(coded_bytes(unit.num_bytes) for unit in coded.units)
+    assert coded.moved_bytes == sum(coded_bytes(unit.num_bytes, "exp4") for unit in coded.units)
     assert coded.device_bytes == plain.device_bytes + coded.decoding_bytes
-    assert 0 < coded.decoding_bytes <= 2 * coded_bytes(coded.units[0].num_bytes)
+    assert coded.decoding_bytes == 2 * coded_bytes(coded.units[0].num_bytes, "exp4")  # of one piece: one buffer a slot
     from headrace.plan.build import Planner
 
     steps = [Planner(inventory, NOMINAL_GPU).forecast(plan, 1) for plan in (plain, coded)]
     assert 0.7 < steps[1].link_s / steps[0].link_s < 0.85
+
+
+def test_units_on_a_peer_are_as_fast_beside_coded_ones() -> None:
+    model, _, _ = build()
+    inventory = take_inventory(model)
+    plain, coded = (build_plan(inventory, Prefetch(1, 1, 2, codec=codec)) for codec in ("none", "exp3"))
+    from headrace.plan.build import Planner
+
+    def link_s(plan: Plan, number: int) -> float:
+        """Of the plan with its first ``number`` units on a peer."""
+        units = (*(replace(unit, store="peer") for unit in plan.units[:number]), *plan.units[number:])
+        return Planner(inventory, NOMINAL_GPU).forecast(replace(plan, units=units), 1).link_s
+
+    on_peer = [link_s(plan, 3) - (link_s(plan, 0) - link_s(plan, 0) * 3 / 6) for plan in (plain, coded)]
+    assert on_peer[0] == pytest.approx(on_peer[1], rel=0.01)
 
 
 def test_reading_in_place_has_no_codec() -> None:
@@ -192,7 +241,7 @@ class TestAuto:
         return {unit.store for unit in build_plan(inventory, budget, rates=NOMINAL_GPU).units}
 
     def test_codes_what_the_link_bounds(self) -> None:
-        assert self.stores(torch.bfloat16) == {"exp4"}
+        assert self.stores(torch.bfloat16) == {"exp3"}
 
     def test_leaves_other_dtypes(self) -> None:
         assert self.stores(torch.float16) == {"cpu"}
@@ -201,5 +250,5 @@ class TestAuto:
         assert self.stores(torch.bfloat16, workload=headrace.Workload([100_000])) == {"cpu"}
 
     def test_is_for_budgets(self) -> None:
-        with refused("codec 'auto'", "none, exp4 without a budget"):
+        with refused("codec 'auto'", "none, exp3, exp4 without a budget"):
             Prefetch(1, codec="auto")

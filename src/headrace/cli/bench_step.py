@@ -29,7 +29,7 @@ from safetensors.torch import save_file
 from torch import nn
 
 import headrace
-from headrace.config import Budget, Codec, Policy, Prefetch
+from headrace.config import CODES, Budget, Codec, Policy, Prefetch
 from headrace.errors import OptionError
 from headrace.memory.pinned import pinned_region
 from headrace.model.inventory import take_inventory
@@ -241,19 +241,19 @@ def fill(model: Model, store: torch.device | str, generate_on: torch.device | st
 
 
 def parse_policy(text: str, weight_bytes: int, layer_bytes: int) -> Policy:
-    """The policy of ``even:0.25``, ``memory:0.8`` or ``group:4/1/2``; of what follows a ``+``, ``exp4`` is a codec.
+    """The policy of ``even:0.25``, ``memory:0.8`` or ``group:4/1/2``; what follows a ``+`` may be a codec.
 
     ``even:F`` offloads at least the share F of the weights, spread over all layers; ``memory:F`` allows the share F of
     the weights as device memory, slots included; ``group:A/B/C`` is the group rule.
     """
     kind, _, value = text.partition("+")[0].partition(":")
-    codec: Codec = "exp4" if "exp4" in text.split("+")[1:] else "none"
+    codec: Codec = next((code for code in CODES if code in text.split("+")[1:]), "none")
     if kind == "group":
         size, number, step = (int(part) for part in value.split("/"))
         return Prefetch(size, number, step, codec=codec)
     if kind == "even":
         # The budget holds the resident part, two slots of this share of a layer, and what is kept free for code.
-        code_bytes = most_decoding_bytes(layer_bytes) if codec == "exp4" else 0
+        code_bytes = 0 if codec == "none" else most_decoding_bytes(layer_bytes, codec)
         slots_bytes = int(2.1 * float(value) * layer_bytes)
         return Budget(int(weight_bytes * (1 - float(value))) + slots_bytes + code_bytes, codec=codec)
     if kind == "memory":
@@ -282,8 +282,10 @@ def run_cuda(
 ) -> Iterator[dict[str, Any]]:
     """Yield one result per variant and number of rows, in the order of ``rows``; all variants exist side by side."""
     for text in variants:
-        if unknown := set(text.split("+")[1:]) - {"eager", "exp4"}:
-            raise OptionError(f"variant {text!r}: unknown option {', '.join(sorted(unknown))}; use +eager or +exp4")
+        if unknown := set(text.split("+")[1:]) - {"eager", *CODES}:
+            raise OptionError(
+                f"variant {text!r}: unknown option {', '.join(sorted(unknown))}; use +eager, +exp3 or +exp4"
+            )
     device = torch.device("cuda", torch.cuda.current_device())
     weight_bytes = take_inventory(Stack(shape, torch.bfloat16, "meta")).num_bytes
     policies = {text: parse_policy(text, weight_bytes, weight_bytes // shape.num_layers) for text in variants}

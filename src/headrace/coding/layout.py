@@ -1,31 +1,58 @@
-"""Sizes of the code ``exp4`` (:mod:`headrace.coding.exp4`), which plans need, too."""
+"""Sizes of the codes ``exp3`` and ``exp4`` (:mod:`headrace.coding.exponents`), which plans need, too."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
+from typing import NamedTuple
 
 from headrace.memory.system import round_up
 
-__all__ = ["NUM_EXPONENTS", "PIECE_BYTES", "coded_bytes", "cut_pieces", "offsets"]
+__all__ = ["BLOCK", "WIDTHS", "code_buffers", "coded_bytes", "cut_pieces", "parts_of"]
 
-NUM_EXPONENTS = 16
-# Of weights, before they are coded: 24 MiB on the link, long enough for its full rate.
-PIECE_BYTES = 32 << 20
+# Bits of an index into the table of exponents, by codec.
+WIDTHS = {"exp3": 3, "exp4": 4}
+# Weights that a program of the kernel decodes.
+BLOCK = 1024
+# Of weights, before they are coded: 22 MiB on the link, long enough for its full rate.
+_PIECE_BYTES = 32 << 20
+# The last piece is short, since a unit is ready when that is decoded.
+_LAST_BYTES = 4 << 20
+# The share of normally distributed weights whose exponent is not in the table.
+_ESCAPES = {"exp3": 0.020, "exp4": 0.0002}
+
+
+class Parts(NamedTuple):
+    """Where the parts of a code begin; the signs and mantissas are at 0."""
+
+    planes: int
+    table: int
+    firsts: int
+    escapes: int
+    end: int
+
+
+def parts_of(num_weights: int, width: int, num_escapes: int) -> Parts:
+    """Of a code of so many weights; each part begins at a multiple of 16 bytes."""
+    num_blocks = -(-num_weights // BLOCK)
+    table = num_weights + num_blocks * (BLOCK // 8) * width
+    firsts = table + 16
+    escapes = firsts + round_up(4 * num_blocks, 16)
+    return Parts(num_weights, table, firsts, escapes, escapes + round_up(num_escapes, 16))
 
 
 def cut_pieces(num_bytes: int) -> Iterator[tuple[int, int]]:
     """Start and length of each piece of a slab."""
-    return ((start, min(PIECE_BYTES, num_bytes - start)) for start in range(0, num_bytes, PIECE_BYTES))
+    last = max(0, num_bytes - _LAST_BYTES)
+    yield from ((start, min(_PIECE_BYTES, last - start)) for start in range(0, last, _PIECE_BYTES))
+    yield last, num_bytes - last
 
 
-def offsets(num_weights: int, num_patches: int) -> tuple[int, int, int, int, int]:
-    """Where in the code the indices, the table, the positions and the weights of patches begin, and the end."""
-    table = num_weights + num_weights // 2
-    positions = table + NUM_EXPONENTS
-    weights = positions + round_up(4 * num_patches, 16)
-    return num_weights, table, positions, weights, weights + round_up(2 * num_patches, 16)
+def coded_bytes(num_bytes: int, codec: str) -> int:
+    """Expected length of the code of so many bytes of bf16, in one piece."""
+    num_weights = num_bytes // 2
+    return parts_of(num_weights, WIDTHS[codec], int(_ESCAPES[codec] * num_weights)).end
 
 
-def coded_bytes(num_bytes: int) -> int:
-    """Length of the code of a slab, without patches."""
-    return sum(offsets(size // 2, 0)[-1] for _, size in cut_pieces(num_bytes))
+def code_buffers(sizes: Sequence[int]) -> tuple[int, int]:
+    """Bytes of the two buffers on the device that the code of a unit passes through; ``sizes``: of its pieces."""
+    return max(sizes[::2], default=0), max(sizes[1::2], default=0)

@@ -21,7 +21,19 @@ from typing import Any
 
 import numpy as np
 
-from headrace.config import HOST_MODES, SHARDED_MODES, UVA, Budget, Mechanism, Mode, Policy, Prefetch, Rules, Workload
+from headrace.config import (
+    CODES,
+    HOST_MODES,
+    SHARDED_MODES,
+    UVA,
+    Budget,
+    Mechanism,
+    Mode,
+    Policy,
+    Prefetch,
+    Rules,
+    Workload,
+)
 from headrace.errors import BudgetError, OptionError, RuleError, SelectionError, warn_user
 from headrace.formatting import format_size, format_time, listed
 from headrace.model.layers import find_layers, find_stacks
@@ -148,7 +160,7 @@ class Planner:
             uva = read_in_place(self.inventory, self._movable(policy, movable), policy.limit_bytes, refused)
             made = assemble(self.inventory, [], 0, policy.mode, uva=uva)
         made = replace(made, num_ranks=self.num_ranks)
-        return made if isinstance(policy, UVA) or policy.codec == "none" else with_code(made, self.inventory)
+        return made if isinstance(policy, UVA) else with_code(made, self.inventory, policy.codec)
 
     def _faster_codec(
         self, budget: Budget, movable: Collection[str] | None, forced: Mapping[str, Mechanism] | None
@@ -159,7 +171,7 @@ class Planner:
         if not on_link or self.rates.copies_take_cores:  # a CPU decodes more slowly than it copies
             return plain
         try:
-            coded = self.plan(replace(budget, codec="exp4"), movable, forced)
+            coded = self.plan(replace(budget, codec="exp3"), movable, forced)
         except (BudgetError, OptionError):
             return plain
         work = budget.workload
@@ -232,7 +244,7 @@ class Planner:
             self.inventory,
             [s for s in movable if s.name not in forced],
             forced,
-            coded_rates(self.rates) if budget.codec == "exp4" else split_rates(self.rates, mode, self.num_ranks),
+            self._rates_of(budget.codec, mode),
             self.profile,
             # A GPU reads files in place only from pinned memory, so lookups alone save any.
             zero_copy=self.zero_copy and has_bytes and mode != "disk",
@@ -262,9 +274,13 @@ class Planner:
         """A step of ``rows`` rows under ``plan``, with ``context`` tokens per sequence in the KV cache."""
         return self._forecaster(plan, rows, context, self.hits)(plan)
 
+    def _rates_of(self, codec: str, mode: Mode) -> Rates:
+        """Of units in ``codec``, if that is a code, else in the store of ``mode``."""
+        return coded_rates(self.rates, codec) if codec in CODES else split_rates(self.rates, mode, self.num_ranks)
+
     def _forecaster(self, plan: Plan, rows: int, context: int, hits: ExpertHits | FixedHits) -> Forecaster:
         """Of plans with the stores of ``plan``."""
-        rates = coded_rates(self.rates) if plan.coded_units else split_rates(self.rates, plan.mode, plan.num_ranks)
+        rates = self._rates_of(next((unit.store for unit in plan.coded_units), "none"), plan.mode)
         stored_bytes = self.stored_bytes if plan.mode == "disk" else {}
         return Forecaster(self.inventory, rates, self.profile, rows, context, stored_bytes, hits)
 

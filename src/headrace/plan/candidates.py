@@ -35,7 +35,7 @@ from typing import NamedTuple
 import numpy as np
 import numpy.typing as npt
 
-from headrace.coding.layout import PIECE_BYTES, coded_bytes
+from headrace.coding.layout import code_buffers, coded_bytes, cut_pieces
 from headrace.config import HOST_MODES, Budget, Mechanism, Mode, StoreKind
 from headrace.model.layers import find_layers
 from headrace.model.records import Inventory, ModelProfile, StorageInfo
@@ -90,9 +90,9 @@ class MappedFiles:
     joined_bytes: Mapping[str, int] = field(default_factory=dict)
 
 
-def most_decoding_bytes(unit_bytes: int) -> int:
+def most_decoding_bytes(unit_bytes: int, codec: str) -> int:
     """What a budget keeps free for code, of units of at most so many bytes."""
-    return MAX_SLOTS * coded_bytes(min(unit_bytes, 2 * PIECE_BYTES))
+    return MAX_SLOTS * sum(code_buffers([coded_bytes(size, codec) for _, size in cut_pieces(unit_bytes)]))
 
 
 def spill_order(count: int) -> list[int]:
@@ -226,10 +226,10 @@ class CandidateTable:
     def reserved_bytes(self, budget: Budget) -> int:
         """Device memory that the workload takes beside the weights, and code of units at most."""
         workload_bytes = self.profile.workload_bytes(max(budget.workload.batch_sizes), budget.workload.context)
-        if budget.codec == "none":
+        if budget.codec == "none" or budget.codec == "auto":
             return workload_bytes
         largest = max((slab_bytes(s.num_bytes for s, _ in stage.storages) for stage in self.stages), default=0)
-        return workload_bytes + most_decoding_bytes(largest)
+        return workload_bytes + most_decoding_bytes(largest, budget.codec)
 
     @cached_property
     def families(self) -> list[Family]:

@@ -52,7 +52,8 @@ from typing import Any, Literal, NamedTuple
 import numpy as np
 import numpy.typing as npt
 
-from headrace.config import SHARDED_MODES, Mode
+from headrace.coding.layout import coded_bytes
+from headrace.config import CODES, SHARDED_MODES, Mode
 from headrace.model.layers import find_layers, reader_of
 from headrace.model.records import Inventory, ModelProfile, StorageInfo, dotted_prefixes
 from headrace.plan.cached_experts import CachedLayer
@@ -297,19 +298,24 @@ def split_rates(rates: Rates, mode: Mode, num_ranks: int) -> Rates:
     return replace(rates, copy_bytes_per_s=Curve(tuple((size, size / unit_s) for size, unit_s in seconds.items())))
 
 
-# Bytes that decoding reads and writes for a byte of weights, and its share of the rate of elementwise kernels: it runs
-# beside compute (an H200 decodes 2.0 TB/s of weights alone: docs/benchmarks/2026-11-26-coded-h200.md).
-_DECODED_BYTES, _DECODING_SHARE = 1.75, 0.8
-_CODED_SHARE = 0.75
+# The share of the rate of elementwise kernels at which decoding reads and writes: it runs beside compute (an H200
+# decodes 2.0 TB/s of weights alone: docs/benchmarks/2026-11-26-coded-h200.md).
+_DECODING_SHARE = 0.8
 _CPU_DECODES = 0.6e9  # bytes of weights per second, two cores of 2 GHz
 
 
-def coded_rates(rates: Rates) -> Rates:
-    """``rates`` whose ``copy_bytes_per_s`` is that of units in the code ``exp4``, by bytes of a unit."""
+def coded_rates(rates: Rates, codec: str) -> Rates:
+    """``rates`` whose ``copy_bytes_per_s`` is that of units in ``codec``, by bytes of a unit."""
+    share = coded_bytes(1 << 20, codec) / (1 << 20)
     most = _CPU_DECODES if rates.copies_take_cores else math.inf
-    points = tuple((size / _CODED_SHARE, min(most, r / _CODED_SHARE)) for size, r in rates.copy_bytes_per_s.points)
-    decode_s = _DECODED_BYTES / (_DECODING_SHARE * rates.device_bytes_per_s)
-    return replace(rates, copy_bytes_per_s=Curve(points), coded_share=_CODED_SHARE, decode_s_per_byte=decode_s)
+    points = tuple((size / share, min(most, rate / share)) for size, rate in rates.copy_bytes_per_s.points)
+    return replace(
+        rates,
+        copy_bytes_per_s=Curve(points),
+        peer_bytes_per_s=rates.from_peer_bytes_per_s,  # as it is: what is on a peer is not coded
+        coded_share=share,
+        decode_s_per_byte=(1 + share) / (_DECODING_SHARE * rates.device_bytes_per_s),
+    )
 
 
 def _split_unit_s(rates: Rates, peer: Curve, mode: Mode, part: float, num_ranks: int) -> float:
@@ -540,7 +546,7 @@ class StepModel:
             size = sizes.get(stage.module_fqn, none)
             copy_s = rates.copies_s(size, on_peer.get(stage.module_fqn)) if size.any() else none
             disk_s = size * in_files.get(stage.module_fqn, False) * rates.file_s_per_byte
-            decode_s = size * rates.decode_s_per_byte
+            decode_s = size * np.logical_not(on_peer.get(stage.module_fqn, False)) * rates.decode_s_per_byte
             stages.append(StageTimes(resident_s + extra_s + decode_s, link_s, copy_s, disk_s))
         reads_files = any(stage.disk_s.any() for stage in stages)
         ring_s = RING_BYTES * rates.file_s_per_byte if reads_files else 0.0
@@ -766,4 +772,4 @@ class Forecaster:
     def _bytes_of(self, unit: Unit) -> float:
         """Bytes that are read for a transfer of ``unit``."""
         num_bytes = sum(self._stored_bytes.get(entry.storage, entry.num_bytes) for entry in unit.entries)
-        return num_bytes if unit.store == "exp4" else num_bytes / self._rates.coded_share
+        return num_bytes if unit.store in (*CODES, "peer") else num_bytes / self._rates.coded_share

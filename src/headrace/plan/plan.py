@@ -14,8 +14,8 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from headrace.codec import FormatError, Positive, decode, encode, parse, read_file, require, write_file
-from headrace.coding.layout import coded_bytes, cut_pieces
-from headrace.config import Mechanism, Mode, StoreKind
+from headrace.coding.layout import code_buffers, coded_bytes, cut_pieces
+from headrace.config import CODES, Codec, Mechanism, Mode, StoreKind
 from headrace.errors import OptionError, OptionTypeError, PlanFileError
 from headrace.formatting import format_size, listed, pluralize
 from headrace.memory.system import round_up
@@ -50,7 +50,7 @@ SLAB_ALIGNMENT_BYTES = 256
 CHUNK_BYTES = 8 << 20
 
 # Stores of units in a plan of mode ``cpu``, beside host memory.
-_BESIDE_HOST: tuple[StoreKind, ...] = ("disk", "peer", "exp4")
+_BESIDE_HOST: tuple[StoreKind, ...] = ("disk", "peer", "exp3", "exp4")
 
 # Of :meth:`Plan.to_json`, and so of plan files. Raise it with any change of a key or of its meaning.
 SCHEMA_VERSION = 6
@@ -123,8 +123,10 @@ class Unit:
 
     @property
     def link_bytes(self) -> int:
-        """The same, coded: without patches."""
-        return coded_bytes(self.num_bytes) if self.store == "exp4" else self.payload_bytes
+        """The same, or the expected length of its code."""
+        if self.store not in CODES:
+            return self.payload_bytes
+        return sum(coded_bytes(size, self.store) for _, size in cut_pieces(self.num_bytes))
 
 
 class Placement(NamedTuple):
@@ -255,11 +257,12 @@ class Plan:
 
     @property
     def decoding_bytes(self) -> int:
-        """Device memory for code before it is decoded: two pieces of each slot."""
-        largest: dict[int, int] = {}
+        """Device memory for code before it is decoded: two buffers of each slot."""
+        largest: dict[tuple[int, int], int] = {}
         for unit in self.coded_units:
-            pieces = [coded_bytes(size) for _, size in cut_pieces(unit.num_bytes)]
-            largest[unit.slot] = max(largest.get(unit.slot, 0), sum(pieces[:2]))
+            pieces = [coded_bytes(size, unit.store) for _, size in cut_pieces(unit.num_bytes)]
+            for number, size in enumerate(code_buffers(pieces)):
+                largest[unit.slot, number] = max(largest.get((unit.slot, number), 0), size)
         return sum(largest.values())
 
     @property
@@ -288,7 +291,8 @@ class Plan:
         on_device = {"resident": self.resident_bytes, "slots": sum(self.slot_bytes) + self.decoding_bytes}
         on_device |= {"cache": self.cache_bytes} if self.cached else {}
         main = self.offloaded_bytes - sum(beside.values()) - sum(unit.payload_bytes for unit in self.coded_units)
-        beside["exp4"] = self.coded_bytes
+        for codec in CODES:
+            beside[codec] = sum(unit.link_bytes for unit in self.coded_units if unit.store == codec)
         return {**on_device, self.mode: main, **{name: size for name, size in beside.items() if size}}
 
     # -- storages ------------------------------------------------------------------------------------------------------
@@ -301,12 +305,12 @@ class Plan:
 
     @cached_property
     def coded_units(self) -> tuple[Unit, ...]:
-        """Units that are stored in host memory in the code ``exp4``."""
-        return tuple(unit for unit in self.units if unit.store == "exp4")
+        """Units that are stored in host memory in a code."""
+        return tuple(unit for unit in self.units if unit.store in CODES)
 
     @property
     def coded_bytes(self) -> int:
-        """Host memory of their code, patches not included."""
+        """Expected host memory of their code."""
         return sum(unit.link_bytes for unit in self.coded_units)
 
     @cached_property
@@ -386,12 +390,14 @@ class Plan:
             if unit.store != self.mode and (self.mode != "cpu" or unit.store not in _BESIDE_HOST):
                 raise OptionError(
                     f"unit {unit.index} ({unit.module_fqn}) is stored in {unit.store!r}, and the plan has mode "
-                    f"{self.mode!r}; expected the store of the mode, or 'disk', 'peer' or 'exp4' in mode 'cpu'"
+                    f"{self.mode!r}; expected the store of the mode, or one of {', '.join(_BESIDE_HOST)} in mode 'cpu'"
                 )
             plain = [e.storage for e in unit.entries if not is_codable(inventory.by_name[e.storage])]
-            if unit.store == "exp4" and (plain or self.staged_units):
+            if unit.store in CODES and (plain or self.staged_units):
                 why = f"{plain[0]} is not bf16" if plain else "other units are stored in files"
-                raise OptionError(f"unit {unit.index} ({unit.module_fqn}) is coded in 'exp4', and {why}; {_REPLAN}")
+                raise OptionError(
+                    f"unit {unit.index} ({unit.module_fqn}) is coded in {unit.store!r}, and {why}; {_REPLAN}"
+                )
 
     def _misplaced_units(self, inventory: Inventory) -> Iterator[str]:
         """Why units could be read before they are copied, or overwritten while they are read."""
@@ -485,8 +491,8 @@ class Plan:
         ``context``     tokens per sequence whose KV cache it leaves memory for, or 0
         ``num_slots``   slots, each of ``slot_bytes``
         ``units``       ``index``, ``module_fqn``, ``slot``, ``num_bytes``, ``store`` (as ``mode``; where that is
-                        ``cpu`` also ``disk``, ``peer``: another GPU, or ``exp4``: host memory in this code), and
-                        ``entries`` of ``storage``, ``offset`` and ``num_bytes``
+                        ``cpu`` also ``disk``, ``peer``: another GPU, ``exp3`` or ``exp4``: host memory in this
+                        code), and ``entries`` of ``storage``, ``offset`` and ``num_bytes``
         ``resident``    storage name -> bytes
         ``uva``         the same, of tensors that are read in place
         ``cached``      layers of experts: ``module_fqn``, ``num_experts``, ``num_slots``, ``storages`` (name -> bytes)
@@ -522,23 +528,25 @@ class Plan:
 
 
 def is_codable(storage: StorageInfo) -> bool:
-    """Whether the code ``exp4`` has a form for it."""
+    """Whether codes have a form for it."""
     return all(str(tensor.dtype) == "torch.bfloat16" for tensor in storage.tensors)
 
 
-def with_code(plan: Plan, inventory: Inventory) -> Plan:
-    """``plan`` with all units in host memory coded that are bf16.
+def with_code(plan: Plan, inventory: Inventory, codec: Codec) -> Plan:
+    """``plan`` with all units in host memory coded in ``codec`` that are bf16; with "none" and "auto" ``plan`` itself.
 
     Raises:
         OptionError: there are none, or units are in files.
     """
+    if codec == "none" or codec == "auto":
+        return plan
     if plan.staged_units:
         raise OptionError(
-            f"codec 'exp4': {len(plan.staged_units)} units are stored in files, from which nothing coded is read; give "
-            f"it more --host-memory, or leave the codec out (--offload-codec)"
+            f"codec {codec!r}: {len(plan.staged_units)} units are stored in files, from which nothing coded is read; "
+            f"give it more --host-memory, or leave the codec out (--offload-codec)"
         )
     units = tuple(
-        replace(unit, store="exp4")
+        replace(unit, store=codec)
         if unit.store == "cpu" and all(is_codable(inventory.by_name[entry.storage]) for entry in unit.entries)
         else unit
         for unit in plan.units
@@ -546,7 +554,8 @@ def with_code(plan: Plan, inventory: Inventory) -> Plan:
     coded = replace(plan, units=units)
     if plan.offloaded_bytes and not coded.coded_units:
         raise OptionError(
-            "codec 'exp4' has no effect: no unit in host memory has bf16 weights alone; leave it out (--offload-codec)"
+            f"codec {codec!r} has no effect: no unit in host memory has bf16 weights alone; leave it out "
+            "(--offload-codec)"
         )
     return coded
 

@@ -17,7 +17,7 @@ from rich.measure import Measurement
 from rich.table import Table
 from rich.text import Text
 
-from headrace.config import RANK_MODES, StoreKind
+from headrace.config import CODES, RANK_MODES, StoreKind
 from headrace.formatting import format_rate, format_size, format_time, in_unit, pluralize, size_unit
 from headrace.plan.alternatives import Alternative
 from headrace.plan.cost_model import Forecast
@@ -50,6 +50,7 @@ _NUMBER = re.compile(r"(?:(?<=\.)|^)\d+(?=\.|$)")
 _STORE_NAMES: dict[StoreKind, str] = {
     "cpu": "host",
     "peer": "peer GPU",
+    "exp3": "host, coded",
     "exp4": "host, coded",
     "shm_cpu": "host, shared",
     "disk": "file",
@@ -246,7 +247,8 @@ def titled_table(title: str, *columns: str) -> Table:
 
 def _places(plan: Plan) -> Table:
     """Bytes by store."""
-    beside = [_STORE_NAMES[store] for store in ("peer", "exp4") if any(unit.store == store for unit in plan.units)]
+    stored = {unit.store for unit in plan.units}
+    beside = [name for store, name in _STORE_NAMES.items() if store in (stored & {"peer", *CODES})]
     stores = list(dict.fromkeys([*beside, "host", "file", _STORE_NAMES[plan.mode]]))
     unit = size_unit(plan.weight_bytes)
     table = titled_table(f"Memory, {unit}", "what", "count", "device", *stores)

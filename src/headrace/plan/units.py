@@ -278,7 +278,7 @@ def plan_group_rule(
     num_slots = usable_slots(policy.prefetch_step, len(layers))
     units = split_by_part(inventory, layers) if by_part else layers
     plan = assemble(inventory, units, num_slots * len(units) // max(1, len(layers)), policy.mode, uva=uva)
-    return plan if policy.codec == "none" else with_code(plan, inventory)
+    return with_code(plan, inventory, policy.codec)
 
 
 def move_on_demand(inventory: Inventory, plan: Plan, num_slots: int = 1) -> Plan:

@@ -18,6 +18,7 @@ from headrace.checkpoint.model_folder import draft_folder
 from headrace.checkpoint.weight_map import TensorSource, WeightMap
 from headrace.config import (
     AUTO,
+    CODES,
     HOST_MODES,
     SHARDED_MODES,
     Budget,
@@ -660,7 +661,7 @@ def needs_of(plan: Plan, *, on_gpu: bool, elsewhere: Collection[str] = (), on_me
         stored = sum(
             size
             for name, size in _offloaded(plan)
-            if name in copied and plan.placements[name].store not in ("disk", "exp4")
+            if name in copied and plan.placements[name].store not in ("disk", *CODES)
         )
         if plan.mode in SHARDED_MODES:
             stored = plan.part_bytes  # copied, wherever the tensors lie

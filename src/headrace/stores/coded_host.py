@@ -1,4 +1,4 @@
-"""The store ``exp4``: units in host memory in the code ``exp4`` (:mod:`headrace.coding.exp4`), three quarters of bf16.
+"""The stores ``exp3`` and ``exp4``: units in host memory in such a code (:mod:`headrace.coding.exponents`).
 
 A unit is read into memory of its own, and coded when all of it is there: on the GPU that computes, or where that has no
 room on the CPU. Each piece is decoded again and compared with what it was made of. Memory of the code is of exactly its
@@ -15,9 +15,10 @@ from dataclasses import replace
 import numpy as np
 import torch
 
-from headrace.coding.exp4 import Piece, decode, encode
-from headrace.coding.layout import cut_pieces
-from headrace.errors import TransferError
+from headrace.coding.exponents import Piece, decode, encode
+from headrace.coding.layout import WIDTHS, cut_pieces
+from headrace.errors import TransferError, warn_user
+from headrace.formatting import format_size
 from headrace.memory.pages import map_pages, populate_parallel
 from headrace.memory.pinned import CudaRegistrar, PinnedBuffer, warn_refused
 from headrace.memory.system import touch_threads
@@ -30,6 +31,7 @@ __all__ = ["CodedStore"]
 # Units that are coded at once, on the device beside nothing but residents, and that are read ahead of them: each takes
 # its own size of memory meanwhile.
 _AT_ONCE, _UNITS_AHEAD = 2, 3
+_NO_MEMORY, _NO_HOST_MEMORY = (MemoryError, torch.OutOfMemoryError), "DefaultCPUAllocator"
 
 
 class CodedStore(Store):
@@ -50,6 +52,7 @@ class CodedStore(Store):
         self._memory: list[PinnedBuffer] = []
         self._pool = ThreadPoolExecutor(_AT_ONCE, "headrace-encode")
         self._jobs: deque[Future[None]] = deque()
+        self._unmade_bytes = 0
         self.destinations: Mapping[str, torch.Tensor] = Destinations(self._entries, self._destination)
 
     # -- filling ------------------------------------------------------------------------------------------------------
@@ -72,9 +75,16 @@ class CodedStore(Store):
         while self._jobs:
             self._jobs.popleft().result()
         self._pool.shutdown()
+        if self._unmade_bytes:
+            warn_user(
+                f"no memory was left to code {format_size(self._unmade_bytes)} of weights: they are stored as they "
+                "are; free device or host memory before the model is offloaded"
+            )
 
     def _encode(self, unit: int, slab: torch.Tensor) -> None:
-        pieces = [self._encode_piece(start, slab[start : start + size]) for start, size in cut_pieces(slab.numel())]
+        width = WIDTHS[self._units[unit].store]
+        cut = cut_pieces(slab.numel())
+        pieces = [self._encode_piece(start, slab[start : start + size], width) for start, size in cut]
         sizes = [slab_bytes([piece.data.numel()]) for piece in pieces]
         memory = PinnedBuffer(torch.from_numpy(map_pages(sum(sizes))))
         populate_parallel(memory.buffer, touch_threads())
@@ -87,15 +97,18 @@ class CodedStore(Store):
         self._memory.append(memory)
         self._coded[unit] = tuple(found)
 
-    def _encode_piece(self, start: int, weights: torch.Tensor) -> Piece:
+    def _encode_piece(self, start: int, weights: torch.Tensor, width: int) -> Piece:
         """The piece with its code where that was made: on the device, or if there is no room on the host."""
-        try:
-            found = _code_of(weights.to(self._device))
-        except torch.OutOfMemoryError:
-            found = _code_of(weights)
-        if found is None:
-            return Piece(start, weights.numel(), None, weights)
-        return Piece(start, weights.numel(), found[1], found[0])
+        for device in (self._device, torch.device("cpu")):
+            try:
+                code = _code_of(weights.to(device), width)
+            except (RuntimeError, MemoryError) as error:
+                if not isinstance(error, _NO_MEMORY) and _NO_HOST_MEMORY not in str(error):
+                    raise
+                continue
+            return Piece(start, weights.numel(), *((None, weights) if code is None else (width, code)))
+        self._unmade_bytes += weights.numel()
+        return Piece(start, weights.numel(), None, weights)
 
     # -- reading ------------------------------------------------------------------------------------------------------
 
@@ -129,12 +142,11 @@ class CodedStore(Store):
         self._memory.clear()
 
 
-def _code_of(weights: torch.Tensor) -> tuple[torch.Tensor, int] | None:
+def _code_of(weights: torch.Tensor, width: int) -> torch.Tensor | None:
     """The code of ``weights``, once it has been decoded on their device and compared."""
-    if (found := encode(weights)) is None:
+    if (code := encode(weights, width)) is None:
         return None
-    code, num_patches = found
-    piece, again = Piece(0, weights.numel(), num_patches, code), torch.empty_like(weights)
+    piece, again = Piece(0, weights.numel(), width, code), torch.empty_like(weights)
     if weights.is_cuda:
         from headrace.coding.decode_kernels import decode_on_gpu  # needs Triton
 
@@ -144,10 +156,10 @@ def _code_of(weights: torch.Tensor) -> tuple[torch.Tensor, int] | None:
         _Coded((piece,)).read(0, again.numpy().data)
     if not torch.equal(again, weights):
         raise TransferError(
-            "a unit that was coded as 'exp4' was decoded as other bytes; this is a bug in headrace: please report it, "
+            "a coded unit was decoded as other bytes; this is a bug in headrace: please report it, "
             "and use codec='none' (--offload-codec none)"
         )
-    return found
+    return code
 
 
 class _Coded(Source):
@@ -166,10 +178,10 @@ class _Coded(Source):
 
 def _read_piece(piece: Piece, offset: int, into: memoryview) -> None:
     code, view = piece.data.numpy(), np.frombuffer(into, np.uint8)
-    if piece.num_patches is None:
+    if piece.width is None:
         np.copyto(view, code[offset : offset + len(view)])
         return
     first = offset // 2  # whole weights, of which the first and last may be read in part
     weights = np.empty((offset + len(view) + 1) // 2 - first, np.uint16)
-    decode(code, piece.num_bytes // 2, piece.num_patches, first, weights)
+    decode(code, piece.num_bytes // 2, piece.width, first, weights)
     np.copyto(view, weights.view(np.uint8)[offset - 2 * first :][: len(view)])

@@ -15,7 +15,7 @@ from typing import cast
 import torch
 import torch.nn.functional as F
 
-from headrace.config import RANK_MODES, Mode
+from headrace.config import CODES, RANK_MODES, Mode
 from headrace.errors import CheckpointError, OptionError
 from headrace.formatting import format_size
 from headrace.memory.pinned import CudaRegistrar, pinning_disabled, refuse_capture
@@ -118,7 +118,7 @@ def _apart(request: StoreRequest) -> dict[str, BoundStorage]:
     return {
         name: bound
         for name, bound in request.offloaded.items()
-        if placements[name].mechanism != "cache" and placements[name].store not in ("peer", "exp4")
+        if placements[name].mechanism != "cache" and placements[name].store not in ("peer", *CODES)
     }
 
 

@@ -1,6 +1,6 @@
 """The CUDA link of coded units: code is copied into memory beside the slot, and a kernel decodes it into the slot.
 
-Each slot has memory for two pieces of code, so that one is copied while the other is decoded. Decoding has a stream of
+Each slot has two buffers for pieces of code, so that one is copied while the other is decoded. Decoding has a stream of
 its own, where it runs beside compute. The copy of a unit ends with its last kernel there.
 """
 
@@ -10,8 +10,9 @@ from collections.abc import Sequence
 
 import torch
 
-from headrace.coding.exp4 import Piece
-from headrace.plan.plan import Plan, slab_bytes
+from headrace.coding.exponents import Piece
+from headrace.coding.layout import code_buffers
+from headrace.plan.plan import Plan
 from headrace.plan.schedule import slot_of
 from headrace.stores.store import Load
 from headrace.transfer.cuda_stream import StreamLink, wait_for_events
@@ -27,22 +28,26 @@ class DecodingLink(StreamLink):
         super().__init__(device, measure_stalls=measure_stalls)
         # Before compute: a product that fills the GPU would hold up the unit that the next one needs.
         self._last_stream = self._new_stream(priority=-1)
-        self._code: list[tuple[torch.Tensor, ...]] = []  # by slot: two pieces
+        self._code: list[tuple[torch.Tensor, ...]] = []  # by slot: two buffers
         self._latest: dict[int, tuple[int | None, torch.cuda.Event]] = {}  # by slot: capture and end of a copy
 
     def prepare(self, plan: Plan, loads: Sequence[Load]) -> None:
         from headrace.coding.decode_kernels import decode_on_gpu  # needs Triton
 
-        sizes = [0] * plan.num_slots
+        sizes = [(0, 0)] * plan.num_slots
         for load in loads:
-            slot = slot_of(load.unit, plan.num_slots)
-            sizes[slot] = max([sizes[slot], *(slab_bytes([piece.data.numel()]) for piece in load.coded)])
-        self._code = [self.allocate(2 * size).split(max(1, size)) for size in sizes]
+            slot, needed = (
+                slot_of(load.unit, plan.num_slots),
+                code_buffers([piece.data.numel() for piece in load.coded]),
+            )
+            sizes[slot] = (max(sizes[slot][0], needed[0]), max(sizes[slot][1], needed[1]))
+        self._code = [(self.allocate(one), self.allocate(other)) for one, other in sizes]
         self._decode = decode_on_gpu
         # Compiled now: a kernel cannot be loaded during a capture.
-        code = torch.zeros(1024, dtype=torch.uint8, device=self._device)
+        code = torch.zeros(2048, dtype=torch.uint8, device=self._device)
         with torch.cuda.device(self._device):
-            decode_on_gpu(Piece(0, 256, 1, code), code, torch.empty_like(code))
+            for width in {piece.width for load in loads for piece in load.coded if piece.width is not None}:
+                decode_on_gpu(Piece(0, 256, width, code), code, torch.empty_like(code))
 
     def _copy(self, load: Load, slot: torch.Tensor, after: Sequence[ComputeEvent]) -> torch.cuda.Event:
         index, capture = slot_of(load.unit, len(self._code)), self.capture_id
@@ -67,10 +72,10 @@ class DecodingLink(StreamLink):
     def _copy_piece(self, piece: Piece, code: torch.Tensor, slot: torch.Tensor) -> None:
         size = piece.data.numel()
         with torch.cuda.stream(self._stream):
-            target = slot[piece.start :] if piece.num_patches is None else code
+            target = slot[piece.start :] if piece.width is None else code
             target[:size].copy_(piece.data, non_blocking=True)
         self._last_stream.wait_event(_record(self._stream))
-        if piece.num_patches is not None:
+        if piece.width is not None:
             with torch.cuda.device(self._device), torch.cuda.stream(self._last_stream):
                 self._decode(piece, code, slot)
 

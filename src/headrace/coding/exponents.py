@@ -1,0 +1,97 @@
+"""The codes ``exp3`` and ``exp4`` of bf16 weights: sign and mantissa as they are, 3 or 4 bits for the exponent.
+
+They are lossless. The 7 or 15 commonest exponents of a piece form a table, of which each weight has an index. The
+highest index is an *escape*: the exponent is in a list (of 1 in 51, or 1 in 6,000, normally distributed weights).
+Indices are stored in blocks of 1024 weights. For n weights::
+
+    signs and mantissas     n bytes: sign in bit 7, mantissa in bits 0 to 6
+    planes                  128 bytes for each bit of the indices of a block: of weight k in bit k / 128 of byte k % 128
+    table                   16 bytes: the exponents
+    firsts                  int32, by block: how many escapes the blocks before it have
+    escapes                 1 byte each: exponents, in the order of the weights
+
+Parts begin at multiples of 16 bytes. :func:`encode` runs on any device, with torch. :func:`decode` runs on the host,
+with numpy; :mod:`headrace.coding.decode_kernels` does the same on a GPU.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+
+from headrace.coding.layout import BLOCK, parts_of
+
+__all__ = ["Piece", "decode", "encode"]
+
+_PLANE = BLOCK // 8  # bytes
+# A piece whose code is not shorter than this share of it stays as it is.
+_LEAST_GAIN = 0.9
+
+
+@dataclass(frozen=True)
+class Piece:
+    """A part of a unit as it crosses the link.
+
+    Attributes:
+        start: where in the slab of the unit it begins, in bytes.
+        num_bytes: of the slab.
+        width: of an index, in bits; ``None``: the piece is not coded.
+        data: uint8, 1-D: the code, or the bytes themselves.
+    """
+
+    start: int
+    num_bytes: int
+    width: int | None
+    data: torch.Tensor
+
+
+def encode(weights: torch.Tensor, width: int) -> torch.Tensor | None:
+    """The code of ``weights`` (uint8, 1-D, on any device; bytes of bf16), on the same device.
+
+    ``None``: they have too many exponents for the code to be shorter by much.
+    """
+    bits, device = weights.view(torch.int16), weights.device
+    exponents = bits.bitwise_right_shift(7).bitwise_and_(0xFF).to(torch.uint8)
+    escape = (1 << width) - 1
+    table = torch.bincount(exponents, minlength=256).topk(escape).indices.to(torch.uint8)
+    index_of = torch.full((256,), escape, dtype=torch.uint8, device=device)
+    index_of[table.int()] = torch.arange(escape, dtype=torch.uint8, device=device)
+    padding = -len(bits) % BLOCK
+    indices = torch.nn.functional.pad(index_of[exponents.int()], (0, padding)).view(-1, 8, _PLANE)
+    escapes = exponents[indices.view(-1)[: len(bits)] == escape]
+    parts = parts_of(len(bits), width, len(escapes))
+    if parts.end > _LEAST_GAIN * len(weights):
+        return None
+    code = torch.zeros(parts.end, dtype=torch.uint8, device=device)
+    code[: parts.planes] = (bits.bitwise_right_shift(8) & 0x80).bitwise_or_(bits & 0x7F).to(torch.uint8)
+    planes = code[parts.planes : parts.table].view(-1, width, _PLANE)
+    for bit in range(width):
+        for row in range(8):
+            planes[:, bit] |= (indices[:, row] >> bit & 1) << row
+    code[parts.table : parts.table + escape] = table
+    counts = (indices == escape).sum((1, 2))
+    firsts = code[parts.firsts : parts.firsts + 4 * len(counts)].view(torch.int32)
+    firsts.copy_(counts.cumsum(0) - counts)
+    code[parts.escapes : parts.escapes + len(escapes)] = escapes
+    return code
+
+
+def decode(code: np.ndarray, num_weights: int, width: int, first: int, into: np.ndarray) -> None:
+    """Write the weights from ``first`` on into ``into`` (uint16, 1-D), as many as there is room for."""
+    parts, escape = parts_of(num_weights, width, 0), (1 << width) - 1
+    begin, end = first // BLOCK, -(-(first + len(into)) // BLOCK)  # blocks
+    planes = code[parts.planes + begin * width * _PLANE : parts.planes + end * width * _PLANE].reshape(
+        -1, width, _PLANE
+    )
+    rows = np.unpackbits(planes, axis=1, bitorder="little").reshape(-1, width, 8, _PLANE)
+    indices = np.bitwise_or.reduce([rows[:, bit] << bit for bit in range(width)]).reshape(-1)
+    exponents = code[parts.table : parts.table + 16][indices]
+    escaped = indices == escape
+    escapes = parts.escapes + int(code[parts.firsts + 4 * begin :][:4].view(np.int32)[0])
+    exponents[escaped] = code[escapes : escapes + int(escaped.sum())]
+    start = first - begin * BLOCK
+    others = code[first : first + len(into)].astype(np.uint16)
+    exponents = exponents[start : start + len(into)].astype(np.uint16)
+    into[:] = (others & 0x80) << 8 | exponents << 7 | others & 0x7F
