@@ -84,3 +84,28 @@ def test_a_captured_draft_guesses_what_it_would_generate(tmp_path: Path, monkeyp
     assert [model.generate(prompt, **CALL, do_sample=False).tolist()] * 2 == found
     assert len(replays) == made
     handle.remove()
+
+
+@pytest.mark.parametrize("kind", ["dense", "sparse"])
+def test_heads_guess_as_beside_the_resident_model(kind: str, tmp_path: Path) -> None:
+    heads, models = pytest.importorskip("heads"), pytest.importorskip("models")
+    target = heads.mellum(tmp_path, kind, vocabulary=4096)
+    resident = models.aligned(transformers.MellumForCausalLM.from_pretrained(target).cuda().eval())
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", HeadraceWarning)  # such small models need not be faster
+        model, handle = loading.load(target, Prefetch(2, 1, 1), speculate="mtp")
+    prompt = torch.tensor([[5, 9, 3, 5, 9, 3, 5, 9]], device="cuda")
+    for sampled in ({"do_sample": False}, {"do_sample": True, "top_k": 20}):
+        found = []
+        for each, options in ((model, {}), (resident, {"use_mtp": True}), (model, {})):
+            torch.manual_seed(0)
+            found.append(each.generate(prompt, **CALL, **sampled, **options).tolist())
+        assert found[0] == found[1] == found[2]
+    stats = handle.stats()
+    assert stats.bytes_moved > 0
+    assert (stats.speculation.guesser, stats.speculation.tokens) == ("mtp", 4 * 64)
+    assert 4 * 32 < stats.speculation.passes < 4 * 64
+    handle.remove()
+    assert torch.equal(
+        model.generate(prompt, **CALL, do_sample=False), resident.generate(prompt, **CALL, do_sample=False)
+    )
