@@ -10,7 +10,7 @@ is the reference step's stack of Qwen3-8B's layers with 8,192 rows, eager. The c
 * ``flextensor``: NVIDIA's FlexTensor, which counts weights and blocks in its share of the device's memory; its first
   steps discover and profile;
 * ``headrace``: ``headrace.offload`` with a budget of what FlexTensor holds between two steps, or of ``--memory``;
-* ``coded``: the same with codec ``exp4``;
+* ``coded``: the same with codec ``exp3``;
 * ``leaf``, ``block``: diffusers' group offloading by leaf or by block, with a stream and ``record_stream``.
 
 Each case is a process with a copy of the weights; they start one after another and then take turns. What a case cannot
@@ -239,7 +239,7 @@ class _Case:
         return 0
 
     def _coded(self, memory: int) -> int:
-        return self._headrace(memory, "exp4")
+        return self._headrace(memory, "exp3")
 
     def _flextensor(self, memory: int) -> int:
         import flextensor

@@ -23,7 +23,7 @@ SHAPES = {
 WORKER = "headrace.adapters.vllm.Worker"
 NO_COPY = "no_copy.Worker"  # the reference: compiled as WORKER is, and nothing moves
 FLEXTENSOR = "flextensor.contrib.vllm.worker.FlexTensorOffloadWorker"
-CODED: dict[str, Any] = {"additional_config": {"headrace": {"codec": "exp4"}}}
+CODED: dict[str, Any] = {"additional_config": {"headrace": {"codec": "exp3"}}}
 GROUP: dict[str, Any] = {"offload_group_size": 4, "offload_num_in_group": 1, "offload_prefetch_step": 1}
 # The model's name is a shape above.
 DRAFT = {"speculative_config": {"method": "draft_model", "model": "qwen-draft", "num_speculative_tokens": 2}}
