@@ -20,7 +20,7 @@ def decode_on_gpu(piece: Piece, code: torch.Tensor, into: torch.Tensor) -> None:
     table, firsts = code[parts.table : parts.firsts].view(torch.int64), code[parts.firsts : parts.escapes]
     grid = (triton.cdiv(count, BLOCK),)
     escapes = code[parts.escapes :]
-    _decode[grid](code, table, firsts.view(torch.int32), escapes, out, count, WIDTH=piece.width, BLOCK=BLOCK)
+    _decode[grid](code, table, firsts.view(torch.int32), escapes, out, count, piece.width, BLOCK, num_warps=2)
 
 
 @triton.jit  # type: ignore[untyped-decorator]
