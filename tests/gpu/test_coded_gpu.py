@@ -24,7 +24,7 @@ def decoded(weights: torch.Tensor, width: int) -> torch.Tensor | None:
     if (code := encode(weights, width)) is None:
         return None
     into = torch.empty_like(weights)
-    decode_on_gpu(Piece(0, len(weights), width, code), code, into)
+    decode_on_gpu(Piece(0, len(weights), width, 0, len(code)), code, into)
     return into
 
 
@@ -81,8 +81,7 @@ def test_a_graph_holds_copies_and_kernels() -> None:
             assert torch.equal(model(ids), resident(ids)), "eager after a replay"
 
 
-def test_pieces_of_large_units_are_decoded_in_turn() -> None:
-    """A unit of several pieces: the two places for code are used again and again."""
+def test_units_of_several_pieces() -> None:
     torch.manual_seed(0)
     resident = (
         torch.nn.Sequential(

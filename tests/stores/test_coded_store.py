@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 import warnings
 from dataclasses import replace
 from pathlib import Path
@@ -12,6 +13,7 @@ import torch
 from torch import nn
 
 import headrace
+from checks import run_threads
 from headrace import UVA, Budget, Plan, Prefetch, Rules
 from headrace.coding.layout import coded_bytes
 from headrace.config import Policy
@@ -20,6 +22,7 @@ from headrace.flags import OffloadFlags
 from headrace.model.inventory import take_inventory
 from headrace.plan.build import build_plan
 from headrace.plan.cost_model import NOMINAL_GPU
+from headrace.plan.plan import slab_bytes
 from headrace.testing import assert_same_bits
 from models import Stack, rows, save
 
@@ -154,6 +157,32 @@ def test_a_copy_is_checked(monkeypatch: pytest.MonkeyPatch) -> None:
         assert handle.stats().bytes_moved
 
 
+class Slow(nn.Linear):
+    """Reads its weight once more after others had time to run."""
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        first = super().forward(x)
+        time.sleep(0.002)
+        return first + super().forward(x)
+
+
+@pytest.mark.parametrize("slots", [1, 2, 3])
+def test_layers_in_two_threads_are_decoded_in_turn(slots: int) -> None:
+    """What is decoded is read by one unit at a time, whatever slots hold."""
+    torch.manual_seed(0)
+    model = nn.Sequential(*(Slow(DIM, DIM, bias=False) for _ in range(6))).eval().bfloat16()
+    x = torch.randn(2, DIM).bfloat16()
+    expected = [layer(x) for layer in model]
+    found: list[list[torch.Tensor]] = [[], []]
+    with headrace.offload(model, Prefetch(1, 1, slots, codec="exp3")) as handle:
+        run_threads([lambda n=n: found[n].extend(model[n](x) for _ in range(8)) for n in range(2)])  # type: ignore[misc]
+        assert handle.stats().bytes_moved
+    for results, wanted in zip(found, expected[:2], strict=True):
+        assert len(results) == 8
+        for result in results:
+            assert_same_bits(result, wanted)
+
+
 def test_an_alias_is_refused() -> None:
     model, _, _ = build()
     alias = next(p for p in model.parameters() if p.dim() == 2).detach()
@@ -205,8 +234,12 @@ def test_a_plan_counts_the_link_and_the_code() -> None:
     inventory = take_inventory(model)
     plain, coded = (build_plan(inventory, Prefetch(1, 1, 2, codec=codec)) for codec in ("none", "exp4"))
     assert coded.moved_bytes == sum(coded_bytes(unit.num_bytes, "exp4") for unit in coded.units)
-    assert coded.device_bytes == plain.device_bytes + coded.decoding_bytes
-    assert coded.decoding_bytes == 2 * coded_bytes(coded.units[0].num_bytes, "exp4")  # of one piece: one buffer a slot
+    code_bytes = coded_bytes(coded.units[0].num_bytes, "exp4")
+    assert coded.slot_bytes == (slab_bytes([code_bytes]),) * 2
+    assert coded.decoding_bytes == coded.units[0].num_bytes  # of one unit, for both slots
+    assert (
+        coded.device_bytes == plain.device_bytes - sum(plain.slot_bytes) + sum(coded.slot_bytes) + coded.decoding_bytes
+    )
     from headrace.plan.build import Planner
 
     steps = [Planner(inventory, NOMINAL_GPU).forecast(plan, 1) for plan in (plain, coded)]

@@ -5,13 +5,15 @@ from __future__ import annotations
 import itertools
 import random
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 import torch
 
+from headrace.coding.exponents import Piece
 from headrace.model.inventory import Inventory, Location, StorageInfo, TensorInfo
-from headrace.plan.plan import Plan, UnitDraft, assemble
-from headrace.stores.sources import fill
+from headrace.plan.plan import Plan, Unit, UnitDraft, assemble
+from headrace.stores.sources import ByteRange, MemorySource, fill
+from headrace.stores.sources import Copy as Copied
 from headrace.stores.store import CpuStore, Load, Store
 from headrace.transfer.link import ComputeEvent, Link, Transfer
 
@@ -158,6 +160,15 @@ class DeviceLink(Link):
         self.give("copy", lambda: slot.fill_(254), before)
         return Copy(load.unit, Event(self.give("copy", move), self.capture_id))
 
+    def decode(self, load: Load, slot: torch.Tensor, into: torch.Tensor, after: Sequence[ComputeEvent]) -> None:
+        """The code of a unit is half as long, and each byte of it stands for two."""
+        marks = [mark for mark in after if isinstance(mark, Event)]
+        assert all(mark.capture == self.capture_id for mark in marks), "an event of another timeline"
+        (piece,) = load.coded
+        before = [mark.op for mark in marks if mark.op is not None]
+        self.give(self.current, lambda: into.fill_(254), before)
+        self.give(self.current, lambda: into.copy_(slot[: piece.code_bytes].repeat_interleave(2)))
+
     def wait(self, transfer: Transfer, measure: bool = False) -> float:
         assert isinstance(transfer, Copy)
         if transfer.external:
@@ -173,7 +184,23 @@ class DeviceLink(Link):
         self.device.finish()
 
 
-def plan_and_store(num_units: int, num_slots: int) -> tuple[Plan, Store]:
+class HalfStore(CpuStore):
+    """Its units that a plan says are coded are stored in half of their bytes."""
+
+    def load(self, unit: Unit) -> Load:
+        load = super().load(unit)
+        if unit.store == "cpu":
+            return load
+        code = torch.full((BYTES // 2,), unit.index, dtype=torch.uint8)
+        copy = Copied(ByteRange(MemorySource(code), 0, len(code)), 0)
+        return Load(unit.index, (copy,), code, coded=(Piece(0, BYTES, 3, 0, len(code)),))
+
+
+def plan_and_store(
+    num_units: int, num_slots: int, coded: Callable[[int], bool] = lambda unit: False
+) -> tuple[Plan, Store]:
+    """``coded``: of which units."""
+
     def storage(unit: int) -> StorageInfo:
         tensor = TensorInfo((Location(f"l{unit}", "w", "parameter"),), 0, (BYTES,), (1,), torch.uint8)
         return StorageInfo((tensor,), BYTES)
@@ -181,4 +208,5 @@ def plan_and_store(num_units: int, num_slots: int) -> tuple[Plan, Store]:
     storages = [storage(unit) for unit in range(num_units)]
     inventory = Inventory(tuple(storages), (), {f"l{unit}": "Module" for unit in range(num_units)})
     plan = assemble(inventory, [UnitDraft(f"l{u}", (s,)) for u, s in enumerate(storages)], num_slots, "cpu")
-    return plan, CpuStore({s.name: torch.full((BYTES,), u, dtype=torch.uint8) for u, s in enumerate(storages)})
+    plan = replace(plan, units=tuple(replace(u, store="exp3") if coded(u.index) else u for u in plan.units))
+    return plan, HalfStore({s.name: torch.full((BYTES,), u, dtype=torch.uint8) for u, s in enumerate(storages)})

@@ -29,12 +29,12 @@ from safetensors.torch import save_file
 from torch import nn
 
 import headrace
+from headrace.coding.layout import coded_bytes
 from headrace.config import CODES, Budget, Codec, Policy, Prefetch
 from headrace.errors import OptionError
 from headrace.memory.pinned import pinned_region
 from headrace.model.inventory import take_inventory
 from headrace.plan.build import build_plan
-from headrace.plan.candidates import most_decoding_bytes
 from headrace.stores.sources import DiskOptions
 
 __all__ = [
@@ -252,10 +252,9 @@ def parse_policy(text: str, weight_bytes: int, layer_bytes: int) -> Policy:
         size, number, step = (int(part) for part in value.split("/"))
         return Prefetch(size, number, step, codec=codec)
     if kind == "even":
-        # The budget holds the resident part, two slots of this share of a layer, and what is kept free for code.
-        code_bytes = 0 if codec == "none" else most_decoding_bytes(layer_bytes, codec)
-        slots_bytes = int(2.1 * float(value) * layer_bytes)
-        return Budget(int(weight_bytes * (1 - float(value))) + slots_bytes + code_bytes, codec=codec)
+        # The budget holds the resident part and two slots of this share of a layer; of its code, and a decoded one.
+        slots = 2.1 if codec == "none" else 2.1 * coded_bytes(layer_bytes, codec) / layer_bytes + 1.05
+        return Budget(int(weight_bytes * (1 - float(value)) + slots * float(value) * layer_bytes), codec=codec)
     if kind == "memory":
         return Budget(int(weight_bytes * float(value)), codec=codec)
     raise OptionError(f"variant {text!r}: expected even:F, memory:F or group:A/B/C")

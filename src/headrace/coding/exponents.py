@@ -32,19 +32,21 @@ _LEAST_GAIN = 0.9
 
 @dataclass(frozen=True)
 class Piece:
-    """A part of a unit as it crosses the link.
+    """A part of a coded unit.
 
     Attributes:
         start: where in the slab of the unit it begins, in bytes.
         num_bytes: of the slab.
         width: of an index, in bits; ``None``: the piece is not coded.
-        data: uint8, 1-D: the code, or the bytes themselves.
+        code_start: where in the code of the unit it begins, in bytes.
+        code_bytes: of the code.
     """
 
     start: int
     num_bytes: int
     width: int | None
-    data: torch.Tensor
+    code_start: int
+    code_bytes: int
 
 
 def encode(weights: torch.Tensor, width: int) -> torch.Tensor | None:

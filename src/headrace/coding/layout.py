@@ -2,21 +2,19 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from typing import NamedTuple
 
 from headrace.memory.system import round_up
 
-__all__ = ["BLOCK", "WIDTHS", "code_buffers", "coded_bytes", "cut_pieces", "parts_of"]
+__all__ = ["BLOCK", "WIDTHS", "coded_bytes", "cut_pieces", "parts_of"]
 
 # Bits of an index into the table of exponents, by codec.
 WIDTHS = {"exp3": 3, "exp4": 4}
 # Weights that a program of the kernel decodes.
 BLOCK = 1024
-# Of weights, before they are coded: 22 MiB on the link, long enough for its full rate.
+# Of weights that are coded together: encoding takes several times their memory.
 _PIECE_BYTES = 32 << 20
-# The last piece is short, since a unit is ready when that is decoded.
-_LAST_BYTES = 4 << 20
 # The share of normally distributed weights whose exponent is not in the table.
 _ESCAPES = {"exp3": 0.020, "exp4": 0.0002}
 
@@ -42,17 +40,10 @@ def parts_of(num_weights: int, width: int, num_escapes: int) -> Parts:
 
 def cut_pieces(num_bytes: int) -> Iterator[tuple[int, int]]:
     """Start and length of each piece of a slab."""
-    last = max(0, num_bytes - _LAST_BYTES)
-    yield from ((start, min(_PIECE_BYTES, last - start)) for start in range(0, last, _PIECE_BYTES))
-    yield last, num_bytes - last
+    return ((start, min(_PIECE_BYTES, num_bytes - start)) for start in range(0, num_bytes, _PIECE_BYTES))
 
 
 def coded_bytes(num_bytes: int, codec: str) -> int:
-    """Expected length of the code of so many bytes of bf16, in one piece."""
-    num_weights = num_bytes // 2
-    return parts_of(num_weights, WIDTHS[codec], int(_ESCAPES[codec] * num_weights)).end
-
-
-def code_buffers(sizes: Sequence[int]) -> tuple[int, int]:
-    """Bytes of the two buffers on the device that the code of a unit passes through; ``sizes``: of its pieces."""
-    return max(sizes[::2], default=0), max(sizes[1::2], default=0)
+    """Expected length of the code of a slab of bf16."""
+    counts = [size // 2 for _, size in cut_pieces(num_bytes)]
+    return sum(parts_of(count, WIDTHS[codec], int(_ESCAPES[codec] * count)).end for count in counts)

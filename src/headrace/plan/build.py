@@ -513,10 +513,8 @@ def _too_small(table: CandidateTable, budget: Budget) -> BudgetError:
     cache, smaller = "", ""
     if beside:
         largest = f"batch {max(work.batch_sizes)} at {work.context} tokens"
-        coding = "code that is decoded" if budget.codec != "none" else ""
-        what = " and ".join(filter(None, (coding, f"the cache and activations of {largest}" if work.context else "")))
-        cache = f", {format_size(beside)} of it for {what}"
-        smaller = _smaller_workload(table, budget, least - beside) if work.context else ""
+        cache = f", {format_size(beside)} of it for the cache and activations of {largest}"
+        smaller = _smaller_workload(table, budget, least - beside)
     return BudgetError(
         f"a budget of {given} ({budget.num_bytes} bytes) is too small: this model's weights are "
         f"{format_size(table.inventory.num_bytes)} and with {most} headrace still needs {format_size(least)} ({least} "

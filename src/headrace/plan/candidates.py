@@ -35,18 +35,17 @@ from typing import NamedTuple
 import numpy as np
 import numpy.typing as npt
 
-from headrace.coding.layout import code_buffers, coded_bytes, cut_pieces
 from headrace.config import HOST_MODES, Budget, Mechanism, Mode, StoreKind
 from headrace.model.layers import find_layers
 from headrace.model.records import Inventory, ModelProfile, StorageInfo
 from headrace.plan.cached_experts import CachedLayer, cache_bytes, cached_layers
 from headrace.plan.cost_model import Bools, Floats, Forecaster, Ints, Rates, StepModel, experts_in, find_stages
-from headrace.plan.plan import SLAB_ALIGNMENT_BYTES, Plan, UnitDraft, assemble, slab_bytes
+from headrace.plan.plan import SLAB_ALIGNMENT_BYTES, Plan, UnitDraft, assemble, is_codable, slab_bytes
 from headrace.plan.schedule import RING_BYTES
 from headrace.plan.traces import ExpertHits, FixedHits
 from headrace.plan.units import TINY_BYTES, outside_units, stranded
 
-__all__ = ["CandidateTable", "Family", "MappedFiles", "Spill", "mean_log", "most_decoding_bytes", "spill_order"]
+__all__ = ["CandidateTable", "Family", "MappedFiles", "Spill", "mean_log", "spill_order"]
 
 MAX_SLOTS = 3
 # 2 ** 6 sets of roles: the five heaviest roles of a layer one by one, and all the others together.
@@ -90,9 +89,7 @@ class MappedFiles:
     joined_bytes: Mapping[str, int] = field(default_factory=dict)
 
 
-def most_decoding_bytes(unit_bytes: int, codec: str) -> int:
-    """What a budget keeps free for code, of units of at most so many bytes."""
-    return MAX_SLOTS * sum(code_buffers([coded_bytes(size, codec) for _, size in cut_pieces(unit_bytes)]))
+_MOST_ROUNDED = 1024  # bytes that a code has more than its share of a slab
 
 
 def spill_order(count: int) -> list[int]:
@@ -188,6 +185,13 @@ class CandidateTable:
         self.stranded = stranded(inventory, free.values(), placed)
         self.sizes = {s.name: float(s.num_bytes) for s in inventory.storages}
         self.slabs = {s.name: float(slab_bytes([s.num_bytes])) for s in inventory.storages}
+        moved = free.keys() | must_move.keys()
+        # By module: bytes in a slot for a byte of its unit; with what rounding adds, so that no plan takes more.
+        self.slot_shares = {
+            stage.module_fqn: 1.001 * self.rates.coded_share
+            for stage in self.stages
+            if self.rates.coded_share < 1 and all(is_codable(s) for s, _ in stage.storages if s.name in moved)
+        }
         self.read_sizes = self.sizes | {name: float(size) for name, size in self.stored_bytes.items()}
 
     def _role(self, layer: str, storage: StorageInfo) -> str:
@@ -224,12 +228,8 @@ class CandidateTable:
         return budget.host_limit_bytes
 
     def reserved_bytes(self, budget: Budget) -> int:
-        """Device memory that the workload takes beside the weights, and code of units at most."""
-        workload_bytes = self.profile.workload_bytes(max(budget.workload.batch_sizes), budget.workload.context)
-        if budget.codec == "none" or budget.codec == "auto":
-            return workload_bytes
-        largest = max((slab_bytes(s.num_bytes for s, _ in stage.storages) for stage in self.stages), default=0)
-        return workload_bytes + most_decoding_bytes(largest, budget.codec)
+        """Device memory that the workload takes beside the weights."""
+        return self.profile.workload_bytes(max(budget.workload.batch_sizes), budget.workload.context)
 
     @cached_property
     def families(self) -> list[Family]:
@@ -530,11 +530,14 @@ class Family:
         count, ranks, counts = len(self.high), self.table.ranks_on_device, range(1, MAX_SLOTS + 1)
         parts_bytes, moved, num_units = np.zeros(count), np.zeros(count), np.zeros(count, dtype=np.int64)
         slot_bytes = [(wanted, slot, np.zeros(count)) for wanted in counts for slot in range(wanted)]
-        first = np.zeros((MAX_SLOTS, count))
-        for (_, slab), (_, size) in zip(self._units(self.table.slabs), self._units(self.table.sizes), strict=True):
-            places = {wanted: num_units % wanted for wanted in counts}
+        first, decoded = np.zeros((MAX_SLOTS, count)), np.zeros(count)
+        for (fqn, slab), (_, size) in zip(self._units(self.table.slabs), self._units(self.table.sizes), strict=True):
+            places, in_slot = {wanted: num_units % wanted for wanted in counts}, slab
+            if (share := self.table.slot_shares.get(fqn)) is not None:
+                in_slot = (slab > 0) * (slab * share + _MOST_ROUNDED)
+                np.maximum(decoded, slab, out=decoded)
             for wanted, slot, largest in slot_bytes:
-                np.maximum(largest, slab * (places[wanted] == slot), out=largest)
+                np.maximum(largest, in_slot * (places[wanted] == slot), out=largest)
             early = np.flatnonzero((slab > 0) & (num_units < MAX_SLOTS))
             first[num_units[early], early] = size[early]
             num_units += slab > 0
@@ -546,7 +549,7 @@ class Family:
         for wanted in counts:
             # A unit that has its slot alone is copied once and stays.
             alone = np.arange(wanted)[:, None] + wanted >= num_units
-            device_bytes = resident + sum(largest for of, _, largest in slot_bytes if of == wanted)
+            device_bytes = resident + decoded + sum(largest for of, _, largest in slot_bytes if of == wanted)
             moved_bytes = moved - (first[:wanted] * alone).sum(0)
             yield wanted, Memory(num_units, np.minimum(wanted, num_units), moved_bytes, offloaded, device_bytes)
 

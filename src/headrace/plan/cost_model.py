@@ -43,7 +43,6 @@ The simulation's arguments are arrays over candidates, so that one pass over the
 
 from __future__ import annotations
 
-import math
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from functools import cached_property, partial
@@ -298,23 +297,22 @@ def split_rates(rates: Rates, mode: Mode, num_ranks: int) -> Rates:
     return replace(rates, copy_bytes_per_s=Curve(tuple((size, size / unit_s) for size, unit_s in seconds.items())))
 
 
-# The share of the rate of elementwise kernels at which decoding reads and writes: it runs beside compute (an H200
-# decodes 2.0 TB/s of weights alone: docs/benchmarks/2026-11-26-coded-h200.md).
-_DECODING_SHARE = 0.8
+# The share of the rate of elementwise kernels at which decoding reads and writes (an H100 decodes 1.0 TB/s of weights:
+# docs/benchmarks/2026-11-26-coded-h200.md).
+_DECODING_SHARE = 0.55
 _CPU_DECODES = 0.6e9  # bytes of weights per second, two cores of 2 GHz
 
 
 def coded_rates(rates: Rates, codec: str) -> Rates:
     """``rates`` whose ``copy_bytes_per_s`` is that of units in ``codec``, by bytes of a unit."""
     share = coded_bytes(1 << 20, codec) / (1 << 20)
-    most = _CPU_DECODES if rates.copies_take_cores else math.inf
-    points = tuple((size / share, min(most, rate / share)) for size, rate in rates.copy_bytes_per_s.points)
+    decode_s = (1 + share) / (_DECODING_SHARE * rates.device_bytes_per_s)
     return replace(
         rates,
-        copy_bytes_per_s=Curve(points),
+        copy_bytes_per_s=Curve(tuple((size / share, rate / share) for size, rate in rates.copy_bytes_per_s.points)),
         peer_bytes_per_s=rates.from_peer_bytes_per_s,  # as it is: what is on a peer is not coded
         coded_share=share,
-        decode_s_per_byte=(1 + share) / (_DECODING_SHARE * rates.device_bytes_per_s),
+        decode_s_per_byte=1 / _CPU_DECODES if rates.copies_take_cores else decode_s,
     )
 
 

@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from headrace.codec import FormatError, Positive, decode, encode, parse, read_file, require, write_file
-from headrace.coding.layout import code_buffers, coded_bytes, cut_pieces
+from headrace.coding.layout import coded_bytes
 from headrace.config import CODES, Codec, Mechanism, Mode, StoreKind
 from headrace.errors import OptionError, OptionTypeError, PlanFileError
 from headrace.formatting import format_size, listed, pluralize
@@ -124,9 +124,12 @@ class Unit:
     @property
     def link_bytes(self) -> int:
         """The same, or the expected length of its code."""
-        if self.store not in CODES:
-            return self.payload_bytes
-        return sum(coded_bytes(size, self.store) for _, size in cut_pieces(self.num_bytes))
+        return coded_bytes(self.num_bytes, self.store) if self.store in CODES else self.payload_bytes
+
+    @property
+    def bytes_in_slot(self) -> int:
+        """What a slot holds of it: its slab or its code."""
+        return slab_bytes([self.link_bytes]) if self.store in CODES else self.num_bytes
 
 
 class Placement(NamedTuple):
@@ -192,9 +195,9 @@ class Plan:
 
     @cached_property
     def slot_bytes(self) -> tuple[int, ...]:
-        """Size of each slot: the largest slab of its chain."""
+        """Size of each slot: the largest slab or code of its chain."""
         return tuple(
-            max(self.units[unit].num_bytes for unit in chain(slot, len(self.units), self.num_slots))
+            max(self.units[unit].bytes_in_slot for unit in chain(slot, len(self.units), self.num_slots))
             for slot in range(self.num_slots)
         )
 
@@ -257,13 +260,8 @@ class Plan:
 
     @property
     def decoding_bytes(self) -> int:
-        """Device memory for code before it is decoded: two buffers of each slot."""
-        largest: dict[tuple[int, int], int] = {}
-        for unit in self.coded_units:
-            pieces = [coded_bytes(size, unit.store) for _, size in cut_pieces(unit.num_bytes)]
-            for number, size in enumerate(code_buffers(pieces)):
-                largest[unit.slot, number] = max(largest.get((unit.slot, number), 0), size)
-        return sum(largest.values())
+        """Memory beside the slots for the coded unit that compute reads, decoded."""
+        return max((unit.num_bytes for unit in self.coded_units), default=0)
 
     @property
     def part_bytes(self) -> int:

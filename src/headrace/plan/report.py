@@ -264,7 +264,7 @@ def _places(plan: Plan) -> Table:
     if plan.units:
         add("slots", pluralize(plan.num_slots, "slot"), "device", sum(plan.slot_bytes))
         if plan.decoding_bytes:
-            add("code that is decoded", "", "device", plan.decoding_bytes)
+            add("decoded", "1 unit", "device", plan.decoding_bytes)
         if staged:
             add("staging ring", "", "host", plan.ring_bytes)
         for store in sorted({unit.store for unit in plan.units}):  # cpu before disk before peer

@@ -655,7 +655,7 @@ def needs_of(plan: Plan, *, on_gpu: bool, elsewhere: Collection[str] = (), on_me
         on_meta: those of them that have no bytes yet and are read from files; others are adopted by a CPU's store.
     """
     moved = [num_bytes for name, num_bytes in plan.resident.items() if name in elsewhere]
-    slots = sum(plan.slot_bytes)
+    slots = sum(plan.slot_bytes) + plan.decoding_bytes
     if not on_gpu:
         copied = on_meta if plan.mode == "cpu" else dict(_offloaded(plan)) if plan.mode == "shm_cpu" else ()
         stored = sum(
@@ -678,7 +678,7 @@ def needs_of(plan: Plan, *, on_gpu: bool, elsewhere: Collection[str] = (), on_me
     pinned += sum(layer.host_bytes for layer in plan.cached)
     staging = max(moved, default=0)  # residents pass through host memory one at a time
     return Needs(
-        device_bytes=slots + slab_bytes(moved) + parts + plan.cache_bytes + plan.decoding_bytes,
+        device_bytes=slots + slab_bytes(moved) + parts + plan.cache_bytes,
         host_bytes=pinned + staging,
         pinned_bytes=0 if pin_memory_disabled() else pinned,
         peer_bytes=plan.peer_bytes,

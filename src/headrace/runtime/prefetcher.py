@@ -32,7 +32,7 @@ from headrace.runtime.debug import Guard
 from headrace.runtime.slot import BreakCapture, GraphRecord, Reader, Slot, SlotState
 from headrace.stats import Recorder, UnitStats
 from headrace.stores.store import Store
-from headrace.transfer.link import Link
+from headrace.transfer.link import ComputeEvent, Link
 
 __all__ = ["Prefetcher", "release_left"]
 
@@ -78,7 +78,15 @@ class Prefetcher:
         self._recorder = recorder
         self._loads = [store.load(unit) for unit in plan.units]
         link.prepare(plan, self._loads)
-        self._live = [Slot(index, link.allocate(num_bytes)) for index, num_bytes in enumerate(plan.slot_bytes)]
+        self._coded = frozenset(load.unit for load in self._loads if load.coded)
+        sizes = list(plan.slot_bytes)
+        for unit in self._coded:  # whose code may be longer than the plan expects
+            slot = slot_of(unit, len(sizes))
+            sizes[slot] = max(sizes[slot], sum(part.numel() for _, part in self._loads[unit].in_memory))
+        self._live = [Slot(index, link.allocate(num_bytes)) for index, num_bytes in enumerate(sizes)]
+        # Of one coded unit at a time, for as long as it is read; slots hold the code of these.
+        self._decoded = link.allocate(plan.decoding_bytes)
+        self._last_read: tuple[int | None, ComputeEvent] | None = None  # of what is decoded: its capture, and its end
         self._num_units, self._num_slots = len(plan.units), len(self._live)
         self._schedule = Schedule(tuple(range(self._num_units)), self._num_slots)
         self._position = -1  # in the expected order, of the latest run
@@ -97,12 +105,13 @@ class Prefetcher:
         self._owns_graphs = self._captures_own = False  # see capturing()
         self._pid = os.getpid()
         has_bytes = plan.mode != "meta"
-        self._guard = Guard(plan, [load.copies for load in self._loads], promoted) if debug and has_bytes else None
+        decoded = [store.unit_copies(plan.units[load.unit]) if load.coded else load.copies for load in self._loads]
+        self._guard = Guard(plan, decoded, promoted) if debug and has_bytes else None
         self.stats = [UnitStats(unit.module_fqn, unit.store) for unit in plan.units]
 
     def slot_memory(self, unit: int) -> Tensor:
-        """The slot of ``unit``: uint8, 1-D, fixed for the life of the prefetcher."""
-        return self._live[slot_of(unit, self._num_slots)].memory
+        """Where compute reads ``unit``: uint8, 1-D, fixed for the life of the prefetcher."""
+        return self._decoded if unit in self._coded else self._live[slot_of(unit, self._num_slots)].memory
 
     # -- a forward --------------------------------------------------------------------------------------------------
 
@@ -296,8 +305,10 @@ class Prefetcher:
             self._graphs.note_part()
             if slot.readers:
                 self._drop_stale_readers(slot)
-                self._await_readers(unit, slot)
-                slot = self._slots()[index]  # while this one waited, another may have ended or begun a capture
+            while (busy := self._held_by_others(unit, index)) is not None:
+                self._drop_stale_readers(busy)
+                self._await_readers(unit, busy)
+            slot = self._slots()[index]  # while this one waited, another may have ended or begun a capture
             if self._is_loose and not slot.readers:
                 slot.to_empty()
                 self._record_read(slot)
@@ -333,10 +344,13 @@ class Prefetcher:
             slot.readers.remove(reader)
             if self._guard and not slot.readers and not self._capturing:
                 slot.to_empty()  # if the check raises, no later run may read these bytes
-                self._guard.before_reuse(unit, slot.memory)
+                self._guard.before_reuse(unit, self.slot_memory(unit))
             # In a slot that one unit has alone no copy follows; of one that takes turns the next loop may decide.
-            if self._guard or self._repeats or self._following(slot, unit) != unit:
-                self._record_read(slot)  # after the poison
+            follows = bool(self._guard) or self._repeats or self._following(slot, unit) != unit
+            if follows or unit in self._coded:
+                self._end_read(unit, slot)  # after the poison
+            if not follows:
+                slot.events.clear()
             if not slot.readers and not self._closed:
                 self._refill(unit, slot)
                 self._free.notify_all()
@@ -348,8 +362,17 @@ class Prefetcher:
             slot.readers.remove(reader)
             reader.drop()
         if stale:
-            self._record_read(slot)
+            if slot.unit is not None:
+                self._end_read(slot.unit, slot)
             self._free.notify_all()
+
+    def _held_by_others(self, unit: int, index: int) -> Slot | None:
+        """A slot in which a module reads another unit where ``unit`` has to be: slot ``index``, or what is decoded."""
+        for slot in self._slots():
+            shares = slot.index == index or (unit in self._coded and slot.unit in self._coded)
+            if shares and slot.readers and slot.unit != unit:
+                return slot
+        return None
 
     def _await_readers(self, unit: int, slot: Slot) -> None:
         """Return when no module reads another unit in ``slot``."""
@@ -442,8 +465,10 @@ class Prefetcher:
         begin = time.perf_counter_ns()
         try:
             stalled_s = self._wait_for(slot, measure=True)
+            if unit in self._coded:
+                self._decode(unit, slot)
             if self._guard and slot.transfer is not None and not self._capturing:
-                self._guard.copied(unit, slot.memory)
+                self._guard.copied(unit, self.slot_memory(unit))
         except BaseException:
             if not slot.readers:
                 slot.to_empty()
@@ -468,6 +493,19 @@ class Prefetcher:
             self._wait_for(slot)
             if self._capturing:
                 slot.transfer = None  # its event means nothing to the graph of the next piece
+
+    def _decode(self, unit: int, slot: Slot) -> None:
+        last = self._last_read
+        after = [last[1]] if last is not None and last[0] == self._link.capture_id else []
+        self._link.decode(self._loads[unit], slot.memory, self._decoded, after)
+        self._record_read(slot)  # the code is not read after this
+
+    def _end_read(self, unit: int, slot: Slot) -> None:
+        """What is written next to where compute read ``unit`` waits for all compute submitted so far."""
+        if unit not in self._coded:
+            self._record_read(slot)
+        elif (event := self._link.record_compute()) is not None:
+            self._last_read = self._link.capture_id, event
 
     def _record_read(self, slot: Slot) -> None:
         """The next copy into ``slot`` waits for all compute submitted so far."""

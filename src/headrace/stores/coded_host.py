@@ -10,7 +10,6 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
-from dataclasses import replace
 
 import numpy as np
 import torch
@@ -23,14 +22,16 @@ from headrace.memory.pages import map_pages, populate_parallel
 from headrace.memory.pinned import CudaRegistrar, PinnedBuffer, warn_refused
 from headrace.memory.system import touch_threads
 from headrace.plan.plan import Unit, slab_bytes
-from headrace.stores.sources import ByteRange, Copy, Source
+from headrace.stores.sources import ByteRange, Copy, MemorySource, Source
 from headrace.stores.store import Destinations, Load, Store
 
-__all__ = ["CodedStore"]
+__all__ = ["CodedStore", "CodedUnit"]
 
 # Units that are coded at once, on the device beside nothing but residents, and that are read ahead of them: each takes
 # its own size of memory meanwhile.
 _AT_ONCE, _UNITS_AHEAD = 2, 3
+# Of a code, beyond what plans expect, without a warning.
+_MOST_LONGER = 8 << 20
 _NO_MEMORY, _NO_HOST_MEMORY = (MemoryError, torch.OutOfMemoryError), "DefaultCPUAllocator"
 
 
@@ -48,8 +49,7 @@ class CodedStore(Store):
         self._device, self._registrar = device, registrar
         self._missing = {unit.index: {entry.storage for entry in unit.entries} for unit in units}
         self._slabs: dict[int, torch.Tensor] = {}
-        self._coded: dict[int, tuple[Piece, ...]] = {}
-        self._memory: list[PinnedBuffer] = []
+        self._coded: dict[int, tuple[PinnedBuffer, tuple[Piece, ...]]] = {}
         self._pool = ThreadPoolExecutor(_AT_ONCE, "headrace-encode")
         self._jobs: deque[Future[None]] = deque()
         self._unmade_bytes = 0
@@ -80,51 +80,66 @@ class CodedStore(Store):
                 f"no memory was left to code {format_size(self._unmade_bytes)} of weights: they are stored as they "
                 "are; free device or host memory before the model is offloaded"
             )
+        more = max(memory.num_bytes - self._units[unit].bytes_in_slot for unit, (memory, _) in self._coded.items())
+        if more > _MOST_LONGER:
+            warn_user(
+                f"weights have more exponents than a plan expects, and their code is longer: each slot takes up to "
+                f"{format_size(more)} more than the plan says; leave the codec out (--offload-codec none)"
+            )
 
     def _encode(self, unit: int, slab: torch.Tensor) -> None:
         width = WIDTHS[self._units[unit].store]
-        cut = cut_pieces(slab.numel())
-        pieces = [self._encode_piece(start, slab[start : start + size], width) for start, size in cut]
-        sizes = [slab_bytes([piece.data.numel()]) for piece in pieces]
-        memory = PinnedBuffer(torch.from_numpy(map_pages(sum(sizes))))
+        pieces: list[Piece] = []
+        parts: list[torch.Tensor] = []  # of the code: where they were made, or of the slab itself
+        at = 0
+        for start, size in cut_pieces(slab.numel()):
+            weights = slab[start : start + size]
+            code = self._code_of(weights, width)
+            parts.append(weights if code is None else code)
+            pieces.append(Piece(start, size, None if code is None else width, at, parts[-1].numel()))
+            at += slab_bytes([parts[-1].numel()])
+        memory = PinnedBuffer(torch.from_numpy(map_pages(at)))
         populate_parallel(memory.buffer, touch_threads())
-        if self._registrar is not None and (code := memory.register(self._registrar)) != 0:
-            warn_refused(memory.num_bytes, code)
+        if self._registrar is not None and (error := memory.register(self._registrar)) != 0:
+            warn_refused(memory.num_bytes, error)
             memory = PinnedBuffer(self._registrar.allocate(memory.num_bytes))
-        found = []
-        for piece, part in zip(pieces, memory.buffer.split(sizes), strict=True):
-            found.append(replace(piece, data=part[: piece.data.numel()].copy_(piece.data)))
-        self._memory.append(memory)
-        self._coded[unit] = tuple(found)
+        for piece, part in zip(pieces, parts, strict=True):
+            memory.buffer[piece.code_start : piece.code_start + piece.code_bytes].copy_(part)
+        self._coded[unit] = memory, tuple(pieces)
 
-    def _encode_piece(self, start: int, weights: torch.Tensor, width: int) -> Piece:
-        """The piece with its code where that was made: on the device, or if there is no room on the host."""
+    def _code_of(self, weights: torch.Tensor, width: int) -> torch.Tensor | None:
+        """The code of ``weights`` where it was made: on the device, or if there is no room on the host."""
         for device in (self._device, torch.device("cpu")):
             try:
-                code = _code_of(weights.to(device), width)
+                return _verified_code(weights.to(device), width)
             except (RuntimeError, MemoryError) as error:
                 if not isinstance(error, _NO_MEMORY) and _NO_HOST_MEMORY not in str(error):
                     raise
-                continue
-            return Piece(start, weights.numel(), *((None, weights) if code is None else (width, code)))
         self._unmade_bytes += weights.numel()
-        return Piece(start, weights.numel(), None, weights)
+        return None
 
     # -- reading ------------------------------------------------------------------------------------------------------
 
     def copies(self, storage: str) -> list[Copy]:
         unit, entry = self._entries[storage]
-        return [Copy(ByteRange(_Coded(self._coded.get(unit, ())), entry.offset, entry.num_bytes), 0)]
+        return [Copy(ByteRange(CodedUnit(*self._code(unit)), entry.offset, entry.num_bytes), 0)]
 
     def in_place(self, storage: str) -> torch.Tensor:
         raise TransferError(f"{storage} is coded, so it cannot be read in place")
 
     def load(self, unit: Unit) -> Load:
-        return Load(unit.index, tuple(self.unit_copies(unit)), coded=self._coded.get(unit.index, ()))
+        code, pieces = self._code(unit.index)
+        copy = Copy(ByteRange(MemorySource(code), 0, code.numel()), 0)
+        return Load(unit.index, (copy,), code, coded=pieces)
+
+    def _code(self, unit: int) -> tuple[torch.Tensor, tuple[Piece, ...]]:
+        """Empty, until the unit is coded."""
+        memory, pieces = self._coded.get(unit, (None, ()))
+        return torch.empty(0, dtype=torch.uint8) if memory is None else memory.buffer, pieces
 
     @property
     def host_bytes(self) -> int:
-        return sum(memory.num_bytes for memory in self._memory)
+        return sum(memory.num_bytes for memory, _ in self._coded.values())
 
     @property
     def account(self) -> dict[str, int]:
@@ -132,28 +147,27 @@ class CodedStore(Store):
 
     def unpin(self) -> None:
         self._pool.shutdown(cancel_futures=True)
-        for memory in self._memory:
+        for memory, _ in self._coded.values():
             memory.unregister()
 
     def close(self) -> None:
         self._pool.shutdown(cancel_futures=True)
         self._slabs.clear()
         self._coded.clear()
-        self._memory.clear()
 
 
-def _code_of(weights: torch.Tensor, width: int) -> torch.Tensor | None:
+def _verified_code(weights: torch.Tensor, width: int) -> torch.Tensor | None:
     """The code of ``weights``, once it has been decoded on their device and compared."""
     if (code := encode(weights, width)) is None:
         return None
-    piece, again = Piece(0, weights.numel(), width, code), torch.empty_like(weights)
+    piece, again = Piece(0, weights.numel(), width, 0, code.numel()), torch.empty_like(weights)
     if weights.is_cuda:
         from headrace.coding.decode_kernels import decode_on_gpu  # needs Triton
 
         with torch.cuda.device(weights.device):
             decode_on_gpu(piece, code, again)
     else:
-        _Coded((piece,)).read(0, again.numpy().data)
+        CodedUnit(code, (piece,)).read(0, again.numpy().data)
     if not torch.equal(again, weights):
         raise TransferError(
             "a coded unit was decoded as other bytes; this is a bug in headrace: please report it, "
@@ -162,26 +176,26 @@ def _code_of(weights: torch.Tensor, width: int) -> torch.Tensor | None:
     return code
 
 
-class _Coded(Source):
+class CodedUnit(Source):
     """The bytes of a unit, decoded as they are read."""
 
-    def __init__(self, pieces: Sequence[Piece]) -> None:
-        self._pieces = pieces
+    def __init__(self, code: torch.Tensor, pieces: Sequence[Piece]) -> None:
+        """``code``: of all pieces (uint8, 1-D, host)."""
+        self._code, self._pieces = code.numpy(), pieces
 
     def read(self, offset: int, into: memoryview) -> None:
-        end = offset + len(into)
+        end, view = offset + len(into), np.frombuffer(into, np.uint8)
         for piece in self._pieces:
             begin, stop = max(offset, piece.start), min(end, piece.start + piece.num_bytes)
             if begin < stop:
-                _read_piece(piece, begin - piece.start, into[begin - offset : stop - offset])
+                self._read_piece(piece, begin - piece.start, view[begin - offset : stop - offset])
 
-
-def _read_piece(piece: Piece, offset: int, into: memoryview) -> None:
-    code, view = piece.data.numpy(), np.frombuffer(into, np.uint8)
-    if piece.width is None:
-        np.copyto(view, code[offset : offset + len(view)])
-        return
-    first = offset // 2  # whole weights, of which the first and last may be read in part
-    weights = np.empty((offset + len(view) + 1) // 2 - first, np.uint16)
-    decode(code, piece.num_bytes // 2, piece.width, first, weights)
-    np.copyto(view, weights.view(np.uint8)[offset - 2 * first :][: len(view)])
+    def _read_piece(self, piece: Piece, offset: int, into: np.ndarray) -> None:
+        code = self._code[piece.code_start : piece.code_start + piece.code_bytes]
+        if piece.width is None:
+            np.copyto(into, code[offset : offset + len(into)])
+            return
+        first = offset // 2  # whole weights, of which the first and last may be read in part
+        weights = np.empty((offset + len(into) + 1) // 2 - first, np.uint16)
+        decode(code, piece.num_bytes // 2, piece.width, first, weights)
+        np.copyto(into, weights.view(np.uint8)[offset - 2 * first :][: len(into)])

@@ -90,11 +90,11 @@ class Load:
 
     Attributes:
         unit: index in the plan.
-        copies: of the whole unit into its slot, for links that read.
-        slab: the slab as it will be in the slot (uint8, 1-D, host), for links that copy; ``None`` where the store has
-            no such thing.
+        copies: of the whole unit, or of its code, into its slot, for links that read.
+        slab: the slab, or the code, as it will be in the slot (uint8, 1-D, host), for links that copy; ``None`` where
+            the store has no such thing.
         pieces: in place of a slab, pinned parts of it that are not side by side: (offset in the slot, bytes).
-        coded: in place of a slab, pinned pieces of its code.
+        coded: what the code consists of.
     """
 
     unit: int
@@ -106,7 +106,7 @@ class Load:
     @property
     def coded_bytes(self) -> int | None:
         """Bytes that cross the link; ``None``: it is not coded."""
-        return sum(piece.data.numel() for piece in self.coded) if self.coded else None
+        return sum(piece.code_bytes for piece in self.coded) if self.coded else None
 
     @property
     def in_memory(self) -> tuple[tuple[int, torch.Tensor], ...]:

@@ -23,7 +23,9 @@ from typing import Any
 
 import torch
 
+from headrace.coding.exponents import Piece
 from headrace.errors import StateError, TransferError
+from headrace.plan.plan import Plan
 from headrace.stores.store import Load
 from headrace.transfer.link import ComputeEvent, Link, Transfer
 
@@ -31,7 +33,7 @@ __all__ = ["StreamLink", "StreamTransfer", "wait_for_events"]
 
 # Streams of closed links, for the next ones. They are not destroyed: a finalizer would need a weak reference, and torch
 # frees CUDA stream objects without clearing those, which crashes the garbage collector (torch 2.11, at exit).
-_unused: defaultdict[tuple[torch.device, int], list[torch.cuda.Stream]] = defaultdict(list)
+_unused: defaultdict[torch.device, list[torch.cuda.Stream]] = defaultdict(list)
 
 _SET_DEPENDENCIES = 1  # CU_STREAM_SET_CAPTURE_DEPENDENCIES (cuda.h, CUstreamUpdateCaptureDependencies_flags)
 _STREAM_NON_BLOCKING = 1  # CU_STREAM_NON_BLOCKING (cuda.h, CUstream_flags): not ordered with the default stream
@@ -60,8 +62,8 @@ class StreamLink(Link):
     def __init__(self, device: torch.device, *, measure_stalls: bool = False) -> None:
         """``device``: a CUDA device. ``measure_stalls``: time every wait with a pair of events, in graphs too."""
         self._device = device
-        self._own_streams: list[tuple[int, torch.cuda.Stream]] = []
-        self._stream = self._last_stream = self._new_stream()  # the last: a copy ends there
+        self._own_streams: list[torch.cuda.Stream] = []
+        self._stream = self._new_stream()
         self._captured: StreamTransfer | None = None  # the latest copy that is a node of a graph
         self._replay_events: dict[int, torch.cuda.Event] = {}  # external: recorded by a node of each graph
         self._copy_events: dict[int, torch.cuda.Event] = {}  # external: waited for by a node of each graph
@@ -69,6 +71,26 @@ class StreamLink(Link):
 
     def allocate(self, num_bytes: int) -> torch.Tensor:
         return torch.empty(num_bytes, dtype=torch.uint8, device=self._device)
+
+    def prepare(self, plan: Plan, loads: Sequence[Load]) -> None:
+        # Compiled now: a kernel cannot be loaded during a capture.
+        for width in sorted({piece.width for load in loads for piece in load.coded if piece.width is not None}):
+            code = self.allocate(4096).zero_()
+            self._decode(Piece(0, 256, width, 0, 2048), code, torch.empty_like(code))
+
+    def decode(self, load: Load, slot: torch.Tensor, into: torch.Tensor, after: Sequence[ComputeEvent]) -> None:
+        wait_for_events(torch.cuda.current_stream(self._device), after)
+        for piece in load.coded:
+            self._decode(piece, slot[piece.code_start : piece.code_start + piece.code_bytes], into)
+
+    def _decode(self, piece: Piece, code: torch.Tensor, into: torch.Tensor) -> None:
+        if piece.width is None:
+            into[piece.start : piece.start + piece.num_bytes].copy_(code)
+            return
+        from headrace.coding.decode_kernels import decode_on_gpu  # needs Triton
+
+        with torch.cuda.device(self._device):
+            decode_on_gpu(piece, code, into)
 
     @property
     def capturing(self) -> bool:
@@ -92,7 +114,7 @@ class StreamLink(Link):
         return self._replay_events.get(slot)
 
     def leave_copy_event(self, slot: int) -> None:
-        self._copy_events.setdefault(slot, torch.cuda.Event(external=True)).record(self._last_stream)
+        self._copy_events.setdefault(slot, torch.cuda.Event(external=True)).record(self._stream)
 
     def copy_event(self, slot: int, unit: int) -> Transfer | None:
         event = self._copy_events.get(slot)
@@ -102,30 +124,24 @@ class StreamLink(Link):
         # Ask for the compute stream's capture state before entering the side stream: inside, current_stream is ours.
         capture = self.capture_id
         self._require_copyable(load, capture is not None)
-        if capture is not None and self._captured is not None and self._captured.capture == capture:
-            after = [*after, self._captured.event]  # one copy at a time, as on a stream that runs
-        transfer = StreamTransfer(load.unit, self._copy(load, slot, after), capture)
-        if capture is not None:
-            self._captured = transfer
-            if not self.joined_by_caller:
-                for stream in {self._stream, self._last_stream}:
-                    _forget_captured(stream)
-        return transfer
-
-    def _copy(self, load: Load, slot: torch.Tensor, after: Sequence[ComputeEvent]) -> torch.cuda.Event:
-        """Submit the copy of one unit; returns the event after it, recorded on the last stream."""
         with torch.cuda.stream(self._stream):
             wait_for_events(self._stream, after)
+            if capture is not None and self._captured is not None and self._captured.capture == capture:
+                self._stream.wait_event(self._captured.event)  # one copy at a time, as on a stream that runs
             self._enqueue(load, slot)
             event = torch.cuda.Event()
             event.record(self._stream)
-        return event
+        transfer = StreamTransfer(load.unit, event, capture)
+        if capture is not None:
+            self._captured = transfer
+            if not self.joined_by_caller:
+                _forget_captured(self._stream)
+        return transfer
 
     def _require_copyable(self, load: Load, captured: bool) -> None:
-        pieces = [piece for _, piece in load.in_memory] or [piece.data for piece in load.coded]
-        if not pieces:
+        if not load.in_memory:
             raise TransferError(f"unit {load.unit} has no pinned host slab; a GPU cannot copy from this store")
-        if captured and not all(piece.is_cuda or piece.is_pinned() for piece in pieces):
+        if captured and not all(piece.is_cuda or piece.is_pinned() for _, piece in load.in_memory):
             raise StateError(
                 "a copy from memory that is not pinned cannot be captured; unset HEADRACE_DISABLE_PIN_MEMORY"
             )
@@ -158,21 +174,20 @@ class StreamLink(Link):
     def close(self) -> None:
         # Slots go back to the allocator, which does not order their next use after the copy stream.
         torch.cuda.synchronize(self._device)
-        for priority, stream in self._own_streams:
-            _unused[self._device, priority].append(stream)
+        _unused[self._device] += self._own_streams
         self._own_streams = []
 
-    def _new_stream(self, priority: int = 0) -> torch.cuda.Stream:
-        """A stream that nothing else uses until this link is closed; below 0: its kernels go first."""
+    def _new_stream(self) -> torch.cuda.Stream:
+        """A stream that nothing else uses until this link is closed."""
         try:
-            stream = _unused[self._device, priority].pop()
+            stream = _unused[self._device].pop()
         except IndexError:  # asked for, not looked up before: another thread may take the last one in between
-            stream = _create_stream(self._device, priority)
-        self._own_streams.append((priority, stream))
+            stream = _create_stream(self._device)
+        self._own_streams.append(stream)
         return stream
 
 
-def _create_stream(device: torch.device, priority: int) -> torch.cuda.Stream:
+def _create_stream(device: torch.device) -> torch.cuda.Stream:
     """A stream that is not one of torch's.
 
     ``torch.cuda.Stream`` hands out 32 streams per device in turn, so the 33rd is the first one again. If the copy
@@ -184,7 +199,7 @@ def _create_stream(device: torch.device, priority: int) -> torch.cuda.Stream:
     handle = ctypes.c_void_p()
     with torch.cuda.device(device):
         torch.cuda.mem_get_info()  # makes the device's context current in this thread, which the driver API asks for
-        _call_driver("cuStreamCreateWithPriority", ctypes.byref(handle), _STREAM_NON_BLOCKING, priority)
+        _call_driver("cuStreamCreate", ctypes.byref(handle), _STREAM_NON_BLOCKING)
     assert handle.value is not None
     return torch.cuda.ExternalStream(handle.value, device)
 

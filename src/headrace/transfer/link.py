@@ -27,6 +27,7 @@ from headrace.errors import OptionError, StateError, TransferError
 from headrace.memory.system import reader_threads
 from headrace.plan.plan import Plan
 from headrace.stats import Recorder, StagingStats
+from headrace.stores.coded_host import CodedUnit
 from headrace.stores.sources import ByteRange, writable_view
 from headrace.stores.store import Load, new_buffer
 
@@ -79,6 +80,10 @@ class Link(ABC):
         Raises:
             StateError, OptionError: this link cannot be set up here and now.
         """
+
+    def decode(self, load: Load, slot: torch.Tensor, into: torch.Tensor, after: Sequence[ComputeEvent]) -> None:
+        """Decode a coded unit from ``slot`` as a part of compute, after all of ``after``; it has been waited for."""
+        CodedUnit(slot, load.coded).read(0, writable_view(into[: sum(piece.num_bytes for piece in load.coded)]))
 
     @property
     def capturing(self) -> bool:

@@ -9,7 +9,6 @@ from headrace.stats import Recorder
 from headrace.stores.sharded import ShardedStore
 from headrace.stores.store import Store
 from headrace.transfer.cuda_stream import StreamLink
-from headrace.transfer.decoding_stream import DecodingLink
 from headrace.transfer.link import Link, ThreadLink
 from headrace.transfer.ring_streams import RingLink
 from headrace.transfer.sharded_copy import sharded_link
@@ -25,6 +24,4 @@ def open_link(store: Store, plan: Plan, device: torch.device, recorder: Recorder
         return ThreadLink(recorder=recorder)
     if plan.staged_units:
         return RingLink(device, measure_stalls=measure_stalls)
-    if plan.coded_units:
-        return DecodingLink(device, measure_stalls=measure_stalls)
     return StreamLink(device, measure_stalls=measure_stalls)
