@@ -26,6 +26,8 @@ from headrace.coding.layout import BLOCK, parts_of
 __all__ = ["Piece", "decode", "encode"]
 
 _PLANE = BLOCK // 8  # bytes
+# Weights that are decoded at once on the host, whose caches they fit.
+_CHUNK = 64 * BLOCK
 # A piece whose code is not shorter than this share of it stays as it is.
 _LEAST_GAIN = 0.9
 
@@ -61,7 +63,7 @@ def encode(weights: torch.Tensor, width: int) -> torch.Tensor | None:
     index_of = torch.full((256,), escape, dtype=torch.uint8, device=device)
     index_of[table.int()] = torch.arange(escape, dtype=torch.uint8, device=device)
     padding = -len(bits) % BLOCK
-    indices = torch.nn.functional.pad(index_of[exponents.int()], (0, padding)).view(-1, 8, _PLANE)
+    indices = torch.nn.functional.pad(index_of.index_select(0, exponents.int()), (0, padding)).view(-1, 8, _PLANE)
     escapes = exponents[indices.view(-1)[: len(bits)] == escape]
     parts = parts_of(len(bits), width, len(escapes))
     if parts.end > _LEAST_GAIN * len(weights):
@@ -82,18 +84,19 @@ def encode(weights: torch.Tensor, width: int) -> torch.Tensor | None:
 
 def decode(code: np.ndarray, num_weights: int, width: int, first: int, into: np.ndarray) -> None:
     """Write the weights from ``first`` on into ``into`` (uint16, 1-D), as many as there is room for."""
-    parts, escape = parts_of(num_weights, width, 0), (1 << width) - 1
-    begin, end = first // BLOCK, -(-(first + len(into)) // BLOCK)  # blocks
-    planes = code[parts.planes + begin * width * _PLANE : parts.planes + end * width * _PLANE].reshape(
-        -1, width, _PLANE
-    )
-    rows = np.unpackbits(planes, axis=1, bitorder="little").reshape(-1, width, 8, _PLANE)
-    indices = np.bitwise_or.reduce([rows[:, bit] << bit for bit in range(width)]).reshape(-1)
-    exponents = code[parts.table : parts.table + 16][indices]
-    escaped = indices == escape
-    escapes = parts.escapes + int(code[parts.firsts + 4 * begin :][:4].view(np.int32)[0])
-    exponents[escaped] = code[escapes : escapes + int(escaped.sum())]
-    start = first - begin * BLOCK
-    others = code[first : first + len(into)].astype(np.uint16)
-    exponents = exponents[start : start + len(into)].astype(np.uint16)
-    into[:] = (others & 0x80) << 8 | exponents << 7 | others & 0x7F
+    parts, end = parts_of(num_weights, width, 0), first + len(into)
+    planes = code[parts.planes : parts.table].reshape(-1, width, _PLANE)
+    table, firsts = code[parts.table : parts.firsts], code[parts.firsts : parts.escapes].view(np.int32)
+    for chunk in range(first - first % _CHUNK, end, _CHUNK):
+        begin, stop = max(first, chunk), min(end, chunk + _CHUNK)
+        block = begin // BLOCK
+        rows = np.unpackbits(planes[block : -(-stop // BLOCK)], axis=1, bitorder="little")
+        rows = rows.reshape(-1, width, 8, _PLANE)
+        indices = np.bitwise_or.reduce([rows[:, bit] << bit for bit in range(width)]).reshape(-1)
+        exponents = table.take(indices)
+        escaped = np.flatnonzero(indices == (1 << width) - 1)
+        at = parts.escapes + int(firsts[block])
+        exponents[escaped] = code[at : at + len(escaped)]
+        exponents = exponents[begin - block * BLOCK :][: stop - begin].astype(np.uint16)
+        others = code[begin:stop].astype(np.uint16)
+        into[begin - first : stop - first] = (others & 0x80) << 8 | exponents << 7 | others & 0x7F

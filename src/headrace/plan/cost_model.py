@@ -300,7 +300,7 @@ def split_rates(rates: Rates, mode: Mode, num_ranks: int) -> Rates:
 # The share of the rate of elementwise kernels at which decoding reads and writes (an H100 decodes 1.0 TB/s of weights:
 # docs/benchmarks/2026-11-26-coded-h200.md).
 _DECODING_SHARE = 0.55
-_CPU_DECODES = 0.6e9  # bytes of weights per second, two cores of 2 GHz
+_CPU_DECODES = 0.3e9  # bytes of weights per second, two cores of 2 GHz
 
 
 def coded_rates(rates: Rates, codec: str) -> Rates:
