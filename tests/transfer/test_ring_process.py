@@ -400,7 +400,7 @@ class TestLink:
     @pytest.fixture
     def ledger(self, monkeypatch: pytest.MonkeyPatch) -> Ledger:
         ledger = Ledger()
-        monkeypatch.setattr("headrace.transfer.cuda_stream._create_stream", lambda device, priority: None)
+        monkeypatch.setattr("headrace.transfer.cuda_stream._create_stream", lambda device: None)
         monkeypatch.setattr("torch.cuda.synchronize", lambda device: None)
         monkeypatch.setattr(ring_streams, "CudaRegistrar", lambda device: ledger)
         monkeypatch.setattr(ring_streams, "CudaCopyStream", Copies)
