@@ -60,6 +60,14 @@ def test_steps_of_one_request_are_those_between_its_tokens() -> None:
     assert two_four_plans.step_ms({"itls": [[0.5, 0.25], [0.25]]}) == [500, 250]
 
 
+def test_the_published_steps_are_as_long_as_the_recipe() -> None:
+    rows = [json.loads(line) for line in FILE.read_text().splitlines()]
+    recipes = [row for row in rows if row.get("tokens_out") == 1]
+    assert len(recipes) == 5
+    for row in recipes:
+        assert sum(row["step_ms"]) == pytest.approx(1e3 * row["duration_s"], rel=0.01)
+
+
 @pytest.mark.slow
 def test_copies_beside_collectives_compare_bits() -> None:
     rows = copies_beside_collectives.measure(2, tiny=True)
