@@ -7,6 +7,7 @@ Layers of Qwen3-30B-A3B's experts in bf16, half of them in slots. Between the ex
 stand in for attention. Routing is driven: it hits a stated share. A step is one CUDA graph. Cases:
 
     today       the cache's admission and fetch, then the products
+    sort-first  the fetch beside the sorting of pairs by their experts, then the products
     hits-first  products of experts in slots beside the fetch of the others, whose products follow; one sum at the end
     hint N      a hint for the next layer is admitted beside this one, to the slots used least recently; of what that
                 layer would miss N % are right
@@ -24,14 +25,14 @@ All cases share caches and slots, and go on with the routing where the case befo
 
 Predicted before the first run (H200, ms a layer, 30 us between, grouped products; 184 us for a fetched expert):
 
-    rows  hits  today  hits-first  hint 50  hint 80  both 80
-    1     67 %  0.60   0.565       0.75     0.61     0.60
-    1     91 %  0.25   0.235       0.24     0.195    0.20
-    4     67 %  1.61   1.56        2.25     1.78     1.77
-    4     91 %  0.56   0.52        0.64     0.50     0.49
+    rows  hits  today  sort-first  hits-first  hint 50  hint 80  both 80
+    1     67 %  0.60   0.585       0.565       0.75     0.61     0.60
+    1     91 %  0.25   0.235       0.235       0.24     0.195    0.20
+    4     67 %  1.61   1.595       1.56        2.25     1.78     1.77
+    4     91 %  0.56   0.545       0.52        0.64     0.50     0.49
 
-Products by pairs: 0.03 less at 1 row, the same at 4. So hits-first gains 3 to 7 %, and a hint only where the link is
-idle for a part of the step and most of what it says is right.
+Products by pairs: 0.03 less at 1 row, the same at 4, and nothing to sort. So hits-first gains 3 to 7 %, and a hint only
+where the link is idle for a part of the step and most of what it says is right.
 """
 
 from __future__ import annotations
@@ -42,7 +43,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from functools import partial
 from itertools import pairwise
-from math import gcd
+from math import ceil, gcd
 from typing import Any
 
 import torch
@@ -58,12 +59,12 @@ from headrace.experts.kernels import fetch_kernel
 from headrace.plan.cached_experts import CachedLayer
 from headrace.stores.expert_ranges import ExpertRanges
 
-TINY = ExpertsShape(num_layers=2, num_experts=16, top_k=4, hidden=32, intermediate=16)
+TINY = ExpertsShape(num_layers=2, num_experts=24, top_k=4, hidden=32, intermediate=16)
 PRODUCTS = ("grouped", "pairs")
 HINTS = (0.5, 0.8)
 
-_STEPS = 192  # of a trace, which begins again at its end
 _WARM_UP_STEPS = 6
+_COMPARED_STEPS = 6 if torch.cuda.is_available() else 2  # kernels are interpreted without a GPU
 _MATRICES = 8  # of attention's stand-in: more than the L2 cache holds
 
 _OUTPUTS = 8  # of a pair, by one program
@@ -87,12 +88,14 @@ class Case:
     is_cached: bool = True
     has_products: bool = True
     has_between: bool = True
+    sort_first: bool = False
     hits_first: bool = False
     hint: float | None = None
 
 
 CASES = (
     Case("today"),
+    Case("sort-first", sort_first=True),
     Case("hits-first", hits_first=True),
     *(Case(f"hint {share:.0%}".rstrip("%"), hint=share) for share in HINTS),
     Case("both 80", hits_first=True, hint=0.8),
@@ -115,7 +118,7 @@ class Routing:
     hints: Mapping[float, torch.Tensor]
 
 
-def driven(shape: ExpertsShape, num_slots: int, rows: int, hits: float, num_steps: int = _STEPS) -> Routing:
+def driven(shape: ExpertsShape, num_slots: int, rows: int, hits: float, num_steps: int) -> Routing:
     """Routing of which a cache of ``num_slots`` hits the share ``hits`` of the different experts of a step."""
     layers = [_driven_layer(shape, num_slots, rows, hits, num_steps, layer) for layer in range(shape.num_layers)]
     stacked = [torch.tensor(each).transpose(0, 1).contiguous() for each in zip(*layers, strict=True)]
@@ -125,33 +128,41 @@ def driven(shape: ExpertsShape, num_slots: int, rows: int, hits: float, num_step
 def _driven_layer(
     shape: ExpertsShape, num_slots: int, rows: int, hits: float, num_steps: int, layer: int
 ) -> list[list[list[list[int]]]]:
-    """[choices, hints...], each [steps, rows, top_k]. Wrong hints are of experts that were evicted last."""
-    shared = shape.top_k // 4 if rows > 1 else 0  # experts that a row has in common with the next one
+    """[choices, hints...], each [steps, rows, top_k]. Wrong hints are of experts that no case has in slots then."""
+    shared = _shared(rows, shape.top_k)
     num_used = rows * (shape.top_k - shared)
     order = [(expert + layer) % shape.num_experts for expert in range(shape.num_experts)]  # least recently used first
     touched = dict.fromkeys(HINTS, order)  # the same, with what hints have fetched
     owed = layer / shape.num_layers  # so that not all layers miss in the same step
-    owed_right = dict.fromkeys(HINTS, owed)
+    owed_right = dict.fromkeys(HINTS, owed * 7 % 1)
     found: list[list[list[list[int]]]] = [[] for _ in range(1 + len(HINTS))]
     for _ in range(num_steps):
         owed += hits * num_used
         num_kept = int(owed + 1e-9)
         owed -= num_kept
         kept, missing = order[len(order) - num_kept :], order[: num_used - num_kept]
+        held = {*order[-num_slots:], *missing}.union(*(each[-num_slots:] for each in touched.values()))
+        others = [expert for expert in reversed(order) if expert not in held]
         for share, hinted in zip(HINTS, found[1:], strict=True):
             owed_right[share] += share * len(missing)
             num_right = int(owed_right[share] + 1e-9)
             owed_right[share] -= num_right
-            held = {*touched[share][-num_slots:], *missing}
-            wrong = [expert for expert in reversed(order) if expert not in held][: len(missing) - num_right]
+            wrong = others[: len(missing) - num_right]
             if num_right + len(wrong) != len(missing):
-                raise ValueError(f"hits {hits}: expected experts enough for wrong hints, found {len(wrong)}")
+                raise ValueError(
+                    f"hits {hits}: expected experts enough for wrong hints, found {len(wrong)}; state more hits"
+                )
             guesses = kept + missing[:num_right] + wrong
             hinted.append(_dealt(guesses, rows, shared))
             touched[share] = _used(_used(touched[share], guesses), kept + missing)
         order = _used(order, kept + missing)
         found[0].append(_dealt(kept + missing, rows, shared))
     return found
+
+
+def _shared(rows: int, top_k: int) -> int:
+    """Experts that a row has in common with the next one."""
+    return top_k // 4 if rows > 1 else 0
 
 
 def _used(order: list[int], experts: list[int]) -> list[int]:
@@ -432,11 +443,13 @@ class Stack:
         tensors = self._cached[layer] if case.is_cached else self._resident[layer]
         if not case.is_cached:
             passes: list[Pass] = [(ids.flatten(), _nothing)]
-        elif not case.hits_first:
+        elif not (case.sort_first or case.hits_first):
             passes = [(cache.admit(ids).flatten(), _nothing)]
         else:
             with fetch_beside(self._fetches) as fetches:
                 rows = cache.admit(ids).flatten()
+            passes = [(rows, fetches.join)]
+        if case.hits_first:
             first, second = torch.empty_like(rows), torch.empty_like(rows)
             split_kernel[(1,)](
                 rows, cache._fetched, first, second, rows.numel(), cache.num_slots, tensors[0].shape[0],
@@ -478,10 +491,10 @@ class _Timed:
         else:
             self._replay()
 
-    def outputs(self, begin: int, num_steps: int) -> list[torch.Tensor]:
-        """Of the steps from ``begin`` on."""
+    def outputs(self, begin: int) -> list[torch.Tensor]:
+        """Of some steps, from ``begin`` on."""
         found = []
-        for step in range(begin, begin + num_steps):
+        for step in range(begin, begin + _COMPARED_STEPS):
             self._stack.at.fill_(step)
             self()
             found.append(self.output.clone())
@@ -522,6 +535,15 @@ def run(
 ) -> Iterator[dict[str, Any]]:
     """Yield one result for each of :data:`CASES`, by rows, share of hits and products."""
     with torch.no_grad():
+        num_filling = {
+            (rows, share): _filling_steps(num_slots, rows, share, shape.top_k) for rows in all_rows for share in hits
+        }
+        # A routing that began again would find experts in slots by accident.
+        num_timed = rounds * (len(CASES) + len(PARTS)) * (_WARM_UP_STEPS + repeats)
+        num_steps = max(num_filling.values()) + 2 * len(CASES) * _COMPARED_STEPS + num_timed + 1
+        driven_by = {
+            rows: {share: driven(shape, num_slots, rows, share, num_steps) for share in hits} for rows in all_rows
+        }
         stack = Stack(shape, num_slots, device)
         generator = torch.Generator(device).manual_seed(1)
         for rows in all_rows:
@@ -529,7 +551,7 @@ def run(
             weights = torch.rand(rows, shape.top_k, device=device, generator=generator)
             weights = (weights / weights.sum(-1, keepdim=True)).to(torch.bfloat16)
             stack.between.calibrate(between_us, x)
-            routings = {share: driven(shape, num_slots, rows, share) for share in hits}
+            routings = driven_by[rows]
             first = routings[hits[0]]
             routing = Routing(first.ids.to(device), {share: ids.to(device) for share, ids in first.hints.items()})
             for name in products:
@@ -541,42 +563,47 @@ def run(
                     routing.ids.copy_(each.ids)
                     for hint, ids in each.hints.items():
                         routing.hints[hint].copy_(ids)
-                    for row in _measure(stack, timed, rounds, repeats):
+                    for row in _measure(stack, timed, num_filling[rows, share], rounds, repeats):
                         yield {"rows": rows, "hits": share, "products": name, "slots": num_slots, **row}
 
 
-def _measure(stack: Stack, timed: Sequence[_Timed], rounds: int, repeats: int) -> Iterator[dict[str, Any]]:
+def _filling_steps(num_slots: int, rows: int, hits: float, top_k: int) -> int:
+    """Steps until slots hold what was used last, whatever they held before."""
+    return 8 + ceil(num_slots / ((1 - hits) * rows * (top_k - _shared(rows, top_k))))
+
+
+def _measure(
+    stack: Stack, timed: Sequence[_Timed], num_filling: int, rounds: int, repeats: int
+) -> Iterator[dict[str, Any]]:
     by_name = {each.case.name: each for each in timed}
     cases = [by_name[case.name] for case in CASES]
-    begins = (_STEPS // 2, _STEPS // 4)  # before and after the timing
-    num_compared, num_filling = (8, 48) if stack.at.is_cuda else (2, 6)  # kernels are interpreted there
-    is_equal = _equal_bits(by_name["resident"], cases, begins[0], num_compared)
     stack.at.zero_()
-    for _ in range(num_filling):  # until hits are those of the routing
-        by_name["today"]()
+    for _ in range(num_filling):
+        by_name["fetch"]()
+    is_equal = _equal_bits(stack, by_name["resident"], cases)
     for each in timed:
         each.moved = (0, 0, 0)
     times = interleave(by_name, rounds, repeats, lambda step, repeats: step.timed(repeats))  # type: ignore[attr-defined]
-    for name, equal in _equal_bits(by_name["resident"], cases, begins[1], num_compared).items():
+    for name, equal in _equal_bits(stack, by_name["resident"], cases).items():
         is_equal[name] &= equal
     for case in cases:
         yield _row(stack, case, by_name["fetch"], times, is_equal[case.case.name])
 
 
-def _equal_bits(resident: _Timed, cases: Sequence[_Timed], begin: int, num_steps: int) -> dict[str, bool]:
-    """Whether each case has the outputs of ``resident``, by name: each in the next ``num_steps``, so that all miss."""
+def _equal_bits(stack: Stack, resident: _Timed, cases: Sequence[_Timed]) -> dict[str, bool]:
+    """Whether each case, by name, has the outputs of ``resident``: each in the next steps, so that all of them miss."""
     found = {}
     for case in cases:
-        expected = resident.outputs(begin, num_steps)
+        begin, before = int(stack.at), stack.moved()
+        expected = resident.outputs(begin)
         if not all(output.isfinite().all() for output in expected) or torch.equal(expected[0], expected[1]):
             raise RuntimeError("expected finite outputs that differ from step to step")
-        before = case._stack.moved()
-        outputs = case.outputs(begin, num_steps)
-        _, moved, _ = (after - first for after, first in zip(case._stack.moved(), before, strict=True))
-        if moved == 0:
+        outputs = case.outputs(begin)
+        if stack.moved()[1] == before[1]:
             raise RuntimeError(f"{case.case.name}: expected experts that cross the link, found none")
+        if int(stack.at) != begin + _COMPARED_STEPS:
+            raise RuntimeError(f"expected a routing of more steps, found {int(stack.at)} after {begin}")
         found[case.case.name] = all(map(torch.equal, outputs, expected))
-        begin += num_steps
     return found
 
 
@@ -644,10 +671,10 @@ def describe(row: Mapping[str, Any]) -> str:
 
 
 def main() -> None:
-    parser = parser_of(__doc__, rounds=3, repeats=12)
+    parser = parser_of(__doc__, rounds=3, repeats=10)
     parser.add_argument("--layers", type=int, help="default 12; 48 take 58 GB of host memory")
-    parser.add_argument("--rows", type=counts, default=[1, 4], help="sequences of a step")
-    parser.add_argument("--hits", type=shares, default=[0.67, 0.91])
+    parser.add_argument("--rows", type=counts, help="sequences of a step (default: 1,4)")
+    parser.add_argument("--hits", type=shares, help="of the experts of a step (default: 0.67,0.91)")
     parser.add_argument("--slots", type=int, help="experts of each layer on the device (default: half of them)")
     parser.add_argument("--between-us", type=float, default=30.0, help="attention's time in each layer")
     parser.add_argument("--products", type=words_of(PRODUCTS), default=list(PRODUCTS))
@@ -661,16 +688,16 @@ def main() -> None:
     device = torch.device("cpu") if interpreted else torch.device("cuda", torch.cuda.current_device())
     shape = TINY if given.tiny else replace(SHAPES["qwen3-30b-a3b"], num_layers=12)
     shape = replace(shape, num_layers=given.layers or shape.num_layers)
+    all_rows = given.rows or ([1, 2] if given.tiny else [1, 4])
+    hits = given.hits or ([0.5, 0.67] if given.tiny else [0.67, 0.91])
     slots = given.slots or shape.num_experts // 2
-    if shape.num_layers < 2 or not max(given.rows) * shape.top_k <= slots < shape.num_experts:
-        parser.error(f"expected 2 layers or more, and slots for {max(given.rows)} rows, but not all experts: --slots")
-    if given.between_us < 0 or not all(0 < share < 1 for share in given.hits):
+    if shape.num_layers < 2 or not max(all_rows) * shape.top_k <= slots < shape.num_experts:
+        parser.error(f"expected 2 layers or more, and slots for {max(all_rows)} rows, but not all experts: --slots")
+    if given.between_us < 0 or not all(0 < share < 1 for share in hits):
         parser.error("expected --between-us of at least 0, and --hits between 0 and 1")
     name = torch.cuda.get_device_name(device) if device.type == "cuda" else "cpu"
     results = []
-    for row in run(
-        shape, slots, given.rows, given.hits, given.products, given.rounds, given.repeats, given.between_us, device
-    ):
+    for row in run(shape, slots, all_rows, hits, given.products, given.rounds, given.repeats, given.between_us, device):
         results.append(row)
         append({"experiment": "experts overlap", "device": name, **row}, given.out)
         print(describe(row), flush=True)

@@ -66,7 +66,7 @@ def test_hits_of_a_trace_on_a_cpu(
 def test_overlaps_are_driven_by_what_they_say(rows: int, hits: float) -> None:
     """A cache of half of the experts hits the share, and a hint has the share of its misses."""
     shape, misses = ExpertsShape(2, 128, 8, 8, 8), (1 - hits) * (8 if rows == 1 else 24)
-    routing = experts_overlap.driven(shape, 64, rows, hits)
+    routing = experts_overlap.driven(shape, 64, rows, hits, 200)
     for layer in range(2):
         used = [[*dict.fromkeys(step.flatten().tolist())] for step in routing.ids[:, layer]]
         order: list[int] = []  # the most recently used last
@@ -93,7 +93,7 @@ def test_overlaps_have_equal_bits(rows: int, products: str) -> None:
             experts_overlap.TINY, 8, [rows], [0.67], [products], 1, 2, 30.0, torch.device("cpu")
         )
     }
-    assert list(found) == ["today", "hits-first", "hint 50", "hint 80", "both 80"]
+    assert list(found) == ["today", "sort-first", "hits-first", "hint 50", "hint 80", "both 80"]
     for name, row in found.items():
         assert row["bit_equal"], name
         assert row["bytes_moved"] > 0
