@@ -43,36 +43,28 @@ from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from functools import partial
 from itertools import pairwise
-from math import ceil, gcd
+from math import ceil
 from typing import Any
 
 import torch
 import torch.nn.functional as F
 import triton
-import triton.language as tl
 
 import headrace.experts.cache as cache_module
+from expert_products import PRODUCTS, Pass, Weights, split_kernel
 from expert_steps import SHAPES, ExpertsShape, shares
 from harness import Timing, append, capture, counts, finish, interleave, parser_of, time_host, words_of
 from headrace.experts.cache import ExpertCache
 from headrace.experts.kernels import fetch_kernel
 from headrace.plan.cached_experts import CachedLayer
 from headrace.stores.expert_ranges import ExpertRanges
+from hinted_routing import HINTS, Routing, driven, shared_experts
 
 TINY = ExpertsShape(num_layers=2, num_experts=24, top_k=4, hidden=32, intermediate=16)
-PRODUCTS = ("grouped", "pairs")
-HINTS = (0.5, 0.8)
 
 _WARM_UP_STEPS = 6
 _COMPARED_STEPS = 6 if torch.cuda.is_available() else 2  # kernels are interpreted without a GPU
 _MATRICES = 8  # of attention's stand-in: more than the L2 cache holds
-
-_OUTPUTS = 8  # of a pair, by one program
-
-# Rows of the pairs of a token and an expert, int64 [pairs], a number that is no row for pairs that are left out; and
-# what to call before they are read.
-Pass = tuple[torch.Tensor, Callable[[], object]]
-Weights = tuple[torch.Tensor, torch.Tensor]  # up [rows, 2 intermediate, hidden], down [rows, hidden, intermediate]
 
 
 @dataclass(frozen=True)
@@ -105,163 +97,6 @@ PARTS = (
     Case("between", is_cached=False, has_products=False),
     Case("fetch", has_products=False, has_between=False),
 )
-
-
-# -- routing -----------------------------------------------------------------------------------------------------------
-
-
-@dataclass(frozen=True)
-class Routing:
-    """Choices of all layers, int64 [steps, layers, rows, top_k], and hints of the same shape by their share."""
-
-    ids: torch.Tensor
-    hints: Mapping[float, torch.Tensor]
-
-
-def driven(shape: ExpertsShape, num_slots: int, rows: int, hits: float, num_steps: int) -> Routing:
-    """Routing of which a cache of ``num_slots`` hits the share ``hits`` of the different experts of a step."""
-    layers = [_driven_layer(shape, num_slots, rows, hits, num_steps, layer) for layer in range(shape.num_layers)]
-    stacked = [torch.tensor(each).transpose(0, 1).contiguous() for each in zip(*layers, strict=True)]
-    return Routing(stacked[0], dict(zip(HINTS, stacked[1:], strict=True)))
-
-
-def _driven_layer(
-    shape: ExpertsShape, num_slots: int, rows: int, hits: float, num_steps: int, layer: int
-) -> list[list[list[list[int]]]]:
-    """[choices, hints...], each [steps, rows, top_k]. Wrong hints are of experts that no case has in slots then."""
-    shared = _shared(rows, shape.top_k)
-    num_used = rows * (shape.top_k - shared)
-    order = [(expert + layer) % shape.num_experts for expert in range(shape.num_experts)]  # least recently used first
-    touched = dict.fromkeys(HINTS, order)  # the same, with what hints have fetched
-    owed = layer / shape.num_layers  # so that not all layers miss in the same step
-    owed_right = dict.fromkeys(HINTS, owed * 7 % 1)
-    found: list[list[list[list[int]]]] = [[] for _ in range(1 + len(HINTS))]
-    for _ in range(num_steps):
-        owed += hits * num_used
-        num_kept = int(owed + 1e-9)
-        owed -= num_kept
-        kept, missing = order[len(order) - num_kept :], order[: num_used - num_kept]
-        held = {*order[-num_slots:], *missing}.union(*(each[-num_slots:] for each in touched.values()))
-        others = [expert for expert in reversed(order) if expert not in held]
-        for share, hinted in zip(HINTS, found[1:], strict=True):
-            owed_right[share] += share * len(missing)
-            num_right = int(owed_right[share] + 1e-9)
-            owed_right[share] -= num_right
-            wrong = others[: len(missing) - num_right]
-            if num_right + len(wrong) != len(missing):
-                raise ValueError(
-                    f"hits {hits}: expected experts enough for wrong hints, found {len(wrong)}; state more hits"
-                )
-            guesses = kept + missing[:num_right] + wrong
-            hinted.append(_dealt(guesses, rows, shared))
-            touched[share] = _used(_used(touched[share], guesses), kept + missing)
-        order = _used(order, kept + missing)
-        found[0].append(_dealt(kept + missing, rows, shared))
-    return found
-
-
-def _shared(rows: int, top_k: int) -> int:
-    """Experts that a row has in common with the next one."""
-    return top_k // 4 if rows > 1 else 0
-
-
-def _used(order: list[int], experts: list[int]) -> list[int]:
-    last = set(experts)
-    return [expert for expert in order if expert not in last] + experts
-
-
-def _dealt(experts: list[int], rows: int, shared: int) -> list[list[int]]:
-    """[rows, top_k]: each row gets its own experts, and ``shared`` of those of the next row."""
-    own = [experts[row::rows] for row in range(rows)]
-    return [mine + own[(row + 1) % rows][:shared] for row, mine in enumerate(own)]
-
-
-# -- products ----------------------------------------------------------------------------------------------------------
-
-
-def grouped(x: torch.Tensor, passes: Sequence[Pass], weights: Weights, top_k: int) -> torch.Tensor:
-    """The output of each pair, [pairs, hidden], by grouped products over rows in the order of their experts.
-
-    Pairs that a pass leaves out are sorted behind all groups, where nothing is computed.
-    """
-    up, down = weights
-    bounds = torch.arange(1, up.shape[0] + 1, device=x.device)
-    output: torch.Tensor | None = None
-    for rows, wait in passes:
-        sorted_rows, order = rows.sort(stable=True)
-        ends = torch.searchsorted(sorted_rows, bounds).int()
-        wait()
-        gate, value = F.grouped_mm(x[order // top_k], up.transpose(1, 2), offs=ends).chunk(2, dim=-1)
-        sorted_output = F.grouped_mm(F.silu(gate) * value, down.transpose(1, 2), offs=ends)
-        found = torch.empty_like(sorted_output).index_copy_(0, order, sorted_output)
-        output = found if output is None else torch.where((rows < up.shape[0])[:, None], found, output)
-    assert output is not None
-    return output
-
-
-def by_pairs(x: torch.Tensor, passes: Sequence[Pass], weights: Weights, top_k: int) -> torch.Tensor:
-    """The output of each pair, [pairs, hidden]; a program computes a few numbers of one pair, or nothing."""
-    up, down = weights
-    num_rows, hidden, intermediate = down.shape
-    num_pairs = passes[0][0].numel()
-    activated, output = x.new_empty(num_pairs, intermediate), x.new_empty(num_pairs, hidden)
-    for rows, wait in passes:
-        wait()
-        for source, matrices, target, divisor in ((x, up, activated, top_k), (activated, down, output, 1)):
-            size, inner = target.shape[1], source.shape[1]
-            pair_kernel[(num_pairs, size // _OUTPUTS)](
-                source, matrices, target, rows, num_rows, DIVISOR=divisor, SIZE=size, INNER=inner,
-                GATED=matrices is up, OUTPUTS=_OUTPUTS, BLOCK=gcd(512, inner),
-            )  # fmt: skip
-    return output
-
-
-@triton.jit(do_not_specialize=["num_rows"])
-def pair_kernel(
-    source,  # [pairs / DIVISOR, INNER]
-    matrices,  # [rows, SIZE, INNER], or GATED: [rows, 2 SIZE, INNER]
-    target,  # [pairs, SIZE]
-    rows,  # of each pair; from num_rows on: nothing is computed
-    num_rows,
-    DIVISOR: tl.constexpr,  # noqa: N803
-    SIZE: tl.constexpr,  # noqa: N803
-    INNER: tl.constexpr,  # noqa: N803
-    GATED: tl.constexpr,  # noqa: N803
-    OUTPUTS: tl.constexpr,  # noqa: N803
-    BLOCK: tl.constexpr,  # noqa: N803
-):
-    """``matrix @ source`` of each pair; with GATED ``silu(first half) * second half``. A grid of pairs and blocks."""
-    pair = tl.program_id(0)
-    row = tl.load(rows + pair)
-    if row < num_rows:
-        output = tl.program_id(1) * OUTPUTS + tl.arange(0, OUTPUTS)
-        matrix = matrices + row.to(tl.int64) * (SIZE * INNER * (2 if GATED else 1))
-        sums = tl.zeros([OUTPUTS, BLOCK], tl.float32)
-        second_sums = tl.zeros([OUTPUTS, BLOCK], tl.float32)
-        for start in tl.static_range(0, INNER, BLOCK):
-            at = start + tl.arange(0, BLOCK)
-            value = tl.load(source + (pair // DIVISOR) * INNER + at).to(tl.float32)[None, :]
-            here = matrix + output[:, None] * INNER + at[None, :]
-            sums += tl.load(here).to(tl.float32) * value
-            if GATED:
-                second_sums += tl.load(here + SIZE * INNER).to(tl.float32) * value
-        total = tl.sum(sums, axis=1)
-        if GATED:
-            total = total * tl.sigmoid(total) * tl.sum(second_sums, axis=1)
-        tl.store(target + pair * SIZE + output, total.to(target.dtype.element_ty))
-
-
-@triton.jit
-def split_kernel(rows, fetched, first, second, num_pairs, num_slots, no_row, BLOCK: tl.constexpr):  # noqa: N803
-    """Give ``first`` the rows that were in slots before the admission, ``second`` the others; ``no_row`` elsewhere."""
-    at = tl.arange(0, BLOCK)
-    is_pair = at < num_pairs
-    row = tl.load(rows + at, mask=is_pair, other=0)
-    is_missed = (row >= num_slots).to(tl.int32)
-    for place in range(tl.load(fetched)):
-        is_missed = is_missed | (row == tl.load(fetched + 1 + place)).to(tl.int32)
-    tl.store(first + at, tl.where(is_missed == 0, row, no_row), mask=is_pair)
-    tl.store(second + at, tl.where(is_missed == 0, no_row, row), mask=is_pair)
 
 
 # -- beside ------------------------------------------------------------------------------------------------------------
@@ -412,7 +247,7 @@ class Stack:
             x: [rows, hidden].
             routing: its tensors stay where they are.
             weights: [rows, top_k], of the experts of each row.
-            products: one of :data:`PRODUCTS`.
+            products: one of :data:`expert_products.PRODUCTS`.
         """
         ids = routing.ids.index_select(0, self.at)[0]
         hints = routing.hints[case.hint].index_select(0, self.at)[0] if case.hint is not None else None
@@ -456,9 +291,8 @@ class Stack:
                 BLOCK=triton.next_power_of_2(rows.numel()),
             )  # fmt: skip
             passes = [(first, _nothing), (second, fetches.join)]
-        run = {"grouped": grouped, "pairs": by_pairs}[products]
         # Of every pair, whichever pass has computed it, in the order of the router.
-        output = run(normed, passes, tensors, ids.shape[1]).view(*ids.shape, -1)
+        output = PRODUCTS[products](normed, passes, tensors, ids.shape[1]).view(*ids.shape, -1)
         return (output * weights[..., None]).sum(1)
 
     def moved(self) -> tuple[int, int, int]:
@@ -569,7 +403,7 @@ def run(
 
 def _filling_steps(num_slots: int, rows: int, hits: float, top_k: int) -> int:
     """Steps until slots hold what was used last, whatever they held before."""
-    return 8 + ceil(num_slots / ((1 - hits) * rows * (top_k - _shared(rows, top_k))))
+    return 8 + ceil(num_slots / ((1 - hits) * rows * (top_k - shared_experts(rows, top_k))))
 
 
 def _measure(
@@ -677,7 +511,7 @@ def main() -> None:
     parser.add_argument("--hits", type=shares, help="of the experts of a step (default: 0.67,0.91)")
     parser.add_argument("--slots", type=int, help="experts of each layer on the device (default: half of them)")
     parser.add_argument("--between-us", type=float, default=30.0, help="attention's time in each layer")
-    parser.add_argument("--products", type=words_of(PRODUCTS), default=list(PRODUCTS))
+    parser.add_argument("--products", type=words_of(list(PRODUCTS)), default=list(PRODUCTS), help="grouped, pairs")
     parser.add_argument("--tiny", action="store_true", help="small layers, on a CPU with TRITON_INTERPRET=1")
     given = parser.parse_args()
     interpreted = os.environ.get("TRITON_INTERPRET") == "1"
