@@ -512,7 +512,7 @@ def main() -> None:
     parser.add_argument("--slots", type=int, help="experts of each layer on the device (default: half of them)")
     parser.add_argument("--between-us", type=float, default=30.0, help="attention's time in each layer")
     parser.add_argument("--products", type=words_of(list(PRODUCTS)), default=list(PRODUCTS), help="grouped, pairs")
-    parser.add_argument("--tiny", action="store_true", help="small layers, on a CPU with TRITON_INTERPRET=1")
+    parser.add_argument("--tiny", action="store_true", help="small layers; with TRITON_INTERPRET=1 on a CPU")
     given = parser.parse_args()
     interpreted = os.environ.get("TRITON_INTERPRET") == "1"
     if not interpreted and not torch.cuda.is_available():

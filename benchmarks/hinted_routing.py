@@ -1,4 +1,4 @@
-"""Driven routing with hints: choices that hit a stated share of what a cache holds, and guesses of what it will miss."""
+"""Driven routing with hints: choices that hit a stated share of a cache, and guesses of what it will miss."""
 
 from __future__ import annotations
 
