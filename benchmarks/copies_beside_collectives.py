@@ -8,7 +8,9 @@ longer. ``slower`` is the time beside the other over the time alone, less one.
 
 Expected on GPUs with NVLink: copies use the host's link and NCCL does not, so within 3 % in both directions. vLLM's
 thread 51710 claims 9.7 % of the first-token time. If a row says more than 3 %, copies have to be paced around
-collectives. On a CPU both use the same memory and cores (gloo): this shows only that the script runs.
+collectives; run it again first, since the rate of a shared host's memory changes. All-reduces of 16 rows are bound by
+their launch, which the thread that launches copies delays. On a CPU both use the same memory and cores (gloo): this
+shows only that the script runs.
 """
 
 from __future__ import annotations

@@ -489,7 +489,19 @@ TWO_FOUR_HEADINGS = (
     "tokens/s",
     "first token ms",
     "ms / token",
-    "GB moved a rank",
+    "GB counted a rank",
+)
+LINKS_HEADINGS = (
+    "run",
+    "rank",
+    "rows",
+    "copies GB/s",
+    "beside all-reduces",
+    "slower",
+    "all-reduce ms",
+    "beside copies",
+    "slower",
+    "same bits",
 )
 
 
@@ -508,9 +520,22 @@ def two_four_cells(row: dict[str, Any]) -> list[str]:
     ]
 
 
+def links_cells(row: dict[str, Any]) -> list[str]:
+    return [
+        *(str(row[key]) for key in ("run", "rank", "rows")),
+        *(f"{row[key]:.2f}" for key in ("copy_gb_per_s", "copy_beside_gb_per_s")),
+        f"{row['copy_slower']:+.1%}",
+        *(f"{row[key]:.3f}" for key in ("all_reduce_ms", "all_reduce_beside_ms")),
+        f"{row['all_reduce_slower']:+.1%}",
+        "yes" if row["bit_equal"] else "NO",
+    ]
+
+
 def layout_of(row: dict[str, Any]) -> tuple[tuple[str, ...], Callable[[dict[str, Any]], list[str]]]:
     if "requests_per_s_gpu" in row:
         return TWO_FOUR_HEADINGS, two_four_cells
+    if "copy_slower" in row:
+        return LINKS_HEADINGS, links_cells
     if "pass_bytes" in row:
         return GUESSES_HEADINGS, guesses_cells
     if row["table"] == "cards":

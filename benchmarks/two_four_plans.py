@@ -13,6 +13,7 @@ case, so the requests per second are upper bounds; their ratio is what the predi
 
 from __future__ import annotations
 
+import itertools
 import tempfile
 from collections.abc import Iterator
 from pathlib import Path
@@ -47,6 +48,7 @@ TINY = {
 GROUP = {"offload_group_size": 2, "offload_num_in_group": 1, "offload_prefetch_step": 2}
 LEFT_BYTES = 34 * 10**9  # of each GPU, for everything
 STEP_TOKENS = 8192  # of a prefill step
+ONE_STEP_S = 0.02  # within which tokens of one step come
 # A step of 128 tokens takes long where weights are copied, so nothing is asked twice.
 RECIPES = {
     "2047 in, 1 out": Recipe(2047, 1, 64, None),
@@ -152,6 +154,22 @@ def with_missing(rows: list[dict[str, Any]]) -> list[dict[str, Any]]:
     wanted = [(name, recipe) for name, case in CASES.items() for recipe in list(RECIPES)[: case.num_recipes]]
     done = {(row["case"], row["recipe"]) for row in rows if row["status"] == "measured"}
     return [*rows, *(unknown(*pair) for pair in wanted if pair not in done)]
+
+
+def step_ms(found: dict[str, Any]) -> list[float]:
+    """Each step as the client of ``vllm bench serve`` sees it (``--save-detailed``).
+
+    Of one request's tokens; where only one token comes out, between the first tokens of all requests, the first step
+    from the first request on.
+    """
+    if found["itls"][0]:
+        return [seconds * 1e3 for seconds in found["itls"][0]]
+    begin = min(found["start_times"])
+    tokens = sorted(sent + s - begin for sent, s in zip(found["start_times"], found["ttfts"], strict=True))
+    ends = [
+        at for at, following in zip(tokens, [*tokens[1:], float("inf")], strict=True) if following - at > ONE_STEP_S
+    ]
+    return [(end - start) * 1e3 for start, end in itertools.pairwise([0.0, *ends])]
 
 
 def describe(row: dict[str, Any]) -> str:

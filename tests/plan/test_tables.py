@@ -103,13 +103,14 @@ OTHER_FIELDS = {
     "two-four": {"case", "status", "recipe", "ranks", "requests_per_s_gpu", "median_ttft_ms", "moved_bytes"},
     "two-four-links": {"case", "rank", "rows", "copy_slower", "all_reduce_slower", "bit_equal"},
     "two-four-bits": {"case", "bits", "bit_equal"},
+    "two-four-power": {"case", "gpu", "limit_w", "power_w", "sm_clock_mhz"},
     "card-between": {"model", "layers", "case", "token_ms", "graph_ms", "between_ms"},
 }  # fmt: skip
 
 
 # Nothing was computed there, or the run ended before bits were compared, which the report says.
 NOTHING_COMPARED = {
-    "policies", "host-memory", "ranges", "cards", "two-four",
+    "policies", "host-memory", "ranges", "cards", "two-four", "two-four-power",
     "experts-launch", "experts-vllm-memory", "experts-vllm-starts", "pipelines",
     "admission", "experts-vllm-prompt-memory", "experts-vllm-rounding", "ranks-dp-compiled",
     "smallest", "coded-start", "starts-wan", "starts-flux", "start-phases", "card-start", "card-fetch", "card-between",

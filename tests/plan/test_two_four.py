@@ -1,4 +1,4 @@
-"""The promise: what is published of two GPUs against four is what plans predict, and names what was not run."""
+"""The promise: what is published of two GPUs against four is what plans predict and what ran, or says "not run"."""
 
 from __future__ import annotations
 
@@ -49,6 +49,23 @@ def test_what_was_not_run_is_named() -> None:
     assert ("two", "2047 in, 1 out") not in {(row["case"], row["recipe"]) for row in missing}
     assert ("four", "2047 in, 1 out") in {(row["case"], row["recipe"]) for row in missing}
     assert all(row["requests_per_s_gpu"] is None for row in missing)
+
+
+def test_steps_are_told_from_the_times_of_first_tokens() -> None:
+    found = {"itls": [[], [], []], "start_times": [5.0, 5.0, 5.1], "ttfts": [0.75, 0.25, 0.652]}
+    assert two_four_plans.step_ms(found) == pytest.approx([250, 502])
+
+
+def test_steps_of_one_request_are_those_between_its_tokens() -> None:
+    assert two_four_plans.step_ms({"itls": [[0.5, 0.25], [0.25]]}) == [500, 250]
+
+
+def test_the_published_steps_are_as_long_as_the_recipe() -> None:
+    rows = [json.loads(line) for line in FILE.read_text().splitlines()]
+    recipes = [row for row in rows if row.get("tokens_out") == 1]
+    assert len(recipes) == 5
+    for row in recipes:
+        assert sum(row["step_ms"]) == pytest.approx(1e3 * row["duration_s"], rel=0.01)
 
 
 @pytest.mark.slow
