@@ -45,10 +45,10 @@ OTHER_FIELDS = {
     "ranks-one-gpu": _RANKS,
     "ranks-two": {*_RANKS, "ms", "floor_ms", "still_ms"},
     "ranks-dp-compiled": {"case", "logprobs", "differ", "worst", "flags_has_the_same_two"},
-    "coded": _CODED,
-    "coded-unchained": _CODED,
+    **dict.fromkeys(("coded", "coded-patches", "coded-unchained", "coded-second-stream"), _CODED),
     "coded-start": {"case", "start_s", "store_gb"},
     "decode-launch": {"case", "block", "warps", "gb_per_s", "bit_equal"},
+    "decode-blocks": {"case", "block", "warps", "gb_per_s", "share", "bit_equal"},
     "two-links": {"case", "alone", "together", "bit_equal"},  # bytes per second by bytes of a copy
     "policies": {"case", "experts", "top_k", "slots", "within_2", "within_8", "lru", "optimum"},
     "start-phases": {"case", "run", "start_s", "load_model_s", "profile_run_s", "warm_up_and_capture_s"},

@@ -246,6 +246,19 @@ def test_a_plan_counts_the_link_and_the_code() -> None:
     assert 0.7 < steps[1].link_s / steps[0].link_s < 0.85
 
 
+@pytest.mark.parametrize("share", [0.2, 0.3, 0.5, 0.8])
+@pytest.mark.parametrize("codec", ["exp3", "exp4"])
+def test_a_budget_holds_code_and_a_decoded_unit(codec: Any, share: float) -> None:
+    with torch.device("meta"):
+        inventory = take_inventory(Stack(16, 1024).to(torch.bfloat16))
+    num_bytes = int(share * inventory.num_bytes)
+    plain, coded = (build_plan(inventory, Budget(num_bytes, codec=each), rates=NOMINAL_GPU) for each in ("none", codec))
+    assert coded.decoding_bytes > 0
+    largest = max(unit.num_bytes for unit in coded.units)
+    assert num_bytes - 2 * largest < coded.device_bytes <= num_bytes
+    assert coded.moved_bytes < 0.85 * plain.moved_bytes
+
+
 def test_units_on_a_peer_are_as_fast_beside_coded_ones() -> None:
     model, _, _ = build()
     inventory = take_inventory(model)
