@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import time
 import warnings
 from dataclasses import replace
@@ -136,6 +137,18 @@ def test_without_memory_for_the_code_weights_are_stored_as_they_are(
         moved = (c.copies * unit.num_bytes for unit, c in zip(handle.plan.units, stats.units, strict=True))
         assert 0 < stats.bytes_moved == sum(moved)
     assert sum("no memory was left to code" in str(warning.message) for warning in caught) == 1
+
+
+def test_remove_frees_what_is_decoded() -> None:
+    """Also while the handle is kept."""
+    model, x, _ = build()
+    handle = headrace.offload(model, ALL)
+    model(x)
+    size = handle.plan.decoding_bytes
+    handle.remove()
+    gc.collect()
+    tensors = [found for found in gc.get_objects() if isinstance(found, torch.Tensor)]
+    assert not [found for found in tensors if found.dtype == torch.uint8 and found.numel() == size]
 
 
 def test_other_errors_of_encoding_are_raised(monkeypatch: pytest.MonkeyPatch) -> None:

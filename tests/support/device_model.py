@@ -121,6 +121,7 @@ class DeviceLink(Link):
         return op
 
     def allocate(self, num_bytes: int) -> torch.Tensor:
+        assert num_bytes, "memory that ranks share cannot be empty"
         return torch.full((num_bytes,), 255, dtype=torch.uint8)
 
     @property

@@ -85,7 +85,7 @@ class Prefetcher:
             sizes[slot] = max(sizes[slot], sum(part.numel() for _, part in self._loads[unit].in_memory))
         self._live = [Slot(index, link.allocate(num_bytes)) for index, num_bytes in enumerate(sizes)]
         # Of one coded unit at a time, for as long as it is read; slots hold the code of these.
-        self._decoded = link.allocate(plan.decoding_bytes)
+        self._decoded = link.allocate(plan.decoding_bytes) if self._coded else None
         self._last_read: tuple[int | None, ComputeEvent] | None = None  # of what is decoded: its capture, and its end
         self._num_units, self._num_slots = len(plan.units), len(self._live)
         self._schedule = Schedule(tuple(range(self._num_units)), self._num_slots)
@@ -111,7 +111,9 @@ class Prefetcher:
 
     def slot_memory(self, unit: int) -> Tensor:
         """Where compute reads ``unit``: uint8, 1-D, fixed for the life of the prefetcher."""
-        return self._decoded if unit in self._coded else self._live[slot_of(unit, self._num_slots)].memory
+        if self._decoded is not None and unit in self._coded:
+            return self._decoded
+        return self._live[slot_of(unit, self._num_slots)].memory
 
     # -- a forward --------------------------------------------------------------------------------------------------
 
@@ -349,7 +351,7 @@ class Prefetcher:
             follows = bool(self._guard) or self._repeats or self._following(slot, unit) != unit
             if follows or unit in self._coded:
                 self._end_read(unit, slot)  # after the poison
-            if not follows:
+            if not follows and unit in self._coded:
                 slot.events.clear()
             if not slot.readers and not self._closed:
                 self._refill(unit, slot)
@@ -497,7 +499,7 @@ class Prefetcher:
     def _decode(self, unit: int, slot: Slot) -> None:
         last = self._last_read
         after = [last[1]] if last is not None and last[0] == self._link.capture_id else []
-        self._link.decode(self._loads[unit], slot.memory, self._decoded, after)
+        self._link.decode(self._loads[unit], slot.memory, self.slot_memory(unit), after)
         self._record_read(slot)  # the code is not read after this
 
     def _end_read(self, unit: int, slot: Slot) -> None:
@@ -635,6 +637,7 @@ class Prefetcher:
             # Views of the store and slots: a handle kept after remove() must not keep them alive.
             self._loads.clear()
             self._live = []
+            self._decoded = self._last_read = None
             self._graphs.end_capture()
             self._guard = None
 
