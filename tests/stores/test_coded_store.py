@@ -18,7 +18,7 @@ from checks import run_threads
 from headrace import UVA, Budget, Plan, Prefetch, Rules
 from headrace.coding.layout import coded_bytes
 from headrace.config import Policy
-from headrace.errors import HeadraceWarning, OptionError
+from headrace.errors import BudgetError, HeadraceWarning, OptionError
 from headrace.flags import OffloadFlags
 from headrace.model.inventory import take_inventory
 from headrace.plan.build import build_plan
@@ -270,6 +270,17 @@ def test_a_budget_holds_code_and_a_decoded_unit(codec: Any, share: float) -> Non
     largest = max(unit.num_bytes for unit in coded.units)
     assert num_bytes - 2 * largest < coded.device_bytes <= num_bytes
     assert coded.moved_bytes < 0.85 * plain.moved_bytes
+
+
+@pytest.mark.parametrize("dim", [256, 264, 1024])
+def test_the_least_budget_that_an_error_names_is_enough(dim: int) -> None:
+    with torch.device("meta"):
+        inventory = take_inventory(Stack(3, dim).to(torch.bfloat16))
+    with pytest.raises(BudgetError, match="is too small") as error:
+        build_plan(inventory, Budget(1, codec="exp3"), rates=NOMINAL_GPU)
+    plan = build_plan(inventory, Budget(error.value.minimum_bytes, codec="exp3"), rates=NOMINAL_GPU)
+    assert plan.coded_units
+    assert plan.device_bytes <= error.value.minimum_bytes
 
 
 def test_units_on_a_peer_are_as_fast_beside_coded_ones() -> None:

@@ -534,7 +534,7 @@ class Family:
         for (fqn, slab), (_, size) in zip(self._units(self.table.slabs), self._units(self.table.sizes), strict=True):
             places, in_slot = {wanted: num_units % wanted for wanted in counts}, slab
             if (share := self.table.slot_shares.get(fqn)) is not None:
-                in_slot = (slab > 0) * (slab * share + _MOST_ROUNDED)
+                in_slot = (slab > 0) * np.ceil(slab * share + _MOST_ROUNDED)
                 np.maximum(decoded, slab, out=decoded)
             for wanted, slot, largest in slot_bytes:
                 np.maximum(largest, in_slot * (places[wanted] == slot), out=largest)
