@@ -54,6 +54,7 @@ from headrace.plan.cost_model import (
 )
 from headrace.plan.plan import Plan, assemble, with_code
 from headrace.plan.report import CachePoint, PlanPrediction, WorkloadBytes
+from headrace.plan.schedule import usable_slots
 from headrace.plan.traces import ExpertHits, FixedHits
 from headrace.plan.units import (
     draft_units,
@@ -61,7 +62,6 @@ from headrace.plan.units import (
     read_in_place,
     resolve_rules,
     selected,
-    usable_slots,
     warn_of_stranded,
 )
 

@@ -41,13 +41,12 @@ from headrace.model.records import Inventory, ModelProfile, StorageInfo
 from headrace.plan.cached_experts import CachedLayer, cache_bytes, cached_layers
 from headrace.plan.cost_model import Bools, Floats, Forecaster, Ints, Rates, StepModel, experts_in, find_stages
 from headrace.plan.plan import SLAB_ALIGNMENT_BYTES, Plan, UnitDraft, assemble, is_codable, slab_bytes
-from headrace.plan.schedule import RING_BYTES
+from headrace.plan.schedule import MAX_SLOTS, RING_BYTES
 from headrace.plan.traces import ExpertHits, FixedHits
 from headrace.plan.units import TINY_BYTES, outside_units, stranded
 
 __all__ = ["CandidateTable", "Family", "MappedFiles", "Spill", "mean_log", "spill_order"]
 
-MAX_SLOTS = 3
 # 2 ** 6 sets of roles: the five heaviest roles of a layer one by one, and all the others together.
 _MAX_ATOMS = 6
 # Shares of its experts that a layer may have slots for.
@@ -534,7 +533,7 @@ class Family:
         for (fqn, slab), (_, size) in zip(self._units(self.table.slabs), self._units(self.table.sizes), strict=True):
             places, in_slot = {wanted: num_units % wanted for wanted in counts}, slab
             if (share := self.table.slot_shares.get(fqn)) is not None:
-                in_slot = (slab > 0) * np.ceil(slab * share + _MOST_ROUNDED)
+                in_slot = np.where(slab > 0, np.ceil(slab * share + _MOST_ROUNDED), 0.0)
                 np.maximum(decoded, slab, out=decoded)
             for wanted, slot, largest in slot_bytes:
                 np.maximum(largest, in_slot * (places[wanted] == slot), out=largest)

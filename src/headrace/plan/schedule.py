@@ -32,11 +32,13 @@ from functools import cached_property
 from itertools import chain as concatenate
 from itertools import pairwise
 
+from headrace.errors import warn_user
 from headrace.memory.system import round_up
 
 __all__ = [
     "ENTRY_BYTES",
     "MAX_ENTRIES",
+    "MAX_SLOTS",
     "RING_BYTES",
     "STATUS_BYTES",
     "WORD_BYTES",
@@ -49,8 +51,11 @@ __all__ = [
     "next_in_chain",
     "slot_of",
     "steady_order",
+    "usable_slots",
 ]
 
+# Slots that a budget may choose, so that copies run as many units ahead.
+MAX_SLOTS = 3
 # One copy each: long enough for 98 % of the rate of the link, short enough that the first one starts soon.
 ENTRY_BYTES = 16 << 20
 # As many as the readers of files in the page cache need so that none has to wait: one being copied, three being read
@@ -71,6 +76,16 @@ _EXPECTED_RUNS = 4096
 
 
 # -- slots -------------------------------------------------------------------------------------------------------------
+
+
+def usable_slots(prefetch_step: int, num_units: int) -> int:
+    """``prefetch_step`` slots, but no more than there are units."""
+    if prefetch_step > num_units > 0:
+        warn_user(
+            f"prefetch_step = {prefetch_step} is larger than the number of units; {num_units} slot(s) are used "
+            f"(--offload-prefetch-step {num_units} says the same)"
+        )
+    return min(prefetch_step, num_units)
 
 
 def slot_of(unit: int, num_slots: int) -> int:

@@ -22,6 +22,7 @@ from headrace.model.records import Inventory, StorageInfo, common_prefix
 from headrace.model.semantic_groups import semantic_groups
 from headrace.plan.cached_experts import why_not_cached
 from headrace.plan.plan import Plan, UnitDraft, assemble, slab_bytes, with_code
+from headrace.plan.schedule import usable_slots
 
 __all__ = [
     "TINY_BYTES",
@@ -36,7 +37,6 @@ __all__ = [
     "selected",
     "split_by_part",
     "stranded",
-    "usable_slots",
     "warn_of_stranded",
     "why_unreachable",
     "worth_moving",
@@ -302,16 +302,6 @@ def move_on_demand(inventory: Inventory, plan: Plan, num_slots: int = 1) -> Plan
 def selected(inventory: Inventory, params: Sequence[str]) -> list[StorageInfo]:
     """The storages that the name patterns ``params`` select; without any, those worth moving."""
     return select(inventory, params) if params else worth_moving(inventory.storages)
-
-
-def usable_slots(prefetch_step: int, num_units: int) -> int:
-    """``prefetch_step`` slots, but no more than there are units."""
-    if prefetch_step > num_units > 0:
-        warn_user(
-            f"prefetch_step = {prefetch_step} is larger than the number of units; {num_units} slot(s) are used "
-            f"(--offload-prefetch-step {num_units} says the same)"
-        )
-    return min(prefetch_step, num_units)
 
 
 def read_in_place(
