@@ -141,6 +141,7 @@ class PlanResult:
         on_gpu, given = self.context.target.device.type == "cuda", self.context.request.given
         num_bytes = needs_of(self.plan, on_gpu=True).host_bytes if on_gpu else 0
         limited = isinstance(given, Budget) and given.host_memory is None and self.context.target.rates is not None
+        limited = limited and not self.plan.coded_units  # no codes in files
         less = "; where there is less, --host-memory SIZE leaves the rest in files" if limited else ""
         return f"{format_size(num_bytes)} in host memory{less}" if num_bytes else ""
 

@@ -21,7 +21,7 @@ from headrace.config import Policy
 from headrace.errors import BudgetError, HeadraceWarning, OptionError
 from headrace.flags import OffloadFlags
 from headrace.model.inventory import take_inventory
-from headrace.plan.build import build_plan
+from headrace.plan.build import Planner, build_plan
 from headrace.plan.cost_model import NOMINAL_GPU
 from headrace.plan.plan import slab_bytes
 from headrace.testing import assert_same_bits
@@ -233,6 +233,15 @@ def test_a_model_of_other_dtypes_is_refused() -> None:
         headrace.make_plan(Stack(3, DIM), ALL)
 
 
+def test_a_plan_that_reads_everything_in_place_has_no_use_for_a_code() -> None:
+    with torch.device("meta"):
+        inventory = take_inventory(Stack(3, 1024).to(torch.bfloat16))
+    planner = Planner(inventory, NOMINAL_GPU, zero_copy=True)
+    with refused("codec 'exp3' has no effect: what is offloaded is read in place", "give more device memory"):
+        planner.plan(Budget("3MiB", codec="exp3"))
+    assert planner.plan(Budget("3MiB", codec="auto")).uva
+
+
 def test_plan_files(tmp_path: Path) -> None:
     model, x, expected = build()
     plan = headrace.make_plan(model, ALL)
@@ -257,8 +266,6 @@ def test_a_plan_counts_the_link_and_the_code() -> None:
     assert (
         coded.device_bytes == plain.device_bytes - sum(plain.slot_bytes) + sum(coded.slot_bytes) + coded.decoding_bytes
     )
-    from headrace.plan.build import Planner
-
     steps = [Planner(inventory, NOMINAL_GPU).forecast(plan, 1) for plan in (plain, coded)]
     assert 0.7 < steps[1].link_s / steps[0].link_s < 0.85
 
@@ -291,7 +298,6 @@ def test_units_on_a_peer_are_as_fast_beside_coded_ones() -> None:
     model, _, _ = build()
     inventory = take_inventory(model)
     plain, coded = (build_plan(inventory, Prefetch(1, 1, 2, codec=codec)) for codec in ("none", "exp3"))
-    from headrace.plan.build import Planner
 
     def link_s(plan: Plan, number: int) -> float:
         """Of the plan with its first ``number`` units on a peer."""

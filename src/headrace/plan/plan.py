@@ -551,9 +551,10 @@ def with_code(plan: Plan, inventory: Inventory, codec: Codec) -> Plan:
     )
     coded = replace(plan, units=units)
     if plan.offloaded_bytes and not coded.coded_units:
+        why = "no unit in host memory has bf16 weights alone" if plan.units else "what is offloaded is read in place"
         raise OptionError(
-            f"codec {codec!r} has no effect: no unit in host memory has bf16 weights alone; leave it out "
-            "(--offload-codec)"
+            f"codec {codec!r} has no effect: {why}; leave it out (--offload-codec)"
+            f"{'' if plan.units else ', or give more device memory, for slots and a decoded unit'}"
         )
     return coded
 
