@@ -283,6 +283,20 @@ def test_a_budget_holds_code_and_a_decoded_unit(codec: Any, share: float) -> Non
     assert coded.moved_bytes < 0.85 * plain.moved_bytes
 
 
+def test_a_limit_of_host_memory_is_for_the_code() -> None:
+    with torch.device("meta"):
+        inventory = take_inventory(Stack(16, 1024).to(torch.bfloat16))
+    half, host = inventory.num_bytes // 2, int(0.45 * inventory.num_bytes)
+    with pytest.raises(BudgetError, match="--host-memory"):
+        build_plan(inventory, Budget(half, host_memory=host), rates=NOMINAL_GPU)
+    plan = build_plan(inventory, Budget(half, host_memory=host, codec="exp3"), rates=NOMINAL_GPU)
+    assert host < sum(unit.num_bytes for unit in plan.units)
+    assert plan.coded_bytes <= host
+    with pytest.raises(BudgetError) as error:
+        build_plan(inventory, Budget(half, host_memory=host // 2, codec="exp3"), rates=NOMINAL_GPU)
+    assert "in files" not in str(error.value)
+
+
 @pytest.mark.parametrize("dim", [256, 264, 1024])
 def test_the_least_budget_that_an_error_names_is_enough(dim: int) -> None:
     with torch.device("meta"):

@@ -502,7 +502,11 @@ def _too_small(table: CandidateTable, budget: Budget) -> BudgetError:
         limit = limit or 0
         whose = "--host-memory" if budget.host_limit_bytes is not None else "the free host memory of"
         ring = " with the staging ring, beside units in the checkpoint's files" if table.spill is not None else ""
-        files = "" if ring else ", or leave units in files: checkpoint=FOLDER without a mode (on a CPU mode 'disk')"
+        files = (
+            ""
+            if ring or budget.codec in CODES
+            else ", or leave units in files: checkpoint=FOLDER without a mode (on a CPU mode 'disk')"
+        )
         return BudgetError(
             f"a budget of {given} leaves more than {whose} {format_size(limit)} to be offloaded: at least "
             f"{format_size(least_host)}{ring}, {format_size(least_host - limit)} too much; use "

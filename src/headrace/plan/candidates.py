@@ -532,8 +532,8 @@ class Family:
         first, decoded = np.zeros((MAX_SLOTS, count)), np.zeros(count)
         for (fqn, slab), (_, size) in zip(self._units(self.table.slabs), self._units(self.table.sizes), strict=True):
             places, in_slot = {wanted: num_units % wanted for wanted in counts}, slab
-            if (share := self.table.slot_shares.get(fqn)) is not None:
-                in_slot = np.where(slab > 0, np.ceil(slab * share + _MOST_ROUNDED), 0.0)
+            if fqn in self.table.slot_shares:
+                in_slot = self._coded(fqn, slab)
                 np.maximum(decoded, slab, out=decoded)
             for wanted, slot, largest in slot_bytes:
                 np.maximum(largest, in_slot * (places[wanted] == slot), out=largest)
@@ -551,6 +551,10 @@ class Family:
             device_bytes = resident + decoded + sum(largest for of, _, largest in slot_bytes if of == wanted)
             moved_bytes = moved - (first[:wanted] * alone).sum(0)
             yield wanted, Memory(num_units, np.minimum(wanted, num_units), moved_bytes, offloaded, device_bytes)
+
+    def _coded(self, fqn: str, slab: Floats) -> Floats:
+        """At most so many bytes of code for units of these bytes."""
+        return np.where(slab > 0, np.ceil(slab * self.table.slot_shares[fqn] + _MOST_ROUNDED), 0.0)
 
     def _in_place_bytes(self, sizes: Mapping[str, float]) -> Floats:
         """Per candidate: what is read in place, each storage counted with its bytes in ``sizes``."""
@@ -576,6 +580,8 @@ class Family:
             room = np.full(len(self.high), float(table.peer_bytes))
             on_peer, left = _fill(((fqn, slabs[fqn]) for fqn in reversed(order)), room)
             on_host -= room - left
+        for fqn in table.slot_shares.keys() & slabs.keys():  # as code
+            on_host -= (slabs[fqn] - self._coded(fqn, slabs[fqn])) * np.logical_not(on_peer.get(fqn, False))
         if spill is not None and host_bytes is not None:
             # The ring takes host memory as soon as one unit is in files.
             excess = np.where(on_host > host_bytes, on_host - host_bytes + spill.ring_bytes, 0.0)
