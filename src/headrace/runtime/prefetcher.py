@@ -307,10 +307,11 @@ class Prefetcher:
             self._graphs.note_part()
             if slot.readers:
                 self._drop_stale_readers(slot)
-            while (busy := self._held_by_others(unit, index)) is not None:
-                self._drop_stale_readers(busy)
-                self._await_readers(unit, busy)
-            slot = self._slots()[index]  # while this one waited, another may have ended or begun a capture
+            if slot.readers or unit in self._coded:
+                while (busy := self._held_by_others(unit, index)) is not None:
+                    self._drop_stale_readers(busy)
+                    self._await_readers(unit, busy)
+                slot = self._slots()[index]  # while this one waited, another may have ended or begun a capture
             if self._is_loose and not slot.readers:
                 slot.to_empty()
                 self._record_read(slot)
