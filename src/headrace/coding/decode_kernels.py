@@ -13,7 +13,7 @@ __all__ = ["decode_on_gpu"]
 
 
 def decode_on_gpu(piece: Piece, code: torch.Tensor, into: torch.Tensor) -> None:
-    """Decode ``code`` (that of ``piece``, on the device) ``into`` (uint8, 1-D, its slot), on the current stream."""
+    """Decode ``code`` (that of ``piece``, on the device) ``into`` (uint8, 1-D, of its unit), on the current stream."""
     assert piece.width is not None
     out, count = into[piece.start : piece.start + piece.num_bytes].view(torch.int16), piece.num_bytes // 2
     parts = parts_of(count, piece.width, 0)

@@ -28,8 +28,8 @@ __all__ = ["Piece", "decode", "encode"]
 _PLANE = BLOCK // 8  # bytes
 # Weights that are decoded at once on the host, whose caches they fit.
 _CHUNK = 64 * BLOCK
-# A piece whose code is not shorter than this share of it stays as it is.
-_LEAST_GAIN = 0.9
+# A piece whose code would take more than this share of it stays as it is.
+_MOST_SHARE = 0.9
 
 
 @dataclass(frozen=True)
@@ -66,7 +66,7 @@ def encode(weights: torch.Tensor, width: int) -> torch.Tensor | None:
     indices = torch.nn.functional.pad(index_of.index_select(0, exponents.int()), (0, padding)).view(-1, 8, _PLANE)
     escapes = exponents[indices.view(-1)[: len(bits)] == escape]
     parts = parts_of(len(bits), width, len(escapes))
-    if parts.end > _LEAST_GAIN * len(weights):
+    if parts.end > _MOST_SHARE * len(weights):
         return None
     code = torch.zeros(parts.end, dtype=torch.uint8, device=device)
     code[: parts.planes] = (bits.bitwise_right_shift(8) & 0x80).bitwise_or_(bits & 0x7F).to(torch.uint8)

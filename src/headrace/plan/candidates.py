@@ -533,7 +533,7 @@ class Family:
         for (fqn, slab), (_, size) in zip(self._units(self.table.slabs), self._units(self.table.sizes), strict=True):
             places, in_slot = {wanted: num_units % wanted for wanted in counts}, slab
             if fqn in self.table.slot_shares:
-                in_slot = self._coded(fqn, slab)
+                in_slot = self._code_bytes(fqn, slab)
                 np.maximum(decoded, slab, out=decoded)
             for wanted, slot, largest in slot_bytes:
                 np.maximum(largest, in_slot * (places[wanted] == slot), out=largest)
@@ -552,7 +552,7 @@ class Family:
             moved_bytes = moved - (first[:wanted] * alone).sum(0)
             yield wanted, Memory(num_units, np.minimum(wanted, num_units), moved_bytes, offloaded, device_bytes)
 
-    def _coded(self, fqn: str, slab: Floats) -> Floats:
+    def _code_bytes(self, fqn: str, slab: Floats) -> Floats:
         """At most so many bytes of code for units of these bytes."""
         return np.where(slab > 0, np.ceil(slab * self.table.slot_shares[fqn] + _MOST_ROUNDED), 0.0)
 
@@ -581,7 +581,7 @@ class Family:
             on_peer, left = _fill(((fqn, slabs[fqn]) for fqn in reversed(order)), room)
             on_host -= room - left
         for fqn in table.slot_shares.keys() & slabs.keys():  # as code
-            on_host -= (slabs[fqn] - self._coded(fqn, slabs[fqn])) * np.logical_not(on_peer.get(fqn, False))
+            on_host -= (slabs[fqn] - self._code_bytes(fqn, slabs[fqn])) * np.logical_not(on_peer.get(fqn, False))
         if spill is not None and host_bytes is not None:
             # The ring takes host memory as soon as one unit is in files.
             excess = np.where(on_host > host_bytes, on_host - host_bytes + spill.ring_bytes, 0.0)

@@ -50,7 +50,7 @@ SLAB_ALIGNMENT_BYTES = 256
 CHUNK_BYTES = 8 << 20
 
 # Stores of units in a plan of mode ``cpu``, beside host memory.
-_BESIDE_HOST: tuple[StoreKind, ...] = ("disk", "peer", "exp3", "exp4")
+_BESIDE_HOST: tuple[StoreKind, ...] = ("disk", "peer", *CODES)
 
 # Of :meth:`Plan.to_json`, and so of plan files. Raise it with any change of a key or of its meaning.
 SCHEMA_VERSION = 6
@@ -256,7 +256,12 @@ class Plan:
         """Device memory for weights: residents, slots with code, cached experts, for ``sharded_gpu`` a part of the
         units."""
         parts = self.part_bytes if self.mode == "sharded_gpu" else 0
-        return self.resident_bytes + sum(self.slot_bytes) + self.cache_bytes + parts + self.decoding_bytes
+        return self.resident_bytes + self.slots_bytes + self.cache_bytes + parts
+
+    @property
+    def slots_bytes(self) -> int:
+        """Memory of all slots, and of the unit that is decoded beside them."""
+        return sum(self.slot_bytes) + self.decoding_bytes
 
     @property
     def decoding_bytes(self) -> int:
@@ -286,7 +291,7 @@ class Plan:
         """
         beside = {"disk": self.spilled_bytes}
         beside["peer"] = sum(unit.payload_bytes for unit in self.units if unit.store == "peer")
-        on_device = {"resident": self.resident_bytes, "slots": sum(self.slot_bytes) + self.decoding_bytes}
+        on_device = {"resident": self.resident_bytes, "slots": self.slots_bytes}
         on_device |= {"cache": self.cache_bytes} if self.cached else {}
         main = self.offloaded_bytes - sum(beside.values()) - sum(unit.payload_bytes for unit in self.coded_units)
         for codec in CODES:

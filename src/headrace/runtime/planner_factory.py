@@ -655,7 +655,6 @@ def needs_of(plan: Plan, *, on_gpu: bool, elsewhere: Collection[str] = (), on_me
         on_meta: those of them that have no bytes yet and are read from files; others are adopted by a CPU's store.
     """
     moved = [num_bytes for name, num_bytes in plan.resident.items() if name in elsewhere]
-    slots = sum(plan.slot_bytes) + plan.decoding_bytes
     if not on_gpu:
         copied = on_meta if plan.mode == "cpu" else dict(_offloaded(plan)) if plan.mode == "shm_cpu" else ()
         stored = sum(
@@ -668,7 +667,7 @@ def needs_of(plan: Plan, *, on_gpu: bool, elsewhere: Collection[str] = (), on_me
         # Beside what the model came with, which is freed when all of it is coded.
         stored += plan.coded_bytes
         stored += plan.cache_bytes + sum(layer.host_bytes for layer in plan.cached)
-        return Needs(host_bytes=slots + sum(moved) + stored)
+        return Needs(host_bytes=plan.slots_bytes + sum(moved) + stored)
     in_place = sum(slab_bytes([size]) for size in plan.uva.values())  # a GPU cannot address a mapped file
     units = sum(unit.num_bytes for unit in plan.units if unit.store in HOST_MODES) + plan.ring_bytes + plan.coded_bytes
     pinned = units + in_place if plan.mode in (*HOST_MODES, "disk") else 0
@@ -678,7 +677,7 @@ def needs_of(plan: Plan, *, on_gpu: bool, elsewhere: Collection[str] = (), on_me
     pinned += sum(layer.host_bytes for layer in plan.cached)
     staging = max(moved, default=0)  # residents pass through host memory one at a time
     return Needs(
-        device_bytes=slots + slab_bytes(moved) + parts + plan.cache_bytes,
+        device_bytes=plan.slots_bytes + slab_bytes(moved) + parts + plan.cache_bytes,
         host_bytes=pinned + staging,
         pinned_bytes=0 if pin_memory_disabled() else pinned,
         peer_bytes=plan.peer_bytes,

@@ -198,11 +198,7 @@ class OffloadSession(NotCopyable):
         experts = tuple(_stats_of(layer, cache) for layer, cache in self._caches)
         units = self._prefetcher.snapshot() if self._prefetcher else ()
         staging = self._link.staging_stats() if self._link else None
-        stores = {
-            "resident": plan.resident_bytes,
-            "slots": sum(plan.slot_bytes) + plan.decoding_bytes,
-            "cache": plan.cache_bytes,
-        }
+        stores = {"resident": plan.resident_bytes, "slots": plan.slots_bytes, "cache": plan.cache_bytes}
         stores |= self._account
         sizes_by_store = {name: size for name, size in stores.items() if size}
         guesses = None if self.speculating is None else self.speculating.counts
@@ -410,7 +406,7 @@ class OffloadSession(NotCopyable):
                 self._promoter.promoted,
             )
         except torch.OutOfMemoryError as error:
-            needed = sum(self.plan.slot_bytes) + self.plan.decoding_bytes
+            needed = self.plan.slots_bytes
             raise BudgetError(
                 f"{self._device} has no room for {len(self.plan.slot_bytes)} slots of {format_size(needed)} together; "
                 f"offload before the model is on the device, or use fewer or smaller units (--offload-prefetch-step)",
