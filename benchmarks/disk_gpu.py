@@ -19,7 +19,6 @@ import tempfile
 import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
-from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -27,7 +26,7 @@ import torch
 from safetensors.torch import save_file
 
 import headrace
-from harness import LinkProbe, Timing, append, capture, writable_file, writable_folder
+from harness import LinkProbe, Timing, append, capture, event_times, writable_file, writable_folder
 from headrace.api import start as start_offload
 from headrace.checkpoint.weight_map import WeightMap
 from headrace.cli.bench_step import QWEN3_8B, DecoderShape, Stack, build_stack
@@ -68,13 +67,7 @@ def step_times(step: Callable[[], object]) -> Timing:
     torch.cuda.synchronize()
     once_s = time.perf_counter() - begin
     count = min(MAX_STEPS, max(MIN_STEPS, int(SECONDS_PER_VARIANT / once_s)))
-    marks = [torch.cuda.Event(enable_timing=True) for _ in range(count + 1)]
-    marks[0].record()
-    for mark in marks[1:]:
-        step()
-        mark.record()
-    marks[-1].synchronize()
-    return Timing(tuple(a.elapsed_time(b) for a, b in pairwise(marks)))
+    return Timing(tuple(event_times(step, count)))
 
 
 def prepare(folder: Path, shape: DecoderShape, rows: int, device: torch.device) -> Ground:

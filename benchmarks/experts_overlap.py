@@ -42,7 +42,6 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from functools import partial
-from itertools import pairwise
 from math import ceil
 from typing import Any
 
@@ -53,7 +52,7 @@ import triton
 import headrace.experts.cache as cache_module
 from expert_products import PRODUCTS, Pass, Weights, split_kernel
 from expert_steps import SHAPES, ExpertsShape, shares
-from harness import Timing, append, capture, counts, finish, interleave, parser_of, time_host, words_of
+from harness import Timing, append, capture, counts, event_times, finish, interleave, parser_of, time_host, words_of
 from headrace.experts.cache import ExpertCache
 from headrace.experts.kernels import fetch_kernel
 from headrace.plan.cached_experts import CachedLayer
@@ -347,13 +346,7 @@ def _time_cuda(step: Callable[[], object], repeats: int) -> list[float]:
     """Device time of each run in ms. There is less before than the harness's 0.2 s, since there are many cases."""
     for _ in range(_WARM_UP_STEPS):
         step()
-    marks = [torch.cuda.Event(enable_timing=True) for _ in range(repeats + 1)]
-    marks[0].record()
-    for mark in marks[1:]:
-        step()
-        mark.record()
-    marks[-1].synchronize()
-    return [a.elapsed_time(b) for a, b in pairwise(marks)]
+    return event_times(step, repeats)
 
 
 def run(

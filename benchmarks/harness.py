@@ -16,7 +16,7 @@ from typing import Any
 
 import torch
 
-from headrace.cli.bench_step import LinkProbe, Timing, capture, interleave, time_cuda, time_host
+from headrace.cli.bench_step import LinkProbe, Timing, capture, event_times, interleave, time_cuda, time_host
 
 __all__ = [
     "LinkProbe",
@@ -24,6 +24,7 @@ __all__ = [
     "append",
     "capture",
     "counts",
+    "event_times",
     "finish",
     "interleave",
     "link_bytes_per_s",

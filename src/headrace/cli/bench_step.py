@@ -38,8 +38,8 @@ from headrace.plan.build import build_plan
 from headrace.stores.sources import DiskOptions
 
 __all__ = [
-    "QWEN3_8B", "DecoderShape", "LinkProbe", "Stack", "Timing", "build_stack", "capture", "fill", "interleave",
-    "parse_policy", "run_cpu", "run_cuda", "time_cuda", "time_host",
+    "QWEN3_8B", "DecoderShape", "LinkProbe", "Stack", "Timing", "build_stack", "capture", "event_times", "fill",
+    "interleave", "parse_policy", "run_cpu", "run_cuda", "time_cuda", "time_host",
 ]  # fmt: skip
 
 WARM_UP_S = 0.2
@@ -79,6 +79,11 @@ def time_cuda(step: Step, repeats: int) -> list[float]:
     while time.perf_counter() - start < WARM_UP_S:
         step()
         torch.cuda.synchronize()
+    return event_times(step, repeats)
+
+
+def event_times(step: Step, repeats: int) -> list[float]:
+    """Device time of each of ``repeats`` runs in ms, by events, one after the other without a pause."""
     marks = [torch.cuda.Event(enable_timing=True) for _ in range(repeats + 1)]
     marks[0].record()
     for mark in marks[1:]:
