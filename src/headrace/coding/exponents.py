@@ -1,7 +1,7 @@
 """The codes ``exp3`` and ``exp4`` of bf16 weights: sign and mantissa as they are, 3 or 4 bits for the exponent.
 
 They are lossless. The 7 or 15 commonest exponents of a piece form a table, of which each weight has an index. The
-highest index is an *escape*: the exponent is in a list (of 1 in 51, or 1 in 6,000, normally distributed weights).
+highest index is an *escape*: the exponent is in a list (of 1 in 47, or 1 in 6,500, normally distributed weights).
 Indices are stored in blocks of 1024 weights. For n weights::
 
     signs and mantissas     n bytes: sign in bit 7, mantissa in bits 0 to 6
