@@ -289,8 +289,8 @@ class OffloadFlags:
         """
         given = {name: surface.check_of(name)(surface.name_of(name), getattr(self, name)) for name in self._given()}
         self._check_combination(surface)
-        params, coding = given.get("offload_params", ()), given.get("offload_codec", "none")
-        mode: Mode = given.get("offload_mode", "cpu" if coding in CODES else default_mode)
+        params, codec = given.get("offload_params", ()), given.get("offload_codec", "none")
+        mode: Mode = given.get("offload_mode", "cpu" if codec in CODES else default_mode)
         if "device_memory" in given:
             return Budget(
                 given["device_memory"],
@@ -301,7 +301,7 @@ class OffloadFlags:
                 given.get("host_memory"),
                 given.get("expert_slots"),
                 given.get("peer_memory"),
-                coding,
+                codec,
             )
         if rules := given.get("offload_rule"):
             if "offload_prefetch_step" in given and all(mechanism != "prefetch" for _, mechanism in rules):
@@ -309,10 +309,10 @@ class OffloadFlags:
                 raise OptionError(
                     f"{name} has no effect without a rule that says prefetch: add one, or leave {name} out"
                 )
-            return Rules(rules, given.get("offload_prefetch_step", 2), mode, given.get("expert_slots"), coding)
+            return Rules(rules, given.get("offload_prefetch_step", 2), mode, given.get("expert_slots"), codec)
         if "offload_group_size" in given:
             num_in_group, step = given.get("offload_num_in_group", 1), given.get("offload_prefetch_step", 1)
-            return Prefetch(given["offload_group_size"], num_in_group, step, params, mode, coding)
+            return Prefetch(given["offload_group_size"], num_in_group, step, params, mode, codec)
         if given.keys() & {*_UVA}:
             return UVA(given.get("cpu_offload_gb"), given.get("cpu_offload_params", ()), mode)
         return None

@@ -28,7 +28,7 @@ PUBLIC = [
 
 # Of docs/architecture.md, left to right: a room imports from rooms to its left, and from its own.
 ROOMS = [
-    ("errors",), ("formatting", "codec"), ("config",), ("flags",), ("stats", "ranks"), ("memory",), ("coding",),
+    ("errors",), ("formatting", "json_files"), ("config",), ("flags",), ("stats", "ranks"), ("memory",), ("codec",),
     ("model",), ("plan",), ("checkpoint",), ("stores",), ("experts",), ("transfer",), ("runtime",), ("offloaders",),
     ("api",), ("graphs",), ("adapters", "testing"), ("planning",), ("serving",), ("cli",), ("__main__",),
 ]  # fmt: skip

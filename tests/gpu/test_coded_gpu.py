@@ -9,9 +9,9 @@ from gpu_models import build, offloaded, twins
 
 import headrace
 from headrace import Budget, Prefetch
-from headrace.coding.decode_kernels import decode_on_gpu
-from headrace.coding.exponents import Piece, encode
-from headrace.coding.layout import WIDTHS
+from headrace.codec.decode_kernels import decode_on_gpu
+from headrace.codec.exponents import Piece, encode
+from headrace.codec.layout import WIDTHS
 
 pytestmark = pytest.mark.usefixtures("no_grad")
 

@@ -16,7 +16,7 @@ from torch import nn
 import headrace
 from checks import run_threads
 from headrace import UVA, Budget, Plan, Prefetch, Rules
-from headrace.coding.layout import coded_bytes
+from headrace.codec.layout import coded_bytes
 from headrace.config import Policy
 from headrace.errors import BudgetError, HeadraceWarning, OptionError
 from headrace.flags import OffloadFlags

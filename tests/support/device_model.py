@@ -9,7 +9,7 @@ from dataclasses import dataclass, field, replace
 
 import torch
 
-from headrace.coding.exponents import Piece
+from headrace.codec.exponents import Piece
 from headrace.model.inventory import Inventory, Location, StorageInfo, TensorInfo
 from headrace.plan.plan import Plan, Unit, UnitDraft, assemble
 from headrace.stores.sources import ByteRange, MemorySource, fill

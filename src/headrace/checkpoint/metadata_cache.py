@@ -22,9 +22,9 @@ from zipfile import ZipFile
 
 from headrace.checkpoint.safetensors_header import Checkpoint, FileFingerprint, FileTensor, raw_header
 from headrace.checkpoint.weight_map import FilePart, TensorSource, WeightMap
-from headrace.codec import decode, encode, parse, read_file, write_file
 from headrace.config import cache_disabled, cache_folder
 from headrace.errors import CheckpointError
+from headrace.json_files import decode, encode, parse, read_file, write_file
 from headrace.model.records import DType, Inventory, ModelProfile
 
 if TYPE_CHECKING:

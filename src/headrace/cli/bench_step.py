@@ -29,7 +29,7 @@ from safetensors.torch import save_file
 from torch import nn
 
 import headrace
-from headrace.coding.layout import coded_bytes
+from headrace.codec.layout import coded_bytes
 from headrace.config import CODES, Budget, Codec, Policy, Prefetch
 from headrace.errors import OptionError
 from headrace.memory.pinned import pinned_region

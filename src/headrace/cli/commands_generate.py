@@ -30,11 +30,11 @@ from headrace.cli.arguments import (
     with_offload_flags,
 )
 from headrace.cli.terminal import byte_bar, stderr
-from headrace.codec import encode, write_file
 from headrace.config import AUTO_CONTEXT, RANK_MODES, SHARDED_MODES, count
 from headrace.errors import CheckpointError, OptionError
 from headrace.flags import OffloadFlags, row
 from headrace.formatting import format_rate, format_size, format_time
+from headrace.json_files import encode, write_file
 from headrace.memory.system import PeakMeter, peak_rss_bytes
 
 if TYPE_CHECKING:

@@ -20,8 +20,8 @@ from functools import cached_property, lru_cache
 from itertools import takewhile
 from typing import TYPE_CHECKING, Literal
 
-from headrace.codec import Positive
 from headrace.errors import OptionError
+from headrace.json_files import Positive
 
 if TYPE_CHECKING:
     pass

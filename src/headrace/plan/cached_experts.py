@@ -14,7 +14,7 @@ from collections.abc import Collection, Iterable, Mapping
 from dataclasses import dataclass, replace
 from functools import cached_property
 
-from headrace.codec import Positive
+from headrace.json_files import Positive
 from headrace.memory.system import round_up
 from headrace.model.records import Inventory, StorageInfo
 

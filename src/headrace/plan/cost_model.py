@@ -51,7 +51,7 @@ from typing import Any, Literal, NamedTuple
 import numpy as np
 import numpy.typing as npt
 
-from headrace.coding.layout import coded_bytes
+from headrace.codec.layout import coded_bytes
 from headrace.config import CODES, SHARDED_MODES, Mode
 from headrace.model.layers import find_layers, reader_of
 from headrace.model.records import Inventory, ModelProfile, StorageInfo, dotted_prefixes

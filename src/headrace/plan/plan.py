@@ -13,11 +13,11 @@ from itertools import accumulate
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from headrace.codec import FormatError, Positive, decode, encode, parse, read_file, require, write_file
-from headrace.coding.layout import coded_bytes
+from headrace.codec.layout import coded_bytes
 from headrace.config import CODES, Codec, Mechanism, Mode, StoreKind
 from headrace.errors import OptionError, OptionTypeError, PlanFileError
 from headrace.formatting import format_size, listed, pluralize
+from headrace.json_files import FormatError, Positive, decode, encode, parse, read_file, require, write_file
 from headrace.memory.system import round_up
 from headrace.model.records import Inventory, StorageInfo
 from headrace.plan.cached_experts import CachedLayer, cache_bytes, cached_layers, why_not_cached

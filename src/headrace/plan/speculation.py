@@ -13,10 +13,10 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from headrace.codec import decode, parse, read_file
 from headrace.config import count
 from headrace.errors import OptionError, OptionTypeError
 from headrace.formatting import format_rate, format_time
+from headrace.json_files import decode, parse, read_file
 from headrace.model.layers import find_layers
 from headrace.stats import SpeculationCounts
 

@@ -1,4 +1,4 @@
-"""The stores ``exp3`` and ``exp4``: units in host memory in such a code (:mod:`headrace.coding.exponents`).
+"""The stores ``exp3`` and ``exp4``: units in host memory in such a code (:mod:`headrace.codec.exponents`).
 
 A unit is read into memory of its own, and coded when all of it is there: on the GPU that computes, or where that has no
 room on the CPU. Each piece is decoded again and compared with what it was made of. Memory of the code is of exactly its
@@ -14,8 +14,8 @@ from concurrent.futures import Future, ThreadPoolExecutor
 import numpy as np
 import torch
 
-from headrace.coding.exponents import Piece, decode, encode
-from headrace.coding.layout import WIDTHS, cut_pieces
+from headrace.codec.exponents import Piece, decode, encode
+from headrace.codec.layout import WIDTHS, cut_pieces
 from headrace.errors import TransferError, warn_user
 from headrace.formatting import format_size
 from headrace.memory.pages import map_pages, populate_parallel
@@ -162,7 +162,7 @@ def _verified_code(weights: torch.Tensor, width: int) -> torch.Tensor | None:
         return None
     piece, again = Piece(0, weights.numel(), width, 0, code.numel()), torch.empty_like(weights)
     if weights.is_cuda:
-        from headrace.coding.decode_kernels import decode_on_gpu  # needs Triton
+        from headrace.codec.decode_kernels import decode_on_gpu  # needs Triton
 
         with torch.cuda.device(weights.device):
             decode_on_gpu(piece, code, again)

@@ -16,7 +16,7 @@ import torch
 
 from headrace.checkpoint.safetensors_header import FileFingerprint, FileTensor
 from headrace.checkpoint.weight_map import TensorSource, WeightMap
-from headrace.coding.exponents import Piece
+from headrace.codec.exponents import Piece
 from headrace.errors import CheckpointError, OptionError
 from headrace.memory.pages import map_parts
 from headrace.memory.pinned import PinnedBuffer, pinned_region

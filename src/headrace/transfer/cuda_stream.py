@@ -23,7 +23,7 @@ from typing import Any
 
 import torch
 
-from headrace.coding.exponents import Piece
+from headrace.codec.exponents import Piece
 from headrace.errors import StateError, TransferError
 from headrace.plan.plan import Plan
 from headrace.stores.store import Load
@@ -87,7 +87,7 @@ class StreamLink(Link):
         if piece.width is None:
             into[piece.start : piece.start + piece.num_bytes].copy_(code)
             return
-        from headrace.coding.decode_kernels import decode_on_gpu  # needs Triton
+        from headrace.codec.decode_kernels import decode_on_gpu  # needs Triton
 
         with torch.cuda.device(self._device):
             decode_on_gpu(piece, code, into)

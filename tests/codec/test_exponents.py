@@ -10,8 +10,8 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from headrace.coding.exponents import Piece, decode, encode
-from headrace.coding.layout import WIDTHS, coded_bytes, cut_pieces, parts_of
+from headrace.codec.exponents import Piece, decode, encode
+from headrace.codec.layout import WIDTHS, coded_bytes, cut_pieces, parts_of
 
 each_width = pytest.mark.parametrize("width", WIDTHS.values(), ids=WIDTHS.keys())
 
@@ -124,7 +124,7 @@ def test_pieces_cover_a_slab() -> None:
 @pytest.mark.parametrize("count", [1024, 8192, 70_016])
 def test_the_kernel_writes_the_weights_and_nothing_else(count: int, width: int) -> None:
     pytest.importorskip("triton")
-    from headrace.coding.decode_kernels import decode_on_gpu
+    from headrace.codec.decode_kernels import decode_on_gpu
 
     weights = normal(count)
     weights.view(torch.int16)[[0, count // 2, count - 1]] = torch.tensor([0x7FC1, 0x0001, -128], dtype=torch.int16)

@@ -11,7 +11,7 @@ Indices are stored in blocks of 1024 weights. For n weights::
     escapes                 1 byte each: exponents, in the order of the weights
 
 Parts begin at multiples of 16 bytes. :func:`encode` runs on any device, with torch. :func:`decode` runs on the host,
-with numpy; :mod:`headrace.coding.decode_kernels` does the same on a GPU.
+with numpy; :mod:`headrace.codec.decode_kernels` does the same on a GPU.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from dataclasses import dataclass
 import numpy as np
 import torch
 
-from headrace.coding.layout import BLOCK, parts_of
+from headrace.codec.layout import BLOCK, parts_of
 
 __all__ = ["Piece", "decode", "encode"]
 

@@ -1,4 +1,4 @@
-"""Sizes of the codes ``exp3`` and ``exp4`` (:mod:`headrace.coding.exponents`), which plans need, too."""
+"""Sizes of the codes ``exp3`` and ``exp4`` (:mod:`headrace.codec.exponents`), which plans need, too."""
 
 from __future__ import annotations
 

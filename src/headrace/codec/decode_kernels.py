@@ -1,4 +1,4 @@
-"""The kernel that decodes ``exp3`` and ``exp4`` (:mod:`headrace.coding.exponents`) on a GPU."""
+"""The kernel that decodes ``exp3`` and ``exp4`` (:mod:`headrace.codec.exponents`) on a GPU."""
 
 from __future__ import annotations
 
@@ -6,8 +6,8 @@ import torch
 import triton
 import triton.language as tl
 
-from headrace.coding.exponents import Piece
-from headrace.coding.layout import BLOCK, parts_of
+from headrace.codec.exponents import Piece
+from headrace.codec.layout import BLOCK, parts_of
 
 __all__ = ["decode_on_gpu"]
 
