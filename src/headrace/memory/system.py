@@ -14,7 +14,7 @@ from collections.abc import Collection, Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
 
 from headrace.config import number_in
 from headrace.errors import LimitError
@@ -24,9 +24,12 @@ if TYPE_CHECKING:
     import torch
 
 __all__ = [
+    "DEVICE",
+    "PEER",
     "Limits",
     "Needs",
     "PeakMeter",
+    "Shortage",
     "cgroup_available_bytes",
     "cpus_near",
     "dup_above_stdio",
@@ -46,6 +49,9 @@ __all__ = [
     "touch_threads",
     "trim_heap",
 ]
+
+DEVICE = "device memory"
+PEER = "memory of the peer GPU"
 
 _SYSFS = Path("/sys")
 _CGROUP_ROOT = Path("/sys/fs/cgroup")
@@ -253,6 +259,25 @@ class _Device(Protocol):
 
 
 @dataclass(frozen=True)
+class Needs:
+    """Bytes that carrying out a plan adds to what is in use at its peak; ``pinned_bytes`` are among ``host_bytes``."""
+
+    device_bytes: int = 0
+    host_bytes: int = 0
+    pinned_bytes: int = 0
+    peer_bytes: int = 0
+
+
+class Shortage(NamedTuple):
+    """A limit that has no room for what is needed, in bytes, and what frees some."""
+
+    limit: str
+    needed: int
+    available: int
+    fix: str
+
+
+@dataclass(frozen=True)
 class Limits:
     """Bytes that can still be taken; ``None`` means not limited, or not known.
 
@@ -270,15 +295,24 @@ class Limits:
     memlock_bytes: int | None = None
     peer_free_bytes: int | None = None
 
-
-@dataclass(frozen=True)
-class Needs:
-    """Bytes that carrying out a plan adds to what is in use at its peak; ``pinned_bytes`` are among ``host_bytes``."""
-
-    device_bytes: int = 0
-    host_bytes: int = 0
-    pinned_bytes: int = 0
-    peer_bytes: int = 0
+    def shortage(self, needs: Needs) -> Shortage | None:
+        """The limit that lacks most of ``needs``; ``None``: there is room for all of them."""
+        group_fix = "raise the limit of the container or group (memory.max)"
+        host_fix = "free host memory first (and raise `ulimit -v` if it is set)"
+        group = "host memory under its cgroup's limit"
+        checked = (
+            (DEVICE, needs.device_bytes, self.device_free_bytes, "free device memory first"),
+            ("host memory", needs.host_bytes, self.host_available_bytes, host_fix),
+            (group, needs.host_bytes, self.cgroup_available_bytes, group_fix),
+            ("locked memory (RLIMIT_MEMLOCK)", needs.pinned_bytes, self.memlock_bytes, "raise `ulimit -l`"),
+            (PEER, needs.peer_bytes, self.peer_free_bytes, "use a smaller --peer-memory"),
+        )
+        exceeded = [
+            Shortage(limit, needed, available, fix)
+            for limit, needed, available, fix in checked
+            if available is not None and needed > available
+        ]
+        return max(exceeded, key=lambda found: found.needed - found.available, default=None)
 
 
 def read_limits(device: torch.device | _Device, *, pinned_bytes: int = 0) -> Limits:

@@ -31,7 +31,7 @@ from headrace.config import (
 )
 from headrace.errors import BudgetError, CheckpointError, LimitError, OptionError, OptionTypeError, warn_user
 from headrace.formatting import format_size
-from headrace.memory.system import Limits, Needs, read_limits, round_up
+from headrace.memory.system import DEVICE, PEER, Limits, Needs, read_limits, round_up
 from headrace.model.records import Inventory, ModelProfile, StorageInfo
 from headrace.plan.build import Planner
 from headrace.plan.cached_experts import why_not_cached
@@ -81,9 +81,6 @@ _MAX_MAPPINGS = 48_000
 _AUTO_MARGIN_BYTES = 1 << 30
 _VECTOR_BYTES = 16  # of SSE, the shortest of an x86 CPU
 _MIB = 2**20
-
-_DEVICE = "device memory"
-_PEER = "memory of the peer GPU"
 
 
 def require_kinds(device: object, disk: object) -> None:
@@ -695,38 +692,23 @@ def check_limits(plan: Plan, limits: Limits, needs: Needs) -> None:
     Raises:
         LimitError: names the limit that misses most, by how much, and a device-memory budget that should fit.
     """
-    cgroup_fix = "raise the limit of the container or group (memory.max)"
-    exceeded = [
-        (needed - available, limit, first, needed, available)
-        for limit, first, needed, available in (
-            (_DEVICE, "free device memory first", needs.device_bytes, limits.device_free_bytes),
-            (
-                "host memory",
-                "free host memory first (and raise `ulimit -v` if it is set)",
-                needs.host_bytes,
-                limits.host_available_bytes,
-            ),
-            ("host memory under its cgroup's limit", cgroup_fix, needs.host_bytes, limits.cgroup_available_bytes),
-            ("locked memory (RLIMIT_MEMLOCK)", "raise `ulimit -l`", needs.pinned_bytes, limits.memlock_bytes),
-            (_PEER, "use a smaller --peer-memory", needs.peer_bytes, limits.peer_free_bytes),
-        )
-        if available is not None and needed > available
-    ]
-    if not exceeded:
+    shortage = limits.shortage(needs)
+    if shortage is None:
         return
-    missing, limit, first, needed, available = max(exceeded, key=lambda shortfall: shortfall[0])
+    limit, needed, available, fix = shortage
+    missing = needed - available
     on_gpu, budget = limits.device_free_bytes is not None, _fitting_budget(plan, limit, missing, limits, needs)
     advice = "Offload less or in smaller units"
     if budget is not None:
         size = f"{budget // _MIB}MiB" if budget % _MIB == 0 else f"{budget}B"
         which = "larger" if budget > plan.device_bytes else "smaller"
         advice = f"A {which} budget should fit, about --device-memory {size}; use it"
-    if plan.mode in HOST_MODES and not (on_gpu and limit in (_DEVICE, _PEER)):
-        first += ", or store the weights in the files (--offload-mode disk)"
-        first += ", or what does not fit: pass checkpoint=FOLDER and no mode" if on_gpu else ""
+    if plan.mode in HOST_MODES and not (on_gpu and limit in (DEVICE, PEER)):
+        fix += ", or store the weights in the files (--offload-mode disk)"
+        fix += ", or what does not fit: pass checkpoint=FOLDER and no mode" if on_gpu else ""
     message = (
         f"the plan needs {format_size(needed)} ({needed} bytes) of {limit}, and {format_size(available)} ({available} "
-        f"bytes) can be had: {format_size(missing)} ({missing} bytes) too little. {advice}, or {first}; nothing was "
+        f"bytes) can be had: {format_size(missing)} ({missing} bytes) too little. {advice}, or {fix}; nothing was "
         f"allocated"
     )
     raise LimitError(message, limit, needed, available, budget)
@@ -737,13 +719,13 @@ def _fitting_budget(plan: Plan, limit: str, missing: int, limits: Limits, needs:
 
     A first-order estimate: every byte of weights that is not in one memory is in the other.
     """
-    if limit == _PEER:
+    if limit == PEER:
         return None
     less = max(0, plan.device_bytes - missing)
     smaller = less // _MIB * _MIB or less or None
     if limits.device_free_bytes is None:  # on a CPU both are host memory
         return smaller
-    if limit == _DEVICE:
+    if limit == DEVICE:
         host = (limits.host_available_bytes, limits.cgroup_available_bytes)
         spare = min((found - needs.host_bytes for found in host if found is not None), default=missing)
         return None if plan.mode in HOST_MODES and spare < missing else smaller
