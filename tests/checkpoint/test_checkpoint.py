@@ -277,6 +277,7 @@ class TestRead:
         with pytest.raises(CheckpointError, match="changed while in use"):
             checkpoint.read("a")
 
+    @pytest.mark.slow
     def test_unknown_name_lists_the_nearest(self, tmp_path: Path) -> None:
         names = [f"layers.{i}.{part}.weight" for i in range(500) for part in ("mlp", "attn")]
         save_file({name: torch.zeros(1) for name in names}, tmp_path / "x.safetensors")
@@ -609,6 +610,7 @@ names = st.text(st.characters(exclude_categories=["Cs"]), min_size=1, max_size=1
 shapes = st.lists(st.integers(0, 4), max_size=4).map(tuple)
 
 
+@pytest.mark.slow
 @given(st.dictionaries(names, st.tuples(st.sampled_from(list(DTYPES.values())), shapes), max_size=8))
 @settings(deadline=None)
 def test_any_tensors_come_back(kinds: dict[str, tuple[torch.dtype, tuple[int, ...]]]) -> None:
@@ -622,6 +624,7 @@ def test_any_tensors_come_back(kinds: dict[str, tuple[torch.dtype, tuple[int, ..
             assert_same(checkpoint.read(name), expected)
 
 
+@pytest.mark.slow
 @given(st.data())
 @settings(deadline=None, max_examples=300)
 def test_random_damage_is_refused_or_harmless(data: st.DataObject) -> None:

@@ -147,6 +147,7 @@ def plain(facts: FolderFacts) -> list[object]:
 
 
 class TestEqual:
+    @pytest.mark.slow
     @pytest.mark.parametrize("machine", [None, "h200"])
     @pytest.mark.parametrize("name", FAMILIES)
     def test_plans_predictions_and_curves(
@@ -215,6 +216,7 @@ class TestEqual:
         converted = opened_model.open_model(families["two stacks"]).weights
         assert all(source.is_converted for source in converted.sources.values())
 
+    @pytest.mark.slow
     def test_with_neither_torch_nor_transformers(self, folder: Path) -> None:
         code = (
             "import sys\nfrom typer.testing import CliRunner\nfrom headrace.cli import app\n"

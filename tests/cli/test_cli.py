@@ -135,6 +135,7 @@ def test_columns_hold_in_a_pipe(width: int | None) -> None:
     assert done.stdout.split() == [str(width or 120)] * 2
 
 
+@pytest.mark.slow
 def test_the_command_line_starts_without_torch() -> None:
     # The package itself imports torch, so an empty stand-in takes its place: what is left is what the CLI adds.
     code = """
@@ -347,6 +348,7 @@ def test_plan_without_flags_says_the_weight_and_a_minimum_that_holds(model: Path
     assert "too small" in error_of("plan", model, "--device-memory", f"{exact - 1}B")
 
 
+@pytest.mark.slow
 def test_plan_reads_headers_only(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """A checkpoint of 63 GiB whose weights are one hole in a sparse file: there is nothing to read."""
     num_bytes = write_sparse_model(tmp_path)
@@ -389,6 +391,7 @@ def write_sparse_model(folder: Path) -> int:
     return end
 
 
+@pytest.mark.slow
 def test_plan_counts_the_workload(model: Path) -> None:
     def minimum(*flags: object) -> int:
         return int(error_of("plan", model, "--device-memory", "1B", *flags).split("iB (")[-1].split(" bytes")[0])
@@ -425,6 +428,7 @@ def test_plan_tries_how_the_files_would_be_opened(model: Path, monkeypatch: pyte
     assert any(flags & os.O_DIRECT for flags in opened)
 
 
+@pytest.mark.slow
 def test_a_saved_plan_is_shown_and_carried_out(model: Path, tmp_path: Path) -> None:
     file = tmp_path / "plan.json"
     made = succeed("plan", model, "--device-memory", "2MiB", "--save", file)
@@ -446,6 +450,7 @@ def test_a_saved_plan_is_shown_and_carried_out(model: Path, tmp_path: Path) -> N
     assert moved[0][1] == moved[1][1]
 
 
+@pytest.mark.slow
 def test_a_plan_says_what_it_will_cost(model: Path, tmp_path: Path) -> None:
     args = ("plan", model, "--device-memory", "3200KiB", "--batch", "1,4", "--context", "64")
     text = succeed(*args)
@@ -602,6 +607,7 @@ def test_generate_writes_a_trace(model: Path, tmp_path: Path) -> None:
 # -- errors ------------------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.slow
 def test_errors_are_one_line_with_exit_code_2(model: Path, tmp_path: Path) -> None:
     assert "no such folder" in error_of("plan", tmp_path / "nothing")
     assert "config.json" in error_of("plan", tmp_path)
@@ -793,6 +799,7 @@ def test_verbose_shows_the_log(model: Path) -> None:
     assert logging.getLogger("headrace").handlers == []
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("width", [80, 120])
 def test_helps_and_plans_fit_the_columns(model: Path, width: int, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("COLUMNS", str(width))
@@ -823,6 +830,7 @@ def test_a_terminal_breaks_no_words_of_an_error(tmp_path: Path) -> None:
 # -- several processes -------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.slow
 def test_other_ranks_print_errors_alone(model: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("TORCHELASTIC_RUN_ID", "none")
     monkeypatch.setenv("RANK", "1")
@@ -954,6 +962,7 @@ def test_interrupt_ends_with_130_and_a_word(monkeypatch: pytest.MonkeyPatch, mod
     assert result.stderr == "interrupted\n"
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("verb", [["plan"], ["generate", "--prompt", "a"]])
 def test_a_mistyped_path_is_answered_before_torch_is_imported(verb: list[str], tmp_path: Path) -> None:
     code = f"""

@@ -233,6 +233,7 @@ def test_without_vllm_one_line_says_what_to_install(monkeypatch: pytest.MonkeyPa
     assert message == f"error: vLLM is not installed for {sys.executable}: pip install 'headrace[vllm]'"
 
 
+@pytest.mark.slow
 def test_another_version_is_refused_before_it_starts(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(metadata, "version", lambda name: "0.19.1")
     assert "vLLM 0.19.1 is too old: expected 0.20.2 to 0.33.x" in error_of("--engine", "vllm", "M")
@@ -261,6 +262,7 @@ def test_vllm_of_the_same_python_is_preferred(monkeypatch: pytest.MonkeyPatch, t
     assert started == [(str(tmp_path / "vllm"), [*START, "--offload-group-size", "4", "-tp", "2"])]
 
 
+@pytest.mark.slow
 def test_the_process_becomes_vllm(tmp_path: Path) -> None:
     """With its own environment: how headrace's compute threads wait is nothing to an engine."""
     if Path(sys.executable).with_name("vllm").exists():

@@ -32,6 +32,7 @@ def folder(tmp_path: Path) -> Path:
 # -- the model ---------------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.slow
 def test_the_model_is_complete_repeatable_and_reused(folder: Path, tmp_path: Path) -> None:
     checkpoint = Checkpoint.open(folder)
     assert checkpoint.tensors.keys() == dict(TINY.build().named_parameters()).keys()
@@ -102,6 +103,7 @@ def runs(folder: Path, tmp_path: Path) -> tuple[Result, Result]:
     return resident, replace(streamed, growth_bytes=0)  # that of a process that has run other models says nothing
 
 
+@pytest.mark.slow
 def test_generated_tokens_and_logits_are_equal(runs: tuple[Result, Result]) -> None:
     assert failed_checks(*runs) == []
     assert [each.num_tokens for each in runs] == [8, 8]

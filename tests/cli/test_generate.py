@@ -77,6 +77,7 @@ def generate(folder: Path, *flags: object, prompt: str = "Water") -> Any:
 # -- chat --------------------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.slow
 def test_an_instruct_model_gets_its_template_and_says_so(with_template: Callable[..., Path]) -> None:
     folder = with_template("tiny-instruct")
     chatted, plain = generate(folder), generate(folder, "--no-chat")
@@ -92,6 +93,7 @@ def test_an_instruct_model_gets_its_template_and_says_so(with_template: Callable
     assert (asked.stdout, "chat:" in asked.stderr) == (chatted.stdout, False)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("name", "end"), [("tiny-base", "<|endoftext|>"), ("tiny_pt", "<|endoftext|>"), ("tiny", "<|pad|>")]
 )
@@ -178,6 +180,7 @@ def test_a_chat_that_cannot_be_held(model: Path, with_template: Callable[..., Pa
 # -- sampling ----------------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.slow
 def test_top_p_and_top_k_sample_as_transformers_does(model: Path) -> None:
     ids = {"input_ids": AutoTokenizer.from_pretrained(model)("Water", return_tensors="pt").input_ids}
     texts = set()
@@ -213,6 +216,7 @@ def test_sampling_options_without_sampling(model: Path) -> None:
 # -- output ------------------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.slow
 def test_quiet_prints_the_text_and_errors(with_template: Callable[..., Path], tmp_path: Path) -> None:
     folder = with_template("tiny-instruct")
     loud, trace = generate(folder), tmp_path / "trace.json"
@@ -223,6 +227,7 @@ def test_quiet_prints_the_text_and_errors(with_template: Callable[..., Path], tm
     assert "--top-k has no effect" in error_of("generate", folder, "--prompt", "a", "--quiet", "--top-k", 3)
 
 
+@pytest.mark.slow
 def test_the_expectation_is_that_of_the_plan(model: Path) -> None:
     """Of one sequence, with a context and without."""
     for flags in (("--device-memory", "2MiB"), ("--device-memory", "16MiB", "--context", 64)):
@@ -239,6 +244,7 @@ def test_the_expectation_is_that_of_the_plan(model: Path) -> None:
 # -- dtype and attention -----------------------------------------------------------------------------------------------
 
 
+@pytest.mark.slow
 def test_attention_by_name(model: Path) -> None:
     expected = plain_text(model, "Water", max_new_tokens=12)
     assert generate(model, "--attn-implementation", "eager").stdout == expected
@@ -256,6 +262,7 @@ def test_a_dtype_by_name(model: Path) -> None:
         assert error_of(*verb, "--dtype", "int4") == "error: --dtype 'int4': expected bfloat16, float16 or float32"
 
 
+@pytest.mark.slow
 def test_a_plan_for_another_dtype_is_carried_out(model: Path, tmp_path: Path) -> None:
     """Streamed from the unmodified files, of whose bytes half arrive; without the flag it is for another model."""
     plan, args = tmp_path / "plan.json", ("--prompt", "Water", "--max-new-tokens", 12)
@@ -308,6 +315,7 @@ def test_rope_scaling_makes_texts_longer(model: Path, tmp_path: Path, rope: dict
     assert f"more than the {limit} that the model was made for" in message
 
 
+@pytest.mark.slow
 @pytest.mark.usefixtures("nothing_is_loaded")
 def test_a_text_longer_than_the_plan_is_refused_first(model: Path, tmp_path: Path) -> None:
     args = ("generate", model, "--prompt", "Water", "--device-memory", "3MiB", "--context", 32, "--max-new-tokens")

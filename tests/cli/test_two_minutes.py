@@ -201,6 +201,7 @@ def with_template(model: Path, place: Path) -> Path:
     return place
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("question", QUESTIONS, ids=[question.asks for question in QUESTIONS])
 def test_an_answer(question: Question, model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("huggingface_hub.constants.HF_HUB_CACHE", str(tmp_path / "hub"))

@@ -94,6 +94,7 @@ def test_random_bits_are_not_coded(width: int) -> None:
     assert encode(torch.randint(0, 256, (1 << 16,), dtype=torch.uint8), width) is None
 
 
+@pytest.mark.slow
 @settings(max_examples=200, deadline=None)
 @given(st.data())
 def test_any_range_comes_back(data: st.DataObject) -> None:

@@ -149,6 +149,7 @@ def test_a_pipeline_of_diffusers() -> None:
     assert trace.counts() == ONCE
 
 
+@pytest.mark.slow
 def test_serve(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """``headrace serve MODEL``, up to its first request."""
     folder = tmp_path / "model"

@@ -60,6 +60,7 @@ class TestGivenBack:
         del handle
         assert eventually(lambda: slot() is None)
 
+    @pytest.mark.slow
     @pytest.mark.parametrize("mode", ["cpu", "disk"])
     def test_so_does_dropping_the_model(self, mode: str, tmp_path: Path) -> None:
         assert eventually(lambda: readers() == [])
@@ -73,6 +74,7 @@ class TestGivenBack:
         assert slot() is None
         assert weight() is None
 
+    @pytest.mark.slow
     def test_dropping_the_handle_changes_nothing(self) -> None:
         model = Stack(4).eval()
         expected = model(rows())
@@ -83,6 +85,7 @@ class TestGivenBack:
         with pytest.raises(StateError, match="offloaded already"):
             headrace.offload(model, all_layers(2))
 
+    @pytest.mark.slow
     def test_in_disk_mode_the_old_weights_are_let_go(self, tmp_path: Path) -> None:
         model = Stack(4).eval()
         folder = save(model, tmp_path)
@@ -92,6 +95,7 @@ class TestGivenBack:
             assert old() is None
             assert open_files(tmp_path) == 1
 
+    @pytest.mark.slow
     @pytest.mark.parametrize("mode", ["cpu", "disk"])
     def test_removed_offloads_are_no_garbage(self, mode: str, tmp_path: Path) -> None:
         """Events and slots of a GPU among them: the collector would end them in whatever thread runs."""
@@ -111,6 +115,7 @@ class TestGivenBack:
         finally:
             gc.enable()
 
+    @pytest.mark.slow
     def test_a_hundred_times(self) -> None:
         model, x, expected = expecting(Stack(2))
         for _ in range(100):
@@ -138,6 +143,7 @@ class TestEnd:
 
 
 class TestViews:
+    @pytest.mark.slow
     def test_of_a_slot_stay_readable_after_remove(self) -> None:
         model = Stack(4).eval()
         handle = headrace.offload(model, all_layers(2))
@@ -152,6 +158,7 @@ class TestViews:
         assert_same_bits(view, expected)
         del junk
 
+    @pytest.mark.slow
     def test_of_a_mapped_file_stay_readable_after_remove(self, tmp_path: Path) -> None:
         model = nn.Sequential(nn.Embedding(4000, DIM), nn.Linear(DIM, DIM)).eval()
         expected = model[0].weight.clone()
@@ -182,6 +189,7 @@ class TestViews:
             model.layers[0].linear.weight[1:3].mul_(2)
         assert view.eq(2).all()
 
+    @pytest.mark.slow
     def test_of_pinned_or_adopted_memory_outlive_the_model(self) -> None:
         """Trap 9."""
         model = Stack(4).eval()

@@ -327,6 +327,7 @@ class TestSharedModules:
         assert inventory.by_name["2.inner.weight"].names == ("0.inner.weight", "2.inner.weight")
         assert build_plan(inventory, Rules([("2.inner.bias", "uva")])).uva == {"0.inner.bias": DIM * 4}
 
+    @pytest.mark.slow
     def test_a_checkpoint_may_use_any_name(self, tmp_path: Path) -> None:
         from safetensors.torch import save_file
 

@@ -89,6 +89,7 @@ class TestAnotherLayer:
                 assert_same_bits(model(rows()), expected)
             assert handle.stats().bytes_moved > 0
 
+    @pytest.mark.slow
     def test_in_compiled_code_is_refused_too(self) -> None:
         model = Model().eval()
         compiled = torch.compile(model, backend="eager")

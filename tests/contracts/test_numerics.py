@@ -100,6 +100,7 @@ class TestEager:
         assert max(unit.runs for unit in handle.stats().units) == 12
         handle.remove()
 
+    @pytest.mark.slow
     def test_layers_wrapped_by_the_compiler(self) -> None:
         model, x, expected = expecting(Stack(4))
         for index, layer in enumerate(model.layers):
@@ -272,6 +273,7 @@ class TestDisk:
             assert_same_bits(model(x), expected)
             assert handle.stats().bytes_moved == 0
 
+    @pytest.mark.slow
     def test_budget_from_a_checkpoint_streams_from_its_files(self, tmp_path: Path) -> None:
         model, x, expected = expecting(Stack(12, dim=128), rows(128))
         with headrace.offload(model, "400KiB", checkpoint=save(model, tmp_path)) as handle:
@@ -436,6 +438,7 @@ class TestInterrupted:
         handle.remove()
         assert_same_bits(model(x), expected)
 
+    @pytest.mark.slow
     def test_interrupted_while_it_waits(self, monkeypatch: pytest.MonkeyPatch) -> None:
         """Ctrl-C during a wait: the copy goes on, and must not land on top of the next one."""
         model, x, expected = expecting(Stack(5))

@@ -91,12 +91,14 @@ def test_returned_weights(give: Callable[..., Any], take: Callable[..., Any]) ->
     assert note.endswith("table.weight")
 
 
+@pytest.mark.slow
 def test_an_output_that_nothing_looks_into_is_refused() -> None:
     model = Around(lambda w: Opaque(w[:2]), lambda g: g.tensor[0]).eval()
     with headrace.offload(model, EVERYTHING), pytest.raises(OutsideAccessError, match=KEPT):
         model(rows())
 
 
+@pytest.mark.slow
 @promoted
 def test_a_view_that_is_returned_and_kept_is_refused() -> None:
     kept: list[torch.Tensor] = []
@@ -116,6 +118,7 @@ class Keeps(nn.Module):
         return self.lin(x)
 
 
+@pytest.mark.slow
 def test_a_view_kept_by_a_module_that_returns_nothing_is_refused() -> None:
     kept: list[torch.Tensor] = []
     model = Around(lambda w: kept.append(w.t()), lambda g: kept[0][0]).eval()
@@ -123,6 +126,7 @@ def test_a_view_kept_by_a_module_that_returns_nothing_is_refused() -> None:
         model(rows())
 
 
+@pytest.mark.slow
 def test_a_kept_view_is_refused_in_every_forward() -> None:
     model = nn.Sequential(Keeps(), Keeps()).eval()
     with headrace.offload(model, EVERYTHING):
@@ -547,6 +551,7 @@ class TestOthers:
             assert handle.stats().bytes_moved > 0
         assert_same_bits(model(x), twin(x))
 
+    @pytest.mark.slow
     @promoted
     @pytest.mark.parametrize("mechanism", ["prefetch", "uva"])
     @pytest.mark.parametrize("mode", ["cpu", "disk"])
@@ -722,6 +727,7 @@ class TestRemove:
         assert handle.stats().bytes_moved > 0
 
 
+@pytest.mark.slow
 @promoted
 def test_a_weight_is_read_while_another_thread_runs_its_module() -> None:
     """The slot is that thread's: a view of it would outlive the run, and a product would read it behind the run."""

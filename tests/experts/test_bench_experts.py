@@ -28,6 +28,7 @@ def test_driven_traces_hit_what_they_say(hits: float) -> None:
         assert lru_hits(layer, 32, warm_up=100) == pytest.approx(hits, abs=0.02)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("rows", [1, 3])
 def test_cases_have_equal_bits_and_the_hits_of_the_trace(rows: int) -> None:
     found = {

@@ -61,6 +61,7 @@ class TestBits:
                 assert layer.in_place >= (2 if num_slots == 1 else 1)  # the first step reads one in place anyway
         assert_same_bits(outputs(model), expected)
 
+    @pytest.mark.slow
     def test_more_ids_than_slots(self) -> None:
         """Experts without a slot are read in overflow rows, and what came before and after is as it was."""
         model, ids = qwen(num_hidden_layers=4), torch.arange(160).remainder(100)[None]
@@ -78,6 +79,7 @@ class TestBits:
                 assert_same_bits(model(ids[:, :2]).logits, expected[2])
                 assert handle.stats().experts[0].in_place > 2
 
+    @pytest.mark.slow
     def test_biases_and_other_mechanisms(self) -> None:
         model = gpt_oss()
         expected = outputs(model)
@@ -189,6 +191,7 @@ class TestBits:
                 assert handle.stats().experts[0].evicted > 0
         torch._dynamo.reset()
 
+    @pytest.mark.slow
     def test_two_threads(self) -> None:
         """One slot: each thread evicts what the other has just admitted, unless it waits."""
         model = Experts().eval()

@@ -139,6 +139,7 @@ def test_twice_the_same_step(num_slots: int, ids: list[int], counts: CacheCounts
     assert rig.cache.counts() == counts
 
 
+@pytest.mark.slow
 def test_a_large_step_copies_what_has_no_slot() -> None:
     rig = Rig(8, 3, num_overflow_rows=4)
     for ids in ([0, 1, 2], [*range(8)] * 33, [5], [*range(8)] * 33, [7, 7, 6] * 100):
@@ -146,6 +147,7 @@ def test_a_large_step_copies_what_has_no_slot() -> None:
     assert rig.cache.counts().in_place > 0
 
 
+@pytest.mark.slow
 def test_the_least_recently_used_leaves() -> None:
     rig = Rig(8, 3)
     for ids in ([0, 1, 2], [0], [2], [5]):
@@ -249,6 +251,7 @@ print(*(len(re.findall(rf"{which}\\.global\\.v2\\.b64", ptx)) for which in ("ld"
 """
 
 
+@pytest.mark.slow
 def test_a_thread_copies_16_bytes_at_a_time() -> None:
     """With 8 bytes a load the same programs fill less of the link. Compiled for a GPU, which takes none."""
     without = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}

@@ -176,6 +176,7 @@ class TestTransformers:
         handle.remove()
         assert torch.equal(logits(model), expected)
 
+    @pytest.mark.slow
     def test_generate(self, folder: Path) -> None:
         options: dict[str, Any] = {"max_new_tokens": 6, "do_sample": False}
         expected = resident(folder).generate(IDS, **options)
@@ -183,6 +184,7 @@ class TestTransformers:
         assert torch.equal(model.generate(IDS, **options), expected)
         assert all(layer.hits > 0 and layer.fetched > 0 for layer in handle.stats().experts)
 
+    @pytest.mark.slow
     @pytest.mark.parametrize("fault", ["values", "scale"])
     def test_what_a_kernel_has_read_is_compared_with_the_store(
         self, folder: Path, fault: str, monkeypatch: pytest.MonkeyPatch
@@ -203,6 +205,7 @@ class TestTransformers:
         with pytest.raises(RaceError, match="differ from the store"):
             handle.stats()
 
+    @pytest.mark.slow
     def test_compiled_code_calls_it_between_graphs(self, folder: Path) -> None:
         expected = logits(resident(folder))
         model, handle = load(folder, Rules([("experts", "cache")], expert_slots=2))

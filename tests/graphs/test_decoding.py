@@ -106,6 +106,7 @@ def model(request: pytest.FixtureRequest) -> Any:
     return MODELS[request.param]()
 
 
+@pytest.mark.slow
 def test_tokens_and_logits_are_those_of_eager_steps(model: Any) -> None:
     """Also where a sliding window fills up on the way, and for prompts of other lengths in later calls."""
     graphs = headrace.decode_in_graphs(model)
@@ -300,6 +301,7 @@ def test_memory_that_runs_out_later_is_the_callers_error(monkeypatch: pytest.Mon
         run(model, prompt(7))
 
 
+@pytest.mark.slow
 def test_two_threads_that_generate_at_once() -> None:
     model = qwen3()
     expected = static(model, prompt(5)), static(model, prompt(6))
@@ -325,6 +327,7 @@ def test_calls_in_inference_mode_and_outside_share_no_cache() -> None:
     assert torch.equal(model.generate(prompt(5), max_new_tokens=9), first)
 
 
+@pytest.mark.slow
 def test_remove_gives_generate_back_and_frees_the_cache() -> None:
     model = qwen3()
     before = dict(vars(model))
@@ -448,6 +451,7 @@ class Shifted(transformers.Qwen3ForCausalLM):  # type: ignore[misc]
         return output
 
 
+@pytest.mark.slow
 def test_what_a_prompt_leaves_in_the_model_counts_for_its_own_text() -> None:
     model = qwen3()
     model.__class__ = Shifted

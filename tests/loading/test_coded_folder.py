@@ -27,6 +27,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return path
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "policy", [Prefetch(1, 1, 2, codec="exp4"), Prefetch(2, 1, 1, codec="exp4"), Budget("4MiB", codec="exp4")]
 )

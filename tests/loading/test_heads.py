@@ -62,6 +62,7 @@ def generated(model: Any, **options: Any) -> list[int]:
     return list(model.generate(PROMPT, **{**CALL, **options})[0].tolist())
 
 
+@pytest.mark.slow
 @pytest.mark.filterwarnings("ignore::headrace.errors.HeadraceWarning")  # such small models need not be faster
 @pytest.mark.parametrize("policy", [GROUP, Budget("4MiB", mode="cpu"), Rules([("re:.*mlp.*", "prefetch")])], ids=str)
 def test_tokens_of_transformers_alone(folder: Path, policy: Any, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -85,6 +86,7 @@ def test_tokens_of_transformers_alone(folder: Path, policy: Any, monkeypatch: py
     assert generated(model) == generated(resident(folder))
 
 
+@pytest.mark.slow
 @pytest.mark.filterwarnings("ignore::headrace.errors.HeadraceWarning")
 def test_a_pass_copies_each_unit_once(large_head: Path) -> None:
     """The output head, which each guess multiplies with, would be one of them in so small a budget."""
@@ -103,6 +105,7 @@ def test_a_pass_copies_each_unit_once(large_head: Path) -> None:
         assert unit.copies <= counts.passes + 1
 
 
+@pytest.mark.slow
 def test_a_plan_that_moves_the_output_head(large_head: Path) -> None:
     """Each guess copies it, and the tokens are the same; in two threads, too."""
     plan = make_plan(large_head, Rules([("lm_head", "prefetch"), ("re:.*mlp.*", "prefetch")]), device="cpu")
@@ -119,6 +122,7 @@ def test_a_plan_that_moves_the_output_head(large_head: Path) -> None:
     assert found == [expected] * 2
 
 
+@pytest.mark.slow
 def test_tied_weights(tmp_path: Path) -> None:
     folder = mellum(tmp_path, vocabulary=4096, tied=True)
     model, handle = load(folder, "4MiB", device="cpu", speculate="mtp")
@@ -127,6 +131,7 @@ def test_tied_weights(tmp_path: Path) -> None:
     assert handle.stats().bytes_moved > 0
 
 
+@pytest.mark.slow
 def test_heads_are_part_of_the_budget(large_head: Path) -> None:
     num_bytes, budget = head_bytes(large_head), 4 * 2**20
     _, plain = load(large_head, budget, device="cpu")
@@ -206,6 +211,7 @@ def test_models_whose_heads_cannot_run_beside_an_offload(dense: Path) -> None:
             Speculating(model, Speculation("mtp"), torch.device("cpu"))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("options", "why"),
     [
@@ -224,6 +230,7 @@ def test_calls_that_run_without(dense: Path, options: dict[str, Any], why: str) 
     assert handle.stats().bytes_moved > 0
 
 
+@pytest.mark.slow
 def test_a_prompt_of_embeddings_runs_without(dense: Path) -> None:
     model, handle = load(dense, GROUP, device="cpu", speculate="mtp")
     reference = resident(dense)
@@ -234,6 +241,7 @@ def test_a_prompt_of_embeddings_runs_without(dense: Path) -> None:
     assert handle.stats().speculation.passes == 0  # type: ignore[union-attr]
 
 
+@pytest.mark.slow
 def test_removal_frees_the_heads(dense: Path) -> None:
     model, handle = load(dense, GROUP, device="cpu", speculate="mtp")
     generated(model)

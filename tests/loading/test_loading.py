@@ -91,6 +91,7 @@ class Elsewhere:
 
 
 class TestDeliver:
+    @pytest.mark.slow
     @settings(max_examples=60, deadline=None)
     @given(
         st.lists(st.tuples(st.integers(1, 300), st.lists(st.integers(0, 300), max_size=3), st.booleans()), max_size=8),
@@ -166,6 +167,7 @@ class TestDeliver:
         with pytest.raises(TransferError, match="w: expected sources of 11 bytes, found 10"):
             deliver([short], num_threads=1)
 
+    @pytest.mark.slow
     def test_what_has_landed_is_let_go_of_before_the_rest_is_opened(self) -> None:
         """At most the jobs under way hold their sources: 2 threads, 2 jobs each, and the one being made."""
         alive: list[weakref.ref[np.ndarray[Any, Any]]] = []
@@ -191,6 +193,7 @@ class TestDeliver:
 
 
 class TestOffload:
+    @pytest.mark.slow
     @pytest.mark.parametrize("on_meta", [True, False])
     def test_exact_bytes_and_the_model_comes_back(
         self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, on_meta: bool
@@ -294,6 +297,7 @@ class TestOffload:
         assert ledger.held == {}
         assert_same_bits(model(tokens), expected)
 
+    @pytest.mark.slow
     def test_large_live_tensors_are_adopted_in_place(self, monkeypatch: pytest.MonkeyPatch) -> None:
         monkeypatch.setattr("headrace.memory.pinned.MIN_ADOPTED_BYTES", 1 << 20)
         monkeypatch.setattr("headrace.memory.pinned.is_anonymous", lambda *args: True)

@@ -104,6 +104,7 @@ class TestSameBits:
             load(transposed, policy)[1].remove()
         assert empty == [True, True]
 
+    @pytest.mark.slow
     def test_ranks_share_what_one_of_them_makes(self, transposed: Path, tmp_path: Path) -> None:
         with ranks(2, tmp_path, load_shared, str(transposed)) as both:
             found = [one.hear() for one in both]

@@ -70,6 +70,7 @@ def resident(folder: Path, speculation: Speculation) -> Any:
     return model
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("sampled", [{"do_sample": False}, {"do_sample": True, "temperature": 0.7, "top_k": 20}])
 def test_tokens_of_the_resident_model(target: Path, guesser: str, sampled: dict[str, Any]) -> None:
     speculation = Speculation(guesser, guesses=4)
@@ -100,6 +101,7 @@ def test_a_draft_that_guesses_all(target: Path) -> None:
     assert (stats.speculation.tokens, stats.speculation.passes) == (40, 8)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("guesses_all", [True, False])
 def test_a_captured_draft_guesses_the_same(
     target: Path, draft: Path, guesses_all: bool, monkeypatch: pytest.MonkeyPatch
@@ -144,6 +146,7 @@ def test_a_captured_draft_guesses_the_same(
     assert len(replays) == made
 
 
+@pytest.mark.slow
 def test_other_words(target: Path, draft: Path, tmp_path: Path) -> None:
     """transformers translates between tokenizers; without one, nothing says what a token means."""
     folders = [llama(tmp_path / "target", 4), llama(tmp_path / "draft", 1, 96), llama(tmp_path / "same size", 1)]
@@ -160,6 +163,7 @@ def test_other_words(target: Path, draft: Path, tmp_path: Path) -> None:
             load(model_folder, PREFETCH, device="cpu", speculate=str(other))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("changes", "why"),
     [
@@ -177,6 +181,7 @@ def test_calls_that_run_without(target: Path, changes: dict[str, Any], why: str)
     assert handle.stats().speculation.passes == 0  # type: ignore[union-attr]
 
 
+@pytest.mark.slow
 def test_two_threads(target: Path) -> None:
     model, handle = load(target, PREFETCH, device="cpu", speculate=Speculation("lookup", 4))
     expected = generated(model)

@@ -158,6 +158,7 @@ def test_a_failure_leaves_no_buffer_behind(place: str) -> None:
     assert bytes(writable_view(target)) == content
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("direct", [False, True])
 @pytest.mark.parametrize("size", [300, 4097])
 def test_many_parts_share_a_buffer(tmp_path: Path, direct: bool, size: int) -> None:
@@ -187,6 +188,7 @@ class Stream:
         pass
 
 
+@pytest.mark.slow
 def test_buffers_end_with_their_uploader(monkeypatch: pytest.MonkeyPatch) -> None:
     """Not with the next collection of garbage: they are 48 MiB of pinned memory."""
     monkeypatch.setattr("torch.cuda.Stream", lambda device: Stream())

@@ -52,6 +52,7 @@ def test_a_private_write_stays_here(file: int) -> None:
     assert os.pread(file, 1, 5) == b"\0"
 
 
+@pytest.mark.slow
 def test_views_keep_it_and_the_last_one_ends_it() -> None:
     fd = os.memfd_create(NAME)
     os.ftruncate(fd, SIZE)

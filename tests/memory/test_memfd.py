@@ -53,6 +53,7 @@ class TestSharedMemory:
         made.map(0, 1 << 40)[-1] = 1
         made.close()
 
+    @pytest.mark.slow
     def test_two_descriptors_one_memory(self) -> None:
         made = SharedMemory.create(3 * PAGE)
         opened = SharedMemory.open(made.describe())
@@ -93,6 +94,7 @@ class TestSharedMemory:
         early[0] = 3
         assert made.map(0, PAGE, private=True)[0] == 3
 
+    @pytest.mark.slow
     def test_a_mapping_outlives_the_descriptor_and_then_frees(self) -> None:
         made = SharedMemory.create(PAGE)
         view = made.map(0, PAGE)[8:16]
@@ -103,6 +105,7 @@ class TestSharedMemory:
         assert open_fds() == []
         assert "memfd:headrace" not in Path("/proc/self/maps").read_text()
 
+    @pytest.mark.slow
     def test_the_address_of_a_dead_process(self) -> None:
         code = (
             "import json; from headrace.memory.shared import SharedMemory\n"
@@ -112,6 +115,7 @@ class TestSharedMemory:
         with pytest.raises(PeerError, match=r"cannot be opened .* mode 'cpu'"):
             SharedMemory.open(address)
 
+    @pytest.mark.slow
     def test_another_file_under_the_same_number(self) -> None:
         made = SharedMemory.create(PAGE)
         address = made.describe()
@@ -174,6 +178,7 @@ class TestSharedStore:
             for entry in one.entries:
                 assert torch.equal(slab[entry.offset :][: entry.num_bytes], written[entry.storage])
 
+    @pytest.mark.slow
     def test_slabs_are_registered_once_on_pages_of_their_own_and_given_back(self) -> None:
         ledger = Ledger()
         store, _ = open_store(ledger)
@@ -190,6 +195,7 @@ class TestSharedStore:
         assert ledger.held == {}
         assert open_fds() == []
 
+    @pytest.mark.slow
     def test_a_driver_that_refuses_is_an_error_and_leaves_nothing(self) -> None:
         ledger = Ledger(refusals=[0, 1])
         store, _ = open_store(ledger)

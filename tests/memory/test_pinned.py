@@ -71,6 +71,7 @@ def resident_pages() -> int:
 
 
 class TestPinnedBytes:
+    @pytest.mark.slow
     def test_a_view_keeps_the_registration(self) -> None:
         ledger = Ledger()
         pinned = PinnedBuffer(torch.arange(100, dtype=torch.uint8))
@@ -85,6 +86,7 @@ class TestPinnedBytes:
         gc.collect()
         assert ledger.held == {}
 
+    @pytest.mark.slow
     def test_capture_is_refused_and_what_ends_in_one_waits(self) -> None:
         ledger = Ledger()
         first = PinnedBuffer(torch.zeros(10, dtype=torch.uint8))
@@ -120,6 +122,7 @@ class TestStore:
     units = (unit(0, 1000, 3), unit(1, 70_000), unit(2, 256, 256, 9))
     in_place = MappingProxyType({"table": 5000})
 
+    @pytest.mark.slow
     @pytest.mark.parametrize("limit", [1, 72_000, 1 << 30])
     def test_sizes_alignment_and_bytes(self, limit: int) -> None:
         ledger = Ledger()
@@ -183,6 +186,7 @@ class TestStore:
         for name, expected in written.items():
             assert torch.equal(store.in_place(name), expected)
 
+    @pytest.mark.slow
     def test_unpinned_on_request_while_views_live(self) -> None:
         ledger = Ledger()
         store = PinnedStore(self.units, self.in_place, ledger)
@@ -328,6 +332,7 @@ class TestHeld:
         store = PinnedStore([], {"table": 5000}, ledger, held={"table": AlreadyPinned(memory, 0, 5000)})
         assert store.in_place("table").data_ptr() == memory.buffer.data_ptr()
 
+    @pytest.mark.slow
     def test_the_last_view_gives_it_back(self) -> None:
         ledger = Ledger()
         memory = self.memory(5000, ledger)

@@ -32,6 +32,7 @@ pytestmark = pytest.mark.filterwarnings("ignore:.*no file of it is here")
 GIB = 2**30
 
 
+@pytest.mark.slow
 def test_leaves_a_gibibyte_and_room_for_the_cache() -> None:
     planned = plan_model(
         PlanRequest("Qwen/Qwen3-30B-A3B", Budget("auto", workload=Workload([2], 8192)), machine="4090")
@@ -53,6 +54,7 @@ def test_a_model_that_fits_is_not_offloaded() -> None:
     assert plan.outlook.shortage is None
 
 
+@pytest.mark.slow
 def test_the_cache_decides_whether_it_fits() -> None:
     long = Budget("auto", workload=Workload([16], 32768))
     assert headrace.make_plan("Qwen/Qwen3-8B", long, machine="h100").offloaded_bytes > 0
@@ -61,6 +63,7 @@ def test_the_cache_decides_whether_it_fits() -> None:
     assert headrace.make_plan("Qwen/Qwen3-8B", "auto", workload=workload, machine="h100").offloaded_bytes > 0
 
 
+@pytest.mark.slow
 def test_the_context_is_no_longer_than_the_model_allows(model: Path) -> None:
     plan = headrace.make_plan(model, "auto", machine="4090")
     longest = plan_model(PlanRequest(model, None, machine="4090")).planner.profile.max_context
@@ -104,6 +107,7 @@ def sized_in_a_rank(rank: int, name: str) -> tuple[int, str | None, int]:
     return plan.device_bytes, plan.mode, plan.offloaded_bytes
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("name", "fits"), [("Qwen/Qwen3-8B", False), ("Qwen/Qwen3-4B", True)])
 def test_ranks_take_the_least_that_is_free_to_any(name: str, fits: bool) -> None:
     """Or their plans would differ, which is an error in all of them."""

@@ -41,6 +41,7 @@ def sdxl() -> Inventory:
 
 
 class TestSDXL:
+    @pytest.mark.slow
     @pytest.mark.skipif(importlib.util.find_spec("diffusers") is None, reason="diffusers is not installed")
     def test_the_model_of_these_tests_is_that_of_diffusers(self) -> None:
         from diffusers import UNet2DConditionModel
@@ -50,6 +51,7 @@ class TestSDXL:
         shapes = [[(name, p.shape) for name, p in model.named_parameters()] for model in (mine, theirs)]
         assert shapes[0] == shapes[1]
 
+    @pytest.mark.slow
     def test_a_fortieth_of_the_weights_is_enough(self, sdxl: Inventory) -> None:
         least = smallest(sdxl)
         assert 0.02 < least / sdxl.num_bytes < 0.025
@@ -59,6 +61,7 @@ class TestSDXL:
         check_plan(plan, sdxl)
         assert least == plan.device_bytes < 1.05 * (2 * largest + plan.resident_bytes)
 
+    @pytest.mark.slow
     def test_in_a_tenth_the_link_is_always_busy(self, sdxl: Inventory) -> None:
         planner = Planner(sdxl, NOMINAL_GPU)
         plan = planner.plan(Budget(sdxl.num_bytes // 10, workload=Workload([2048])))

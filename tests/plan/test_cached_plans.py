@@ -45,6 +45,7 @@ def planner(implementation: str = "grouped_mm") -> Planner:
 WEIGHTS = planner().inventory.num_bytes
 
 
+@pytest.mark.slow
 @settings(max_examples=25, deadline=None)
 @given(st.integers(300 * MIB, WEIGHTS), st.integers(0, 2000 * MIB), st.sampled_from([(1,), (16,), (1, 64)]))
 def test_within_the_budget_and_no_slower_with_more(budget: int, more: int, rows: tuple[int, ...]) -> None:

@@ -48,6 +48,7 @@ def copy_bytes_per_s(machine: str) -> float:
     return max(rate for _, rate in named_machine(machine)[1].copy_bytes_per_s.points)
 
 
+@pytest.mark.slow
 def test_another_link() -> None:
     assert copy_bytes_per_s("4090@pcie3") == pytest.approx(copy_bytes_per_s("4090") / 2)
     assert copy_bytes_per_s("4090@pcie4x8") == pytest.approx(copy_bytes_per_s("4090") / 2)
@@ -78,6 +79,7 @@ def test_the_guide_lists_them() -> None:
     assert all(f"`{name}`" in text for name in MACHINES)
 
 
+@pytest.mark.slow
 @pytest.mark.filterwarnings("ignore:.*no file of it is here")
 def test_the_table_is_what_plans_predict() -> None:
     """After a change: delete the file, and run both commands of its report."""
@@ -91,6 +93,7 @@ def test_the_table_is_what_plans_predict() -> None:
         assert row["host_bytes"] == expected["host_bytes"]
 
 
+@pytest.mark.slow
 @pytest.mark.filterwarnings("ignore:.*no file of it is here")
 @pytest.mark.parametrize(("name", "budget"), [(FLUX, "6GiB"), ("Wan-AI/Wan2.2-T2V-A14B-Diffusers", "8GiB")])
 def test_a_pass_of_a_pipeline_takes_as_long_as_measured(name: str, budget: str) -> None:

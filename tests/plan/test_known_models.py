@@ -65,6 +65,7 @@ class TestKnownModels:
         with ZipFile(KNOWN_MODELS) as archive:
             assert archive.read(f"{name}.json").decode() == body_text(facts_of(name, MODELS[name]))
 
+    @pytest.mark.slow
     @pytest.mark.parametrize("name", PIPELINES)
     def test_pipelines_have_the_published_transformers(self, name: str) -> None:
         found = known_facts(name, 0)
@@ -73,6 +74,7 @@ class TestKnownModels:
         with ZipFile(KNOWN_MODELS) as archive:
             assert archive.read(f"{name}.json").decode() == body_text(pipeline_facts(name, PIPELINES[name]))
 
+    @pytest.mark.slow
     def test_a_budget_of_a_pipeline_is_for_what_every_step_runs(self) -> None:
         """As in 2026-11-23-diffusers-plans.jsonl, and a step as measured on an H200 (338 ms)."""
         planned = plan_model(PlanRequest("flux.1-dev", "6GiB", machine="h200"))
@@ -82,6 +84,7 @@ class TestKnownModels:
         other_s = (planned.plan.moved_bytes - moved) / 55e9  # text encoders and VAE, which a call runs once
         assert planned.outlook.forecasts[0].step_s == pytest.approx(0.338 + other_s, rel=0.1)
 
+    @pytest.mark.slow
     def test_plan_without_torch_in_a_second_and_a_half(self) -> None:
         """Of the CPU."""
         code = (

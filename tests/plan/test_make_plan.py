@@ -128,6 +128,7 @@ class TestFolders:
             assert handle.stats().bytes_moved > 0
             handle.remove()
 
+    @pytest.mark.slow
     def test_it_is_the_plan_of_the_command_line(self, folder: Path) -> None:
         plan = headrace.make_plan(folder, "2MiB", workload=Workload([1, 4], context=32), device="cpu")
         flags = ("--device-memory", "2MiB", "--batch", "1,4", "--context", "32", "--device", "cpu")
@@ -269,6 +270,7 @@ class TestHonesty:
         assert any('taken for a LlamaModel; for text name LlamaForCausalLM there, "architectures"' in t for t in texts)
         assert any("1 tensor (extra)" in text and "not used: LlamaModel does not have it" in text for text in texts)
 
+    @pytest.mark.slow
     def test_what_of_the_files_is_missing(self, tmp_path: Path) -> None:
         make("LlamaForCausalLM", **SIZE).save_pretrained(tmp_path)
         rewrite(tmp_path, lambda tensors: tensors.pop("model.norm.weight"))
@@ -300,6 +302,7 @@ class TestHonesty:
             plan = headrace.make_plan(Stack(), Prefetch(params=["layers"], mode="disk"))
         assert plan.units
 
+    @pytest.mark.slow
     def test_a_workload_beyond_the_budget_names_those_that_fit(self, folder: Path) -> None:
         args = ("plan", folder, "--device", "cpu", "--device-memory", "40MiB")
         message = error_of(*args, "--batch", "1,500", "--context", "256")
@@ -311,6 +314,7 @@ class TestHonesty:
         for batch, context in ((largest + 1, 256), (500, longest + 1)):
             assert "too small" in error_of(*args, "--batch", batch, "--context", context)
 
+    @pytest.mark.slow
     def test_more_memory_is_never_slower(self) -> None:
         """On average over the batch sizes of the workload."""
         with torch.device("meta"):

@@ -66,6 +66,7 @@ def reference(compute: list[float], copies: list[float], num_slots: int, steps: 
     return max(now, link_free) - begun
 
 
+@pytest.mark.slow
 @given(stages=st.lists(st.tuples(times.filter(bool), times), min_size=1, max_size=14), num_slots=st.integers(1, 5))
 @settings(max_examples=400, deadline=None)
 def test_equals_a_queue_of_copies(stages: list[tuple[float, float]], num_slots: int) -> None:
@@ -73,6 +74,7 @@ def test_equals_a_queue_of_copies(stages: list[tuple[float, float]], num_slots: 
     assert played(compute, copies, num_slots) == pytest.approx(reference(compute, copies, num_slots))
 
 
+@pytest.mark.slow
 @given(
     compute=st.lists(times.filter(bool), min_size=6, max_size=6),
     copies=st.lists(st.lists(times, min_size=6, max_size=6), min_size=1, max_size=6),
@@ -84,6 +86,7 @@ def test_candidates_do_not_touch_one_another(compute: list[float], copies: list[
     assert together == [played(compute, row, count) for row, count in zip(copies, slots, strict=False)]
 
 
+@pytest.mark.slow
 @given(stages=st.lists(st.tuples(times.filter(bool), times), min_size=1, max_size=12), num_slots=st.integers(1, 4))
 @settings(max_examples=200, deadline=None)
 def test_never_below_the_floor(stages: list[tuple[float, float]], num_slots: int) -> None:
@@ -181,6 +184,7 @@ def played_ahead(compute: list[float], copies: list[float], reads: list[float], 
 STAGES = st.lists(st.tuples(times.filter(bool), times, times), min_size=1, max_size=10)
 
 
+@pytest.mark.slow
 @given(STAGES, st.integers(1, 4), st.sampled_from([0.5, 2.0, 100.0]))
 @settings(max_examples=400, deadline=None)
 def test_a_step_with_a_disk_is_a_queue_of_reads_and_copies(
@@ -196,6 +200,7 @@ def test_a_step_with_a_disk_is_a_queue_of_reads_and_copies(
     assert expected - 1e-9 <= found <= expected + ring + 1e-9
 
 
+@pytest.mark.slow
 @given(STAGES, st.integers(1, 4), st.integers(0, 9), st.sampled_from([0.5, 2.0]))
 @settings(max_examples=300, deadline=None)
 def test_one_unit_fewer_on_disk_is_never_slower(

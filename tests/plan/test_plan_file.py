@@ -58,6 +58,7 @@ def write(path: Path, plan: Plan, change: Callable[[Any], object]) -> Path:
 
 
 class TestRoundTrip:
+    @pytest.mark.slow
     @given(models(), POLICIES, st.sampled_from([None, "a model, \N{SNOWMAN}"]), st.sampled_from([None, H200]))
     @settings(deadline=None, max_examples=100, suppress_health_check=CHECKS)
     def test_any_plan(
@@ -239,6 +240,7 @@ class TestDamagedFiles:
         (tmp_path / "plan.json").write_text(json.dumps(plan.to_json(), sort_keys=True))
         assert Plan.load(tmp_path / "plan.json") == plan
 
+    @pytest.mark.slow
     @given(st.data())
     @settings(deadline=None, max_examples=300, suppress_health_check=CHECKS)
     def test_any_other_value_anywhere(self, plan: Plan, tmp_path: Path, data: st.DataObject) -> None:

@@ -159,6 +159,7 @@ def test_a_plan_keeps_to_its_budgets(on_gpu: bool, opened: OpenedModel) -> None:
     assert plan.store_bytes["cpu"] + RING_BYTES + largest > 512 * 2**30
 
 
+@pytest.mark.slow
 def test_experts_come_from_all_their_tensors(opened: OpenedModel) -> None:
     sources = opened.weights.sources
     for layer in range(3, 61):

@@ -50,6 +50,7 @@ def step(made: Plan, inventory: Inventory, rows: int = 1, profile: ModelProfile 
     return Forecaster(inventory, SMALL, profile or ModelProfile(), rows)(made).step_s
 
 
+@pytest.mark.slow
 @given(models(), st.floats(0, 1), st.floats(0, 1), st.sampled_from([1, 64, 1024]))
 @settings(max_examples=60, deadline=None, suppress_health_check=list(HealthCheck))
 def test_within_budget_and_no_slower_with_more(model: nn.Module, one: float, other: float, rows: int) -> None:
@@ -185,6 +186,7 @@ def test_experts_are_read_in_place_for_few_rows_and_prefetched_for_many() -> Non
     assert many.prefetched_bytes > 0.9 * many.offloaded_bytes
 
 
+@pytest.mark.slow
 def test_the_planner_beats_the_group_rule_on_paper() -> None:
     from headrace.config import Prefetch
 

@@ -127,6 +127,7 @@ def measured_tokens(report: str) -> list[dict[str, Any]]:
     return [row for row in found if row.get("way") == CARDS[report][1]]
 
 
+@pytest.mark.slow
 @pytest.mark.filterwarnings("ignore:.*no file of it is here")
 @pytest.mark.parametrize("report", CARDS)
 def test_tokens_take_as_long_as_predicted(report: str) -> None:

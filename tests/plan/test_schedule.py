@@ -168,6 +168,7 @@ def test_pipeline_over_all_small_cases(lazy: bool) -> None:
         pipeline.close()
 
 
+@pytest.mark.slow
 @given(st.data())
 @settings(deadline=None, max_examples=150)
 def test_any_order_of_units_reads_the_right_bytes(data: st.DataObject) -> None:
@@ -185,6 +186,7 @@ def test_any_order_of_units_reads_the_right_bytes(data: st.DataObject) -> None:
         assert sum(stats.misses for stats in pipeline.stats) == 0
 
 
+@pytest.mark.slow
 @given(st.data())
 @settings(deadline=None, max_examples=150)
 def test_an_order_that_a_forward_has_shown_is_expected_from_then_on(data: st.DataObject) -> None:
@@ -219,6 +221,7 @@ def test_a_forward_that_skips_or_repeats_shows_no_order(ran: list[int]) -> None:
     assert (misses[0] > 0) == (ran != [])
 
 
+@pytest.mark.slow
 @given(st.data())
 @settings(deadline=None, max_examples=150)
 def test_of_a_pipeline_the_latest_call_is_expected_again(data: st.DataObject) -> None:
@@ -263,6 +266,7 @@ def test_a_loop_is_expected_to_go_on_from_its_second_round(steps: int, then: int
     assert misses[1] - misses[0] <= (0 if then == steps else most)
 
 
+@pytest.mark.slow
 def test_what_is_expected_of_a_pipeline_is_bounded() -> None:
     """Whatever is run by hand between calls, and however a call jumps about."""
     pipeline, _ = make_pipeline(6, 2, WorstLink(lazy=False), repeats=True)

@@ -71,6 +71,7 @@ def host_bytes(plan: Plan, ring: int = 0) -> int:
     return needs_of(plan, on_gpu=True).pinned_bytes - plan.ring_bytes + (ring if plan.staged_units else 0)
 
 
+@pytest.mark.slow
 @given(
     models(), st.floats(0, 1), st.floats(0, 1), st.floats(0, 1), st.floats(0, 1), st.sampled_from([1, 1024]), st.data()
 )
@@ -118,6 +119,7 @@ def exhaustive(inventory: Inventory, device: int, host: int) -> float:
     return best
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("host", [0.05, 0.2, 0.4])
 @pytest.mark.parametrize("device", [0.5, 0.7])
 @pytest.mark.parametrize(

@@ -190,6 +190,7 @@ def offload_with_links(rank: int) -> list[list[int]]:
     return found
 
 
+@pytest.mark.slow
 def test_ranks_plan_with_them_and_come_to_one_plan() -> None:
     one, other = outcomes(2, offload_with_links)
     assert one == other

@@ -120,6 +120,7 @@ def plan_of(model: Any, policy: Budget, kernels: Any) -> Plan:
     return offloader._make_plan(offloader._take_inventory(model))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("machine", MACHINES)
 @pytest.mark.parametrize(("config", "form", "gib"), SHAPES)
 def test_a_budget_makes_the_plan_of_the_rule(

@@ -100,12 +100,14 @@ class TestPlantedRaces:
         model.layers[layer].norm.register_forward_pre_hook(lambda module, args: link.trample())
         return model, x, expected, handle
 
+    @pytest.mark.slow
     def test_a_copy_declared_done_too_early_changes_the_output(self) -> None:
         model, x, expected, handle = self.early()
         assert not torch.equal(model(x), expected)
         handle.remove()
         assert_same_bits(model(x), expected)
 
+    @pytest.mark.slow
     @pytest.mark.usefixtures("debug")
     def test_a_copy_declared_done_too_early_is_caught(self) -> None:
         model, x, expected, handle = self.early()
@@ -170,6 +172,7 @@ class TestNoFalseAlarms:
                 assert_same_bits(model(x), expected)
             assert handle.stats().bytes_moved > 0
 
+    @pytest.mark.slow
     def test_all_small_schedules(self) -> None:
         x = rows(8)
         for num_units, slots in itertools.product(range(2, 8), range(1, 6)):
@@ -207,6 +210,7 @@ class TestNoFalseAlarms:
                 assert_same_bits(model(x), expected)
             assert handle.stats().bytes_moved > 0
 
+    @pytest.mark.slow
     def test_compiled(self) -> None:
         model, x, expected = expecting(Stack(5))
         with headrace.offload(model, all_layers(2)) as handle:

@@ -319,6 +319,7 @@ def lists_of(kinds: list[str], min_size: int = 1, max_size: int = 14) -> st.Sear
 STEPS = lists_of(KINDS)
 
 
+@pytest.mark.slow
 @pytest.mark.filterwarnings("ignore:.*offloaded modules did not run")
 @given(STEPS, st.integers(1, 7), st.integers(1, 4), SEEDS, st.booleans())
 @settings(max_examples=400, deadline=None)
@@ -339,6 +340,7 @@ def test_every_read_finds_its_unit(
     assert skips or all(stats.misses == 0 for stats in engine.pipeline.stats)
 
 
+@pytest.mark.slow
 @given(STEPS, st.integers(1, 7), st.integers(1, 4), SEEDS)
 @settings(max_examples=200, deadline=None)
 def test_every_forward_leaves_the_first_units_in_the_slots(
@@ -386,6 +388,7 @@ def test_a_replay_in_segments_copies_each_unit_once(whole: bool) -> None:
     engine.device.finish()
 
 
+@pytest.mark.slow
 @pytest.mark.filterwarnings("ignore:a CUDA graph holds a part of a forward")
 @given(lists_of(FOREIGN), st.integers(1, 7), st.integers(1, 4), SEEDS)
 # A copy that the beginning of a forward starts, beside the replay of a part: found once in 14,000 runs.
@@ -400,6 +403,7 @@ def test_every_read_finds_its_unit_in_captures_of_others(
     assert engine.reads >= num_units * sum(step in ("forward", "capture", "capture_parts") for step in steps)
 
 
+@pytest.mark.slow
 @given(lists_of(OWN), st.integers(1, 7), st.integers(1, 4), SEEDS)
 @settings(max_examples=400, deadline=None)
 def test_every_read_finds_its_unit_beside_graphs_of_our_own(
@@ -519,6 +523,7 @@ WRONGS = ["cut", "cut_while_reading", "by_hand", "abort", "capture_some"]
 ROUGH = lists_of([*KINDS[:5], *KINDS[7:], "backwards", "capture_backwards", *WRONGS], min_size=0)
 
 
+@pytest.mark.slow
 @pytest.mark.filterwarnings("ignore:.*offloaded modules did not run")
 @given(ROUGH, st.integers(1, 6), st.integers(1, 4), SEEDS, st.booleans())
 @settings(max_examples=400, deadline=None)
@@ -709,6 +714,7 @@ def test_copies_are_what_the_store_says() -> None:
     assert [(copy.dst_offset, copy.num_bytes) for copy in store.load(plan.units[1]).copies] == [(0, BYTES)]
 
 
+@pytest.mark.slow
 @given(lists_of(PIECES, max_size=12), st.integers(1, 6), st.integers(1, 3), SEEDS)
 @settings(max_examples=300, deadline=None)
 def test_graphs_of_pieces(steps: list[str], num_units: int, num_slots: int, seed: int) -> None:

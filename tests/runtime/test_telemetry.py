@@ -206,6 +206,7 @@ class TestTrace:
         assert json.loads((tmp_path / "trace.json").read_text())["traceEvents"] == []
 
 
+@pytest.mark.slow
 def test_the_record_is_bounded_and_safe_to_read_while_written(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("headrace.stats._MAX_SPANS", 300)
     recorder = Recorder()

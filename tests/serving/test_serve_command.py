@@ -95,6 +95,7 @@ def test_a_port_that_is_taken(model: Path) -> None:
         assert f"--port {port}: expected a free address" in error_of("serve", model, "--port", port)
 
 
+@pytest.mark.slow
 def test_sampling_that_batches_cannot_have(changed: Callable[..., Path]) -> None:
     """A batch of several requests would leave the penalty out, and answer otherwise than ``generate``."""
     folder = changed("generation_config.json", repetition_penalty=1.05)
@@ -122,6 +123,7 @@ def test_without_the_extra(model: Path, monkeypatch: pytest.MonkeyPatch) -> None
     assert "needs packages that are not installed (uvicorn): pip install 'headrace[serve]'" in message
 
 
+@pytest.mark.slow
 def test_a_dry_run_prints_plan_and_cache(model: Path) -> None:
     result = succeed("serve", model, "--device-memory", "2MiB", "--batch", "4", "--dry-run")
     assert "3.26 MiB of weights in 1.94 MiB of device memory" in result.stderr

@@ -164,6 +164,7 @@ class TestEnds:
 
 
 class TestTools:
+    @pytest.mark.slow
     @pytest.mark.parametrize("endpoint", ENDPOINTS[1:])
     def test_calls_and_reasoning(self, served: Served, says: Says, endpoint: str) -> None:
         text = f"<think>hm</think>ok{CALL}"
@@ -182,6 +183,7 @@ class TestTools:
         assert whole == streamed
         assert (whole["text"], whole["thought"], whole["calls"]) == ("", "hm", [])
 
+    @pytest.mark.slow
     @pytest.mark.parametrize("endpoint", ENDPOINTS[1:])
     @pytest.mark.parametrize("call", [CALL[:20], "<tool_call>\n{bad</tool_call>"])
     def test_a_call_that_is_none(self, served: Served, says: Says, endpoint: str, call: str) -> None:
@@ -235,6 +237,7 @@ class TestTools:
 
 
 class TestResponses:
+    @pytest.mark.slow
     def test_openai_client(self, served: Served, says: Says) -> None:
         says("abcdef")
         client = served.client()
@@ -243,6 +246,7 @@ class TestResponses:
         with client.responses.stream(model=NAME, input="hi", max_output_tokens=4) as stream:
             assert "".join(event.delta for event in stream if event.type == "response.output_text.delta") == "abcd"
 
+    @pytest.mark.slow
     @pytest.mark.parametrize(("given", "message"), [
         ([HI, {"type": "image_generation_call"}], "input: expected a text or a list of messages"),
         ([HI, {"type": "function_call"}], "input: expected a text or a list of messages"),

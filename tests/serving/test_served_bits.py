@@ -80,6 +80,7 @@ class TestEqualsGenerate:
             assert answer["usage"]["completion_tokens"] == TOKENS
         assert served.handle.stats().bytes_moved - before >= len(PROMPTS) * TOKENS * served.handle.plan.moved_bytes > 0
 
+    @pytest.mark.slow
     def test_many_at_once(self, served: Served, expected: dict[str, list[int]]) -> None:
         """More than fit the cache together, so that some wait for others."""
         before, asked = served.handle.stats().bytes_moved, PROMPTS * 4
@@ -149,6 +150,7 @@ class TestEqualsGenerate:
 
 
 class TestSampling:
+    @pytest.mark.slow
     def test_a_seed_gives_the_same_answer_whatever_else_runs(self, served: Served) -> None:
         def ask(seed: int) -> str:
             answer = served.complete("Water", max_tokens=TOKENS, temperature=1.5, seed=seed)
@@ -162,6 +164,7 @@ class TestSampling:
             assert [each.result() for each in again] == [first, first]
             assert all(each.result() for each in busy)
 
+    @pytest.mark.slow
     def test_every_request_has_its_own_sampling(self, served: Served, expected: dict[str, list[int]]) -> None:
         """In one batch, beside others: greedy answers are the same beside requests that sample."""
         served.complete("Water", max_tokens=2)
@@ -184,6 +187,7 @@ class TestSampling:
             assert len(texts) == 3
         assert served.batches._manager is manager
 
+    @pytest.mark.slow
     def test_requests_that_come_between_two_batches(
         self, served: Served, monkeypatch: pytest.MonkeyPatch, expected: dict[str, list[int]]
     ) -> None:

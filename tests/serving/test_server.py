@@ -117,6 +117,7 @@ class TestErrors:
         assert status == 413
         assert "the body is longer than" in text
 
+    @pytest.mark.slow
     def test_a_full_queue(self, served: Served) -> None:
         """Two run, two wait, and the others are told to come again; nobody's answer suffers."""
         with ThreadPoolExecutor(8) as pool:
@@ -181,6 +182,7 @@ class TestLeaving:
         assert served.batches._manager.output_router.result_handlers == {}
         assert served.complete("hi", max_tokens=2)["usage"]["completion_tokens"] == 2
 
+    @pytest.mark.slow
     def test_names_of_clients_do_not_meet(self, served: Served) -> None:
         """Two requests of one name at once: each gets its own answer."""
         alone = [served.complete(prompt, max_tokens=40)["choices"][0]["text"] for prompt in ("Water", "x")]
@@ -214,6 +216,7 @@ class TestMetrics:
         assert after["headrace_alive"] == 1
 
 
+@pytest.mark.slow
 def test_a_key(folder: Path) -> None:
     with serving(folder, "2MiB", key=KEY) as served:
         asked, before = {"prompt": "hi", "max_tokens": 2}, served.handle.stats().bytes_moved
@@ -229,6 +232,7 @@ def test_a_key(folder: Path) -> None:
         assert served.send("/health")[0] == served.send("/metrics")[0] == 200
 
 
+@pytest.mark.slow
 def test_pages_of_any_origin(folder: Path, served: Served) -> None:
     """May ask with --cors, and read refusals; a browser asks for leave without the key."""
     asks = {"Origin": "http://page", "Access-Control-Request-Method": "POST"}
@@ -245,6 +249,7 @@ def test_pages_of_any_origin(folder: Path, served: Served) -> None:
                 connection.close()
 
 
+@pytest.mark.slow
 def test_a_key_that_is_no_utf8(folder: Path) -> None:
     """As the command line hands it over: its bytes are the key, and requests without it are refused."""
     given = b"caf\xe9"
@@ -254,6 +259,7 @@ def test_a_key_that_is_no_utf8(folder: Path) -> None:
         assert served.send("/v1/models", None, {"Authorization": f"Bearer {given.decode('latin-1')}"})[0] == 200
 
 
+@pytest.mark.slow
 def test_the_end_of_the_batching_loop_is_reported(folder: Path) -> None:
     """To those who wait, to those who come, and to whoever asks for the health."""
     with serving(folder, "2MiB") as served:
@@ -271,6 +277,7 @@ def test_the_end_of_the_batching_loop_is_reported(folder: Path) -> None:
         assert metrics(served)["headrace_alive"] == 0
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("stream", [False, True])
 def test_a_request_that_the_ending_loop_drops(folder: Path, stream: bool) -> None:
     """transformers drops what is added while the loop ends, before it says so."""

@@ -139,6 +139,7 @@ def test_without_memory_for_the_code_weights_are_stored_as_they_are(
     assert sum("no memory was left to code" in str(warning.message) for warning in caught) == 1
 
 
+@pytest.mark.slow
 def test_remove_frees_what_is_decoded() -> None:
     """Also while the handle is kept."""
     model, x, _ = build()
@@ -200,6 +201,7 @@ def test_layers_in_two_threads_are_decoded_in_turn(slots: int) -> None:
             assert_same_bits(result, wanted)
 
 
+@pytest.mark.slow
 def test_an_alias_is_refused() -> None:
     model, _, _ = build()
     alias = next(p for p in model.parameters() if p.dim() == 2).detach()

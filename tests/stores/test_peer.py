@@ -98,6 +98,7 @@ class TestWhatAPlanSays:
 # -- the planner -------------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.slow
 @given(models(), st.floats(0.05, 1), st.floats(0, 1), st.floats(0, 1), st.booleans())
 @settings(max_examples=60, deadline=None, suppress_health_check=list(HealthCheck))
 def test_within_all_limits(model: nn.Module, device: float, peer: float, host: float, has_files: bool) -> None:

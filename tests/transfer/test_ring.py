@@ -105,6 +105,7 @@ class TestBytes:
         machine.check()
         machine.close()
 
+    @pytest.mark.slow
     @settings(deadline=None, max_examples=40)
     @given(st.data())
     def test_any_order_of_units_at_any_speed(self, data: st.DataObject) -> None:
@@ -147,6 +148,7 @@ class TestBytes:
         machine.read_nothing_twice()
         machine.close()
 
+    @pytest.mark.slow
     def test_a_piece_left_out_does_not_hold_up_reading_ahead(self) -> None:
         """The first forward begins out of the order of the cycle, and leaves out what was read ahead for it."""
         machine = Machine(5, 2, max_entries=8)
@@ -301,6 +303,7 @@ class TestFailure:
         gate.set()
         machine.close()
 
+    @pytest.mark.slow
     def test_an_idle_ring_is_not_taken_for_a_stuck_one(self) -> None:
         machine = Machine(6, 2, stuck_s=0.1)
         for _ in range(3):
@@ -356,6 +359,7 @@ class TestEnd:
         machine.link.server.close()
         assert set(threading.enumerate()) <= before
 
+    @pytest.mark.slow
     def test_a_retired_ring_serves_what_is_under_way_and_ends(self, monkeypatch: pytest.MonkeyPatch) -> None:
         monkeypatch.setattr("headrace.transfer.ring.IDLE_EXIT_S", 0.2)
         before = set(threading.enumerate())
@@ -366,6 +370,7 @@ class TestEnd:
         machine.link.stream.stop()
         assert eventually(lambda: set(threading.enumerate()) <= before), "the threads of a retired ring stay"
 
+    @pytest.mark.slow
     def test_an_ended_ring_leaves_no_memory(self) -> None:
         machine = Machine(6, 2)
         machine.forward()

@@ -111,6 +111,7 @@ class TestBytes:
     def test_in_the_steady_state_nothing_is_read_twice(self, make: Make) -> None:
         make(8, 2).read_nothing_twice()
 
+    @pytest.mark.slow
     @torch.no_grad()
     def test_a_model_out_of_its_checkpoint(self, tmp_path: Path) -> None:
         model = Stack(5).eval()
@@ -201,6 +202,7 @@ class TestFailure:
         with pytest.raises(TransferError, match=r"model\.safetensors: reading .* Input/output error.*remove\(\)"):
             machine.pipeline.begin_forward()
 
+    @pytest.mark.slow
     def test_a_read_that_never_ends_is_named(self, make: Make, faults: Faults) -> None:
         machine = make(stuck_s=0.5)
         machine.checked_forward()
@@ -254,6 +256,7 @@ class TestFailure:
         with pytest.raises(OptionError, match=rf"(?s){words}.*multiprocessing\.set_executable"):
             make()
 
+    @pytest.mark.slow
     def test_one_that_does_not_come_so_far(self, make: Make, monkeypatch: pytest.MonkeyPatch) -> None:
         monkeypatch.setattr(ring_readers, "START_S", 0.3)
         monkeypatch.setattr(ring_readers, "_command", lambda: ["/bin/sh", "-c", "exec sleep 60", "sh"])
@@ -304,6 +307,7 @@ class TestEnd:
         assert (descriptors(), ring_mappings(), psutil.Process().children()) == before
         store.close()
 
+    @pytest.mark.slow
     def test_readers_that_ended_earlier_are_not_signalled(self, make: Make, monkeypatch: pytest.MonkeyPatch) -> None:
         machine = make()
         os.killpg(pid_of(machine), signal.SIGKILL)
@@ -328,6 +332,7 @@ class TestEnd:
         machine.link.close()
         answers.close()
 
+    @pytest.mark.slow
     def test_a_retired_ring_serves_what_is_under_way_and_gives_its_memory_back(
         self, tmp_path: Path, faults: Faults, monkeypatch: pytest.MonkeyPatch
     ) -> None:
@@ -361,6 +366,7 @@ class TestEnd:
         shared.close()
         store.close()
 
+    @pytest.mark.slow
     def test_the_end_of_a_forked_process_is_not_the_owners(self, make: Make, faults: Faults) -> None:
         faults.linger(0.1)
         machine = make()
@@ -434,6 +440,7 @@ class TestLink:
             link._copies.synchronize()
             assert torch.equal(slot[: expected.numel()], expected)
 
+    @pytest.mark.slow
     def test_it_pins_its_ring_once_and_gives_everything_back(
         self, ledger: Ledger, prepare: Callable[[], RingLink]
     ) -> None:
@@ -454,6 +461,7 @@ class TestLink:
         assert not threads()
         assert (descriptors(), ring_mappings()) == before
 
+    @pytest.mark.slow
     def test_readers_that_come_up_ahead(self, ledger: Ledger, prepare: Callable[..., RingLink]) -> None:
         """Of weights being loaded, while which nothing is pinned or read for it."""
         before = (descriptors(), ring_mappings())
@@ -494,6 +502,7 @@ class TestLink:
         assert (descriptors(), ring_mappings()) == before
         links[0].close()  # the code that undoes an offload closes it once more
 
+    @pytest.mark.slow
     def test_readers_that_came_up_for_nobody(self, ledger: Ledger, prepare: Callable[..., RingLink]) -> None:
         """Whoever undoes an offload may be interrupted himself."""
         links: list[weakref.ref[RingLink]] = []
@@ -517,6 +526,7 @@ class TestLink:
         monkeypatch.setattr("os.sched_getaffinity", lambda pid: set(range(cores)))
         assert RingLink(torch.device("cuda", 0))._num_threads == readers
 
+    @pytest.mark.slow
     def test_one_that_nobody_closes(self, ledger: Ledger, prepare: Callable[[], RingLink], faults: Faults) -> None:
         faults.linger(0.2)
         link = prepare()
@@ -605,6 +615,7 @@ def path(tmp_path: Path, faults: Faults) -> Path:
 
 
 class TestParents:
+    @pytest.mark.slow
     def test_a_system_without_pidfd(self, make: Make, faults: Faults, monkeypatch: pytest.MonkeyPatch) -> None:
         """Then the end of their input is what ends the readers."""
         monkeypatch.setenv("FAULTY_READERS_NO_PIDFD", "1")
@@ -633,6 +644,7 @@ class TestParents:
         assert eventually(lambda: not any(map(psutil.Process.is_running, parent.readers)), 5)
         parent.end()
 
+    @pytest.mark.slow
     def test_an_interrupt_for_the_group_is_not_for_the_readers(self, path: Path) -> None:
         parent = Parent(path, "")
         assert parent.line() == "forward"

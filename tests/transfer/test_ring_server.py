@@ -153,6 +153,7 @@ class TestReads:
 
 
 class TestCounters:
+    @pytest.mark.slow
     @pytest.mark.parametrize("read_s", [0.0005, 0.005])
     def test_every_wait_of_the_stream_is_a_stall(self, read_s: float) -> None:
         machine = Machine(8, 2, max_entries=4)
@@ -167,6 +168,7 @@ class TestCounters:
         assert waited > 50
         assert 0.9 * waited <= counted <= 1.1 * waited  # a wait may begin or end between two looks at a word
 
+    @pytest.mark.slow
     def test_leaving_out_all_that_is_in_the_ring_is_a_miss(self) -> None:
         """The piece behind it is the one that would be read next, but what was read ahead was of no use."""
         with serving(12, 4) as ring:
@@ -232,6 +234,7 @@ class TestPoison:
             gate.set()
             assert ring.take(ring.through(entry)[-1], lambda: time.sleep(0.05)) == [POISON]
 
+    @pytest.mark.slow
     def test_comes_all_the_same_when_that_read_hangs(self) -> None:
         with serving(8, 2, stuck_s=0.3) as ring:
             entry, gate = self.fail_beside_a_read(ring)
