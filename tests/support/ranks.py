@@ -17,7 +17,11 @@ import torch
 import torch.distributed as dist
 
 _context = mp.get_context("forkserver")
-_context.set_forkserver_preload(["torch", "torch.distributed.tensor", "headrace.api", "models"])
+# What tests import, or every rank would import it again (2.4 s). Only what is installed can be named: up to
+# Python 3.12 the server does not know `sys.path`.
+_context.set_forkserver_preload(
+    ["torch", "torch.distributed.tensor", "headrace.testing", "headrace.cli.demo_run", "hypothesis", "pytest"]
+)
 
 
 def run_ranks(
