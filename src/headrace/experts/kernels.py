@@ -173,13 +173,13 @@ def compare_kernel(
         blocks = tl.cdiv(words, BLOCK)
         for item in range(tl.program_id(0), NUM_EXPERTS * blocks, tl.num_programs(0)):
             row, own = tl.load(row_of + item // blocks), tl.load(home + item // blocks).to(tl.int64)
-            word = (item % blocks) * BLOCK + tl.arange(0, BLOCK)
-            inside = (word < words) & (row >= 0) & (row != own) & (own >= 0)
-            read = tl.load(base + row * words + word, mask=inside, other=0)
-            stored = tl.load(base + own * words + word, mask=inside, other=0)
-            different = tl.sum((read != stored).to(tl.int32), axis=0)
-            if different > 0:
-                tl.atomic_add(differing, different.to(tl.int64))
+            if (row >= 0) & (own >= 0) & (row != own):
+                word = (item % blocks) * BLOCK + tl.arange(0, BLOCK)
+                read = tl.load(base + row * words + word, mask=word < words, other=0)
+                stored = tl.load(base + own * words + word, mask=word < words, other=0)
+                different = tl.sum((read != stored).to(tl.int32), axis=0)
+                if different > 0:
+                    tl.atomic_add(differing, different.to(tl.int64))
 
 
 @triton.jit
