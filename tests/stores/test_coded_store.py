@@ -345,6 +345,28 @@ class TestAuto:
     def test_leaves_compute_bound_steps(self) -> None:
         assert self.stores(torch.bfloat16, workload=headrace.Workload([100_000])) == {"cpu"}
 
+    def test_alternatives_are_those_of_the_codec_that_is_chosen(self) -> None:
+        with torch.device("meta"):
+            inventory = take_inventory(Stack(36, 8192).to(torch.bfloat16))
+        planner = Planner(inventory, NOMINAL_GPU)
+        outlooks = []
+        for codec in ("auto", "exp3"):
+            budget = Budget(inventory.num_bytes // 2, codec=codec)
+            outlooks.append(planner.outlook(budget, planner.plan(budget)))
+        assert outlooks[0].alternatives
+        assert outlooks[0] == outlooks[1]
+
+    def test_warns_once(self) -> None:
+        """Two plans are made, with a codec and without."""
+        with torch.device("meta"):
+            model = Stack(36, 1024).to(torch.bfloat16)
+            model.table = nn.ParameterList([nn.Parameter(torch.empty(8, dtype=torch.bfloat16))])
+        inventory = take_inventory(model)
+        budget = Budget(inventory.num_bytes // 2, [headrace.config.ALL_MODEL_PARAMS], codec="auto")
+        with pytest.warns(HeadraceWarning, match="cannot be prefetched") as caught:
+            assert build_plan(inventory, budget, rates=NOMINAL_GPU).codec == "exp3"
+        assert len(caught) == 1
+
     def test_is_for_budgets(self) -> None:
         with refused("codec 'auto'", "none, exp3, exp4 without a budget"):
             Prefetch(1, codec="auto")

@@ -14,6 +14,7 @@ leaves as many units in files as do not fit into it, and is timed with them ther
 from __future__ import annotations
 
 import mmap
+import warnings
 from bisect import bisect_right
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
@@ -34,7 +35,7 @@ from headrace.config import (
     Rules,
     Workload,
 )
-from headrace.errors import BudgetError, OptionError, RuleError, SelectionError, warn_user
+from headrace.errors import BudgetError, HeadraceWarning, OptionError, RuleError, SelectionError, warn_user
 from headrace.formatting import format_size, format_time, listed
 from headrace.model.layers import find_layers, find_stacks
 from headrace.model.patterns import matching
@@ -171,7 +172,9 @@ class Planner:
         if not on_link or self.rates.copies_take_cores:  # a CPU decodes more slowly than it copies
             return plain
         try:
-            coded = self.plan(replace(budget, codec="exp3"), movable, forced)
+            with warnings.catch_warnings():
+                warnings.simplefilter("ignore", HeadraceWarning)  # it is that of the plan above
+                coded = self.plan(replace(budget, codec="exp3"), movable, forced)
         except (BudgetError, OptionError):
             return plain
         work = budget.workload
@@ -280,12 +283,13 @@ class Planner:
 
     def _forecaster(self, plan: Plan, rows: int, context: int, hits: ExpertHits | FixedHits) -> Forecaster:
         """Of plans with the stores of ``plan``."""
-        rates = self._rates_of(next((unit.store for unit in plan.coded_units), "none"), plan.mode)
+        rates = self._rates_of(plan.codec, plan.mode)
         stored_bytes = self.stored_bytes if plan.mode == "disk" else {}
         return Forecaster(self.inventory, rates, self.profile, rows, context, stored_bytes, hits)
 
     def alternatives(self, budget: Budget, plan: Plan) -> list[Alternative]:
         """Gains by more memory or rows; ``plan`` is the one for ``budget``."""
+        budget = replace(budget, codec=plan.codec)
         return list(Alternatives(self.candidates(budget), budget, plan).find())
 
     def outlook(self, policy: Policy | Plan | None, plan: Plan, workload: Workload | None = None) -> PlanPrediction:

@@ -312,6 +312,11 @@ class Plan:
         return tuple(unit for unit in self.units if unit.store in CODES)
 
     @property
+    def codec(self) -> Codec:
+        """Of the units that have one."""
+        return next((unit.store for unit in self.units if unit.store in CODES), "none")
+
+    @property
     def coded_bytes(self) -> int:
         """Expected host memory of their code."""
         return sum(unit.link_bytes for unit in self.coded_units)
