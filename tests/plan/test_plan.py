@@ -16,7 +16,7 @@ from rich.console import Console
 from torch import nn
 
 import headrace
-from headrace.config import ALL_MODEL_PARAMS, UVA, Budget, Mode, Prefetch
+from headrace.config import ALL_MODEL_PARAMS, UVA, Budget, Codec, Mode, Prefetch
 from headrace.errors import BudgetError, HeadraceWarning, OptionError, SelectionError
 from headrace.formatting import in_unit, size_unit
 from headrace.model.inventory import Inventory, take_inventory
@@ -37,6 +37,20 @@ def attempt(inventory: Inventory, budget: Budget) -> tuple[Plan | None, BudgetEr
 
 
 class TestBudget:
+    @given(models(), st.floats(0.0, 1.2), st.sampled_from(["none", "auto", "exp3"]))
+    @settings(deadline=None, max_examples=200, suppress_health_check=[HealthCheck.too_slow])
+    def test_a_code_keeps_to_any_budget(self, model: nn.Module, share: float, codec: Codec) -> None:
+        inventory = take_inventory(model)
+        num_bytes = int(inventory.num_bytes * share)
+        assume(num_bytes > 0)
+        try:
+            plan, _ = attempt(inventory, Budget(num_bytes, (ALL_MODEL_PARAMS,), "cpu", codec=codec))
+        except OptionError:  # nothing can be offloaded, or nothing of it has a code
+            return
+        if plan is not None:
+            assert plan.device_bytes <= num_bytes
+            check_plan(plan, inventory)
+
     @given(models(), st.floats(0.0, 1.2), st.sampled_from(["cpu", "disk"]), st.sampled_from([(), (ALL_MODEL_PARAMS,)]))
     @settings(deadline=None, max_examples=200, suppress_health_check=[HealthCheck.too_slow])
     def test_any_model_any_budget(self, model: nn.Module, share: float, mode: Mode, params: tuple[str, ...]) -> None:

@@ -15,7 +15,7 @@ from transformers import Qwen3MoeConfig, Qwen3MoeForCausalLM
 from decoder_models import DEEPSEEK_V2_LITE, MoeStack
 from headrace.cli.bench_step import QWEN3_8B, Stack
 from headrace.config import Budget, Workload
-from headrace.errors import BudgetError, HeadraceWarning
+from headrace.errors import BudgetError, HeadraceWarning, OptionError
 from headrace.model.inventory import Inventory, take_inventory
 from headrace.model.memory_profile import ModelProfile, profile_of
 from headrace.plan.alternatives import curve
@@ -29,10 +29,10 @@ from headrace.plan.cost_model import (
     Forecaster,
     Rates,
 )
-from headrace.plan.plan import Plan, UnitDraft, assemble
+from headrace.plan.plan import Plan, UnitDraft, assemble, with_code
 from headrace.runtime.planner_factory import make_planner
 from headrace.transfer.machine_probe import DeviceName
-from plans import KIB, SMALL, assignments, check_plan, layered, memory_curve, models
+from plans import KIB, SMALL, Reader, assignments, check_plan, holder, layered, memory_curve, models
 
 
 def plan(
@@ -123,6 +123,33 @@ def test_every_candidate_is_timed_as_its_plan_is() -> None:
                 assert seen.step_s >= seen.floor_s * (1 - 1e-9)
             checked += 1
     assert checked > 100
+
+
+def test_every_candidate_in_a_code_is_timed_as_its_plan_is() -> None:
+    """Of a layer with a second dtype, which codes have no form for: a unit that holds any of it has no code."""
+    model = nn.Module()
+    model.layers = nn.ModuleList(Reader() for _ in range(5))
+    sizes = {"up": (150_000, torch.bfloat16), "down": (60_000, torch.bfloat16), "router": (40_000, torch.float32)}
+    for layer in model.layers:
+        for name, (size, dtype) in sizes.items():
+            layer.add_module(name, holder(weight=torch.empty(size, dtype=dtype, device="meta")))
+    inventory = take_inventory(model)
+    planner, budget = Planner(inventory, SMALL), Budget(inventory.num_bytes, codec="exp3", workload=Workload([1, 256]))
+    counts = {"cpu": 0, "exp3": 0}
+    for group in planner.candidates(budget).families:
+        rows = group.fitting(float("inf"))
+        times = group.step_s(rows)
+        for index, row in enumerate(rows):
+            try:
+                made = with_code(group.plan(int(row)), inventory, "exp3")
+            except OptionError:  # no unit has a code
+                continue
+            for unit in made.units:
+                counts[unit.store] += 1
+            assert made.device_bytes <= group.memory.device_bytes[row]
+            for batch, size in enumerate((1, 256)):
+                assert planner.forecast(made, size).step_s == pytest.approx(times[batch, index])
+    assert min(counts.values()) > 50
 
 
 def test_no_candidate_is_there_twice() -> None:

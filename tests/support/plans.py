@@ -12,7 +12,7 @@ import torch
 from hypothesis import strategies as st
 from torch import nn
 
-from headrace.config import Budget, Mode, Policy
+from headrace.config import CODES, Budget, Mode, Policy
 from headrace.errors import HeadraceWarning
 from headrace.model.inventory import take_inventory
 from headrace.model.records import Inventory, StorageInfo, is_within
@@ -105,7 +105,7 @@ def check_plan(plan: Plan, inventory: Inventory) -> None:
                 assert unit.module_fqn in inventory.dominators(owner), "read on another path"
         assert 0 <= unit.num_bytes - end < SLAB_ALIGNMENT_BYTES
         assert unit.num_bytes == slab_bytes(entry.num_bytes for entry in unit.entries)
-        assert unit.num_bytes <= plan.slot_bytes[unit.slot]
+        assert unit.bytes_in_slot <= plan.slot_bytes[unit.slot]
     fqns = [unit.module_fqn for unit in plan.units]
     assert fqns == sorted(fqns, key=order.__getitem__), "in the order of the model"
     assert inventory.containers.isdisjoint(fqns), "never waited for"
@@ -113,7 +113,8 @@ def check_plan(plan: Plan, inventory: Inventory) -> None:
         assert inventory.ancestors(one).isdisjoint(fqns), "nested on some path"
         assert not any(one != other and is_within(one, other) for other in fqns), "nested fqns"
     assert plan.num_slots <= max(len(plan.units), 0)
-    assert plan.device_bytes == plan.resident_bytes + sum(plan.slot_bytes)
+    decoded = max((unit.num_bytes for unit in plan.units if unit.store in CODES), default=0)
+    assert plan.device_bytes == plan.resident_bytes + sum(plan.slot_bytes) + decoded
     back = json.loads(json.dumps(plan.to_json()))
     assert back == plan.to_json()
     assert back["device_bytes"] == plan.device_bytes

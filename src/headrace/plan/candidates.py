@@ -184,13 +184,10 @@ class CandidateTable:
         self.stranded = stranded(inventory, free.values(), placed)
         self.sizes = {s.name: float(s.num_bytes) for s in inventory.storages}
         self.slabs = {s.name: float(slab_bytes([s.num_bytes])) for s in inventory.storages}
-        moved = free.keys() | must_move.keys()
-        # By module: bytes in a slot for a byte of its unit; with what rounding adds, so that no plan takes more.
-        self.slot_shares = {
-            stage.module_fqn: 1.001 * self.rates.coded_share
-            for stage in self.stages
-            if self.rates.coded_share < 1 and all(is_codable(s) for s, _ in stage.storages if s.name in moved)
-        }
+        # With a code: bytes that have none. One of them in a unit, and all of it is stored as it is.
+        self.uncodable: dict[str, float] = {}
+        if self.rates.coded_share < 1 and not all(map(is_codable, inventory.storages)):
+            self.uncodable = {s.name: 0.0 if is_codable(s) else float(s.num_bytes) for s in inventory.storages}
         self.read_sizes = self.sizes | {name: float(size) for name, size in self.stored_bytes.items()}
 
     def _role(self, layer: str, storage: StorageInfo) -> str:
@@ -529,12 +526,12 @@ class Family:
         count, ranks, counts = len(self.high), self.table.ranks_on_device, range(1, MAX_SLOTS + 1)
         parts_bytes, moved, num_units = np.zeros(count), np.zeros(count), np.zeros(count, dtype=np.int64)
         slot_bytes = [(wanted, slot, np.zeros(count)) for wanted in counts for slot in range(wanted)]
-        first, decoded = np.zeros((MAX_SLOTS, count)), np.zeros(count)
+        first, decoded, uncoded = np.zeros((MAX_SLOTS, count)), np.zeros(count), self._uncoded()
         for (fqn, slab), (_, size) in zip(self._units(self.table.slabs), self._units(self.table.sizes), strict=True):
             places, in_slot = {wanted: num_units % wanted for wanted in counts}, slab
-            if fqn in self.table.slot_shares:
-                in_slot = self._code_bytes(fqn, slab)
-                np.maximum(decoded, slab, out=decoded)
+            if self.table.rates.coded_share < 1:
+                in_slot = self._code_bytes(slab, uncoded.get(fqn))
+                np.maximum(decoded, slab * np.logical_not(uncoded.get(fqn, False)), out=decoded)
             for wanted, slot, largest in slot_bytes:
                 np.maximum(largest, in_slot * (places[wanted] == slot), out=largest)
             early = np.flatnonzero((slab > 0) & (num_units < MAX_SLOTS))
@@ -552,9 +549,17 @@ class Family:
             moved_bytes = moved - (first[:wanted] * alone).sum(0)
             yield wanted, Memory(num_units, np.minimum(wanted, num_units), moved_bytes, offloaded, device_bytes)
 
-    def _code_bytes(self, fqn: str, slab: Floats) -> Floats:
+    def _uncoded(self) -> dict[str, Bools]:
+        """By module: whether its unit has no code, where others have one."""
+        return (
+            {fqn: num_bytes > 0 for fqn, num_bytes in self._units(self.table.uncodable)} if self.table.uncodable else {}
+        )
+
+    def _code_bytes(self, slab: Floats, uncoded: Bools | None) -> Floats:
         """At most so many bytes of code for units of these bytes."""
-        return np.where(slab > 0, np.ceil(slab * self.table.slot_shares[fqn] + _MOST_ROUNDED), 0.0)
+        share = 1.001 * self.table.rates.coded_share
+        code = np.where(slab > 0, np.ceil(slab * share + _MOST_ROUNDED), 0.0)
+        return code if uncoded is None else np.where(uncoded, slab, code)
 
     def _in_place_bytes(self, sizes: Mapping[str, float]) -> Floats:
         """Per candidate: what is read in place, each storage counted with its bytes in ``sizes``."""
@@ -580,8 +585,9 @@ class Family:
             room = np.full(len(self.high), float(table.peer_bytes))
             on_peer, left = _fill(((fqn, slabs[fqn]) for fqn in reversed(order)), room)
             on_host -= room - left
-        for fqn in table.slot_shares.keys() & slabs.keys():  # as code
-            on_host -= (slabs[fqn] - self._code_bytes(fqn, slabs[fqn])) * np.logical_not(on_peer.get(fqn, False))
+        uncoded = self._uncoded()
+        for fqn, slab in slabs.items() if table.rates.coded_share < 1 else ():
+            on_host -= (slab - self._code_bytes(slab, uncoded.get(fqn))) * np.logical_not(on_peer.get(fqn, False))
         if spill is not None and host_bytes is not None:
             # The ring takes host memory as soon as one unit is in files.
             excess = np.where(on_host > host_bytes, on_host - host_bytes + spill.ring_bytes, 0.0)
@@ -626,7 +632,7 @@ class Family:
         """[batch sizes, ``rows``]: seconds of a step of the candidates of these indices."""
         taken, counts = self._take(rows), (self.memory.num_slots[rows], self.memory.num_units[rows])
         units, placed = dict(taken._units(self.table.read_sizes)), taken._placed(host_bytes)
-        places = units, placed.in_files, placed.on_peer
+        places = units, placed.in_files, placed.on_peer, taken._uncoded()
         return np.array([step.step_s(*places, taken._read_in_place(step), *counts) for step in self.table.steps])
 
     def _read_in_place(self, step: StepModel) -> list[tuple[Floats | float, Floats | float]]:

@@ -52,7 +52,7 @@ import numpy as np
 import numpy.typing as npt
 
 from headrace.codec.layout import coded_bytes
-from headrace.config import CODES, SHARDED_MODES, Mode
+from headrace.config import SHARDED_MODES, Mode
 from headrace.model.layers import find_layers, reader_of
 from headrace.model.records import Inventory, ModelProfile, StorageInfo, dotted_prefixes
 from headrace.plan.cached_experts import CachedLayer
@@ -187,18 +187,19 @@ class Rates:
         """Seconds to read a byte of a file before the link copies it; 0 where nothing is read first."""
         return 0.0 if self.file_bytes_per_s is None else 1 / self.file_bytes_per_s
 
-    def copy_s(self, num_bytes: float, from_peer: bool = False) -> float:
-        """Seconds of one copy."""
-        rate = self.from_peer_bytes_per_s if from_peer else self.copy_bytes_per_s
-        return num_bytes / rate(max(num_bytes, 1.0)) if num_bytes > 0 else 0.0
+    def copy_s(self, num_bytes: float) -> float:
+        """Seconds of one copy over the link."""
+        return num_bytes / self.copy_bytes_per_s(max(num_bytes, 1.0)) if num_bytes > 0 else 0.0
 
-    def copies_s(self, num_bytes: Floats, from_peer: Bools | None = None) -> Floats:
+    def copies_s(self, num_bytes: Floats, from_peer: Bools | None = None, uncoded: Bools | None = None) -> Floats:
         """Seconds of each of many copies; 0 for no bytes."""
         sizes = np.maximum(num_bytes, 1.0)
-        rates = self.copy_bytes_per_s.over(sizes)
+        # The rates of the link are those of bytes that are coded.
+        crossing = sizes if uncoded is None else np.where(uncoded, sizes / self.coded_share, sizes)
+        seconds = crossing / self.copy_bytes_per_s.over(crossing)
         if from_peer is not None:
-            rates = np.where(from_peer, self.from_peer_bytes_per_s.over(sizes), rates)
-        return np.where(num_bytes > 0, num_bytes / rates, 0.0)
+            seconds = np.where(from_peer, sizes / self.from_peer_bytes_per_s.over(sizes), seconds)
+        return np.where(num_bytes > 0, seconds, 0.0)
 
     @cached_property
     def from_peer_bytes_per_s(self) -> Curve:
@@ -527,6 +528,7 @@ class StepModel:
         sizes: Mapping[str, Floats],
         in_files: Mapping[str, Bools],
         on_peer: Mapping[str, Bools],
+        uncoded: Mapping[str, Bools],
         in_place: Iterable[tuple[Floats | float, Floats | float]],
         num_slots: Ints,
         num_units: Ints,
@@ -537,14 +539,17 @@ class StepModel:
             sizes: bytes of units by the module of their stage.
             in_files: by module, whether they are stored in files.
             on_peer: the same for the memory of another GPU.
+            uncoded: whether they have no code, where others have one.
             in_place: as :meth:`read_in_place`, by candidate.
         """
         rates, none, stages = self._rates, np.zeros(len(num_slots)), []
         for stage, resident_s, (extra_s, link_s) in zip(self._stages, self.resident_s, in_place, strict=True):
-            size = sizes.get(stage.module_fqn, none)
-            copy_s = rates.copies_s(size, on_peer.get(stage.module_fqn)) if size.any() else none
-            disk_s = size * in_files.get(stage.module_fqn, False) * rates.file_s_per_byte
-            decode_s = size * np.logical_not(on_peer.get(stage.module_fqn, False)) * rates.decode_s_per_byte
+            fqn = stage.module_fqn
+            size = sizes.get(fqn, none)
+            copy_s = rates.copies_s(size, on_peer.get(fqn), uncoded.get(fqn)) if size.any() else none
+            disk_s = size * in_files.get(fqn, False) * rates.file_s_per_byte
+            is_coded = np.logical_not(np.logical_or(on_peer.get(fqn, False), uncoded.get(fqn, False)))
+            decode_s = size * is_coded * rates.decode_s_per_byte
             stages.append(StageTimes(resident_s + extra_s + decode_s, link_s, copy_s, disk_s))
         reads_files = any(stage.disk_s.any() for stage in stages)
         ring_s = RING_BYTES * rates.file_s_per_byte if reads_files else 0.0
@@ -751,15 +756,17 @@ class Forecaster:
         """The forecast for ``plan``, which is timed as a table of candidates with one row."""
         rates = self._rates
         sizes = {self._fqns[unit.entries[0].storage]: np.array([self._bytes_of(unit)]) for unit in plan.units}
-        in_files, on_peer = (
+        in_files, on_peer, uncoded = (
             {self._fqns[unit.entries[0].storage]: np.array([True]) for unit in plan.units if unit.store == place}
-            for place in ("disk", "peer")
+            for place in ("disk", "peer", "cpu")
         )
         in_place = self._step.read_in_place(plan.uva, plan.cached)
         counts = np.array([plan.num_slots]), np.array([len(plan.units)])
-        step_s = self._step.step_s(sizes, in_files, on_peer, in_place, *counts)
+        step_s = self._step.step_s(sizes, in_files, on_peer, uncoded, in_place, *counts)
         in_place_s = sum(seconds for _, seconds in in_place)
-        link_s = sum(rates.copy_s(self._bytes_of(unit), unit.store == "peer") for unit in plan.moved_units)
+        moved = plan.moved_units
+        near, as_is = (np.array([unit.store == place for unit in moved], dtype=bool) for place in ("peer", "cpu"))
+        link_s = float(rates.copies_s(np.array([float(self._bytes_of(unit)) for unit in moved]), near, as_is).sum())
         disk_s = rates.file_s_per_byte * plan.read_bytes
         resident_s = sum(self._step.resident_s)
         floor_s = max(resident_s, link_s + in_place_s, disk_s)
@@ -768,6 +775,5 @@ class Forecaster:
         return Forecast(self._rows, float(step_s[0]), resident_s, link_s, disk_s, in_place_s, floor_s, bound)
 
     def _bytes_of(self, unit: Unit) -> float:
-        """Bytes that are read for a transfer of ``unit``."""
-        num_bytes = sum(self._stored_bytes.get(entry.storage, entry.num_bytes) for entry in unit.entries)
-        return num_bytes if unit.store in (*CODES, "peer") else num_bytes / self._rates.coded_share
+        """Bytes that are read for a transfer of ``unit``, before they are coded."""
+        return sum(self._stored_bytes.get(entry.storage, entry.num_bytes) for entry in unit.entries)
