@@ -148,8 +148,20 @@ def test_every_candidate_in_a_code_is_timed_as_its_plan_is() -> None:
                 counts[unit.store] += 1
             assert made.device_bytes <= group.memory.device_bytes[row]
             for batch, size in enumerate((1, 256)):
-                assert planner.forecast(made, size).step_s == pytest.approx(times[batch, index])
+                seen = planner.forecast(made, size)
+                assert seen.step_s == pytest.approx(times[batch, index])
+                assert seen.step_s >= seen.floor_s * (1 - 1e-9)
     assert min(counts.values()) > 50
+
+
+def test_decoding_is_a_part_of_the_floor() -> None:
+    inventory, profile = on_meta("dense")
+    planner = Planner(inventory, NOMINAL_GPU, profile)
+    made = planner.plan(Budget(inventory.num_bytes // 2, codec="exp3"))
+    seen = planner.forecast(made, 8192)
+    assert made.codec == "exp3"
+    assert seen.bound == "compute"
+    assert seen.resident_s * 1.001 < seen.floor_s <= seen.step_s < 1.01 * seen.floor_s
 
 
 def test_no_candidate_is_there_twice() -> None:

@@ -706,7 +706,7 @@ class Forecast:
         link_s: all copies, one after another.
         disk_s: all reading of files that comes before the copies.
         in_place_s: all reading in place, and fetching of cached experts.
-        floor_s: the lower bound of any schedule: the longest of compute, the link's work and the disk's.
+        floor_s: the lower bound of any schedule: the longest of compute with decoding, the link's work and the disk's.
         bound: the longest of these.
     """
 
@@ -769,9 +769,10 @@ class Forecaster:
         link_s = float(rates.copies_s(np.array([float(self._bytes_of(unit)) for unit in moved]), near, as_is).sum())
         disk_s = rates.file_s_per_byte * plan.read_bytes
         resident_s = sum(self._step.resident_s)
-        floor_s = max(resident_s, link_s + in_place_s, disk_s)
+        compute_s = resident_s + rates.decode_s_per_byte * sum(map(self._bytes_of, plan.coded_units))
+        floor_s = max(compute_s, link_s + in_place_s, disk_s)
         link: Bound = "link" if link_s >= in_place_s else "experts" if plan.cached else "in place"
-        bound: Bound = "compute" if floor_s == resident_s else "disk" if floor_s == disk_s else link
+        bound: Bound = "compute" if floor_s == compute_s else "disk" if floor_s == disk_s else link
         return Forecast(self._rows, float(step_s[0]), resident_s, link_s, disk_s, in_place_s, floor_s, bound)
 
     def _bytes_of(self, unit: Unit) -> float:
