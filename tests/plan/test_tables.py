@@ -48,6 +48,7 @@ OTHER_FIELDS = {
     **dict.fromkeys(("coded", "coded-patches", "coded-unchained", "coded-second-stream"), _CODED),
     "coded-start": {"case", "start_s", "store_gb"},
     "decode-launch": {"case", "block", "warps", "gb_per_s", "bit_equal"},
+    "code-every-bit": {"case", "tensors", "num_bytes", "coded", "code_bytes", "longer", "differ", "bit_equal"},
     "code-shares": {"case", "num_bytes", "share", "weights_per_escape", "bit_equal"},
     "decode-blocks": {"case", "block", "warps", "gb_per_s", "share", "bit_equal"},
     "two-links": {"case", "alone", "together", "bit_equal"},  # bytes per second by bytes of a copy
