@@ -5,8 +5,6 @@ from __future__ import annotations
 import json
 import shutil
 import subprocess
-import threading
-import time
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -188,26 +186,27 @@ class TestSampling:
         assert served.batches._manager is manager
 
     @pytest.mark.slow
-    def test_requests_that_come_between_two_batches(
-        self, served: Served, monkeypatch: pytest.MonkeyPatch, expected: dict[str, list[int]]
-    ) -> None:
-        """The loop of the old batch has ended then, and that of the new one has not begun."""
-        served.complete("Water", max_tokens=2)
-        stop, has_ended = served.batches._manager.stop, threading.Event()
+    def test_a_seed_depends_on_nothing_that_was_before(self, served: Served, monkeypatch: pytest.MonkeyPatch) -> None:
+        """Neither on draws of cancelled requests, nor on the cache; and what comes later does not depend on it."""
+        prompt = "a" * 150
 
-        def slow_stop(**options: Any) -> None:
-            stop(**options)
-            has_ended.set()
-            time.sleep(1)
+        def ask(**fields: Any) -> str:
+            fields = {"max_tokens": TOKENS, "temperature": 1.5, **fields}
+            return str(served.complete(prompt, **fields)["choices"][0]["text"])
 
-        monkeypatch.setattr(served.batches._manager, "stop", slow_stop)
-        with ThreadPoolExecutor(1) as pool:
-            sampled = pool.submit(served.complete, "x", max_tokens=4, temperature=1.0, seed=1)
-            assert has_ended.wait(60)
-            assert served.send("/health")[0] == 200
-            answer = served.complete("Water", max_tokens=TOKENS)
-            assert sampled.result()["usage"]["completion_tokens"] == 4
-        assert answer["choices"][0]["text"] == text_of(served, expected["Water"])
+        first = ask(seed=7)
+        cache, hits = served.batches._manager.batch_processor.cache, []
+        search = cache.search_prefix_match
+        monkeypatch.setattr(cache, "search_prefix_match", lambda *given: hits.append(search(*given)) or hits[-1])
+        later = set()
+        for _ in range(3):
+            assert ask(stop=[*"abcdefghijklmnopqrstuvwxyz "], ignore_eos=True, max_tokens=60) is not None
+            del hits[:]
+            assert ask(seed=7) == first
+            assert hits == [], "a seed read what others have left in the cache"
+            later.add(ask())
+            assert hits[0] > 0, "others still share prefixes"
+        assert len(later) == 3
 
     def test_the_token_that_ends_texts(self, served: Served, expected: dict[str, list[int]]) -> None:
         """An answer ends at it; ``ignore_eos`` goes on."""

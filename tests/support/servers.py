@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import gc
 import json
 import threading
 import time
@@ -72,8 +71,6 @@ def serving(
     bound = bind("127.0.0.1", 0)
     server = uvicorn.Server(uvicorn.Config(app, log_level="critical", lifespan="on"))
     thread = threading.Thread(target=server.run, kwargs={"sockets": [bound]})
-    gc.collect()
-    gc.freeze()  # as run_app does
     thread.start()
     try:
         while not server.started:
@@ -83,6 +80,5 @@ def serving(
     finally:
         server.should_exit = True
         thread.join(60)
-        gc.unfreeze()
         bound.close()
         handle.remove()

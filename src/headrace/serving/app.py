@@ -9,7 +9,6 @@ from __future__ import annotations
 import asyncio
 import copy
 import faulthandler
-import gc
 import inspect
 import json
 import os
@@ -438,11 +437,7 @@ def run_app(app: RequestMiddleware, bound: socket.socket) -> None:
     settings = uvicorn.Config(
         app, http=_Connection, lifespan="on", server_header=False, timeout_graceful_shutdown=limit_s
     )
-    # transformers collects garbage at the end of every batch, which takes seconds where torch's objects count.
-    gc.collect()
-    gc.freeze()
     try:
         _Server(settings).run(sockets=[bound])
     finally:
-        gc.unfreeze()  # or Triton's bindings print at the end that they leak
         bound.close()

@@ -1,8 +1,8 @@
 """The engine: transformers' continuous batching, behind the interface of the generation managers of its server.
 
-One request too large for the cache ends a continuous-batching manager for all, so requests pass
-:class:`~headrace.serving.admission.Admission` first. All requests share one manager, which has the sampling of each;
-a request with a seed has a manager of its own, because a manager samples from one generator.
+One request too large for the cache ends the continuous-batching manager for all, so requests pass
+:class:`~headrace.serving.admission.Admission` first. The manager has the sampling of each request, but samples all of
+them from one generator, so a request with a seed runs alone.
 """
 
 from __future__ import annotations
@@ -24,6 +24,7 @@ from transformers import ContinuousBatchingConfig, GenerationConfig, TopKLogitsW
 from transformers.cli.serving import utils
 from transformers.generation.continuous_batching import cb_logits_processors
 from transformers.generation.continuous_batching.cache import group_layers_by_attn_type
+from transformers.generation.continuous_batching.scheduler import SCHEDULER_MAPPING, FIFOScheduler
 from transformers.utils.chat_parsing import ResponseParser
 
 from headrace.errors import OptionError
@@ -61,10 +62,9 @@ def settings_of(request: GenerationRequest, default: GenerationConfig) -> Simple
         "top_k": top_k if top_k and top_k > 0 else 2**31 - 1,
         "top_p": float(top_p or 1),
     }
-    seed = request.seed if samples else None
-    return SimpleNamespace(
-        max_new_tokens=request.max_tokens, stops=request.stop or [], seed=seed, processing=processing
-    )
+    if samples and request.seed is not None:
+        processing["seed"] = request.seed
+    return SimpleNamespace(max_new_tokens=request.max_tokens, stops=request.stop or [], processing=processing)
 
 
 def batch_settings(model: Any, default: GenerationConfig) -> GenerationConfig:
@@ -88,6 +88,9 @@ def batch_settings(model: Any, default: GenerationConfig) -> GenerationConfig:
 class _TopK(cb_logits_processors.ContinuousBatchingTopKLogitsWarper):
     """transformers' own, but a ``top_k`` of 1 keeps only the token of greedy decoding, not all equally likely ones."""
 
+    # The seed is for the scheduler.
+    supported_kwargs = cb_logits_processors.ContinuousBatchingTopKLogitsWarper.supported_kwargs | {"seed": int}
+
     def __call__(self, scores: torch.Tensor, tensor_arg: torch.Tensor) -> torch.Tensor:
         top_k = tensor_arg[: scores.size(0)].clamp(max=scores.size(-1))  # up to 5.23 theirs needs it
         first = scores.argmax(-1, keepdim=True)
@@ -96,6 +99,24 @@ class _TopK(cb_logits_processors.ContinuousBatchingTopKLogitsWarper):
 
 
 cb_logits_processors.CLASSIC_TO_CB_PROCESSORS_MAP[TopKLogitsWarper] = _TopK
+
+
+class _Scheduler(FIFOScheduler):
+    """transformers' own, but what others have drawn, or have left in the cache, does not change an answer to a seed."""
+
+    def __init__(self, cache: Any, *args: Any, **options: Any) -> None:
+        super().__init__(cache, *args, **options)
+        self._shares_prefixes = cache.use_prefix_sharing
+
+    def add_waiting_request(self, state: Any) -> None:
+        # A request with a seed runs alone: nothing is drawn from here to its first token.
+        seed = state.logit_processor_kwargs.get("seed")
+        torch.manual_seed(secrets.randbits(63) if seed is None else seed)
+        self.cache.use_prefix_sharing = self._shares_prefixes and seed is None
+        super().add_waiting_request(state)
+
+
+SCHEDULER_MAPPING["headrace"] = _Scheduler
 
 
 # -- the manager -------------------------------------------------------------------------------------------------------
@@ -121,7 +142,7 @@ def pool_blocks(config: Any, num_blocks: int) -> int:
     return num_blocks + (len(sizes) > 1) * len(sizes) * -(-math.lcm(*sizes) // sum(sizes))
 
 
-def _new_manager(model: Any, pool: Pool, seed: int | None) -> Any:
+def _new_manager(model: Any, pool: Pool) -> Any:
     known = {row.name for row in fields(ContinuousBatchingConfig)}
     options: dict[str, Any] = {
         # Graphs and asynchronous batches would double the memory, and save nothing where the link is the limit.
@@ -132,7 +153,7 @@ def _new_manager(model: Any, pool: Pool, seed: int | None) -> Any:
         "num_blocks": pool_blocks(model.config.get_text_config(), pool.num_blocks),
         "max_batch_tokens": min(_STEP_TOKENS, pool.num_tokens),
         "per_request_processors": True,
-        "seed": secrets.randbits(63) if seed is None else seed,
+        "scheduler_type": "headrace",
     }
     manager = model.init_continuous_batching(
         generation_config=batch_settings(model, model.generation_config),
@@ -241,9 +262,7 @@ class Batches(utils.BaseGenerateManager):
         self.admission = Admission(pool, max_waiting)
         self.prompt_tokens = self.generated_tokens = 0  # of requests that ended without an error
         self._jobs: dict[str, _Job] = {}
-        self._manager: Any = None
-        self._is_alone = False  # the manager is for one request
-        self._changing = asyncio.Lock()  # held while the manager changes
+        self._manager: Any = None  # until the first request
         self._error: str | None = None
 
     # -- what transformers' handlers call ------------------------------------------------------------------------------
@@ -289,9 +308,8 @@ class Batches(utils.BaseGenerateManager):
         self._error = "the server stops"
         for job in self._jobs.values():
             job.task.cancel(self._error)
-        manager, self._manager = self._manager, None
-        if manager is not None:
-            manager.stop(block=True, hard_stop=True)
+        if self._manager is not None:
+            self._manager.stop(block=True, hard_stop=True)
 
     def dead_reason(self) -> str | None:
         """Why no request can run any more; ``None``: the engine is alive."""
@@ -311,7 +329,9 @@ class Batches(utils.BaseGenerateManager):
         if settings.max_new_tokens is None:
             settings.max_new_tokens = max(1, min(_ANSWER_TOKENS, longest - num_tokens))
         self._require_alive()
-        alone = None if settings.seed is None else job.name
+        if self._manager is None:
+            self._manager = _new_manager(self.model, self.admission.pool)
+        alone = job.name if "seed" in settings.processing else None
         self.admission.enter(job.name, num_tokens, settings.max_new_tokens, alone)
         self._jobs[job.name] = job
         job.task = asyncio.create_task(self._run(job))
@@ -328,10 +348,9 @@ class Batches(utils.BaseGenerateManager):
 
     async def _run(self, job: _Job) -> None:
         """A request from its place in the queue to its end."""
-        manager, settings = None, job.settings
+        manager, settings = self._manager, job.settings
         try:
             await job.admitted.wait()
-            manager = await asyncio.shield(self._manager_for(settings.seed))
             manager.register_result_handler(job.name, job.put)
             manager.add_request(job.prompt, job.name, settings.max_new_tokens, streaming=True, **settings.processing)
             # A request that is added while the batching loop ends with an error may be dropped.
@@ -348,22 +367,8 @@ class Batches(utils.BaseGenerateManager):
             del self._jobs[job.name]
             job.ended.cancel()
             self.admission.leave(job.name)
-            if manager is not None:
-                manager.cancel_request(job.name)
-                manager.output_router.result_handlers.pop(job.name, None)
-                while manager.get_result(timeout=0) is not None:
-                    pass  # drop the last tokens of cancelled requests
+            manager.cancel_request(job.name)
+            manager.output_router.result_handlers.pop(job.name, None)
+            while manager.get_result(timeout=0) is not None:
+                pass  # drop the last tokens of cancelled requests
             self._admit()
-
-    async def _manager_for(self, seed: int | None) -> Any:
-        """The manager that all requests without a seed share, or a new one for the request with it."""
-        async with self._changing:
-            if self._manager is None or self._is_alone or seed is not None:
-                # Its requests have ended. Removed first, or requests that come meanwhile would find a dead engine.
-                ended, self._manager = self._manager, None
-                if ended is not None:
-                    await asyncio.to_thread(ended.stop, block=True)
-                    del ended  # and its cache, before the next one is allocated
-                self._require_alive()
-                self._manager, self._is_alone = _new_manager(self.model, self.admission.pool, seed), seed is not None
-            return self._manager
