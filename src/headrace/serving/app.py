@@ -32,13 +32,13 @@ from starlette.datastructures import MutableHeaders
 from starlette.exceptions import HTTPException
 from starlette.middleware.cors import CORSMiddleware
 from starlette.requests import ClientDisconnect, Request
-from starlette.responses import JSONResponse, Response
+from starlette.responses import Response
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 from transformers.cli.serving.chat_completion import ChatCompletionHandler
 from transformers.cli.serving.completion import CompletionHandler
 from transformers.cli.serving.response import ResponseHandler
 from transformers.cli.serving.server import build_server
-from transformers.cli.serving.utils import X_REQUEST_ID, CBWorkerDeadError, Modality, get_response_template
+from transformers.cli.serving.utils import X_REQUEST_ID, Modality, get_response_template
 from uvicorn.config import LOGGING_CONFIG
 from uvicorn.protocols.http.auto import AutoHTTPProtocol
 
@@ -98,15 +98,13 @@ def make_app(
         shutdown=batches.stop,
     )
     manager.get_gen_models = manager.list_models  # up to transformers 5.23
-    kinds = {"chat_handler": _Chat, "completion_handler": _Completion, "response_handler": _Response}
-    handlers: dict[str, Any] = {
-        name: kinds[name](manager, manager) if name in kinds else None
-        for name in inspect.signature(build_server).parameters
-        if name.endswith("_handler")
-    }
+    # The handlers of other kinds of models, of which newer versions have more, are of no route that is left.
+    handlers: dict[str, Any] = {name: None for name in inspect.signature(build_server).parameters if "_handler" in name}
+    handlers |= {"chat_handler": _Chat(manager, manager), "completion_handler": _Completion(manager, manager)}
+    handlers |= {"response_handler": _Response(manager, manager)}
     app = build_server(manager, generation_state=manager, **handlers)
     app.router.routes[:] = [route for route in app.router.routes if getattr(route, "path", None) in _ROUTES]
-    errors: Any = (RequestError, RequestValidationError, HTTPException, RecursionError, CBWorkerDeadError, Exception)
+    errors: Any = (RequestError, RequestValidationError, HTTPException, RecursionError, Exception)
     app.exception_handlers |= dict.fromkeys(errors, _answer_error)
     metrics = _Metrics(batches, handle)
     app.add_api_route("/metrics", metrics.answer)
@@ -227,26 +225,27 @@ _ERROR_TYPES = {401: "authentication_error", 429: "rate_limit_error", 500: "serv
 _ERROR_HEADERS = {401: {"WWW-Authenticate": "Bearer"}, 408: {"Connection": "close"}, 429: {"Retry-After": "1"}}
 
 
-def _answer_error(request: Request, error: Exception) -> JSONResponse:
+def _answer_error(request: Request, error: Exception) -> Response:
     """Any error in OpenAI's form."""
-    status, message, field = 500, f"{type(error).__name__}: {error}", None
     match error:
         case RequestError():
-            status, message, field = error.status, str(error), error.field
+            refusal = error
         case RequestValidationError():
-            found = "; ".join(str(each["msg"]) for each in error.errors())
-            status, message = 400, f"the body: expected an object, Content-Type: application/json ({found})"
+            found = error.errors()[0]["msg"]
+            refusal = RequestError(f"the body: expected an object, Content-Type: application/json ({found})")
         case RecursionError():
-            status, message = 400, "the body: objects and lists are nested too deeply"
+            refusal = RequestError("the body: objects and lists are nested too deeply")
         case HTTPException():
             paths = f"; there are {', '.join(_ROUTES)}" if error.status_code == 404 else ""
-            status, message = error.status_code, f"{request.method} {request.url.path}: {error.detail}{paths}"
-        case CBWorkerDeadError():
-            status, message = 503, str(error)
-    shown = {"message": message, "type": _ERROR_TYPES.get(status, "invalid_request_error"), "param": field}
-    # Names of fields may hold halves of surrogate pairs.
-    shown = {name: text and text.encode(errors="backslashreplace").decode() for name, text in shown.items()}
-    return JSONResponse({"error": {**shown, "code": None}}, status, _ERROR_HEADERS.get(status))
+            message = f"{request.method} {request.url.path}: {error.detail}{paths}"
+            refusal = RequestError(message, status=error.status_code)
+        case _:
+            refusal = RequestError(f"{type(error).__name__}: {error}", status=500)
+    kind = _ERROR_TYPES.get(refusal.status, "invalid_request_error")
+    shown = {"message": str(refusal), "type": kind, "param": refusal.field, "code": None}
+    # Not a JSONResponse: names of fields may hold halves of surrogate pairs, which UTF-8 has not.
+    body = json.dumps({"error": shown})
+    return Response(body, refusal.status, _ERROR_HEADERS.get(refusal.status), "application/json")
 
 
 # -- metrics -----------------------------------------------------------------------------------------------------------

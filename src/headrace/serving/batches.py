@@ -194,7 +194,7 @@ class _Job(utils.CBStreamer):
         if self.ended.done():
             return
         if output.error is not None:
-            self.ended.set_exception(utils.CBWorkerDeadError(output.error))
+            self.ended.set_exception(RequestError(output.error, status=503))
             return
         found: list[int] = []
         for text in self._texts(output):
@@ -285,14 +285,13 @@ class Batches(utils.BaseGenerateManager):
         """The text, the number of tokens of the prompt, and the tokens of the answer.
 
         Raises:
-            RequestError: the request can never run, or the queue is full.
-            CBWorkerDeadError: the batch ended with an error.
+            RequestError: the request can never run, the queue is full, or the batch ended with an error.
         """
         queue, job = self.generate_streaming(model, processor, inputs, gen_config, request_id)
         texts: list[str] = []
         while (item := await queue.get()) is not None:
             if isinstance(item, utils._StreamError):
-                raise utils.CBWorkerDeadError(json.loads(f'"{item.msg}"'))
+                raise RequestError(json.loads(f'"{item.msg}"'), status=503)
             texts.append(item)
         # Handlers would parse the tokens, also those behind a stop string, and fail at an incomplete tool call.
         processor.parse_response = lambda _, template, **options: _message(texts, ResponseParser(template, **options))
@@ -339,7 +338,7 @@ class Batches(utils.BaseGenerateManager):
 
     def _require_alive(self) -> None:
         if (reason := self.dead_reason()) is not None:
-            raise utils.CBWorkerDeadError(reason)
+            raise RequestError(reason, status=503)
 
     def _admit(self) -> None:
         """Reserve cache for requests that wait; at once, so that none that could run counts as waiting."""
