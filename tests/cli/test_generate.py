@@ -259,7 +259,7 @@ def test_a_dtype_by_name(model: Path) -> None:
     expected = plain_text(model, "Water", max_new_tokens=12, dtype=torch.float16)
     assert generate(model, "--dtype", "float16", "--offload-mode", "cpu").stdout == expected
     for verb in (("plan", model), ("generate", model, "--prompt", "a")):
-        assert error_of(*verb, "--dtype", "int4") == "error: --dtype 'int4': expected bfloat16, float16 or float32"
+        assert error_of(*verb, "--dtype", "int4") == "error: --dtype 'int4': expected one of bfloat16, float16, float32"
 
 
 @pytest.mark.slow

@@ -57,7 +57,7 @@ def nothing_is_loaded(monkeypatch: pytest.MonkeyPatch) -> None:
     (["--tensor-parallel-size", "2"], "--tensor-parallel-size: headrace serve has no such flag; flags of"),
     (["--measure-stalls"], "--measure-stalls has no effect without --engine vllm"),
     (["--additional-config", "{}"], "--additional-config has no effect without --engine vllm"),
-    (["--dtype", "int8"], "--dtype 'int8': expected bfloat16, float16 or float32"),
+    (["--dtype", "int8"], "--dtype 'int8': expected one of bfloat16, float16, float32"),
     (["--generation-config", "vllm"], "--generation-config 'vllm': expected one of auto, none"),
     (["--offload-mode", "meta", "--device-memory", "2MiB"], "--offload-mode 'meta': expected one of cpu, disk of"),
     (["--offload-mode", "shm_cpu", "--device-memory", "2MiB"], "'shm_cpu': expected one of cpu, disk of headrace"),

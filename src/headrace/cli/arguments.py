@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any, get_type_hints
 import typer
 
 from headrace.cli.terminal import log_lines
-from headrace.config import Policy, count
+from headrace.config import Policy, count, one_of
 from headrace.errors import OptionError
 from headrace.flags import COMMAND_LINE, OffloadFlags, Surface, flag_of, row
 
@@ -40,8 +40,8 @@ __all__ = [
     "with_verbose",
 ]
 
-_DTYPES = ("bfloat16", "float16", "float32")
 DTYPE_HELP = "bfloat16, float16 or float32 (default the checkpoint's own)."
+check_dtype = one_of(("bfloat16", "float16", "float32"))
 
 # All flags except the one of engines alone.
 VERB_FLAGS = tuple(row.name for row in fields(OffloadFlags) if row.name != "measure_stalls")
@@ -153,12 +153,6 @@ def _with_parameters(
     # Or typer would follow it to the signature of the verb, without the added flags.
     del run.__wrapped__  # type: ignore[attr-defined]
     return run
-
-
-def check_dtype(flag: str, name: str | None) -> None:
-    """Refuse a dtype that no weights can have, before anything is imported."""
-    if name not in (None, *_DTYPES):
-        raise OptionError(f"{flag} {name!r}: expected {', '.join(_DTYPES[:-1])} or {_DTYPES[-1]}")
 
 
 def requested(

@@ -131,7 +131,8 @@ def serve(
         )
     vllm_only = {"--additional-config": options.additional_config, "--measure-stalls": flags.measure_stalls}
     refuse_idle(vllm_only, "without --engine vllm")
-    check_dtype("--dtype", options.dtype)
+    if options.dtype is not None:
+        check_dtype("--dtype", options.dtype)
     if options.generation_config is not None:
         one_of(("auto", "none"))("--generation-config", options.generation_config)
     missing = [name for name in _PACKAGES if find_spec(name) is None]
@@ -189,12 +190,11 @@ def _run_server(model: str, flags: OffloadFlags, options: _ServeOptions) -> None
         raise OptionError(f"the plan {planned.shortage}; use a smaller --batch or --context, or less --device-memory")
     stderr.print(render(planned.plan, opened.name))
     if automatic:
-        stderr.print(automatic, highlight=False, soft_wrap=True)
+        stderr.print(automatic, soft_wrap=True)
     cache = format_size(planned.planner.profile.cache_bytes(sequences, longest))
     stderr.print(
         f"cache: {pool.num_tokens} tokens, i.e. {sequences} sequences of {longest} or more shorter ones; {cache} "
         f"{'counted in --device-memory' if planned.plan.context else 'beside the weights'}",
-        highlight=False,
         soft_wrap=True,
     )
     if options.dry_run:
@@ -263,4 +263,4 @@ def _print_address(address: Any, name: str, has_key: bool) -> None:
     if not has_key and not host.startswith("127.") and host != "::1":
         lines.append(f"anyone who can reach {host} may use it; --api-key or HEADRACE_API_KEY requires a key")
     for line in lines:
-        stderr.print(line, highlight=False, markup=False, soft_wrap=True)
+        stderr.print(line, markup=False, soft_wrap=True)
