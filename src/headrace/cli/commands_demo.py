@@ -79,5 +79,5 @@ def _compare(model: Path, trace: Path) -> list[str]:
     with stdout.status("running, resident and streamed"):
         runs = demo_run.run_alone(model, None, trace), demo_run.run_alone(model, budget, trace)
     stdout.print(demo_run.comparison_table(weight_bytes, *runs))
-    stdout.print(f"trace: {trace} (open it at https://ui.perfetto.dev)", highlight=False)
+    stdout.print(f"trace: {trace} (open it at https://ui.perfetto.dev)")
     return demo_run.failed_checks(*runs)

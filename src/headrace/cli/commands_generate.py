@@ -202,13 +202,13 @@ def _run(model: str, text: str | None, chat: bool | None, options: GenerateOptio
     plan = planned.plan
     notes.print(render(plan, opened.name))
     if planned.context.automatic:
-        notes.print(planned.context.automatic, highlight=False, soft_wrap=True)
+        notes.print(planned.context.automatic, soft_wrap=True)
     # A recorder of routing runs Python in every step.
     graphs = not options.no_graphs and options.expert_trace is None
     if planned.speculation is not None:
-        notes.print(f"expected: {planned.speculation}", highlight=False, soft_wrap=True)
+        notes.print(f"expected: {planned.speculation}", soft_wrap=True)
     elif device.type != "cuda" or (graphs and group is None):  # the speed of eager Python code is not predicted
-        notes.print(_expectation(planned), highlight=False, soft_wrap=True)
+        notes.print(_expectation(planned), soft_wrap=True)
     meter = PeakMeter()
     with byte_bar("loading", notes) as progress, open_ranks(group) as ranks:
         request = replace(request, model=module, policy=plan, ranks=ranks, speculation=speculation)
@@ -236,15 +236,15 @@ def _keep_records(options: GenerateOptions, handle: Handle, recorder: RoutingRec
 
     if (counts := handle.stats().speculation) is not None and options.acceptance is not None:
         write_file(options.acceptance, json.dumps(encode(counts)) + "\n")
-        notes.print(f"tokens a pass: {options.acceptance} (for --accepted-from)", highlight=False)
+        notes.print(f"tokens a pass: {options.acceptance} (for --accepted-from)")
     if recorder is not None and options.expert_trace is not None:
         recorded = recorder.close()
         save_trace(recorded, options.expert_trace)
         counted = f"{len(recorded.layers)} layers, {len(recorded.layers[0])} tokens"
-        notes.print(f"choices of experts: {options.expert_trace} ({counted})", highlight=False)
+        notes.print(f"choices of experts: {options.expert_trace} ({counted})")
     if options.trace is not None:
         handle.trace(options.trace)
-        notes.print(f"trace: {options.trace} (open it at https://ui.perfetto.dev)", highlight=False)
+        notes.print(f"trace: {options.trace} (open it at https://ui.perfetto.dev)")
 
 
 def _expectation(planned: PlanResult) -> str:
@@ -317,7 +317,6 @@ def _read_prompt(
         notes.print(
             "chat: this looks like an instruct model, so the prompt is a message in its chat template; --no-chat "
             "continues the text as it is",
-            highlight=False,
             soft_wrap=True,
         )
     messages = _messages(text, system) if chat or system is not None else None
@@ -412,7 +411,7 @@ def _converse(
                 tokens, seconds = answer(_tokenize(tokenizer, folder, line, messages))
                 answers.append((tokens, seconds))
                 messages.append({"role": "assistant", "content": tokenizer.decode(tokens, skip_special_tokens=True)})
-                notes.print(f"{len(tokens)} tokens in {format_time(seconds)}", style="dim", highlight=False)
+                notes.print(f"{len(tokens)} tokens in {format_time(seconds)}", style="dim")
     return answers
 
 
@@ -457,4 +456,4 @@ def _print_metrics(notes: Console, handle: Handle, tokens: int, seconds: float, 
         f"peak memory {format_size(peak_rss_bytes())}, {format_size(growth_bytes)} of it since loading began",
         f"{format_size(handle.plan.device_bytes)} planned for weights",
     )
-    notes.print("; ".join(metrics), style="bold", highlight=False, soft_wrap=not notes.is_terminal)
+    notes.print("; ".join(metrics), style="bold", soft_wrap=not notes.is_terminal)

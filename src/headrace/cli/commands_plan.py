@@ -98,7 +98,7 @@ def plan(
     made = planned.with_outlook()
     if save is not None:
         made.save(save)
-        stderr.print(f"plan saved in {save} (use it with --plan {save})", highlight=False, soft_wrap=True)
+        stderr.print(f"plan saved in {save} (use it with --plan {save})", soft_wrap=True)
     if options.json:  # not by rich, which wraps long lines
         json.dump({**made.to_json(), "outlook": planned.outlook.to_json()}, sys.stdout, indent=2)
         sys.stdout.write("\n")

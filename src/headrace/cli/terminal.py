@@ -38,8 +38,8 @@ LIST_FLAGS = {
 }
 
 # Obey COLUMNS, and else the terminal.
-stdout = Console()
-stderr = Console(stderr=True)
+stdout = Console(highlight=False)
+stderr = Console(stderr=True, highlight=False)
 
 # Wide enough for the tables of a plan in a file or a pipe, where rich would assume 80.
 _PIPE_WIDTH = 120
