@@ -13,7 +13,6 @@ from typing import Annotated
 
 import typer
 
-from headrace.cli.arguments import with_verbose
 from headrace.cli.commands_bench import bench
 from headrace.cli.commands_demo import demo
 from headrace.cli.commands_generate import chat, generate
@@ -52,11 +51,8 @@ def _root(
 ) -> None: ...
 
 
-app.command()(with_verbose(demo))
-app.command()(with_verbose(plan))
-app.command()(with_verbose(probe))
-app.command()(with_verbose(generate))
-app.command()(with_verbose(chat))
+for verb in (demo, plan, probe, generate, chat):
+    app.command()(verb)
 # Unknown flags are passed to the engine.
 app.command(context_settings={"allow_extra_args": True, "ignore_unknown_options": True})(serve)
 app.add_typer(bench, name="bench")

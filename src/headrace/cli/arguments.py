@@ -6,7 +6,6 @@ import inspect
 import os
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, fields
-from functools import wraps
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, get_type_hints
 
@@ -36,12 +35,14 @@ __all__ = [
     "require_folder",
     "require_writable",
     "target_device",
-    "with_offload_flags",
-    "with_verbose",
+    "with_flags",
 ]
 
 DTYPE_HELP = "bfloat16, float16 or float32 (default the checkpoint's own)."
 check_dtype = one_of(("bfloat16", "float16", "float32"))
+
+_VERBOSE_HELP = "Log progress to stderr (-vv: more)."
+_VERBOSE = typer.Option(0, "-v", "--verbose", count=True, metavar="", help=_VERBOSE_HELP, show_default=False)
 
 # All flags except the one of engines alone.
 VERB_FLAGS = tuple(row.name for row in fields(OffloadFlags) if row.name != "measure_stalls")
@@ -75,30 +76,44 @@ class SpeculationFlags:
         return Speculation.measured(self.speculate, self.accepted_from, self.guesses)
 
 
-def with_offload_flags(
-    names: Sequence[str] = VERB_FLAGS, helps: Mapping[str, str] | None = None, own: type[Any] | None = None
+def with_flags(
+    own: type[Any],
+    names: Sequence[str] = VERB_FLAGS,
+    helps: Mapping[str, str] | None = None,
+    *,
+    logs: bool = True,
 ) -> Callable[[Callable[..., None]], Callable[..., None]]:
-    """Add the flags ``names`` of :class:`OffloadFlags` to a verb, as its argument ``flags``; ``helps`` replace texts.
+    """Add flags to a verb: those of the table ``own``, as its argument ``options``.
 
-    ``own``: a table of further flags of the verb, which become its argument ``options``.
+    ``names``: flags of :class:`OffloadFlags` to add, as its argument ``flags``; ``helps`` replace their texts.
+    ``logs``: also ``--verbose``, by which records of the logger ``headrace`` go to stderr.
     """
 
     def add(verb: Callable[..., None]) -> Callable[..., None]:
-        @wraps(verb)
-        def run(**values: Any) -> None:
-            if own is not None:
-                options = {row.name: values.pop(row.name) for row in fields(own)}
-                for row in fields(own):
-                    if (value := options[row.name]) is not None:
-                        row.metadata["check"](flag_of(row.name), value)
-                values["options"] = own(**options)
+        def run(*, verbose: int = 0, **values: Any) -> None:
+            options = {flag.name: values.pop(flag.name) for flag in fields(own)}
+            for flag in fields(own):
+                if options[flag.name] is not None:
+                    flag.metadata["check"](flag_of(flag.name), options[flag.name])
             if names:
                 values["flags"] = OffloadFlags(**{name: values.pop(name) for name in names})
-            verb(**values)
+            with log_lines(verbose):
+                verb(options=own(**options), **values)
 
-        added = [] if own is None else _options(own, {})
-        added += [option for option in _options(OffloadFlags, helps or {}, "Offloading") if option.name in names]
-        return _with_parameters(run, verb, added)
+        # Annotations are strings here (PEP 563), and typer needs the types.
+        hints = get_type_hints(verb, include_extras=True)
+        given = [p.replace(annotation=hints[p.name]) for p in inspect.signature(verb).parameters.values()]
+        shown = [p for p in given if p.name not in ("flags", "options")] + _options(own, {})
+        shown += [option for option in _options(OffloadFlags, helps or {}, "Offloading") if option.name in names]
+        if logs:
+            keyword = inspect.Parameter.KEYWORD_ONLY
+            shown.append(inspect.Parameter("verbose", keyword, default=_VERBOSE, annotation=int))
+        run.__signature__ = inspect.Signature(shown)  # type: ignore[attr-defined]
+        run.__annotations__ = {p.name: p.annotation for p in shown}
+        run.__name__ = verb.__name__
+        # typer would keep the lines of the source.
+        run.__doc__ = "\n\n".join(" ".join(part.split()) for part in (verb.__doc__ or "").split("\n\n"))
+        return run
 
     return add
 
@@ -122,37 +137,6 @@ def _options(table: type[Any], helps: Mapping[str, str], panel: str | None = Non
         )
         for row in fields(table)
     ]
-
-
-def with_verbose(verb: Callable[..., None]) -> Callable[..., None]:
-    """Add ``--verbose`` to a verb: records of the logger ``headrace`` go to stderr."""
-
-    @wraps(verb)
-    def run(*, verbose: int, **values: Any) -> None:
-        with log_lines(verbose):
-            verb(**values)
-
-    text = "Log progress to stderr (-vv: more)."
-    option = typer.Option(0, "-v", "--verbose", count=True, metavar="", help=text, show_default=False)
-    added = inspect.Parameter("verbose", inspect.Parameter.KEYWORD_ONLY, default=option, annotation=int)
-    return _with_parameters(run, verb, [added])
-
-
-def _with_parameters(
-    run: Callable[..., None], verb: Callable[..., None], added: Sequence[inspect.Parameter]
-) -> Callable[..., None]:
-    """``run`` with the signature of ``verb``, whose ``flags`` and ``options`` it makes from those ``added``."""
-    # Annotations are strings here (PEP 563), and typer needs the types.
-    hints = get_type_hints(verb, include_extras=True)
-    own = inspect.signature(verb).parameters.values()
-    parameters = [p.replace(annotation=hints[p.name]) for p in own if p.name not in ("flags", "options")]
-    run.__signature__ = inspect.Signature([*parameters, *added])  # type: ignore[attr-defined]
-    run.__annotations__ = {p.name: p.annotation for p in (*parameters, *added)}
-    # typer would keep the lines of the source.
-    run.__doc__ = "\n\n".join(" ".join(part.split()) for part in (verb.__doc__ or "").split("\n\n"))
-    # Or typer would follow it to the signature of the verb, without the added flags.
-    del run.__wrapped__  # type: ignore[attr-defined]
-    return run
 
 
 def requested(

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import typer
 
-from headrace.cli.arguments import refuse_idle, require_writable, target_device, with_offload_flags, with_verbose
+from headrace.cli.arguments import refuse_idle, require_writable, target_device, with_flags
 from headrace.config import count
 from headrace.flags import counts, row
 
@@ -44,8 +44,7 @@ class StepOptions:
 
 
 @bench.command()
-@with_verbose
-@with_offload_flags((), own=StepOptions)
+@with_flags(StepOptions, ())
 def step(*, options: StepOptions) -> None:
     """Time a step with several offload policies, in turns, against the floor; check that results are bit-identical."""
     device, rounds, repeats, out = options.device, options.rounds, options.repeats, options.out

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import typer
 
-from headrace.cli.arguments import require_folder, with_offload_flags
+from headrace.cli.arguments import require_folder, with_flags
 from headrace.cli.terminal import stdout
 from headrace.errors import OptionError
 from headrace.flags import row
@@ -27,7 +27,7 @@ class DemoOptions:
     keep: bool = row("", "Keep the model (1.2 GB) for the next run.", off=False)
 
 
-@with_offload_flags((), own=DemoOptions)
+@with_flags(DemoOptions, ())
 def demo(*, options: DemoOptions) -> None:
     """Run a language model resident and streamed from disk; compare results, memory and speed. Downloads nothing.
 

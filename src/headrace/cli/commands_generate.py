@@ -27,7 +27,7 @@ from headrace.cli.arguments import (
     requested,
     require_writable,
     target_device,
-    with_offload_flags,
+    with_flags,
 )
 from headrace.cli.terminal import byte_bar, stderr
 from headrace.config import AUTO_CONTEXT, RANK_MODES, SHARDED_MODES, count
@@ -106,7 +106,7 @@ class ChatOptions(GenerateOptions):
     max_new_tokens: int = row("N", "Stop an answer after N tokens (default 1024).", count, off=1024)
 
 
-@with_offload_flags(own=GenerateOptions)
+@with_flags(GenerateOptions)
 def generate(
     model: Annotated[
         str, typer.Argument(metavar="MODEL", help="Folder of a causal language model, or a name in the Hub's cache.")
@@ -131,7 +131,7 @@ def generate(
     _run(model, text, chat, options, flags)
 
 
-@with_offload_flags(own=ChatOptions)
+@with_flags(ChatOptions)
 def chat(
     model: Annotated[
         str, typer.Argument(metavar="MODEL", help="Folder of a chat model, or a name in the Hub's cache.")

@@ -22,7 +22,7 @@ from headrace.cli.arguments import (
     require_folder,
     require_writable,
     target_device,
-    with_offload_flags,
+    with_flags,
 )
 from headrace.cli.terminal import stderr, stdout
 from headrace.config import SHARDED_MODES
@@ -55,7 +55,7 @@ class PlanOptions(SpeculationFlags):
     num_ranks: int | None = row("N", "Processes that share the weights in mode sharded_cpu or sharded_gpu.")
 
 
-@with_offload_flags(own=PlanOptions)
+@with_flags(PlanOptions)
 def plan(
     model: Annotated[str, typer.Argument(metavar="MODEL", help="Folder of a model, its config.json, or a name.")],
     *,
@@ -129,7 +129,7 @@ class ProbeOptions:
     json: bool = row("", "Print JSON and nothing else.", off=False)
 
 
-@with_offload_flags((), own=ProbeOptions)
+@with_flags(ProbeOptions, ())
 def probe(*, options: ProbeOptions) -> None:
     """Measure the link, the device, the CPU and the disk of this machine; takes about half a minute.
 

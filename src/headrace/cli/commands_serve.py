@@ -21,7 +21,7 @@ from headrace.cli.arguments import (
     refuse_idle,
     requested,
     target_device,
-    with_offload_flags,
+    with_flags,
 )
 from headrace.cli.commands_generate import open_tokenizer
 from headrace.cli.terminal import byte_bar, stderr
@@ -87,7 +87,8 @@ class _ServeOptions:
     dry_run: bool = row("", "Print the plan, or the command of vLLM, and start nothing.", off=False)
 
 
-@with_offload_flags(
+@with_flags(
+    _ServeOptions,
     (*VERB_FLAGS, "measure_stalls"),
     {
         "batch": "Sequences of --context tokens that run together (default 8), or more shorter ones. In vLLM: rows of "
@@ -98,7 +99,7 @@ class _ServeOptions:
         "shm_cpu, one copy per host for data-parallel ranks.",
         "measure_stalls": "Time every wait for a unit; in vLLM only.",
     },
-    _ServeOptions,
+    logs=False,  # -v is left to vLLM
 )
 def serve(
     call: typer.Context,
