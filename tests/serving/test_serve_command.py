@@ -116,9 +116,7 @@ def test_models_without_text(tmp_path: Path) -> None:
 
 
 def test_without_the_extra(model: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(
-        "headrace.cli.commands_serve.find_spec", lambda name: None if name == "uvicorn" else find_spec(name)
-    )
+    monkeypatch.setattr("headrace.cli.arguments.find_spec", lambda name: None if name == "uvicorn" else find_spec(name))
     message = error_of("serve", model)
     assert "needs packages that are not installed (uvicorn): pip install 'headrace[serve]'" in message
 

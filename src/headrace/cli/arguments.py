@@ -6,6 +6,7 @@ import inspect
 import os
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, fields
+from importlib.util import find_spec
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, get_type_hints
 
@@ -33,6 +34,7 @@ __all__ = [
     "refuse_idle",
     "requested",
     "require_folder",
+    "require_packages",
     "require_writable",
     "target_device",
     "with_flags",
@@ -190,6 +192,16 @@ def target_device(name: str | None, instead: str = "") -> torch.device:
             f"{instead}"
         )
     return device
+
+
+def require_packages(verb: str, extra: str, *names: str) -> None:
+    """Refuse to begin without the packages of an extra; importing them would take seconds."""
+    missing = [name for name in names if find_spec(name) is None]
+    if missing:
+        raise OptionError(
+            f"headrace {verb} needs packages that are not installed ({', '.join(missing)}): "
+            f"pip install 'headrace[{extra}]'"
+        )
 
 
 def refuse_idle(flags: Mapping[str, object], why: str) -> None:

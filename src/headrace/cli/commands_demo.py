@@ -8,7 +8,7 @@ from pathlib import Path
 
 import typer
 
-from headrace.cli.arguments import require_folder, with_flags
+from headrace.cli.arguments import require_folder, require_packages, with_flags
 from headrace.cli.terminal import stdout
 from headrace.errors import OptionError
 from headrace.flags import row
@@ -34,12 +34,8 @@ def demo(*, options: DemoOptions) -> None:
     Takes about two minutes, 1.3 GB of disk and as much memory. Exit code 1 if one bit differs or memory exceeds the
     plan.
     """
-    from importlib.util import find_spec
-
+    require_packages("demo", "transformers", "transformers", "tokenizers")
     folder = options.folder
-    # Not imported, which takes seconds.
-    if find_spec("transformers") is None or find_spec("tokenizers") is None:
-        raise OptionError("the demo needs packages that are not installed: pip install headrace[transformers]")
     try:
         folder.mkdir(parents=True, exist_ok=True)
     except OSError as error:

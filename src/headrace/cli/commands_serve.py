@@ -7,7 +7,6 @@ import logging
 import os
 import shlex
 from dataclasses import dataclass, replace
-from importlib.util import find_spec
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
@@ -20,6 +19,7 @@ from headrace.cli.arguments import (
     disk_options,
     refuse_idle,
     requested,
+    require_packages,
     target_device,
     with_flags,
 )
@@ -37,7 +37,6 @@ if TYPE_CHECKING:
 
 __all__ = ["serve"]
 
-_PACKAGES = ("transformers", "fastapi", "uvicorn", "openai", "prometheus_client", "jinja2")
 _SURFACE = Surface(modes=("cpu", "disk"), inside=" of headrace serve", needs={"batch": (), "context": ()})
 _BATCH = "1,8"
 _CONTEXT = 2048
@@ -136,12 +135,7 @@ def serve(
         check_dtype("--dtype", options.dtype)
     if options.generation_config is not None:
         one_of(("auto", "none"))("--generation-config", options.generation_config)
-    missing = [name for name in _PACKAGES if find_spec(name) is None]
-    if missing:
-        raise OptionError(
-            f"headrace serve needs packages that are not installed ({', '.join(missing)}): "
-            f"pip install 'headrace[serve]'"
-        )
+    require_packages("serve", "serve", "transformers", "fastapi", "uvicorn", "openai", "prometheus_client", "jinja2")
     os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")  # as main() does for the verbs that become no other program
     _run_server(model, flags, replace(options, api_key=options.api_key or os.environ.get(KEY_VARIABLE)))
 
