@@ -431,12 +431,8 @@ class _Server(uvicorn.Server):
 
 def run_app(app: RequestMiddleware, bound: socket.socket) -> None:
     """Serve until SIGINT or SIGTERM, then finish the requests, in limited time; a second SIGINT ends at once."""
-    limit_s = _STOP_S + 5  # for clients that do not read their answers, which are complete by then
     LOGGING_CONFIG["handlers"]["access"]["stream"] = "ext://sys.stderr"
-    settings = uvicorn.Config(
-        app, http=_Connection, lifespan="on", server_header=False, timeout_graceful_shutdown=limit_s
-    )
-    try:
+    settings = uvicorn.Config(app, http=_Connection, lifespan="on", server_header=False)
+    settings.timeout_graceful_shutdown = _STOP_S + 5  # for clients that do not read their answers, complete by then
+    with bound:
         _Server(settings).run(sockets=[bound])
-    finally:
-        bound.close()
