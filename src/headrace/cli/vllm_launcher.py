@@ -37,7 +37,7 @@ _VLLM_FLAGS = (
     "offload_params",
 )
 # Flags of both servers, passed on under the same names.
-_SHARED_FLAGS = ("host", "port", "api_key", "served_model_name", "generation_config", "dtype", "device")
+_SHARED_FLAGS = ("host", "port", "api_key", "served_model_name", "generation_config", "dtype")
 # Flags of headrace, which are passed in --additional-config.
 _OWN_FLAGS = ("device_memory", "batch", "offload_rule", "expert_slots", "offload_mode", "measure_stalls")
 
@@ -58,18 +58,15 @@ def serve_in_vllm(
     engine_options(given, flags)  # raises errors now that the worker would raise minutes later
     config = _with_flags(given, flags)
     _count_replicas(config, rest)
+    passed = {name: getattr(flags, name) for name in _VLLM_FLAGS}
+    if flags.device_memory is not None:
+        del passed["offload_params"]  # in the configuration, see _with_flags
+    passed["additional_config"] = json.dumps(config) if config else None
+    passed |= {name: options[name] for name in _SHARED_FLAGS} | {"device": flags.device}
     command = ["vllm", "serve", model, "--worker-cls", WORKER]
-    for name in _VLLM_FLAGS:
-        value = getattr(flags, name)
-        if value is None or value == [] or (name == "offload_params" and flags.device_memory is not None):
-            continue
-        command += _words(flag_of(name), value)
-    if config:
-        command += ["--additional-config", json.dumps(config)]
-    for name in _SHARED_FLAGS:
-        value = flags.device if name == "device" else options[name]
+    for name, value in passed.items():
         if value is not None and value != []:
-            command += _words(flag_of(name), value)
+            command += [flag_of(name), *(value if isinstance(value, list) else [str(value)])]
     command += rest
     if options["dry_run"]:
         typer.echo(shlex.join(command))
@@ -77,10 +74,6 @@ def serve_in_vllm(
     if KEY_VARIABLE in os.environ and options["api_key"] is None:
         os.environ["VLLM_API_KEY"] = os.environ[KEY_VARIABLE]
     _become(command)
-
-
-def _words(flag: str, value: object) -> list[str]:
-    return [flag, *(value if isinstance(value, list) else [str(value)])]
 
 
 def _require_rest(model: str, rest: Sequence[str]) -> None:
