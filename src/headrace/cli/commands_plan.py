@@ -9,7 +9,6 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
-from rich.table import Table
 
 from headrace.checkpoint.model_folder import model_to_plan
 from headrace.cli.arguments import (
@@ -135,6 +134,7 @@ def probe(*, options: ProbeOptions) -> None:
 
     The result is saved for plans. If that fails, it is printed all the same, with a warning and exit code 0.
     """
+    from headrace.plan.report import titled_table
     from headrace.transfer.machine_probe import save
     from headrace.transfer.measuring import measure
 
@@ -144,9 +144,7 @@ def probe(*, options: ProbeOptions) -> None:
     if options.json:
         typer.echo(json.dumps(result.to_json()))
     else:
-        table = Table(title="this machine")
-        table.add_column("what")
-        table.add_column("rate", justify="right")
+        table = titled_table("This machine", "what", "rate")
         for fact in result.machine.items():
             table.add_row(*fact)
         table.add_section()
