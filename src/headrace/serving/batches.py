@@ -276,7 +276,22 @@ class Batches(utils.BaseGenerateManager):
             RequestError: the request can never run, or the queue is full.
         """
         job = _Job(self, request_id, processor, inputs, gen_config, response_parser)
-        self._enter(job)
+        settings, num_tokens, longest = job.settings, len(job.prompt), self.admission.pool.longest
+        if not job.prompt:
+            raise RequestError("the prompt has no tokens; a causal language model needs at least one to continue")
+        largest, vocabulary = max(job.prompt), self.model.get_input_embeddings().num_embeddings
+        if largest >= vocabulary:
+            raise RequestError(f"token {largest} of the prompt: the model has embeddings for {vocabulary}")
+        if settings.max_new_tokens is None:
+            settings.max_new_tokens = max(1, min(_ANSWER_TOKENS, longest - num_tokens))
+        self._require_alive()
+        if self._manager is None:
+            self._manager = _new_manager(self.model, self.admission.pool)
+        alone = job.name if "seed" in settings.processing else None
+        self.admission.enter(job.name, num_tokens, settings.max_new_tokens, alone)
+        self._jobs[job.name] = job
+        job.task = asyncio.create_task(self._run(job))
+        self._admit()
         return job.queue, job
 
     async def generate_non_streaming(
@@ -317,24 +332,6 @@ class Batches(utils.BaseGenerateManager):
         return self._error
 
     # -- the life of a request -----------------------------------------------------------------------------------------
-
-    def _enter(self, job: _Job) -> None:
-        settings, num_tokens, longest = job.settings, len(job.prompt), self.admission.pool.longest
-        if not job.prompt:
-            raise RequestError("the prompt has no tokens; a causal language model needs at least one to continue")
-        largest, vocabulary = max(job.prompt), self.model.get_input_embeddings().num_embeddings
-        if largest >= vocabulary:
-            raise RequestError(f"token {largest} of the prompt: the model has embeddings for {vocabulary}")
-        if settings.max_new_tokens is None:
-            settings.max_new_tokens = max(1, min(_ANSWER_TOKENS, longest - num_tokens))
-        self._require_alive()
-        if self._manager is None:
-            self._manager = _new_manager(self.model, self.admission.pool)
-        alone = job.name if "seed" in settings.processing else None
-        self.admission.enter(job.name, num_tokens, settings.max_new_tokens, alone)
-        self._jobs[job.name] = job
-        job.task = asyncio.create_task(self._run(job))
-        self._admit()
 
     def _require_alive(self) -> None:
         if (reason := self.dead_reason()) is not None:
