@@ -356,9 +356,8 @@ class Batches(utils.BaseGenerateManager):
             self.prompt_tokens += len(job.prompt)
             self.generated_tokens += job.total_tokens
         except (Exception, asyncio.CancelledError) as error:
-            job.queue.put_nowait(
-                utils._StreamError(json.dumps(str(error))[1:-1])
-            )  # transformers puts it between quotes
+            # transformers puts it between quotes.
+            job.queue.put_nowait(utils._StreamError(json.dumps(str(error))[1:-1]))
         finally:
             del self._jobs[job.name]
             job.ended.cancel()
