@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import contextlib
 import fcntl
+import importlib.metadata
 import io
 import json
 import logging
@@ -862,6 +863,11 @@ def test_places_that_are_closed(model: Path, tmp_path: Path, monkeypatch: pytest
 @pytest.mark.parametrize(("raised", "line"), [
     (RecursionError("maximum recursion depth exceeded"), "error: RecursionError: maximum recursion depth exceeded"),
     (MemoryError(), "error: no memory is left (MemoryError): free some, or raise this process's limit (ulimit -v)"),
+    (
+        importlib.metadata.PackageNotFoundError("transformers"),
+        "error: transformers is not installed: pip install 'headrace[transformers]'",
+    ),
+    (ModuleNotFoundError("No module named 'x'", name="x"), "error: ModuleNotFoundError: No module named 'x'; HE"),
     (KeyError("x"), "error: KeyError: 'x'; HEADRACE_DEBUG=1 shows the traceback"),
     (RuntimeError("a\nb \x1b[2Jc"), "error: RuntimeError: a b \\x1b[2Jc; HEADRACE_DEBUG=1 shows the tr"),
     (OSError(36, "File name too long", "x"), "error: [Errno 36] File name too long: 'x'"),

@@ -41,6 +41,7 @@ LIST_FLAGS = {
 stdout = Console(highlight=False)
 stderr = Console(stderr=True, highlight=False)
 
+_EXTRAS = ("transformers", "diffusers")  # packages that an extra of the same name installs
 # Wide enough for the tables of a plan in a file or a pipe, where rich would assume 80.
 _PIPE_WIDTH = 120
 for _console in (stdout, stderr):
@@ -207,6 +208,8 @@ def _line_of(error: Exception) -> str:
         return (
             f"no memory is left ({str(error) or 'MemoryError'}): free some, or raise this process's limit (ulimit -v)"
         )
+    if isinstance(error, ModuleNotFoundError) and error.name in _EXTRAS:
+        return f"{error.name} is not installed: pip install 'headrace[{error.name}]'"
     return f"{type(error).__name__}: {error}; HEADRACE_DEBUG=1 shows the traceback"
 
 
