@@ -285,6 +285,18 @@ def test_a_budget_holds_code_and_a_decoded_unit(codec: Any, share: float) -> Non
     assert coded.moved_bytes < 0.85 * plain.moved_bytes
 
 
+@pytest.mark.parametrize("share", [0.3, 0.6, 0.8])
+@pytest.mark.parametrize("peer", [0.1, 0.25])
+def test_a_budget_holds_units_of_a_peer_beside_code(share: float, peer: float) -> None:
+    """They are copied as they are, so a slot of one is larger than that of a code."""
+    with torch.device("meta"):
+        inventory = take_inventory(Stack(16, 1024).to(torch.bfloat16))
+    num_bytes, peer_bytes = int(share * inventory.num_bytes), int(peer * inventory.num_bytes)
+    plan = build_plan(inventory, Budget(num_bytes, peer_memory=peer_bytes, codec="exp3"), rates=NOMINAL_GPU)
+    assert {unit.store for unit in plan.units} == {"exp3", "peer"}
+    assert plan.device_bytes <= num_bytes
+
+
 def test_a_limit_of_host_memory_is_for_the_code() -> None:
     with torch.device("meta"):
         inventory = take_inventory(Stack(16, 1024).to(torch.bfloat16))

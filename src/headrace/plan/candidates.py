@@ -527,11 +527,14 @@ class Family:
         parts_bytes, moved, num_units = np.zeros(count), np.zeros(count), np.zeros(count, dtype=np.int64)
         slot_bytes = [(wanted, slot, np.zeros(count)) for wanted in counts for slot in range(wanted)]
         first, decoded, uncoded = np.zeros((MAX_SLOTS, count)), np.zeros(count), self._uncoded()
+        is_coded = self.table.rates.coded_share < 1
+        on_peer = self._on_peer(dict(self._units(self.table.slabs)))[0] if is_coded else {}
         for (fqn, slab), (_, size) in zip(self._units(self.table.slabs), self._units(self.table.sizes), strict=True):
             places, in_slot = {wanted: num_units % wanted for wanted in counts}, slab
-            if self.table.rates.coded_share < 1:
-                in_slot = self._code_bytes(slab, uncoded.get(fqn))
-                np.maximum(decoded, slab * np.logical_not(uncoded.get(fqn, False)), out=decoded)
+            if is_coded:  # but for what is on the peer
+                is_plain = np.logical_or(uncoded.get(fqn, False), on_peer.get(fqn, False))
+                in_slot = self._code_bytes(slab, is_plain)
+                np.maximum(decoded, slab * ~is_plain, out=decoded)
             for wanted, slot, largest in slot_bytes:
                 np.maximum(largest, in_slot * (places[wanted] == slot), out=largest)
             early = np.flatnonzero((slab > 0) & (num_units < MAX_SLOTS))
@@ -569,6 +572,13 @@ class Family:
                 found += totals.take(chosen)
         return found
 
+    def _on_peer(self, slabs: Mapping[str, Floats]) -> tuple[dict[str, Bools], Floats]:
+        """Which of the units of these bytes the peer has room for, and the bytes that are left there."""
+        if not self.table.peer_bytes:
+            return {}, np.zeros(len(self.high))
+        order = [fqn for fqn in reversed(self.table.spill_order) if fqn in slabs]
+        return _fill(((fqn, slabs[fqn]) for fqn in order), np.full(len(self.high), float(self.table.peer_bytes)))
+
     def _placed(self, host_bytes: float | None) -> Placed:
         """Stores of units: the peer as far as it has room, then host memory, then files."""
         table, spill, on_peer = self.table, self.table.spill, dict[str, Bools]()
@@ -582,9 +592,8 @@ class Family:
             layer.host_bytes for layer in self.cached
         )
         if table.peer_bytes:
-            room = np.full(len(self.high), float(table.peer_bytes))
-            on_peer, left = _fill(((fqn, slabs[fqn]) for fqn in reversed(order)), room)
-            on_host -= room - left
+            on_peer, left = self._on_peer(slabs)
+            on_host -= table.peer_bytes - left
         uncoded = self._uncoded()
         for fqn, slab in slabs.items() if table.rates.coded_share < 1 else ():
             on_host -= (slab - self._code_bytes(slab, uncoded.get(fqn))) * np.logical_not(on_peer.get(fqn, False))
