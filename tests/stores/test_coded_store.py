@@ -26,6 +26,7 @@ from headrace.plan.cost_model import NOMINAL_GPU
 from headrace.plan.plan import slab_bytes
 from headrace.testing import assert_same_bits
 from models import Stack, rows, save
+from moe_models import qwen
 
 DIM = 256
 ALL = Prefetch(1, 1, 2, codec="exp4")
@@ -242,6 +243,16 @@ def test_a_plan_that_reads_everything_in_place_has_no_use_for_a_code() -> None:
     with refused("codec 'exp3' has no effect: what is offloaded is read in place", "give more device memory"):
         planner.plan(Budget("3MiB", codec="exp3"))
     assert planner.plan(Budget("3MiB", codec="auto")).uva
+
+
+def test_why_a_code_has_no_effect() -> None:
+    with torch.device("meta"):
+        stack, experts = (take_inventory(model.to(torch.bfloat16)) for model in (Stack(16, 1024), qwen()))
+    budget = Budget(int(0.8 * stack.num_bytes), peer_memory=stack.num_bytes, codec="exp3")
+    with refused("all units are in the memory of another GPU", "less --peer-memory"):
+        build_plan(stack, budget, rates=NOMINAL_GPU)
+    with refused("cached experts are not coded"):
+        build_plan(experts, Rules([("experts", "cache")], expert_slots=3, codec="exp3"), rates=NOMINAL_GPU)
 
 
 def test_plan_files(tmp_path: Path) -> None:

@@ -561,11 +561,17 @@ def with_code(plan: Plan, inventory: Inventory, codec: Codec) -> Plan:
     )
     coded = replace(plan, units=units)
     if plan.offloaded_bytes and not coded.coded_units:
-        why = "no unit in host memory has bf16 weights alone" if plan.units else "what is offloaded is read in place"
-        raise OptionError(
-            f"codec {codec!r} has no effect: {why}; leave it out (--offload-codec)"
-            f"{'' if plan.units else ', or give more device memory, for slots and a decoded unit'}"
-        )
+        fix = "leave it out (--offload-codec)"
+        if any(unit.store == "cpu" for unit in plan.units):
+            why = "no unit in host memory has bf16 weights alone"
+        elif plan.units:
+            why, fix = "all units are in the memory of another GPU", f"{fix}, or give less --peer-memory"
+        elif plan.cached:
+            why = "cached experts are not coded, and nothing else is copied"
+        else:
+            why = "what is offloaded is read in place"
+            fix = f"{fix}, or give more device memory, for slots and a decoded unit"
+        raise OptionError(f"codec {codec!r} has no effect: {why}; {fix}")
     return coded
 
 
