@@ -14,7 +14,7 @@ from checks import run_threads
 from headrace import Prefetch, Speculation, decode_in_graphs
 from headrace.adapters.transformers import load
 from headrace.adapters.transformers.speculating import Speculating
-from headrace.errors import BudgetError, HeadraceWarning, OptionError, StateError
+from headrace.errors import BudgetError, HeadraceWarning, OptionError, OptionTypeError, StateError
 from headrace.graphs import decoding
 from models import aligned
 from recorded_graphs import RecordedStep
@@ -223,6 +223,12 @@ def test_a_draft_is_part_of_the_budget(target: Path, draft: Path) -> None:
     ):
         with pytest.raises(BudgetError, match=message):
             load(target, less, device="cpu", speculate=str(draft))
+
+
+@pytest.mark.parametrize("given", [5, True, ["lookup"]])
+def test_what_is_no_guesser(target: Path, given: Any) -> None:
+    with pytest.raises(OptionTypeError, match="speculate: expected 'lookup', 'mtp' or a draft model, found"):
+        load(target, PREFETCH, device="cpu", speculate=given)
 
 
 def test_a_recurrent_state(tmp_path: Path) -> None:

@@ -113,6 +113,7 @@ def test_it_is_printed_with_the_plan() -> None:
         ({"guesser": "lookup", "guesses": 0}, "guesses = 0: expected at least 1"),
         ({"guesser": "lookup", "guesses": 4, "accepted": 5.5}, "5.5 tokens a pass: expected 1 to 5"),
         ({"guesser": "lookup", "accepted": float("nan")}, "expected 1 to 17"),
+        ({"guesser": "lookup", "accepted": "1.5"}, "accepted: expected a number of tokens a pass"),
     ],
 )
 def test_wrong_values(values: dict[str, object], message: str) -> None:

@@ -58,6 +58,8 @@ class Speculation:
             raise OptionTypeError(f"speculate: expected 'lookup', 'mtp' or a draft model, found {self.guesser!r}")
         if self.guesses is not None:
             count("guesses", self.guesses)
+        if isinstance(self.accepted, bool) or not isinstance(self.accepted, int | float | None):
+            raise OptionTypeError(f"accepted: expected a number of tokens a pass, such as 1.5, found {self.accepted!r}")
         most = (self.guesses or _MOST_GUESSES) + 1
         if self.accepted is not None and not 1 <= self.accepted <= most:
             raise OptionError(

@@ -119,6 +119,7 @@ def load(
     # First, so that a wrong folder in one rank raises in all ranks, instead of in one while the others wait.
     with open_ranks(group) as ranks:
         require_kinds(device, disk)
+        given = speculate if isinstance(speculate, Speculation | None) else Speculation(speculate)
         # Unlike from_pretrained, nothing is read yet: the plan decides which weights are read at all.
         with gc_paused():
             target = compute_device(nn.Module(), device)
@@ -129,7 +130,6 @@ def load(
             found = match(model, Checkpoint.open(folder), target)
         for difference in differences(model, found, is_chosen=model_class is not None):
             warn_user(difference)
-        given = Speculation(speculate) if isinstance(speculate, str) else speculate
         request = PlanRequest(model, policy, device=device, disk=disk, ranks=ranks, speculation=given)
         if given is not None:
             request = _speculated(request, given, found, target)
