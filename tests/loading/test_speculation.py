@@ -181,6 +181,20 @@ def test_calls_that_run_without(target: Path, changes: dict[str, Any], why: str)
     assert handle.stats().speculation.passes == 0  # type: ignore[union-attr]
 
 
+def test_embeddings_of_a_prompt(target: Path, guesser: str) -> None:
+    """A draft has no use for them; n-grams are then those of the answer."""
+    plain = aligned(LlamaForCausalLM.from_pretrained(target).eval())
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always", HeadraceWarning)
+        model, handle = load(target, PREFETCH, device="cpu", speculate=Speculation(guesser, 4, accepted=4))
+        expected, found = (
+            each.generate(inputs_embeds=each.get_input_embeddings()(PROMPT), **CALL) for each in (plain, model)
+        )
+    assert torch.equal(found, expected)
+    assert handle.stats().bytes_moved
+    assert any("not inputs_embeds" in str(warning.message) for warning in caught) == (guesser != "lookup")
+
+
 @pytest.mark.slow
 def test_two_threads(target: Path) -> None:
     model, handle = load(target, PREFETCH, device="cpu", speculate=Speculation("lookup", 4))

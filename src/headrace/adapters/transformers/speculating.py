@@ -202,6 +202,8 @@ class Speculating:
             return (
                 "heads (mtp) read the tokens and hidden states of the prompt, not inputs_embeds or output_hidden_states"
             )
+        if "assistant_model" in self._arguments and kwargs.get("inputs_embeds") is not None:
+            return "a draft reads the tokens of the prompt, not inputs_embeds"
         if config.use_cache is False or config.cache_implementation not in (None, "dynamic"):
             return "it needs a cache that grows (use_cache, cache_implementation)"
         return None
