@@ -215,6 +215,25 @@ def test_the_reference_lies_at_multiples_of_64(mode: Any, tmp_path: Path) -> Non
     assert_same_bits(model(x), reference(x))
 
 
+@pytest.mark.parametrize("codec", ["none", "exp3"])
+@pytest.mark.parametrize("peer", [None, "200KiB"])
+def test_host_memory_is_host_memory_whatever_the_default_device(codec: Any, peer: str | None) -> None:
+    """``torch.set_default_device("cuda")``, for which ``meta`` stands: neither can be read as host memory."""
+    model, x = Stack(8, 256).eval().bfloat16(), rows(256).bfloat16()
+    expected, state = model(x), {name: tensor.clone() for name, tensor in model.state_dict().items()}
+    budget = Budget(sum(each.nbytes for each in state.values()) * 4 // 5, mode="cpu", peer_memory=peer, codec=codec)
+    with stand_in(), warnings.catch_warnings(), torch.device("meta"):
+        warnings.simplefilter("ignore", HeadraceWarning)
+        with headrace.offload(model, budget) as handle:
+            for _ in range(2):
+                assert_same_bits(model(x), expected)
+            assert handle.stats().bytes_moved
+            name = handle.plan.units[0].entries[0].storage
+            assert_same_bits(model.get_parameter(name) * 2, state[name] * 2)
+            assert_same_bits(dict(model.state_dict()), state)
+    assert_same_bits(model(x), expected)
+
+
 class TestDisk:
     @pytest.mark.parametrize("num_shards", [1, 3])
     @pytest.mark.parametrize(

@@ -193,7 +193,7 @@ class CountsReader:
         """``caches``: at least one, all on one device."""
         self._counters = [cache._counters for cache in caches]
         on_gpu = caches[0].location.is_cuda
-        self._totals = torch.zeros(len(self._counters[0]), dtype=torch.int64, pin_memory=on_gpu)
+        self._totals = torch.zeros(len(self._counters[0]), dtype=torch.int64, pin_memory=on_gpu, device="cpu")
         self._copied = torch.cuda.Event() if on_gpu else None
 
     def begin(self) -> None:

@@ -77,7 +77,7 @@ class CudaRegistrar:
 
     def allocate(self, num_bytes: int) -> torch.Tensor:
         """Pinned memory of the slow kind (uint8, 1-D, host), for when the driver refuses to register."""
-        return torch.empty(num_bytes, dtype=torch.uint8, pin_memory=True)
+        return torch.empty(num_bytes, dtype=torch.uint8, pin_memory=True, device="cpu")
 
 
 def refuse_capture(registrar: CudaRegistrar) -> None:
@@ -171,7 +171,7 @@ def pinned_region(num_bytes: int, near: torch.device | None = None) -> torch.Ten
         StateError: a graph is being captured.
     """
     if num_bytes == 0 or pinning_disabled():
-        return torch.empty(num_bytes, dtype=torch.uint8)
+        return torch.empty(num_bytes, dtype=torch.uint8, device="cpu")
     registrar = CudaRegistrar()
     # Pages lie where the thread runs that touches them first, or one that it starts.
     before = os.sched_getaffinity(0)

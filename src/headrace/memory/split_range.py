@@ -92,7 +92,7 @@ class SplitRange:
             BudgetError, OptionError: as :class:`MappedMemory`.
         """
         if device.type == "cpu":
-            self.whole = torch.empty(num_bytes, dtype=torch.uint8)
+            self.whole = torch.empty(num_bytes, dtype=torch.uint8, device="cpu")
             self.host = self.whole[host_start:]
             return
         mapped = _Mapped(device_bytes, host_start, num_bytes, device, host, shared)

@@ -258,7 +258,7 @@ class GlooChannel:
         Raises:
             TransferError: a rank has ended, or did not come in time.
         """
-        row = torch.zeros(self.size, dtype=torch.int64)
+        row = torch.zeros(self.size, dtype=torch.int64, device="cpu")
         row[self.rank] = number
         self._bounded(lambda: self._open().allreduce(row).wait(), "answered")
         return [int(value) for value in row]

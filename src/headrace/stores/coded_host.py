@@ -135,7 +135,7 @@ class CodedStore(Store):
     def _code(self, unit: int) -> tuple[torch.Tensor, tuple[Piece, ...]]:
         """Empty, until the unit is coded."""
         memory, pieces = self._coded.get(unit, (None, ()))
-        return torch.empty(0, dtype=torch.uint8) if memory is None else memory.buffer, pieces
+        return torch.empty(0, dtype=torch.uint8, device="cpu") if memory is None else memory.buffer, pieces
 
     @property
     def host_bytes(self) -> int:

@@ -27,7 +27,7 @@ def peer_memory(num_bytes: int, device: torch.device, peer: torch.device) -> tor
         OptionError: ``device`` cannot address it.
     """
     if device.type == "cpu":  # which has one memory
-        return torch.empty(num_bytes, dtype=torch.uint8)
+        return torch.empty(num_bytes, dtype=torch.uint8, device="cpu")
     torch.cuda.empty_cache()  # the driver cannot use what torch's allocator holds without need, on either GPU
     return MappedMemory(round_up(num_bytes, PIECE_BYTES), device, peer).on_device[:num_bytes]
 

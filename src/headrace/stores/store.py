@@ -217,7 +217,7 @@ class Store(ABC):
 
 def new_buffer(num_bytes: int) -> torch.Tensor:
     """Uninitialised host memory: uint8, 1-D, 64-byte aligned by torch's allocator."""
-    return torch.empty(num_bytes, dtype=torch.uint8)
+    return torch.empty(num_bytes, dtype=torch.uint8, device="cpu")
 
 
 def require_weights(weights: WeightMap | None) -> WeightMap:
