@@ -15,7 +15,8 @@ import numpy as np
 import pytest
 import torch
 
-from headrace.memory.pages import HUGE_PAGE_BYTES, TOUCH_BYTES, collapse, collapse_parallel, map_file
+from headrace.errors import BudgetError
+from headrace.memory.pages import HUGE_PAGE_BYTES, TOUCH_BYTES, collapse, collapse_parallel, map_file, map_pages
 from headrace.memory.shared import SharedMemory
 from headrace.stores.shared_host import SharedStore, shared_bytes
 
@@ -143,3 +144,8 @@ def resident(buffer: torch.Tensor) -> torch.Tensor:
     )
     assert code == 0
     return found & 1
+
+
+def test_memory_that_the_system_does_not_have() -> None:
+    with pytest.raises(BudgetError, match=f"no memory for another {1 << 60} bytes"):
+        map_pages(1 << 60)

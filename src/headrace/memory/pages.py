@@ -130,8 +130,14 @@ def map_pages(num_bytes: int, *, huge: bool = True) -> Bytes:
     the size stays exact.
 
     A forked child does not get the mapping: the kernel would have to copy every pinned page at the fork itself.
+
+    Raises:
+        BudgetError: the system has no memory, or no address space, for it.
     """
-    memory: Bytes = np.asarray(_Mapping(num_bytes, -1, 0, mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS))
+    try:
+        memory: Bytes = np.asarray(_Mapping(num_bytes, -1, 0, mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS))
+    except OSError as error:
+        raise _out_of_memory(num_bytes) from error
     _advise(memory, mmap.MADV_DONTFORK)
     if huge:
         _advise(memory, mmap.MADV_HUGEPAGE)  # a kernel built without it refuses
@@ -212,15 +218,19 @@ def populate(buffer: torch.Tensor) -> None:
     memory: Bytes = buffer.numpy()
     error = _advise(memory, _MADV_POPULATE_WRITE)
     if error == errno.ENOMEM:
-        raise BudgetError(
-            f"the system has no memory for another {buffer.numel()} bytes of offloaded weights; free host memory, or "
-            f"offload less",
-            buffer.numel(),
-        )
+        raise _out_of_memory(buffer.numel())
     if error:  # an older kernel: write one byte of every page back to itself
         pages = memory[:: mmap.PAGESIZE]
         np.bitwise_or(pages, np.uint8(0), out=pages)
         memory[-1] |= 0  # the last page may begin after the last stride
+
+
+def _out_of_memory(num_bytes: int) -> BudgetError:
+    return BudgetError(
+        f"the system has no memory for another {num_bytes} bytes of offloaded weights; free host memory (ulimit -v "
+        f"limits it, too), or offload less",
+        num_bytes,
+    )
 
 
 def populate_parallel(buffer: torch.Tensor, num_threads: int, piece_bytes: int = TOUCH_BYTES) -> None:
