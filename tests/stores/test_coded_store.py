@@ -18,7 +18,7 @@ from checks import run_threads
 from headrace import UVA, Budget, Plan, Prefetch, Rules
 from headrace.codec.layout import coded_bytes
 from headrace.config import Policy
-from headrace.errors import BudgetError, HeadraceWarning, OptionError
+from headrace.errors import BudgetError, HeadraceWarning, OptionError, SlotConflictError
 from headrace.flags import OffloadFlags
 from headrace.model.inventory import take_inventory
 from headrace.plan.build import Planner, build_plan
@@ -200,6 +200,26 @@ def test_layers_in_two_threads_are_decoded_in_turn(slots: int) -> None:
         assert len(results) == 8
         for result in results:
             assert_same_bits(result, wanted)
+
+
+class Outer(nn.Linear):
+    """Runs another layer in the middle of its own forward."""
+
+    inner: list[nn.Module]
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return super().forward(self.inner[0](super().forward(x)))
+
+
+def test_a_unit_inside_another_is_refused_whatever_the_slots() -> None:
+    layers = [Outer(DIM, DIM), *(nn.Linear(DIM, DIM) for _ in range(3))]
+    layers[0].inner = [layers[1]]
+    model = nn.Sequential(*layers).eval().bfloat16()
+    with (
+        headrace.offload(model, Prefetch(1, 1, 3, codec="exp3")),
+        pytest.raises(SlotConflictError, match=r"1 .* inside 0 .* decoded at a time: use codec='none'"),
+    ):
+        model(torch.zeros(1, DIM).bfloat16())
 
 
 @pytest.mark.slow

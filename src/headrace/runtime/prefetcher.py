@@ -385,9 +385,12 @@ class Prefetcher:
         name = self._plan.units[unit].module_fqn
         held = "another unit" if holder is None else f"{self._plan.units[holder].module_fqn} (unit {holder})"
         if slot.latest_reader() is not None:
+            place, fix = "the same slot", "another prefetch_step (--offload-prefetch-step)"
+            if {unit, holder} <= self._coded:
+                place, fix = "the memory in which one unit is decoded at a time", "codec='none' (--offload-codec none)"
             raise SlotConflictError(
-                f"{name} (unit {unit}) runs inside {held}, and both need the same slot: use another prefetch_step "
-                f"(--offload-prefetch-step), or keep one of the two resident ({resident_rule(name)})"
+                f"{name} (unit {unit}) runs inside {held}, and both need {place}: use {fix}, or keep one of the two "
+                f"resident ({resident_rule(name)})"
             )
         self._wait_until(lambda: not slot.readers, f"{name} (unit {unit}) needs the slot of {held}, which")
 
