@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import gc
+import os
 import time
 import warnings
+from contextlib import suppress
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -200,6 +202,20 @@ def test_layers_in_two_threads_are_decoded_in_turn(slots: int) -> None:
         assert len(results) == 8
         for result in results:
             assert_same_bits(result, wanted)
+
+
+def test_a_forked_child_reads_weights() -> None:
+    model, _, _ = build()
+    before = {name: value.clone() for name, value in model.state_dict().items()}
+    with headrace.offload(model, ALL) as handle:
+        if (child := os.fork()) == 0:  # which has no threads: no operator that shares its work out among some
+            with suppress(BaseException):
+                state = model.state_dict()
+                found = (state[name].view(torch.uint8).numpy().tobytes() for name in before)
+                os._exit(list(found) != [value.view(torch.uint8).numpy().tobytes() for value in before.values()])
+            os._exit(2)
+        assert handle.plan.coded_units
+        assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 0
 
 
 class Outer(nn.Linear):

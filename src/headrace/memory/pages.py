@@ -123,13 +123,14 @@ def _covering_pages(memory: Bytes) -> tuple[int, int]:
     return start, whole_pages(address + memory.size - start)
 
 
-def map_pages(num_bytes: int, *, huge: bool = True) -> Bytes:
+def map_pages(num_bytes: int, *, huge: bool = True, forks: bool = False) -> Bytes:
     """Private anonymous memory of ``num_bytes`` (at least 1), untouched: it takes address space and no memory yet.
 
     ``huge``: ask for huge pages, where the system offers them. The kernel uses them only for whole aligned 2 MiB, so
     the size stays exact.
 
-    A forked child does not get the mapping: the kernel would have to copy every pinned page at the fork itself.
+    A forked child gets the mapping only with ``forks``: the kernel would have to copy every pinned page at the fork
+    itself.
 
     Raises:
         BudgetError: the system has no memory, or no address space, for it.
@@ -138,7 +139,8 @@ def map_pages(num_bytes: int, *, huge: bool = True) -> Bytes:
         memory: Bytes = np.asarray(_Mapping(num_bytes, -1, 0, mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS))
     except OSError as error:
         raise _out_of_memory(num_bytes) from error
-    _advise(memory, mmap.MADV_DONTFORK)
+    if not forks:
+        _advise(memory, mmap.MADV_DONTFORK)
     if huge:
         _advise(memory, mmap.MADV_HUGEPAGE)  # a kernel built without it refuses
     return memory

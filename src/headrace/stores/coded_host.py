@@ -98,7 +98,7 @@ class CodedStore(Store):
             parts.append(weights if code is None else code)
             pieces.append(Piece(start, size, None if code is None else width, at, parts[-1].numel()))
             at += slab_bytes([parts[-1].numel()])
-        memory = PinnedBuffer(torch.from_numpy(map_pages(at)))
+        memory = PinnedBuffer(torch.from_numpy(map_pages(at, forks=self._registrar is None)))
         populate_parallel(memory.buffer, touch_threads())
         if self._registrar is not None and (error := memory.register(self._registrar)) != 0:
             warn_refused(memory.num_bytes, error)
