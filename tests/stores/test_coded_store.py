@@ -115,6 +115,7 @@ def test_random_bits_are_stored_as_they_are() -> None:
         stats = handle.stats()
         moved = (c.copies * unit.num_bytes for unit, c in zip(handle.plan.units, stats.units, strict=True))
         assert stats.bytes_moved == sum(moved)
+        assert stats.store_bytes["slots"] == 3 * handle.plan.units[0].num_bytes > handle.plan.slots_bytes
         state = model.state_dict()
         assert all(torch.equal(state[name].view(torch.uint8), value) for name, value in before.items())
         del state

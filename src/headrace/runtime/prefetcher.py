@@ -83,6 +83,7 @@ class Prefetcher:
         for unit in self._coded:  # whose code may be longer than the plan expects
             slot = slot_of(unit, len(sizes))
             sizes[slot] = max(sizes[slot], sum(part.numel() for _, part in self._loads[unit].in_memory))
+        self.slots_bytes = sum(sizes) + plan.decoding_bytes
         self._live = [Slot(index, link.allocate(num_bytes)) for index, num_bytes in enumerate(sizes)]
         # Of one coded unit at a time, for as long as it is read; slots hold the code of these.
         self._decoded = link.allocate(plan.decoding_bytes) if self._coded else None

@@ -198,7 +198,8 @@ class OffloadSession(NotCopyable):
         experts = tuple(_stats_of(layer, cache) for layer, cache in self._caches)
         units = self._prefetcher.snapshot() if self._prefetcher else ()
         staging = self._link.staging_stats() if self._link else None
-        stores = {"resident": plan.resident_bytes, "slots": plan.slots_bytes, "cache": plan.cache_bytes}
+        slots_bytes = self._prefetcher.slots_bytes if self._prefetcher else 0
+        stores = {"resident": plan.resident_bytes, "slots": slots_bytes, "cache": plan.cache_bytes}
         stores |= self._account
         sizes_by_store = {name: size for name, size in stores.items() if size}
         guesses = None if self.speculating is None else self.speculating.counts
