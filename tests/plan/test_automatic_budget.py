@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 import torch.distributed as dist
-from transformers import AutoModelForCausalLM, Qwen3Model
+from transformers import AutoModelForCausalLM, Qwen3Config, Qwen3Model
 
 import headrace
 from commands import succeed, tiny_model
@@ -20,6 +20,7 @@ from headrace.flags import OffloadFlags, engine_surface
 from headrace.memory.system import Limits
 from headrace.model import memory_profile
 from headrace.plan.plan import Machine
+from headrace.plan.speculation import Speculation
 from headrace.planning import plan_model
 from headrace.runtime import planner_factory
 from headrace.runtime.planner_factory import PlanRequest
@@ -61,6 +62,21 @@ def test_the_cache_decides_whether_it_fits() -> None:
     assert headrace.make_plan("Qwen/Qwen3-8B", "auto", machine="h100").offloaded_bytes == 0
     workload = Workload([16], 32768)
     assert headrace.make_plan("Qwen/Qwen3-8B", "auto", workload=workload, machine="h100").offloaded_bytes > 0
+
+
+@pytest.mark.filterwarnings("ignore:.*planned from config.json alone")
+def test_a_model_that_fits_alone_makes_room_for_a_draft(tmp_path: Path) -> None:
+    sizes = {"hidden_size": 2560, "intermediate_size": 9728, "num_hidden_layers": 36, "vocab_size": 151936}
+    Qwen3Config(**sizes, dtype="bfloat16", architectures=["Qwen3ForCausalLM"]).save_pretrained(tmp_path)
+    draft = Speculation(str(tmp_path), 4, accepted=4.9)
+    planned = plan_model(PlanRequest("Qwen/Qwen3-8B", "auto", machine="4090", speculation=draft))
+    assert planned.context.draft is not None
+    beside = planned.planner.profile.workload_bytes(1, 4096) + planned.context.draft.device_bytes
+    assert planned.plan.offloaded_bytes > 0
+    assert 20 * GIB < planned.plan.device_bytes + beside <= 22.5 * GIB
+    assert "of what is free, beside" in planned.context.automatic
+    roomy = PlanRequest("Qwen/Qwen3-8B", "auto", machine="h100", speculation=draft)
+    assert plan_model(roomy).plan.offloaded_bytes == 0
 
 
 @pytest.mark.slow

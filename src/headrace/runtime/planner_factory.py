@@ -277,8 +277,10 @@ class PlanContext:
         planner = make_planner(*facts, request.disk, split)
         return planner if self.hits is None else replace(planner, hits=self.hits)
 
-    def sized(self) -> PlanContext:
+    def sized(self, guesser_bytes: int = 0) -> PlanContext:
         """The same with a size in place of ``"auto"``, or with a plan that offloads nothing if the model fits it.
+
+        ``guesser_bytes``: of a draft or heads beside the model.
 
         Raises:
             OptionError: no GPU, or one whose memory is not known.
@@ -297,7 +299,7 @@ class PlanContext:
         free_bytes += sum(storage.info.num_bytes for storage in self.bound.values() if storage.home == target.device)
         if self.request.ranks is not None:  # which have to come to one plan
             free_bytes = min(self.request.ranks.exchange("free memory", free_bytes))
-        profile, num_bytes = self.read_profile(), max(1, free_bytes - _AUTO_MARGIN_BYTES)
+        profile, num_bytes = self.read_profile(), max(1, free_bytes - _AUTO_MARGIN_BYTES - guesser_bytes)
         workload = replace(
             given.workload, context=min(given.workload.context, profile.max_context or given.workload.context)
         )
@@ -309,7 +311,8 @@ class PlanContext:
             policy = replace(plan, made_for=target.machine, context=workload.context)
         text = (
             f"auto: {format_size(num_bytes)} of device memory, which leaves {format_size(_AUTO_MARGIN_BYTES)} of what "
-            f"is free; {format_size(beside)} of it for {max(workload.batch_sizes)} x {workload.context} tokens"
+            f"is free{f', beside {format_size(guesser_bytes)} for what guesses' if guesser_bytes else ''}; "
+            f"{format_size(beside)} of it for {max(workload.batch_sizes)} x {workload.context} tokens"
             f"{'; the weights fit, and nothing is offloaded' if fits else ''}"
         )
         _log.info(text)
@@ -332,13 +335,17 @@ class PlanContext:
         request, policy = context.request, context.request.given
         if speculation.draft is None:
             cost = heads_cost(context)
-            if isinstance(policy, Budget | Rules):  # each head multiplies with it, and would have it copied once more
-                policy = replace(policy, rules=(("lm_head", "resident"), *policy.rules))
         else:
             folder, alone = draft_folder(speculation.draft), Workload([1], request.expected.context)
             draft = open_draft(PlanRequest(folder, None, alone, request.machine, device=request.device))
             cost = DraftCost.of(draft.planner, draft.plan(), request.expected.context)
-        if isinstance(policy, Budget):
+        if is_all_resident := isinstance(policy, Plan) and bool(context.automatic):  # perhaps not beside the guesser
+            context = self.sized(cost.device_bytes)
+            request, policy = context.request, context.request.given
+        if speculation.draft is None and isinstance(policy, Budget | Rules):
+            # Each head multiplies with it, and would have it copied once more.
+            policy = replace(policy, rules=(("lm_head", "resident"), *policy.rules))
+        if isinstance(policy, Budget) and not is_all_resident:
             if cost.device_bytes >= policy.num_bytes:
                 raise BudgetError(
                     f"the draft takes {format_size(cost.device_bytes)} of a budget of {format_size(policy.num_bytes)}: "
