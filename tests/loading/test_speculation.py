@@ -11,7 +11,7 @@ import torch
 from transformers import LlamaConfig, LlamaForCausalLM, MambaConfig, MambaForCausalLM, PreTrainedTokenizerFast
 
 from checks import run_threads
-from headrace import Prefetch, Speculation, decode_in_graphs
+from headrace import Budget, Prefetch, Speculation, decode_in_graphs
 from headrace.adapters.transformers import load
 from headrace.adapters.transformers.speculating import Speculating
 from headrace.errors import BudgetError, HeadraceWarning, OptionError, OptionTypeError, StateError
@@ -237,6 +237,19 @@ def test_a_draft_is_part_of_the_budget(target: Path, draft: Path) -> None:
     ):
         with pytest.raises(BudgetError, match=message):
             load(target, less, device="cpu", speculate=str(draft))
+
+
+def test_a_budget_holds_weights_that_are_used_elsewhere(target: Path) -> None:
+    """As without speculation: what has no room is lent, not made resident."""
+    budget = sum(p.nbytes for p in LlamaForCausalLM.from_pretrained(target).parameters()) * 3 // 4
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", HeadraceWarning)
+        model, handle = load(target, Budget(budget, mode="cpu"), device="cpu", speculate="lookup")
+        for name in list(handle.plan.offloaded_names):
+            assert torch.equal(model.get_parameter(name) * 2, model.state_dict()[name] * 2)
+    assert handle.plan.device_bytes <= budget
+    generated(model)
+    assert handle.stats().bytes_moved > 0
 
 
 @pytest.mark.parametrize("given", [5, True, ["lookup"]])

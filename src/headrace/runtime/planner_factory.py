@@ -196,6 +196,7 @@ class PlanRequest:
         ranks: those that share the weights.
         pool: where weights were put while the model was built.
         speculation: what guesses tokens while the model generates; its draft is part of a budget.
+        budget_bytes: of the budget for which a finished plan was made.
     """
 
     model: Any
@@ -213,6 +214,7 @@ class PlanRequest:
     ranks: RankGroup | None = None
     pool: BuildTimePool | None = None
     speculation: Speculation | None = None
+    budget_bytes: int | None = None
 
     @cached_property
     def given(self) -> Policy | Plan | None:
@@ -267,6 +269,12 @@ class PlanContext:
     hits: ExpertHits | None = None
     draft: DraftCost | None = None
     automatic: str = ""
+
+    @property
+    def budget_bytes(self) -> int | None:
+        """Device memory that weights may take; ``None``: there is no such limit."""
+        given = self.request.given
+        return given.num_bytes if isinstance(given, Budget) else self.request.budget_bytes
 
     @cached_property
     def planner(self) -> Planner:

@@ -17,7 +17,7 @@ import torch.distributed as dist
 from torch import nn
 
 from headrace.checkpoint.weight_map import WeightMap
-from headrace.config import Budget, as_policy, warn_about_variables
+from headrace.config import as_policy, warn_about_variables
 from headrace.errors import OptionError, OptionTypeError
 from headrace.memory.pinned import PinnedBuffer
 from headrace.model.inventory import Inventory, reject_self_managed_weights, take_inventory
@@ -80,7 +80,7 @@ def prepare(request: PlanRequest, *, allocates: bool = True) -> Prepared:
     device = compute_device(request.model, request.device)
     request = replace(request, num_ranks=1 if ranks is None else ranks.size)
     context = module_context(request, Target(device, describe_device(device))).sized()
-    plan, bound, given = context.plan(), dict(context.bound), context.request.given
+    plan, bound = context.plan(), dict(context.bound)
     prepared = Prepared(
         plan,
         device,
@@ -91,7 +91,7 @@ def prepare(request: PlanRequest, *, allocates: bool = True) -> Prepared:
         peer=peer_of(device) if plan.peer_bytes else None,
         model=request.model,
         inventory=context.inventory,
-        budget_bytes=given.num_bytes if isinstance(given, Budget) else None,
+        budget_bytes=context.budget_bytes,
     )
     if pool is not None:
         on_host = storages_in_engine_memory(bound)

@@ -147,7 +147,8 @@ def _speculated(request: PlanRequest, speculation: Speculation, found: Match, de
     forecast = context.forecast_speculation(plan, speculation)
     if not forecast.is_faster:
         warn_user(f"{forecast}: leave speculate out, or state what you have measured (accepted=)")
-    return replace(request, policy=plan, speculation=replace(speculation, guesses=forecast.guesses))
+    speculation = replace(speculation, guesses=forecast.guesses)
+    return replace(request, policy=plan, budget_bytes=context.budget_bytes, speculation=speculation)
 
 
 def _with_files(request: PlanRequest, found: Match) -> PlanRequest:
