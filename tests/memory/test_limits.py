@@ -341,6 +341,11 @@ class TestOffload:
         with headrace.offload(resident, all_layers()):  # adopted: the slots alone are new
             pass
 
+    def test_what_is_coded_is_in_no_file(self) -> None:
+        plan = build_plan(take_inventory(on_meta(Stack, 6, dim=256).bfloat16()), Prefetch(1, 1, 2, codec="exp3"))
+        with pytest.raises(LimitError, match=r"--offload-mode disk, no codec\), or .*FOLDER and no mode or codec"):
+            check_limits(plan, Limits(GIB, 100 * KIB), needs_of(plan, on_gpu=True))
+
     def test_the_offloaders_of_engines(self, monkeypatch: pytest.MonkeyPatch) -> None:
         limited(monkeypatch, host_available_bytes=100)
         offloader = PrefetchOffloader(1, 1, 2, ["linear"])

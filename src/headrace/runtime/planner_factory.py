@@ -719,8 +719,9 @@ def check_limits(plan: Plan, limits: Limits, needs: Needs) -> None:
         which = "larger" if budget > plan.device_bytes else "smaller"
         advice = f"A {which} budget should fit, about --device-memory {size}; use it"
     if plan.mode in HOST_MODES and not (on_gpu and limit in (DEVICE, PEER)):
-        fix += ", or store the weights in the files (--offload-mode disk)"
+        fix += f", or store the weights in the files (--offload-mode disk{', no codec' if plan.coded_units else ''})"
         fix += ", or what does not fit: pass checkpoint=FOLDER and no mode" if on_gpu else ""
+        fix += " or codec" if on_gpu and plan.coded_units else ""
     message = (
         f"the plan needs {format_size(needed)} ({needed} bytes) of {limit}, and {format_size(available)} ({available} "
         f"bytes) can be had: {format_size(missing)} ({missing} bytes) too little. {advice}, or {fix}; nothing was "
