@@ -78,6 +78,12 @@ def test_what_vllm_has_no_flag_for_goes_into_its_additional_config() -> None:
     }  # fmt: skip
 
 
+@pytest.mark.parametrize("beside", ["--device-memory 20GiB", "--offload-group-size 4"])
+def test_a_codec_goes_there_too(beside: str) -> None:
+    assert headrace_keys(command_of(*beside.split(), "--offload-codec", "exp3"))["codec"] == "exp3"
+    assert "without --device-memory or --offload-group-size" in refusal_of("--offload-codec", "exp3")
+
+
 @pytest.mark.parametrize(
     ("rest", "replicas"),
     [

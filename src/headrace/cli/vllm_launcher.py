@@ -39,7 +39,7 @@ _VLLM_FLAGS = (
 # Flags of both servers, passed on under the same names.
 _SHARED_FLAGS = ("host", "port", "api_key", "served_model_name", "generation_config", "dtype")
 # Flags of headrace, which are passed in --additional-config.
-_OWN_FLAGS = ("device_memory", "batch", "offload_rule", "expert_slots", "offload_mode", "measure_stalls")
+_OWN_FLAGS = tuple(name for name in FLAG_OF_KEY.values() if name not in _VLLM_FLAGS)
 
 
 def serve_in_vllm(
