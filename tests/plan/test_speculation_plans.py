@@ -84,8 +84,10 @@ def test_where_it_loses(speculation: Speculation, draft_steps: float | None) -> 
     draft = None if draft_steps is None else DraftCost(0, draft_steps * step_s)
     found = forecast_speculation(speculation, made.planner, made.plan, 0, draft, on_gpu=True)
     assert found.tokens_per_s < found.plain_tokens_per_s
-    with pytest.raises(OptionError, match=r"tokens/s in place of .*: leave --speculate out"):
+    with pytest.raises(OptionError, match=r"tokens/s in place of .*: leave --speculate out, or state what you"):
         found.require_faster()
+    with pytest.raises(OptionError, match=r"\(as given\).*: leave --speculate out$"):
+        replace(found, is_assumed=False).require_faster()
 
 
 def test_an_eager_pass_takes_python_its_time() -> None:

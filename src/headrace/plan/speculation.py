@@ -151,7 +151,8 @@ class SpeculationForecast:
     def require_faster(self) -> None:
         """Raise ``OptionError`` unless speculation is predicted to pay."""
         if not self.is_faster:
-            raise OptionError(f"{self}: leave --speculate out, or state what you have measured (--accepted)")
+            measured = ", or state what you have measured (--accepted)" if self.is_assumed else ""
+            raise OptionError(f"{self}: leave --speculate out{measured}")
 
 
 def forecast_speculation(

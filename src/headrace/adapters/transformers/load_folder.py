@@ -146,7 +146,8 @@ def _speculated(request: PlanRequest, speculation: Speculation, found: Match, de
     plan = context.plan()
     forecast = context.forecast_speculation(plan, speculation)
     if not forecast.is_faster:
-        warn_user(f"{forecast}: leave speculate out, or state what you have measured (accepted=)")
+        measured = ", or state what you have measured (accepted=)" if forecast.is_assumed else ""
+        warn_user(f"{forecast}: leave speculate out{measured}")
     speculation = replace(speculation, guesses=forecast.guesses)
     return replace(request, policy=plan, budget_bytes=context.budget_bytes, speculation=speculation)
 
