@@ -352,11 +352,16 @@ def test_a_limit_of_host_memory_is_for_the_code() -> None:
     with pytest.raises(BudgetError, match="--host-memory"):
         build_plan(inventory, Budget(half, host_memory=host), rates=NOMINAL_GPU)
     plan = build_plan(inventory, Budget(half, host_memory=host, codec="exp3"), rates=NOMINAL_GPU)
+    assert plan == build_plan(inventory, Budget(half, host_memory=host, codec="auto"), rates=NOMINAL_GPU)
     assert host < sum(unit.num_bytes for unit in plan.units)
     assert plan.coded_bytes <= host
     with pytest.raises(BudgetError) as error:
         build_plan(inventory, Budget(half, host_memory=host // 2, codec="exp3"), rates=NOMINAL_GPU)
     assert "in files" not in str(error.value)
+    with pytest.raises(BudgetError, match="--host-memory"):
+        build_plan(inventory, Budget(half, host_memory=host // 2, codec="auto"), rates=NOMINAL_GPU)
+    with pytest.raises(BudgetError, match="is too small"):
+        build_plan(inventory, Budget(1, codec="auto"), "disk")
 
 
 @pytest.mark.parametrize("dim", [256, 264, 1024])

@@ -17,6 +17,7 @@ import mmap
 import warnings
 from bisect import bisect_right
 from collections.abc import Collection, Iterator, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -166,8 +167,14 @@ class Planner:
     def _faster_codec(
         self, budget: Budget, movable: Collection[str] | None, forced: Mapping[str, Mechanism] | None
     ) -> Plan:
-        """The plan with a codec where that is predicted to be faster, else the one without."""
-        plain = self.plan(replace(budget, codec="none"), movable, forced)
+        """The plan with a codec where that is predicted to be faster, or fits alone; else the one without."""
+        try:
+            plain = self.plan(replace(budget, codec="none"), movable, forced)
+        except BudgetError:
+            with suppress(BudgetError, OptionError):  # there may be room for the code alone
+                if (budget.mode or self.default_mode) == "cpu":
+                    return self.plan(replace(budget, codec="exp3"), movable, forced)
+            raise
         on_link = plain.moved_units and plain.mode == "cpu" and not plain.staged_units
         if not on_link or self.rates.copies_take_cores:  # a CPU decodes more slowly than it copies
             return plain
