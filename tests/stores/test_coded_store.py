@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 import gc
+import json
 import os
+import subprocess
+import sys
 import time
 import warnings
 from contextlib import suppress
@@ -13,6 +16,7 @@ from typing import Any
 
 import pytest
 import torch
+from safetensors.torch import save_file
 from torch import nn
 
 import headrace
@@ -85,6 +89,35 @@ def test_host_memory_is_three_quarters(tmp_path: Path) -> None:
         assert handle.plan.store_bytes["exp4"] <= 0.76 * units
         assert handle.stats().store_bytes["host"] <= 0.77 * units
         assert handle.stats().bytes_moved
+
+
+GROWTH = """
+import json, sys, torch, headrace
+from torch import nn
+from headrace.memory.system import rss_bytes
+
+def run(layers, file):
+    with torch.device("meta"):
+        model = nn.Sequential(*(nn.Linear(1024, 1024, bias=False) for _ in range(layers))).bfloat16().eval()
+    return headrace.offload(model, headrace.Prefetch(1, 1, 2, codec="exp3"), checkpoint=file, device="cpu")
+
+run(2, sys.argv[1]).remove()
+start = rss_bytes()
+handle = run(48, sys.argv[1])
+print(json.dumps([rss_bytes() - start, handle.stats().store_bytes["host"], handle.plan.slots_bytes]))
+"""
+
+
+@pytest.mark.slow
+def test_what_encoding_took_is_given_back(tmp_path: Path) -> None:
+    """48 tensors of 2 MiB, of which threads of their own make and free some in the C heap."""
+    file = tmp_path / "model.safetensors"
+    save_file({f"{i}.weight": (torch.randn(1024, 1024) * 0.02).bfloat16() for i in range(48)}, file)
+    done = subprocess.run([sys.executable, "-c", GROWTH, str(file)], capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr
+    growth, stored, slots = json.loads(done.stdout)
+    assert 0.6 * 96 * 2**20 < stored < 0.72 * 96 * 2**20
+    assert growth <= 1.01 * stored + slots + (16 << 20)
 
 
 def test_state_dict_and_writes() -> None:

@@ -20,7 +20,7 @@ from headrace.errors import TransferError, warn_user
 from headrace.formatting import format_size
 from headrace.memory.pages import map_pages, populate_parallel
 from headrace.memory.pinned import CudaRegistrar, PinnedBuffer, warn_refused
-from headrace.memory.system import touch_threads
+from headrace.memory.system import touch_threads, trim_heap
 from headrace.plan.plan import Unit, slab_bytes
 from headrace.stores.sources import ByteRange, Copy, MemorySource, Source
 from headrace.stores.store import Destinations, Load, Store
@@ -75,6 +75,7 @@ class CodedStore(Store):
         while self._jobs:
             self._jobs.popleft().result()
         self._pool.shutdown()
+        trim_heap()  # of what encoding took
         if self._unmade_bytes:
             warn_user(
                 f"no memory was left to code {format_size(self._unmade_bytes)} of weights: they are stored as they "
