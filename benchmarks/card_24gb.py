@@ -17,7 +17,7 @@ The models have seeded weights of published shapes, drawn layer by layer and in 
 * ``qwen3-8b``: Qwen3-8B in bf16, every fourth layer prefetched, as an engine's flags have it.
 * ``qwen3-30b-a3b``: Qwen3-30B-A3B in bf16. ``budget``: a budget alone, which without ``headrace probe`` does not cache
   experts; ``cache``: the rule ``experts=cache``, which is also what a budget chooses with a probe. Routers follow a
-  seeded trace (``plan/traces.py``): random ones send all tokens to the same experts.
+  seeded trace (``plan/routing_traces.py``): random ones send all tokens to the same experts.
 * ``qwen3-30b-a3b-fp8``: the same in fp8 in blocks, with kernels of torch (``plain_fp8.py``), which write each chosen
   expert in bf16 before they multiply: its times are not those of the kernels that transformers downloads.
 
@@ -67,7 +67,7 @@ from harness import Timing, append, finish, link_bytes_per_s, parser_of, words_o
 from headrace.config import Budget, Prefetch, parse_size
 from headrace.model.inventory import take_inventory
 from headrace.plan.plan import Plan
-from headrace.plan.traces import seeded_trace
+from headrace.plan.routing_traces import seeded_trace
 from headrace.planning import plan_model
 from headrace.runtime.planner_factory import PlanRequest
 from headrace.stats import Stats

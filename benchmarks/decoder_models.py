@@ -32,7 +32,7 @@ from transformers.masking_utils import create_masks_for_generate
 import plain_fp8
 import published_configs
 from headrace.cli.bench_step import fill
-from headrace.plan.traces import Trace
+from headrace.plan.routing_traces import Trace
 
 __all__ = [
     "CONFIGS",

@@ -29,7 +29,7 @@ import headrace
 from harness import LinkProbe, append, capture, counts, finish, interleave, parser_of, time_cuda, time_host
 from headrace.cli.bench_step import fill
 from headrace.config import Rules
-from headrace.plan.traces import Recorded, Trace, load_trace, lru_hits, seeded_trace
+from headrace.plan.routing_traces import Recorded, Trace, load_trace, lru_hits, seeded_trace
 
 
 @dataclass(frozen=True)

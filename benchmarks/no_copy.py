@@ -15,7 +15,7 @@ from torch import nn
 from headrace.errors import StateError
 from headrace.offloaders.layerwise import EngineOffloader
 from headrace.plan.plan import Plan
-from headrace.runtime.under_construction import mark_read_in_place, unmark
+from headrace.runtime.build_time import mark_read_in_place, unmark
 from headrace.stats import Stats, UnitStats
 from headrace.testing import boundaries_of
 

@@ -165,7 +165,7 @@ def _loads(config: dict[str, Any], form: str) -> Iterator[tuple[str, int, Any]]:
     import torch
 
     from expert_steps import ExpertsShape, driven
-    from headrace.plan.traces import seeded_trace
+    from headrace.plan.routing_traces import seeded_trace
 
     _, count, top_k, _ = _experts(config, form)
     if count == DEEPSEEK_V2_LITE["n_routed_experts"]:

@@ -31,7 +31,7 @@ from vllm.model_executor.layers.quantization.utils.mxfp4_utils import _swizzle_m
 from harness import append, counts, finish, parser_of, time_cuda, words_of
 from headrace.experts.cache import ExpertCache
 from headrace.plan.cached_experts import CachedLayer, with_slots
-from headrace.plan.traces import seeded_trace
+from headrace.plan.routing_traces import seeded_trace
 from headrace.stores.expert_ranges import ExpertRanges
 
 EXPERTS, TOP_K, HIDDEN, INNER = 128, 8, 2048, 768

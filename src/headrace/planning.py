@@ -38,8 +38,8 @@ if TYPE_CHECKING:
     from headrace.model.records import Inventory
     from headrace.plan.build import Planner
     from headrace.plan.report import PlanPrediction
+    from headrace.plan.routing_traces import ExpertHits
     from headrace.plan.speculation import DraftCost, SpeculationForecast
-    from headrace.plan.traces import ExpertHits
     from headrace.stores.sources import DiskOptions
     from headrace.transfer.machine_probe import DeviceName
 
@@ -269,7 +269,7 @@ def _read_folder(request: PlanRequest, target: Target) -> FolderFacts:
 
 def _hits_of(expert_trace: str | os.PathLike[str], inventory: Inventory) -> ExpertHits:
     from headrace.plan.cost_model import experts_in
-    from headrace.plan.traces import ExpertHits, load_trace
+    from headrace.plan.routing_traces import ExpertHits, load_trace
 
     recorded = load_trace(expert_trace)
     found = {experts_in(inventory, storage) for storage in inventory.storages}

@@ -24,12 +24,12 @@ from headrace.model.live_tensors import bind
 from headrace.plan.build import build_plan
 from headrace.plan.cached_experts import PIECE_BYTES, CachedLayer
 from headrace.plan.plan import Machine, SlabEntry, Unit
-from headrace.runtime import planner_factory, under_construction
+from headrace.runtime import build_time, planner_factory
 from headrace.runtime import prepare as prepare_module
+from headrace.runtime.build_time import BuildTimeFilter, BuildTimePool, storages_in_engine_memory
 from headrace.runtime.planner_factory import PlanRequest
 from headrace.runtime.prepare import prepare
 from headrace.runtime.session import OffloadSession
-from headrace.runtime.under_construction import BuildTimeFilter, BuildTimePool, storages_in_engine_memory
 from headrace.stores.expert_ranges import ExpertRanges, mappable
 from headrace.stores.pinned_host import AlreadyPinned, PinnedStore
 from registrars import Ledger
@@ -37,12 +37,12 @@ from registrars import Ledger
 
 @pytest.fixture
 def pool(monkeypatch: pytest.MonkeyPatch) -> BuildTimePool:
-    is_plain = under_construction._is_plain
+    is_plain = build_time._is_plain
 
     monkeypatch.setattr(torch.Tensor, "is_cuda", True)
     assert is_plain(nn.Parameter(torch.zeros(2)))
     monkeypatch.setattr(
-        under_construction, "device_view", lambda buffer, device: torch.frombuffer(buffer.numpy(), dtype=torch.uint8)
+        build_time, "device_view", lambda buffer, device: torch.frombuffer(buffer.numpy(), dtype=torch.uint8)
     )
     return BuildTimePool(lambda device: Ledger())
 

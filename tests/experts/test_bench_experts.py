@@ -15,7 +15,7 @@ import experts_overlap
 import hinted_routing
 import tables
 from expert_steps import ExpertsShape, driven, run, seeded
-from headrace.plan.traces import lru_hits, save_trace
+from headrace.plan.routing_traces import lru_hits, save_trace
 
 TINY = ExpertsShape(num_layers=2, num_experts=8, top_k=2, hidden=64, intermediate=64)
 

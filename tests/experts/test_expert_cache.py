@@ -18,7 +18,7 @@ from hypothesis import strategies as st
 from headrace.errors import RaceError
 from headrace.experts.cache import CacheCounts, CountsReader, ExpertCache
 from headrace.plan.cached_experts import CachedLayer
-from headrace.plan.traces import Trace, lru_hits, seeded_trace
+from headrace.plan.routing_traces import Trace, lru_hits, seeded_trace
 from headrace.transfer import measuring
 
 

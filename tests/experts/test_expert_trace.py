@@ -19,7 +19,7 @@ from headrace.cli.demo_run import ensure_model
 from headrace.config import Budget
 from headrace.errors import OptionError
 from headrace.experts.recorder import RoutingRecorder
-from headrace.plan.traces import ExpertHits, Recorded, load_trace, lru_hits, save_trace, seeded_trace
+from headrace.plan.routing_traces import ExpertHits, Recorded, load_trace, lru_hits, save_trace, seeded_trace
 from moe_models import IDS, cached, qwen
 
 

@@ -22,7 +22,7 @@ from headrace.model.memory_profile import profile_of
 from headrace.plan.build import Planner
 from headrace.plan.candidates import mean_log
 from headrace.plan.cost_model import NOMINAL_GPU
-from headrace.plan.traces import ExpertHits, FixedHits, Recorded, seeded_trace
+from headrace.plan.routing_traces import ExpertHits, FixedHits, Recorded, seeded_trace
 from headrace.runtime.planner_factory import make_planner
 from headrace.transfer.machine_probe import DeviceName, named_machine
 

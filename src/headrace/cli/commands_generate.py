@@ -233,7 +233,7 @@ def _run(model: str, text: str | None, chat: bool | None, options: GenerateOptio
 
 def _keep_records(options: GenerateOptions, handle: Handle, recorder: RoutingRecorder | None, notes: Console) -> None:
     """Write the files that the flags ask for."""
-    from headrace.plan.traces import save_trace
+    from headrace.plan.routing_traces import save_trace
 
     if (counts := handle.stats().speculation) is not None and options.acceptance is not None:
         write_file(options.acceptance, json.dumps(encode(counts)) + "\n")

@@ -10,7 +10,7 @@ from torch.utils.hooks import RemovableHandle
 
 from headrace.errors import OptionError
 from headrace.model.memory_profile import chosen_implementation
-from headrace.plan.traces import Recorded
+from headrace.plan.routing_traces import Recorded
 
 __all__ = ["RoutingRecorder"]
 

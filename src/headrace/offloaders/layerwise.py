@@ -33,11 +33,11 @@ from headrace.plan.cost_model import NOMINAL_GPU, Rates
 from headrace.plan.plan import Plan
 from headrace.plan.units import TINY_BYTES, move_on_demand, plan_group_rule, selected, worth_moving
 from headrace.ranks.group import RankGroup
+from headrace.runtime.build_time import BuildTimeFilter, BuildTimePool, mark_read_in_place, unmark
 from headrace.runtime.planner_factory import PlanRequest, make_planner
 from headrace.runtime.prepare import Prepared, compute_device, prepare
 from headrace.runtime.session import OffloadSession, SessionOptions
 from headrace.runtime.slot import BreakCapture
-from headrace.runtime.under_construction import BuildTimeFilter, BuildTimePool, mark_read_in_place, unmark
 from headrace.stats import Stats
 
 if TYPE_CHECKING:

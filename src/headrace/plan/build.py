@@ -56,8 +56,8 @@ from headrace.plan.cost_model import (
 )
 from headrace.plan.plan import Plan, assemble, with_code
 from headrace.plan.report import CachePoint, PlanPrediction, WorkloadBytes
+from headrace.plan.routing_traces import ExpertHits, FixedHits
 from headrace.plan.schedule import usable_slots
-from headrace.plan.traces import ExpertHits, FixedHits
 from headrace.plan.units import (
     draft_units,
     plan_group_rule,

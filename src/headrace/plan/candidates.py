@@ -41,8 +41,8 @@ from headrace.model.records import Inventory, ModelProfile, StorageInfo
 from headrace.plan.cached_experts import CachedLayer, cache_bytes, cached_layers
 from headrace.plan.cost_model import Bools, Floats, Forecaster, Ints, Rates, StepModel, experts_in, find_stages
 from headrace.plan.plan import SLAB_ALIGNMENT_BYTES, Plan, UnitDraft, assemble, is_codable, slab_bytes
+from headrace.plan.routing_traces import ExpertHits, FixedHits
 from headrace.plan.schedule import MAX_SLOTS, RING_BYTES
-from headrace.plan.traces import ExpertHits, FixedHits
 from headrace.plan.units import TINY_BYTES, outside_units, stranded
 
 __all__ = ["CandidateTable", "Family", "MappedFiles", "Spill", "mean_log", "spill_order"]

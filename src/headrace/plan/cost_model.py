@@ -16,7 +16,7 @@ touches on average
     E x (1 - (1 - k / E) ^ r)
 
 which then have ``r x k / touched`` rows each; a lookup touches one row per row. Of cached experts a step fetches those
-that the cache misses (:class:`~headrace.plan.traces.ExpertHits`), before its product. Copies take
+that the cache misses (:class:`~headrace.plan.routing_traces.ExpertHits`), before its product. Copies take
 bytes / copy rate(bytes), in the order of the schedule, and units in files bytes / file rate before that, a staging ring
 ahead of the link. Units that are split over ranks have a copy rate of their own: :func:`split_rates`.
 
@@ -57,8 +57,8 @@ from headrace.model.layers import find_layers, reader_of
 from headrace.model.records import Inventory, ModelProfile, StorageInfo, dotted_prefixes
 from headrace.plan.cached_experts import CachedLayer
 from headrace.plan.plan import CHUNK_BYTES, Plan, Unit, UnitDraft
+from headrace.plan.routing_traces import ExpertHits, FixedHits
 from headrace.plan.schedule import RING_BYTES
-from headrace.plan.traces import ExpertHits, FixedHits
 
 __all__ = [
     "NOMINAL_CPU", "NOMINAL_GPU", "Bools", "Bound", "Curve", "Floats", "Forecast", "Forecaster", "Ints", "Rates",

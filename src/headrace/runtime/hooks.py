@@ -34,7 +34,7 @@ from headrace.runtime.compile_ops import (
     mark_whole_forward,
     tensors_in,
 )
-from headrace.runtime.outside_use import NotCopyable, Promoter
+from headrace.runtime.outside_access import NotCopyable, Promoter
 from headrace.runtime.prefetcher import Prefetcher, release_left
 from headrace.runtime.slot import Reader
 

@@ -49,9 +49,9 @@ if TYPE_CHECKING:
 
     from headrace.checkpoint.safetensors_header import Checkpoint
     from headrace.model.live_tensors import BoundStorage
-    from headrace.plan.traces import ExpertHits
+    from headrace.plan.routing_traces import ExpertHits
     from headrace.ranks.group import RankGroup
-    from headrace.runtime.under_construction import BuildTimePool
+    from headrace.runtime.build_time import BuildTimePool
 
 __all__ = [
     "PlanContext",

@@ -25,8 +25,8 @@ from headrace.model.live_tensors import bind
 from headrace.model.memory_profile import profile_of
 from headrace.plan.plan import Plan, slab_bytes
 from headrace.ranks.group import RankGroup
+from headrace.runtime.build_time import storages_in_engine_memory
 from headrace.runtime.planner_factory import PlanContext, PlanRequest, Target, describe_device, peer_of
-from headrace.runtime.under_construction import storages_in_engine_memory
 from headrace.stores.expert_ranges import mappable
 from headrace.stores.store import AlreadyPinned, StoreRequest
 

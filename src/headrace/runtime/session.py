@@ -29,7 +29,7 @@ from headrace.plan.cached_experts import CachedLayer
 from headrace.plan.plan import Plan, slab_bytes
 from headrace.runtime.debug import AddressGuard
 from headrace.runtime.hooks import CalledForwardHook, ForwardHook, UnitHook, new_token, unhooked_modules
-from headrace.runtime.outside_use import NotCopyable, Promoter, StateGuard, TableGuard
+from headrace.runtime.outside_access import NotCopyable, Promoter, StateGuard, TableGuard
 from headrace.runtime.prefetcher import Prefetcher, release_left
 from headrace.runtime.prepare import Prepared
 from headrace.runtime.slot import BreakCapture
