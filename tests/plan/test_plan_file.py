@@ -20,7 +20,7 @@ from torch import nn
 
 import headrace
 from headrace.config import ALL_MODEL_PARAMS, UVA, Budget, Mode, Policy, Prefetch
-from headrace.errors import BudgetError, OptionError, OptionTypeError, PlanFileError, SelectionError
+from headrace.errors import BudgetError, HeadraceWarning, OptionError, OptionTypeError, PlanFileError, SelectionError
 from headrace.model.inventory import take_inventory
 from headrace.plan.build import build_plan
 from headrace.plan.plan import Machine, Plan, slab_bytes
@@ -72,6 +72,24 @@ class TestRoundTrip:
         assert loaded.to_json() == made.to_json()
         assert list(loaded.resident) == list(made.resident), "the order is part of it: residents are read in it"
         loaded.check(inventory)
+
+    @torch.no_grad()
+    @pytest.mark.parametrize("gone", [["layers.0.linear.weight"], ["head.weight", "head.bias"]], ids=["part", "unit"])
+    def test_weights_that_became_resident_stay_so(self, gone: list[str], tmp_path: Path) -> None:
+        """Used outside of their module; what is left of their unit begins where they began."""
+        model, x = Stack(6).eval(), rows()
+        expected = model(x)
+        handle = headrace.offload(model, headrace.Rules([("layers", "prefetch"), ("head", "prefetch")]))
+        with pytest.warns(HeadraceWarning, match="resident from now on"):
+            assert sum(model.get_parameter(name).sum() for name in gone).isfinite()
+        assert set(gone) <= handle.plan.resident.keys()
+        handle.plan.save(tmp_path / "plan.json")
+        handle.remove()
+        plan = Plan.load(tmp_path / "plan.json")
+        assert set(gone) <= plan.resident.keys()
+        with headrace.offload(model, plan) as handle:
+            assert_same_bits(model(x), expected)
+            assert_moved(handle, 1)
 
     def test_the_file_names_model_and_machine(self, plan: Plan, tmp_path: Path) -> None:
         replace(plan, model_name="stack", made_for=H200).save(tmp_path / "plan.json")

@@ -461,7 +461,7 @@ class Plan:
             raise OptionError(f"{str(target)!r}: expected the name of a file to write the plan to, found {found}")
         try:
             # Through a link, which the rename would replace.
-            write_file(target.resolve(), json.dumps(self.to_json(), indent=1) + "\n")
+            write_file(target.resolve(), json.dumps(_without_gaps(self).to_json(), indent=1) + "\n")
         except OSError as error:
             raise OptionError(f"{str(target)!r}: the plan cannot be written there: {error.strerror}") from error
 
@@ -615,6 +615,17 @@ def _lay_out(index: int, fqn: str, sizes: Mapping[str, int], num_slots: int, sto
     return Unit(index, fqn, slot_of(index, num_slots), entries, end, store)
 
 
+def _without_gaps(plan: Plan) -> Plan:
+    """``plan``, laid out again: weights that became resident while it was in force leave gaps in units."""
+    units = [unit for unit in plan.units if unit.entries]
+    slots = min(plan.num_slots, len(units))
+    laid_out = (
+        _lay_out(index, unit.module_fqn, {e.storage: e.num_bytes for e in unit.entries}, slots, unit.store)
+        for index, unit in enumerate(units)
+    )
+    return replace(plan, num_slots=slots, units=tuple(laid_out))
+
+
 def equal_chunk_bytes(num_bytes: int, num_chunks: int) -> int:
     """Length of each of ``num_chunks`` equal chunks of a slab, aligned; the last ones may be shorter."""
     return slab_bytes([-(-num_bytes // num_chunks)])
@@ -654,15 +665,10 @@ def _plan_from(data: Any) -> Plan:
     twice = next((name for name, times in Counter([*plan.resident, *plan.offloaded_names]).items() if times > 1), None)
     places = "units, resident, uva and cached"
     require(twice is None, places, "each storage in one place, and this one is in two", twice)
-    # Offsets, slots and sums are computed again, and compared with those of the file.
-    sizes = [{entry.storage: entry.num_bytes for entry in unit.entries} for unit in plan.units]
-    laid_out = (
-        _lay_out(index, unit.module_fqn, mine, plan.num_slots, unit.store)
-        for index, (unit, mine) in enumerate(zip(plan.units, sizes, strict=True))
-    )
     name: str | None = decode(str | None, given["model"].get("name"), "model.name")
     machine: Machine | None = decode(Machine | None, given["machine"], "machine")
-    plan = replace(plan, units=tuple(laid_out), model_name=name, made_for=machine)
+    # Offsets, slots and sums are computed again, and compared with those of the file.
+    plan = replace(_without_gaps(plan), model_name=name, made_for=machine)
     _require_same(plan.to_json(), given)
     return plan
 
