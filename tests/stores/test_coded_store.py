@@ -28,13 +28,16 @@ from headrace.errors import BudgetError, HeadraceWarning, OptionError, SlotConfl
 from headrace.flags import OffloadFlags
 from headrace.model.inventory import take_inventory
 from headrace.plan.build import Planner, build_plan
+from headrace.plan.candidates import Spill
 from headrace.plan.cost_model import NOMINAL_GPU
 from headrace.plan.plan import slab_bytes
+from headrace.runtime.planner_factory import needs_of
 from headrace.testing import assert_same_bits
 from models import Stack, rows, save
 from moe_models import qwen
 
 DIM = 256
+
 ALL = Prefetch(1, 1, 2, codec="exp4")
 POLICIES: dict[str, Policy] = {
     "all layers": ALL,
@@ -464,6 +467,21 @@ class TestAuto:
         with pytest.warns(HeadraceWarning, match="cannot be prefetched") as caught:
             assert build_plan(inventory, budget, rates=NOMINAL_GPU).codec == "exp3"
         assert len(caught) == 1
+
+    @pytest.mark.parametrize("limited", ["by what is free", "by the budget"])
+    def test_codes_what_would_not_fit_host_memory_otherwise(self, limited: str) -> None:
+        """All of it then crosses the link, in place of a part that comes from files; what does not fit stays there."""
+        with torch.device("meta"):
+            inventory = take_inventory(Stack(36, 8192).to(torch.bfloat16))
+        half = inventory.num_bytes // 2
+        for share, stores in ((0.8, {"exp3"}), (0.5, {"cpu", "disk"})):
+            room, given = int(half * share), limited == "by the budget"
+            free = room + 5 * slab_bytes(s.num_bytes for s in inventory.storages) // 36  # until they are coded
+            planner = Planner(inventory, NOMINAL_GPU, spill=Spill([], None if given else free))
+            budget = Budget(half, host_memory=room if given else None, codec="auto")
+            made = planner.plan(budget)
+            assert {unit.store for unit in made.units} == stores
+            assert needs_of(made, on_gpu=True).pinned_bytes <= (room if given else free)
 
     def test_is_for_budgets(self) -> None:
         with refused("codec 'auto'", "none, exp3, exp4 without a budget"):

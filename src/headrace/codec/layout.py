@@ -7,12 +7,15 @@ from typing import NamedTuple
 
 from headrace.memory.system import round_up
 
-__all__ = ["BLOCK", "WIDTHS", "coded_bytes", "cut_pieces", "parts_of"]
+__all__ = ["BLOCK", "UNITS_AHEAD", "UNITS_AT_ONCE", "WIDTHS", "coded_bytes", "cut_pieces", "parts_of"]
 
 # Bits of an index into the table of exponents, by codec.
 WIDTHS = {"exp3": 3, "exp4": 4}
 # Weights that a program of the kernel decodes.
 BLOCK = 1024
+# Units that are coded at once, on the device beside nothing but residents, and that are read ahead of them: each takes
+# its own size of memory meanwhile.
+UNITS_AT_ONCE, UNITS_AHEAD = 2, 3
 # Of weights that are coded together: encoding takes several times their memory.
 _PIECE_BYTES = 32 << 20
 # The share of normally distributed weights whose exponent is not in the table.

@@ -23,6 +23,7 @@ from typing import Any
 
 import numpy as np
 
+from headrace.codec.layout import UNITS_AHEAD, UNITS_AT_ONCE
 from headrace.config import (
     CODES,
     HOST_MODES,
@@ -175,9 +176,14 @@ class Planner:
                 if (budget.mode or self.default_mode) == "cpu":
                     return self.plan(replace(budget, codec="exp3"), movable, forced)
             raise
-        on_link = plain.moved_units and plain.mode == "cpu" and not plain.staged_units
+        on_link = plain.moved_units and plain.mode == "cpu"
         if not on_link or self.rates.copies_take_cores:  # a CPU decodes more slowly than it copies
             return plain
+        if plain.staged_units and self.spill is not None and self.spill.free_bytes is not None:
+            # Nothing in a code is in files, so what is free has to hold it, and units until they are coded.
+            uncoded_bytes = (UNITS_AT_ONCE + UNITS_AHEAD) * max(unit.num_bytes for unit in plain.units)
+            room = max(1, self.spill.free_bytes - uncoded_bytes)
+            budget = replace(budget, host_memory=min(room, budget.host_limit_bytes or room))
         try:
             with warnings.catch_warnings():
                 warnings.simplefilter("ignore", HeadraceWarning)  # it is that of the plan above

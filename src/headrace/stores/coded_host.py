@@ -15,7 +15,7 @@ import numpy as np
 import torch
 
 from headrace.codec.exponents import Piece, decode, encode
-from headrace.codec.layout import WIDTHS, cut_pieces
+from headrace.codec.layout import UNITS_AHEAD, UNITS_AT_ONCE, WIDTHS, cut_pieces
 from headrace.errors import TransferError, warn_user
 from headrace.formatting import format_size
 from headrace.memory.pages import map_pages, populate_parallel
@@ -27,9 +27,6 @@ from headrace.stores.store import Destinations, Load, Store
 
 __all__ = ["CodedStore", "CodedUnit"]
 
-# Units that are coded at once, on the device beside nothing but residents, and that are read ahead of them: each takes
-# its own size of memory meanwhile.
-_AT_ONCE, _UNITS_AHEAD = 2, 3
 # Of a code, beyond what plans expect, without a warning.
 _MOST_LONGER = 8 << 20
 _NO_MEMORY, _NO_HOST_MEMORY = (MemoryError, torch.OutOfMemoryError), "DefaultCPUAllocator"
@@ -50,7 +47,7 @@ class CodedStore(Store):
         self._missing = {unit.index: {entry.storage for entry in unit.entries} for unit in units}
         self._slabs: dict[int, torch.Tensor] = {}
         self._coded: dict[int, tuple[PinnedBuffer, tuple[Piece, ...]]] = {}
-        self._pool = ThreadPoolExecutor(_AT_ONCE, "headrace-encode")
+        self._pool = ThreadPoolExecutor(UNITS_AT_ONCE, "headrace-encode")
         self._jobs: deque[Future[None]] = deque()
         self._unmade_bytes = 0
         self.destinations: Mapping[str, torch.Tensor] = Destinations(self._entries, self._destination)
@@ -68,7 +65,7 @@ class CodedStore(Store):
         self._missing[unit].discard(storage)
         if not self._missing[unit]:
             self._jobs.append(self._pool.submit(self._encode, unit, self._slabs.pop(unit)))
-        while len(self._jobs) > _UNITS_AHEAD:
+        while len(self._jobs) > UNITS_AHEAD:
             self._jobs.popleft().result()
 
     def finish(self) -> None:
