@@ -4,24 +4,35 @@ from __future__ import annotations
 
 import multiprocessing as mp
 import os
+import sys
 import tempfile
 import time
 import traceback
 from collections.abc import Callable
 from datetime import timedelta
+from functools import cache
+from multiprocessing import forkserver
 from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any
 
+import pytest
 import torch
 import torch.distributed as dist
 
 _context = mp.get_context("forkserver")
-# What tests import, or every rank would import it again (2.4 s). Only what is installed can be named: up to
-# Python 3.12 the server does not know `sys.path`.
+# What tests import, or every rank would import it again (2.4 s).
 _context.set_forkserver_preload(
-    ["torch", "torch.distributed.tensor", "headrace.testing", "headrace.cli.demo_run", "hypothesis", "pytest"]
+    ["torch", "torch.distributed.tensor", "headrace.testing", "commands", "checks", "models", "hypothesis", "pytest"]
 )
+
+
+@cache
+def _start_server() -> None:
+    """Start the server that ranks are forked from; up to Python 3.12 it finds modules by PYTHONPATH alone."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("PYTHONPATH", os.pathsep.join(sys.path))
+        forkserver.ensure_running()
 
 
 def run_ranks(
@@ -33,6 +44,7 @@ def run_ranks(
     ``timeout_s``: of the group. ``limit_s``: after this the test fails. ``backend``: with ``nccl`` each rank has the
     device of its number.
     """
+    _start_server()
     with tempfile.TemporaryDirectory() as folder:
         pipes, processes = [], []
         for rank in range(num_ranks):
