@@ -64,6 +64,7 @@ def test_the_cache_decides_whether_it_fits() -> None:
     assert headrace.make_plan("Qwen/Qwen3-8B", "auto", workload=workload, machine="h100").offloaded_bytes > 0
 
 
+@pytest.mark.slow
 @pytest.mark.filterwarnings("ignore:.*planned from config.json alone")
 def test_a_model_that_fits_alone_makes_room_for_a_draft(tmp_path: Path) -> None:
     sizes = {"hidden_size": 2560, "intermediate_size": 9728, "num_hidden_layers": 36, "vocab_size": 151936}

@@ -57,6 +57,7 @@ class TestKnownModels:
     def test_have_the_published_number_of_parameters_before_quantisation(self, name: str) -> None:
         assert close_to(MODELS[name].billions, num_parameters(MODELS[name]) / 1e9)
 
+    @pytest.mark.slow
     @pytest.mark.parametrize(
         "name", [pytest.param(name, marks=[] if name in QUICK else [pytest.mark.slow]) for name in MODELS]
     )

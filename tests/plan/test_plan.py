@@ -37,6 +37,7 @@ def attempt(inventory: Inventory, budget: Budget) -> tuple[Plan | None, BudgetEr
 
 
 class TestBudget:
+    @pytest.mark.slow
     @given(models(), st.floats(0.0, 1.2), st.sampled_from(["none", "auto", "exp3"]))
     @settings(deadline=None, max_examples=200, suppress_health_check=[HealthCheck.too_slow])
     def test_a_code_keeps_to_any_budget(self, model: nn.Module, share: float, codec: Codec) -> None:
@@ -51,6 +52,7 @@ class TestBudget:
             assert plan.device_bytes <= num_bytes
             check_plan(plan, inventory)
 
+    @pytest.mark.slow
     @given(models(), st.floats(0.0, 1.2), st.sampled_from(["cpu", "disk"]), st.sampled_from([(), (ALL_MODEL_PARAMS,)]))
     @settings(deadline=None, max_examples=200, suppress_health_check=[HealthCheck.too_slow])
     def test_any_model_any_budget(self, model: nn.Module, share: float, mode: Mode, params: tuple[str, ...]) -> None:

@@ -633,6 +633,7 @@ class TestParents:
         assert os.getsid(pid) == os.getsid(0)
         assert os.getpgid(pid) == pid != os.getpgid(0)
 
+    @pytest.mark.slow
     @pytest.mark.parametrize("fault", ["slow 0.01", "never"])
     def test_readers_end_with_a_parent_that_is_killed(self, path: Path, fault: str) -> None:
         """In the middle of their reads, and although a child that it has forked keeps its end of the pipes open."""
