@@ -79,6 +79,10 @@ class Prefetcher:
         self._loads = [store.load(unit) for unit in plan.units]
         link.prepare(plan, self._loads)
         self._coded = frozenset(load.unit for load in self._loads if load.coded)
+        self._copy_bytes = [
+            unit.payload_bytes if load.coded_bytes is None else load.coded_bytes
+            for unit, load in zip(plan.units, self._loads, strict=True)
+        ]
         sizes = list(plan.slot_bytes)
         for unit in self._coded:  # whose code may be longer than the plan expects
             slot = slot_of(unit, len(sizes))
@@ -305,7 +309,8 @@ class Prefetcher:
             self._require_open(begins=forward is None)
             index = slot_of(unit, self._num_slots)
             slot = self._slots()[index]
-            self._graphs.note_part()
+            if self._graphs.in_part:
+                self._graphs.note_part()
             if slot.readers:
                 self._drop_stale_readers(slot)
             if slot.readers or unit in self._coded:
@@ -336,7 +341,8 @@ class Prefetcher:
             return
         with self._lock:
             slot = self._slots()[slot_of(unit, self._num_slots)]
-            self._graphs.note_part()
+            if self._graphs.in_part:
+                self._graphs.note_part()
             reader = reader or slot.latest_reader()
             if slot.unit != unit or reader not in slot.readers:
                 if self._graphs.partial and not slot.readers and not self._closed:
@@ -463,9 +469,9 @@ class Prefetcher:
             self._count_copy(unit)
 
     def _count_copy(self, unit: int) -> None:
-        self.stats[unit].copies += 1
-        coded_bytes = self._loads[unit].coded_bytes
-        self.stats[unit].bytes_moved += self._plan.units[unit].payload_bytes if coded_bytes is None else coded_bytes
+        stats = self.stats[unit]
+        stats.copies += 1
+        stats.bytes_moved += self._copy_bytes[unit]
 
     def _wait_measured(self, unit: int, slot: Slot) -> None:
         """Let compute wait for ``unit``, which its module needs now."""

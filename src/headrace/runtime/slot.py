@@ -265,8 +265,8 @@ class GraphRecord:
         return link.copy_event(slot.index, self._first[slot.index]) if slot.index in self._shared else None
 
     def note_part(self) -> None:
-        """A unit is used in the present capture; warn once if that holds a part of a forward."""
-        if self.in_part and not self.partial:
+        """A unit is used in the present capture, which holds a part of a forward; warn once."""
+        if not self.partial:
             self.partial = True
             warn_user(
                 "a CUDA graph holds a part of a forward, so its units are copied where they are used, without overlap: "
