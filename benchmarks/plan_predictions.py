@@ -101,7 +101,7 @@ class Planner:
     def _contest(self, name: str, device_bytes: int) -> Contest:
         contest = Contest(name)
         for rows in self._rows:
-            budget = Budget(device_bytes, workload=Workload([rows]))
+            budget = Budget(device_bytes, workload=Workload([rows]), codec="none")
             plan = build_plan(self._inventory, budget, rates=self._rates, profile=self._profile, zero_copy=True)
             contest.add(f"headrace, made for {rows} rows", plan, [rows])
         return contest

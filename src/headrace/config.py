@@ -373,7 +373,7 @@ class Budget:
             memory does: of the next one that the device can address (``--peer-memory``).
         expert_slots: experts of each layer that the device holds of what a rule says to cache; ``None``: as many as
             there is room for (``--expert-slots``).
-        codec: as for :class:`Prefetch`; ``"auto"``: where the step is predicted to be faster with it.
+        codec: as for :class:`Prefetch`; ``"auto"``: ``exp3`` where the step is predicted to be faster with it.
     """
 
     device_memory: str | int
@@ -384,7 +384,7 @@ class Budget:
     host_memory: str | int | None = None
     expert_slots: int | None = None
     peer_memory: str | int | None = None
-    codec: Codec = "none"
+    codec: Codec = "auto"
 
     def __post_init__(self) -> None:
         _check_codec(self)

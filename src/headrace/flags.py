@@ -258,8 +258,8 @@ class OffloadFlags:
     )
     offload_codec: str | None = row(
         "NAME",
-        "exp3, exp4: bf16 that is prefetched crosses the link in 0.70 or 0.75 of its bytes; none (default); auto (with "
-        "--device-memory): where a step is faster with it.",
+        "exp3, exp4: bf16 that is prefetched crosses the link in 0.70 or 0.75 of its bytes; none; auto (default with "
+        "--device-memory): where a step is predicted to be faster with it.",
         codec,
     )
     device: str | None = row("NAME", "Where compute runs: cpu or cuda (default cuda where there is one).")
@@ -301,7 +301,7 @@ class OffloadFlags:
                 given.get("host_memory"),
                 given.get("expert_slots"),
                 given.get("peer_memory"),
-                codec,
+                given.get("offload_codec", "auto"),
             )
         if rules := given.get("offload_rule"):
             if "offload_prefetch_step" in given and all(mechanism != "prefetch" for _, mechanism in rules):

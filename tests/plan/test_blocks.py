@@ -64,7 +64,7 @@ class TestSDXL:
     @pytest.mark.slow
     def test_in_a_tenth_the_link_is_always_busy(self, sdxl: Inventory) -> None:
         planner = Planner(sdxl, NOMINAL_GPU)
-        plan = planner.plan(Budget(sdxl.num_bytes // 10, workload=Workload([2048])))
+        plan = planner.plan(Budget(sdxl.num_bytes // 10, workload=Workload([2048]), codec="none"))
         forecast = planner.forecast(plan, 2048)
         assert plan.num_slots > 1
         assert forecast.bound == "link"

@@ -78,7 +78,7 @@ class TestKnownModels:
     @pytest.mark.slow
     def test_a_budget_of_a_pipeline_is_for_what_every_step_runs(self) -> None:
         """As in 2026-11-23-diffusers-plans.jsonl, and a step as measured on an H200 (338 ms)."""
-        planned = plan_model(PlanRequest("flux.1-dev", "6GiB", machine="h200"))
+        planned = plan_model(PlanRequest("flux.1-dev", headrace.Budget("6GiB", codec="none"), machine="h200"))
         assert planned.workload.batch_sizes == (4608,)
         moved = sum(unit.num_bytes for unit in planned.plan.units if unit.module_fqn.startswith("transformer."))
         assert moved == pytest.approx(18408800256, rel=0.01)

@@ -40,7 +40,7 @@ def plan(
 ) -> Plan:
     with warnings.catch_warnings():
         warnings.simplefilter("ignore", HeadraceWarning)
-        budget = Budget(num_bytes, workload=Workload([rows]))
+        budget = Budget(num_bytes, workload=Workload([rows]), codec="none")
         return build_plan(
             inventory, budget, rates=rates.get("rates", SMALL), profile=profile or ModelProfile(), zero_copy=True
         )

@@ -121,7 +121,7 @@ def test_within_all_limits(model: nn.Module, device: float, peer: float, host: f
 
 def test_every_candidate_is_timed_as_its_plan_is() -> None:
     inventory = layered(5, 300 * KIB, 100 * KIB, 64 * KIB, head=200 * KIB)
-    budget = Budget(inventory.num_bytes, workload=Workload([1, 256]), peer_memory=700 * KIB)
+    budget = Budget(inventory.num_bytes, workload=Workload([1, 256]), peer_memory=700 * KIB, codec="none")
     planner = Planner(inventory, NEAR, zero_copy=True, spill=Spill(["head.weight"], ring_bytes=999))
     checked = 0
     for limit in (200 * KIB, 700 * KIB, None):
