@@ -17,6 +17,8 @@ from torch import nn
 import sglang_stand_in as sglang
 from engine_names import differences
 from engines import VOCABULARY, Layer
+from headrace.adapters.sglang.keys import parse_keys, read_options
+from headrace.config import Budget
 from headrace.errors import OptionError, StateError
 from ranks import outcomes
 from sglang_names import NAMES
@@ -310,6 +312,13 @@ def test_what_headrace_cannot_run_with_is_refused(
     with pytest.raises(OptionError, match=message):
         start("1", **{**GROUP, **fields})
     assert "load_model" not in sglang.state.log
+
+
+def test_a_budget_chooses_no_code() -> None:
+    """Which no test has run inside SGLang."""
+    options = read_options(parse_keys(BUDGET), sglang.DEFAULTS.get)
+    assert isinstance(options.policy, Budget)
+    assert options.policy.codec == "none"
 
 
 @pytest.mark.parametrize(

@@ -15,9 +15,11 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable, Mapping
+from dataclasses import replace
 from typing import Any
 
 from headrace.adapters.engine_interface import Refusal, refuse_flags
+from headrace.config import Budget
 from headrace.errors import OptionError
 from headrace.flags import EngineKeys, EngineOptions, OffloadFlags, engine_surface, flag_of
 
@@ -108,6 +110,8 @@ def read_options(keys: Mapping[str, Any], field: Callable[[str], Any]) -> Engine
         offload_mode=_unless(mode, "cpu"),
     )
     options = _KEYS.options(keys, flags, {})
+    if isinstance(options.policy, Budget):
+        options = replace(options, policy=replace(options.policy, codec="none"))  # not supported there
     if options.policy is not None:
         refuse_flags(REFUSED, field, f"unset {VARIABLE}")
         graphs = field("cuda_graph_config")
