@@ -160,6 +160,7 @@ def memory(rank: int) -> None:
 
 
 @needs_peers
+@pytest.mark.alone
 def test_planned_memory() -> None:
     outcomes(2, memory, backend="nccl", timeout_s=60)
 

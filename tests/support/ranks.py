@@ -56,7 +56,11 @@ def run_ranks(
             pipes.append(ours)
         try:
             deadline = time.monotonic() + limit_s
-            return [_receive(pipe, deadline) for pipe in pipes]
+            results = [_receive(pipe, deadline) for pipe in pipes]
+            if hanging := [rank for rank, result in enumerate(results) if isinstance(result, _Hangs)]:
+                raised = next((result for result in results if isinstance(result, Exception)), None)
+                raise AssertionError(f"ranks {hanging} hang") from raised
+            return results
         finally:
             for process in processes:
                 process.join(5)
@@ -72,9 +76,13 @@ def outcomes(num_ranks: int, function: Callable[..., Any], *args: Any, **options
     return results
 
 
+class _Hangs:
+    """What a rank returns that is not done by the deadline."""
+
+
 def _receive(pipe: Connection, deadline: float) -> Any:
     if not pipe.poll(max(0.0, deadline - time.monotonic())):
-        raise AssertionError("a rank hangs")
+        return _Hangs()
     try:
         return pipe.recv()
     except EOFError:
