@@ -2,9 +2,9 @@
 
     python3 benchmarks/overhead.py --trees before/src src --rounds 5 --out overhead.jsonl
 
-Every round runs every tree in a process of its own, in turns. One row per measurement: ``reference`` is the step of 36
-layers of Qwen3-8B's shape with the down projection of every layer offloaded, by events; ``host`` is the time until an
-eager forward of 36 small layers returns, with an idle device.
+Every round runs every tree in a process of its own, in turns, and every other round in reverse. One row per
+measurement: ``reference`` is the step of 36 layers of Qwen3-8B's shape with the down projection of every layer
+offloaded, by events; ``host`` is the time until an eager forward of 36 small layers returns, with an idle device.
 """
 
 from __future__ import annotations
@@ -96,7 +96,7 @@ def main() -> None:
         return
     rows: list[dict[str, Any]] = []
     for turn in range(options.rounds):
-        for tree in options.trees:
+        for tree in options.trees[:: -1 if turn % 2 else 1]:
             environment = {**os.environ, "PYTHONPATH": f"{tree}:{os.environ.get('PYTHONPATH', '')}"}
             done = subprocess.run([sys.executable, __file__], env=environment, capture_output=True, text=True)
             if done.returncode:

@@ -455,6 +455,39 @@ def guesses_cells(row: dict[str, Any]) -> list[str]:
     ]
 
 
+OVERLAP_HEADINGS = (
+    "products",
+    "rows",
+    "hits",
+    "case",
+    "ms a layer",
+    "spread",
+    "gain",
+    "sum",
+    "bound",
+    "fetch GB/s",
+    "experts missed",
+    "same bits",
+)
+
+
+def overlap_cells(row: dict[str, Any]) -> list[str]:
+    per_layer = (row[key] / row["layers"] for key in ("ms", "spread_ms"))
+    bounds = (row[key] / row["layers"] for key in ("sum_ms", "bound_ms"))
+    return [
+        row["products"],
+        str(row["rows"]),
+        f"{row['hits']:.0%}",
+        row["case"],
+        *(f"{ms:.3f}" for ms in per_layer),
+        f"{row['gain']:+.1%}",
+        *(f"{ms:.3f}" for ms in bounds),
+        f"{row['fetch_gb_per_s']:.1f}",
+        f"{row['missed_per_layer']:.2f}",
+        "yes" if row["bit_equal"] else "NO",
+    ]
+
+
 CARD_PLAN_HEADINGS = (
     "model",
     "weights GB",
@@ -536,6 +569,8 @@ def layout_of(row: dict[str, Any]) -> tuple[tuple[str, ...], Callable[[dict[str,
         return TWO_FOUR_HEADINGS, two_four_cells
     if "copy_slower" in row:
         return LINKS_HEADINGS, links_cells
+    if "hinted_per_layer" in row:
+        return OVERLAP_HEADINGS, overlap_cells
     if "pass_bytes" in row:
         return GUESSES_HEADINGS, guesses_cells
     if row["table"] == "cards":
