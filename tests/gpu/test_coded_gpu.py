@@ -121,12 +121,13 @@ def test_device_memory_is_the_plans() -> None:
 
 def test_a_budget_is_kept() -> None:
     torch.manual_seed(0)
-    layers = [torch.nn.Linear(4096, 4096, bias=False) for _ in range(12)]
+    layers = [torch.nn.Linear(2048, 2048, bias=False) for _ in range(48)]
     model = torch.nn.Sequential(*layers).bfloat16().eval().requires_grad_(False)
-    x = torch.randn(4, 4096).bfloat16().cuda()
+    x = torch.randn(4, 2048).bfloat16().cuda()
     expected = model.cuda()(x)
     model.cpu()
-    with headrace.offload(model, Budget("300MiB", codec="exp3"), device="cuda") as handle:
+    with headrace.offload(model, Budget("150MiB", codec="exp3"), device="cuda") as handle:
         assert torch.equal(model(x), expected)
-        assert handle.plan.device_bytes <= 300 << 20
+        assert handle.plan.coded_units
+        assert handle.plan.device_bytes <= 150 << 20
         assert handle.stats().bytes_moved
