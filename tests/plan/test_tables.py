@@ -23,6 +23,10 @@ _BEFORE_AFTER = {"case", "before_ms", "after_ms", "difference_ms", "rounds", "bi
 _CODED = {"case", "ms", "spread_ms", "floor_ms", "resident_ms", "bytes_moved", "link_gb_per_s", "bit_equal"}
 _ROUND = {"case", "tree", "round", "ms", "bytes_moved", "bit_equal"}
 _EXPERTS = {"shape", "layers", "trace", "case", "rows", "hits", "missed_bytes", "ms", "resident_ms", "bit_equal"}
+_OVERLAP = {
+    "products", "rows", "hits", "case", "layers", "ms", "spread_ms", "gain", "sum_ms", "bound_ms", "fetch_gb_per_s",
+    "bytes_moved", "missed_per_layer", "bit_equal",
+}  # fmt: skip
 _RECIPE = {"case", "recipe", "requests", "failed", "tokens_per_s", "median_ttft_ms", "median_tpot_ms", "start_s"}
 _RANKS = {"case", "moved_a_step_by_rank", "moved_by_rank", "pss_bytes", "logprobs", "bit_equal"}
 _PEERS = {"case", "way", "captured", "ranks", "ms", "gb_per_s", "bytes_moved", "host_bytes", "bit_equal"}
@@ -30,8 +34,8 @@ _ADMISSION = {"trace", "variant", "rows", "layers", "ms", "same"}
 OTHER_FIELDS = {
     "bits": {"shape", "layers", "case", "trace", "rows", "compiled", "bit_equal"},
     "captured": {"format", "backend", "captured", "bit_equal"},
-    "overhead": _BEFORE_AFTER,
-    "overhead-rounds": _ROUND,
+    **dict.fromkeys(("overhead", "overhead-again"), _BEFORE_AFTER),
+    **dict.fromkeys(("overhead-rounds", "overhead-again-rounds"), _ROUND),
     "vllm": _BEFORE_AFTER,
     "vllm-rounds": _ROUND,
     "lm-eval": {"case", "task", "samples", "equal", "distinct", "score", "bytes_moved", "bit_equal"},
@@ -67,10 +71,7 @@ OTHER_FIELDS = {
     "experts-vllm-gptq": _EXPERTS,
     "experts-vllm-triton": _EXPERTS,
     "experts-vllm-20b-triton": _EXPERTS,
-    "experts-overlap": {
-        "products", "rows", "hits", "case", "layers", "ms", "spread_ms", "gain", "sum_ms", "bound_ms", "fetch_gb_per_s",
-        "bytes_moved", "missed_per_layer", "bit_equal",
-    },
+    **dict.fromkeys(("experts-overlap", "experts-overlap-again"), _OVERLAP),
     "experts-vllm-glm": _EXPERTS,
     "experts-vllm-rows": {*_EXPERTS, "format", "steps", "rows_compared", "repeats_itself"},
     "experts-vllm-gptq-before": _EXPERTS,
