@@ -21,7 +21,7 @@ from headrace.errors import CheckpointError, HeadraceWarning, OptionError, RuleE
 from headrace.model.inventory import take_inventory
 from headrace.model.layers import find_stacks
 from headrace.plan.build import build_plan
-from headrace.plan.plan import Plan, UnitDraft, assemble
+from headrace.plan.plan import Plan, UnitSpec, assemble
 from headrace.plan.units import plan_group_rule
 from headrace.testing import assert_same_bits
 from models import DIM, Reader, ReaderDict, all_layers, rows, save
@@ -276,8 +276,8 @@ class TestModulesWithoutForward:
         """As in plans made before a unit's module had to have a forward."""
         model = MODELS["list of lists"]()
         inventory = take_inventory(model)
-        drafts = [UnitDraft(f"layers.{i}", tuple(inventory.under(f"layers.{i}"))) for i in range(4)]
-        assemble(inventory, drafts, 2, "cpu").save(tmp_path / "plan.json")
+        specs = [UnitSpec(f"layers.{i}", tuple(inventory.under(f"layers.{i}"))) for i in range(4)]
+        assemble(inventory, specs, 2, "cpu").save(tmp_path / "plan.json")
         message = r"unit at 'layers\.0' \(ModuleList\), which has no forward.*headrace plan"
         with pytest.raises(OptionError, match=message):
             headrace.offload(model, Plan.load(tmp_path / "plan.json"))
@@ -300,7 +300,7 @@ class TestModulesWithoutForward:
     def test_nor_inside_a_module_that_reads_its_childrens_weights(self) -> None:
         model = nn.Sequential(nn.MultiheadAttention(8, 2), nn.Linear(8, 8))
         inventory = take_inventory(model)
-        plan = assemble(inventory, [UnitDraft("0.out_proj", tuple(inventory.under("0.out_proj")))], 1, "cpu")
+        plan = assemble(inventory, [UnitSpec("0.out_proj", tuple(inventory.under("0.out_proj")))], 1, "cpu")
         with pytest.raises(OptionError, match=r"'0\.out_proj' .* is not called by the module around it"):
             plan.check(inventory)
 
@@ -354,9 +354,9 @@ class TestSharedModules:
     def test_a_plan_with_units_nested_on_another_path_is_refused(self) -> None:
         inventory = take_inventory(sharing())
         names = ["0.inner", "2"]
-        drafts = [UnitDraft(name, tuple(inventory.under(name))) for name in names]
+        specs = [UnitSpec(name, tuple(inventory.under(name))) for name in names]
         with pytest.raises(OptionError, match=r"units 1 and 0 at '2' and '0\.inner'"):
-            assemble(inventory, drafts, 2, "cpu").check(inventory)
+            assemble(inventory, specs, 2, "cpu").check(inventory)
 
     def test_many_paths_and_a_module_inside_itself_take_no_time(self) -> None:
         inner: nn.Module = linear()

@@ -13,7 +13,7 @@ import headrace
 from headrace import UVA, Budget, Handle, Plan, Prefetch
 from headrace.model.inventory import take_inventory
 from headrace.plan.build import build_plan
-from headrace.plan.plan import UnitDraft, assemble
+from headrace.plan.plan import UnitSpec, assemble
 from headrace.plan.units import move_on_demand
 
 pytestmark = pytest.mark.usefixtures("no_grad")
@@ -24,11 +24,11 @@ def mixed_plan(model: torch.nn.Module) -> Plan:
     inventory = take_inventory(model)
     prefetched = build_plan(inventory, Prefetch(1, 1, 2, ["down_proj"]))
     in_place = build_plan(inventory, UVA(params=["up_proj", "embed"]))
-    drafts = [
-        UnitDraft(unit.module_fqn, tuple(inventory.by_name[entry.storage] for entry in unit.entries))
+    specs = [
+        UnitSpec(unit.module_fqn, tuple(inventory.by_name[entry.storage] for entry in unit.entries))
         for unit in prefetched.units
     ]
-    return assemble(inventory, drafts, 2, "cpu", uva=[inventory.by_name[name] for name in in_place.uva])
+    return assemble(inventory, specs, 2, "cpu", uva=[inventory.by_name[name] for name in in_place.uva])
 
 
 CODABLE = ["gate_proj", "up_proj", "down_proj"]  # beside them a block has integers

@@ -29,7 +29,7 @@ from headrace.plan.cost_model import (
     Forecaster,
     Rates,
 )
-from headrace.plan.plan import Plan, UnitDraft, assemble, with_code
+from headrace.plan.plan import Plan, UnitSpec, assemble, with_code
 from headrace.runtime.planner_factory import make_planner
 from headrace.transfer.machine_probe import DeviceName
 from plans import KIB, SMALL, Reader, assignments, check_plan, holder, layered, memory_curve, models
@@ -73,8 +73,8 @@ def test_within_budget_and_no_slower_with_more(model: nn.Module, one: float, oth
 def exhaustive(inventory: Inventory, budget: int, rows: int) -> float:
     """The fastest of all assignments of a mechanism to every storage, with any number of slots."""
     best = float("inf")
-    for drafts, uva in assignments(inventory):
-        units = [UnitDraft(fqn, tuple(storages)) for fqn, storages in drafts.items()]
+    for specs, uva in assignments(inventory):
+        units = [UnitSpec(fqn, tuple(storages)) for fqn, storages in specs.items()]
         for slots in range(1, max(1, len(units)) + 1):
             made = assemble(inventory, units, slots, "cpu", uva=uva)
             if made.device_bytes <= budget:

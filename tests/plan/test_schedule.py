@@ -19,7 +19,7 @@ from hypothesis import strategies as st
 
 from headrace.errors import StateError
 from headrace.model.inventory import Inventory, Location, StorageInfo, TensorInfo
-from headrace.plan.plan import Plan, UnitDraft, assemble
+from headrace.plan.plan import Plan, UnitSpec, assemble
 from headrace.plan.schedule import Schedule, chain, next_in_chain, slot_of
 from headrace.runtime.prefetcher import Prefetcher
 from headrace.stats import Recorder
@@ -133,7 +133,7 @@ def make_pipeline(num_units: int, num_slots: int, link: Link, repeats: bool = Fa
         for u in range(num_units)
     ]
     inventory = Inventory(tuple(storages), (), {f"l{u}": "Linear" for u in range(num_units)})
-    plan = assemble(inventory, [UnitDraft(f"l{u}", (s,)) for u, s in enumerate(storages)], num_slots, "cpu")
+    plan = assemble(inventory, [UnitSpec(f"l{u}", (s,)) for u, s in enumerate(storages)], num_slots, "cpu")
     store = CpuStore({s.name: torch.full((s.num_bytes,), u, dtype=torch.uint8) for u, s in enumerate(storages)})
     return Prefetcher(plan, store, link, Recorder(), repeats=repeats), plan
 

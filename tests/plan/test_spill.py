@@ -23,7 +23,7 @@ from headrace.model.memory_profile import ModelProfile
 from headrace.plan.build import Planner, build_plan
 from headrace.plan.candidates import Spill, spill_order
 from headrace.plan.cost_model import NOMINAL_GPU, Forecaster, Rates
-from headrace.plan.plan import Plan, UnitDraft, assemble
+from headrace.plan.plan import Plan, UnitSpec, assemble
 from headrace.plan.schedule import RING_BYTES
 from headrace.runtime import planner_factory
 from headrace.runtime.planner_factory import make_planner, needs_of
@@ -109,9 +109,9 @@ def test_within_both_budgets_and_no_slower_with_more(
 def exhaustive(inventory: Inventory, device: int, host: int) -> float:
     """The fastest of all assignments of a mechanism to every storage and a store to every unit, any number of slots."""
     best = float("inf")
-    for drafts, uva in assignments(inventory):
-        for stores in itertools.product(("cpu", "disk"), repeat=len(drafts)):
-            units = [UnitDraft(a, tuple(s), store) for (a, s), store in zip(drafts.items(), stores, strict=True)]
+    for specs, uva in assignments(inventory):
+        for stores in itertools.product(("cpu", "disk"), repeat=len(specs)):
+            units = [UnitSpec(a, tuple(s), store) for (a, s), store in zip(specs.items(), stores, strict=True)]
             for slots in range(1, max(1, len(units)) + 1):
                 made = assemble(inventory, units, slots, "cpu", uva=uva)
                 if made.device_bytes <= device and host_bytes(made) <= host:

@@ -11,7 +11,7 @@ import torch
 
 from headrace.codec.exponents import Piece
 from headrace.model.inventory import Inventory, Location, StorageInfo, TensorInfo
-from headrace.plan.plan import Plan, Unit, UnitDraft, assemble
+from headrace.plan.plan import Plan, Unit, UnitSpec, assemble
 from headrace.stores.sources import ByteRange, MemorySource, fill
 from headrace.stores.sources import Copy as Copied
 from headrace.stores.store import CpuStore, Load, Store
@@ -208,6 +208,6 @@ def plan_and_store(
 
     storages = [storage(unit) for unit in range(num_units)]
     inventory = Inventory(tuple(storages), (), {f"l{unit}": "Module" for unit in range(num_units)})
-    plan = assemble(inventory, [UnitDraft(f"l{u}", (s,)) for u, s in enumerate(storages)], num_slots, "cpu")
+    plan = assemble(inventory, [UnitSpec(f"l{u}", (s,)) for u, s in enumerate(storages)], num_slots, "cpu")
     plan = replace(plan, units=tuple(replace(u, store="exp3") if coded(u.index) else u for u in plan.units))
     return plan, HalfStore({s.name: torch.full((BYTES,), u, dtype=torch.uint8) for u, s in enumerate(storages)})

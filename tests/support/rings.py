@@ -18,7 +18,7 @@ from headrace.checkpoint.safetensors_header import Checkpoint
 from headrace.checkpoint.weight_map import FilePart, TensorSource
 from headrace.memory.shared import SharedMemory
 from headrace.model.inventory import Inventory, Location, StorageInfo, TensorInfo
-from headrace.plan.plan import Plan, UnitDraft, assemble
+from headrace.plan.plan import Plan, UnitSpec, assemble
 from headrace.plan.schedule import WORD_BYTES, RingLayout
 from headrace.runtime.prefetcher import Prefetcher
 from headrace.stats import Recorder, StagingStats
@@ -269,7 +269,7 @@ def make_plan(num_units: int, num_slots: int, pause_s: float = 0.0) -> tuple[Pla
         for u, size in enumerate(sizes)
     ]
     inventory = Inventory(tuple(storages), (), {f"l{u}": "Linear" for u in range(num_units)})
-    plan = assemble(inventory, [UnitDraft(f"l{u}", (s,)) for u, s in enumerate(storages)], num_slots, "disk")
+    plan = assemble(inventory, [UnitSpec(f"l{u}", (s,)) for u, s in enumerate(storages)], num_slots, "disk")
     sources = {s.name: PatternSource(u, s.num_bytes, pause_s) for u, s in enumerate(storages)}
     return plan, PatternStore(sources)
 

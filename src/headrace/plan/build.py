@@ -60,11 +60,11 @@ from headrace.plan.report import CachePoint, PlanPrediction, WorkloadBytes
 from headrace.plan.routing_traces import ExpertHits, FixedHits
 from headrace.plan.schedule import usable_slots
 from headrace.plan.units import (
-    draft_units,
     plan_group_rule,
     read_in_place,
     resolve_rules,
     selected,
+    unit_specs,
     warn_of_stranded,
 )
 
@@ -147,14 +147,14 @@ class Planner:
             moving, uva = ([s for s in storages if forced.get(s.name) == how] for how in ("prefetch", "uva"))
             names = {name for name, how in forced.items() if how == "cache"}
             cached = cached_layers(self.inventory, names, policy.expert_slots or 0)
-            drafts = draft_units(self.inventory, moving)
-            if not drafts and not uva and not cached:
+            specs = unit_specs(self.inventory, moving)
+            if not specs and not uva and not cached:
                 raise RuleError(
                     f"the {len(policy.rules)} rule(s) keep everything resident: without a budget at least one must be "
                     f"prefetch, uva or cache, e.g. --offload-rule experts=uva (or give --device-memory)"
                 )
-            num_slots = usable_slots(policy.prefetch_step, len(drafts))
-            made = assemble(self.inventory, drafts, num_slots, policy.mode, uva=uva, cached=cached)
+            num_slots = usable_slots(policy.prefetch_step, len(specs))
+            made = assemble(self.inventory, specs, num_slots, policy.mode, uva=uva, cached=cached)
         elif isinstance(policy, Prefetch):
             stacks = find_stacks(self.inventory)
             made = plan_group_rule(self.inventory, policy, list(stacks.values()), candidates=self._movable(policy))
@@ -282,7 +282,7 @@ class Planner:
         """Those of ``movable`` that units can hold, of modules that a call runs once, and not once per step."""
         steps = {name for pattern in workload.repeated for name in matching(self.inventory, pattern)}
         once = [s for s in movable if s.name not in steps and not s.is_lookup]
-        return [s for draft in draft_units(self.inventory, once) for s in draft.storages]
+        return [s for spec in unit_specs(self.inventory, once) for s in spec.storages]
 
     # -- predictions ---------------------------------------------------------------------------------------------------
 

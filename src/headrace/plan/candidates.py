@@ -40,7 +40,7 @@ from headrace.model.layers import find_layers
 from headrace.model.records import Inventory, ModelProfile, StorageInfo
 from headrace.plan.cached_experts import CachedLayer, cache_bytes, cached_layers
 from headrace.plan.cost_model import Bools, Floats, Forecaster, Ints, Rates, StepModel, experts_in, find_stages
-from headrace.plan.plan import SLAB_ALIGNMENT_BYTES, Plan, UnitDraft, assemble, is_codable, slab_bytes
+from headrace.plan.plan import SLAB_ALIGNMENT_BYTES, Plan, UnitSpec, assemble, is_codable, slab_bytes
 from headrace.plan.routing_traces import ExpertHits, FixedHits
 from headrace.plan.schedule import MAX_SLOTS, RING_BYTES
 from headrace.plan.units import TINY_BYTES, outside_units, stranded
@@ -172,15 +172,15 @@ class CandidateTable:
         # Asked for together, so that no unit ends up inside another.
         with_units = [layer for layer in self.layers if self.roles[layer] or always[layer]]
         beside = outside_units(inventory, [*free.values(), *must_move.values()], with_units)
-        always |= {draft.module_fqn: tuple(s for s in draft.storages if s.name in must_move) for draft in beside}
+        always |= {spec.module_fqn: tuple(s for s in spec.storages if s.name in must_move) for spec in beside}
         self.always_prefetched = {fqn: storages for fqn, storages in always.items() if storages}
         by_rule = [s for s in inventory.storages if self.forced.get(s.name) == "uva"]
         self.always_in_place = (*lookups, *by_rule)
-        drafts = [UnitDraft(d.module_fqn, tuple(s for s in d.storages if s.name in free)) for d in beside]
-        self.outside = [draft for draft in drafts if draft.storages]
+        specs = [UnitSpec(d.module_fqn, tuple(s for s in d.storages if s.name in free)) for d in beside]
+        self.outside = [spec for spec in specs if spec.storages]
         self.stages = find_stages(inventory, beside)
         self.spill_order = [self.stages[index].module_fqn for index in spill_order(len(self.stages))]
-        placed = {s.name for group in (*inside.values(), *(draft.storages for draft in beside)) for s in group}
+        placed = {s.name for group in (*inside.values(), *(spec.storages for spec in beside)) for s in group}
         self.stranded = stranded(inventory, free.values(), placed)
         self.sizes = {s.name: float(s.num_bytes) for s in inventory.storages}
         self.slabs = {s.name: float(slab_bytes([s.num_bytes])) for s in inventory.storages}
@@ -291,7 +291,7 @@ class CandidateTable:
         if self.outside:
             outside += ["prefetch", "uva"] if self.zero_copy else ["prefetch"]
         for how in outside:
-            beside = [s for draft in self.outside for s in draft.storages] if how == "uva" else []
+            beside = [s for spec in self.outside for s in spec.storages] if how == "uva" else []
             uva = (*self.always_in_place, *beside)
             yield from self._evenly_spaced(all_sets, how, uva)
             if self.zero_copy:
@@ -493,8 +493,8 @@ class Family:
     def _always(self) -> dict[str, list[StorageInfo]]:
         """Storages that every candidate prefetches, by module."""
         always = {fqn: list(storages) for fqn, storages in self.table.always_prefetched.items()}
-        for draft in self.table.outside if self.outside == "prefetch" else ():
-            always.setdefault(draft.module_fqn, []).extend(draft.storages)
+        for spec in self.table.outside if self.outside == "prefetch" else ():
+            always.setdefault(spec.module_fqn, []).extend(spec.storages)
         return always
 
     def _units(self, value: Mapping[str, float]) -> Iterator[tuple[str, Floats]]:
@@ -665,7 +665,7 @@ class Family:
         places: list[tuple[StoreKind, dict[str, Bools]]] = [("peer", placed.on_peer), ("disk", placed.in_files)]
         # In the order of the model, as every other policy lays out a unit.
         order = {s.name: index for index, s in enumerate(self.table.inventory.storages)}
-        drafts, uva = [], list(self.uva)
+        specs, uva = [], list(self.uva)
         for fqn in (stage.module_fqn for stage in self.table.stages):
             storages = list(self._always.get(fqn, ()))
             for role, storage in self.table.roles.get(fqn, {}).items():
@@ -676,9 +676,9 @@ class Family:
                     uva.append(storage)
             if storages:
                 store = next((place for place, has in places if fqn in has and has[fqn][0]), None)
-                drafts.append(UnitDraft(fqn, tuple(sorted(storages, key=lambda s: order[s.name])), store))
+                specs.append(UnitSpec(fqn, tuple(sorted(storages, key=lambda s: order[s.name])), store))
         num_slots = int(self.memory.num_slots[candidate])
-        return assemble(self.table.inventory, drafts, num_slots, self.table.mode, uva=uva, cached=self.cached)
+        return assemble(self.table.inventory, specs, num_slots, self.table.mode, uva=uva, cached=self.cached)
 
 
 def mean_log(step_s: Floats) -> Floats:

@@ -56,7 +56,7 @@ from headrace.config import SHARDED_MODES, Mode
 from headrace.model.layers import find_layers, reader_of
 from headrace.model.records import Inventory, ModelProfile, StorageInfo, dotted_prefixes
 from headrace.plan.cached_experts import CachedLayer
-from headrace.plan.plan import CHUNK_BYTES, Plan, Unit, UnitDraft
+from headrace.plan.plan import CHUNK_BYTES, Plan, Unit, UnitSpec
 from headrace.plan.routing_traces import ExpertHits, FixedHits
 from headrace.plan.schedule import RING_BYTES
 
@@ -352,13 +352,13 @@ class Stage:
     is_layer: bool = False
 
 
-def find_stages(inventory: Inventory, outside: Iterable[UnitDraft] = ()) -> list[Stage]:
+def find_stages(inventory: Inventory, outside: Iterable[UnitSpec] = ()) -> list[Stage]:
     """The layers, and around them every other module that owns tensors, in the order of the model.
 
     ``outside``: units that may be hooked on other modules than the first that holds their tensors.
     """
     layers = set(find_layers(inventory))
-    fqns = {storage.name: draft.module_fqn for draft in outside for storage in draft.storages}
+    fqns = {storage.name: spec.module_fqn for spec in outside for storage in spec.storages}
     members: dict[str, list[StorageInfo]] = {}
     for storage in inventory.storages:
         owner = storage.tensors[0].locations[0].module

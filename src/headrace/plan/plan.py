@@ -32,7 +32,7 @@ __all__ = [
     "Plan",
     "SlabEntry",
     "Unit",
-    "UnitDraft",
+    "UnitSpec",
     "assemble",
     "equal_chunk_bytes",
     "is_codable",
@@ -579,7 +579,7 @@ def with_code(plan: Plan, inventory: Inventory, codec: Codec) -> Plan:
 
 
 @dataclass(frozen=True)
-class UnitDraft:
+class UnitSpec:
     """A unit before layout: its module, its storages, and its store where that is not the plan's mode."""
 
     module_fqn: str
@@ -589,17 +589,17 @@ class UnitDraft:
 
 def assemble(
     inventory: Inventory,
-    drafts: Sequence[UnitDraft],
+    specs: Sequence[UnitSpec],
     num_slots: int,
     mode: Mode,
     uva: Iterable[StorageInfo] = (),
     cached: Sequence[CachedLayer] = (),
 ) -> Plan:
-    """Lay out slabs and assign slots; what is in no argument is resident. Drafts are in order of execution."""
-    slots = min(num_slots, len(drafts))  # a slot without a unit would have no size
+    """Lay out slabs and assign slots; what is in no argument is resident. Specs are in order of execution."""
+    slots = min(num_slots, len(specs))  # a slot without a unit would have no size
     units = tuple(
-        _lay_out(index, draft.module_fqn, {s.name: s.num_bytes for s in draft.storages}, slots, draft.store or mode)
-        for index, draft in enumerate(drafts)
+        _lay_out(index, spec.module_fqn, {s.name: s.num_bytes for s in spec.storages}, slots, spec.store or mode)
+        for index, spec in enumerate(specs)
     )
     in_place = {storage.name: storage.num_bytes for storage in uva}
     offloaded = {entry.storage for unit in units for entry in unit.entries} | in_place.keys()

@@ -21,13 +21,11 @@ from headrace.model.patterns import matching, select
 from headrace.model.records import Inventory, StorageInfo, common_prefix
 from headrace.model.semantic_groups import semantic_groups
 from headrace.plan.cached_experts import why_not_cached
-from headrace.plan.plan import Plan, UnitDraft, assemble, slab_bytes, with_code
+from headrace.plan.plan import Plan, UnitSpec, assemble, slab_bytes, with_code
 from headrace.plan.schedule import usable_slots
 
 __all__ = [
     "TINY_BYTES",
-    "draft_units",
-    "drafts_at",
     "group_rule",
     "move_on_demand",
     "outside_units",
@@ -35,8 +33,10 @@ __all__ = [
     "read_in_place",
     "resolve_rules",
     "selected",
+    "specs_at",
     "split_by_part",
     "stranded",
+    "unit_specs",
     "warn_of_stranded",
     "why_unreachable",
     "worth_moving",
@@ -62,7 +62,7 @@ def worth_moving(storages: Iterable[StorageInfo]) -> list[StorageInfo]:
     return [s for s in large if not _ADAPTER.fullmatch(s.name)]
 
 
-def outside_units(inventory: Inventory, candidates: Sequence[StorageInfo], layers: Collection[str]) -> list[UnitDraft]:
+def outside_units(inventory: Inventory, candidates: Sequence[StorageInfo], layers: Collection[str]) -> list[UnitSpec]:
     """Units for candidates outside ``layers`` (those that have units themselves): for example an untied lm_head.
 
     Each is hooked on the innermost module that every path to it leads through and that is called. Left out, hence
@@ -70,37 +70,37 @@ def outside_units(inventory: Inventory, candidates: Sequence[StorageInfo], layer
     module, since one would be overwritten while it is read.
     """
     inside = {storage.name for layer in layers for storage in inventory.under(layer)}
-    drafts: dict[str, list[StorageInfo]] = {}
+    specs: dict[str, list[StorageInfo]] = {}
     for storage in candidates:
         around = common_prefix([inventory.dominators(module) for module in storage.modules])
         # Not at the root, whose name is empty: every other unit would run inside it.
         fqn = next((name for name in reversed(around) if name not in inventory.uncalled), None)
         if fqn and storage.name not in inside:
-            drafts.setdefault(fqn, []).append(storage)
-    outer = {name for fqn in (*layers, *drafts) for name in inventory.ancestors(fqn)}
+            specs.setdefault(fqn, []).append(storage)
+    outer = {name for fqn in (*layers, *specs) for name in inventory.ancestors(fqn)}
     return [
-        UnitDraft(fqn, tuple(storages))
-        for fqn, storages in drafts.items()
+        UnitSpec(fqn, tuple(storages))
+        for fqn, storages in specs.items()
         if fqn not in outer and inventory.ancestors(fqn).isdisjoint(layers)
     ]
 
 
-def drafts_at(inventory: Inventory, fqns: Iterable[str], wanted: Collection[str]) -> list[UnitDraft]:
+def specs_at(inventory: Inventory, fqns: Iterable[str], wanted: Collection[str]) -> list[UnitSpec]:
     """A unit at each of the modules ``fqns`` that alone leads to any of the storages ``wanted`` (by name)."""
-    drafts = (UnitDraft(fqn, tuple(s for s in inventory.under(fqn) if s.name in wanted)) for fqn in fqns)
-    return [draft for draft in drafts if draft.storages]
+    specs = (UnitSpec(fqn, tuple(s for s in inventory.under(fqn) if s.name in wanted)) for fqn in fqns)
+    return [spec for spec in specs if spec.storages]
 
 
-def draft_units(inventory: Inventory, storages: Sequence[StorageInfo]) -> list[UnitDraft]:
+def unit_specs(inventory: Inventory, storages: Sequence[StorageInfo]) -> list[UnitSpec]:
     """``storages`` as one unit per layer, and per module outside the layers, in order of execution.
 
     Left out: what several layers share, and what :func:`outside_units` leaves out.
     """
     wanted = {storage.name for storage in storages}
-    drafts = drafts_at(inventory, find_layers(inventory), wanted)
-    drafts += outside_units(inventory, storages, [draft.module_fqn for draft in drafts])
+    specs = specs_at(inventory, find_layers(inventory), wanted)
+    specs += outside_units(inventory, storages, [spec.module_fqn for spec in specs])
     order = {name: index for index, name in enumerate(inventory.modules)}
-    return sorted(drafts, key=lambda draft: order[draft.module_fqn])
+    return sorted(specs, key=lambda spec: order[spec.module_fqn])
 
 
 def stranded(inventory: Inventory, candidates: Iterable[StorageInfo], placed: Collection[str]) -> list[StorageInfo]:
@@ -117,16 +117,16 @@ def why_unreachable(inventory: Inventory, storage: StorageInfo) -> str:
     )
 
 
-def split_by_part(inventory: Inventory, layers: Sequence[UnitDraft]) -> list[UnitDraft]:
+def split_by_part(inventory: Inventory, layers: Sequence[UnitSpec]) -> list[UnitSpec]:
     """Each of ``layers`` as one unit per child that holds any of its storages, in the order of the children.
 
     Part i of a layer then shares its slots with part i of the others. So all of them have to have as many parts, each
     with a forward, none of these tiny, and nothing that belongs to two; otherwise the layers are not split.
     """
-    every: list[UnitDraft] = []
+    every: list[UnitSpec] = []
     counts = set()
     for layer in layers:
-        parts = drafts_at(inventory, inventory.children(layer.module_fqn), {storage.name for storage in layer.storages})
+        parts = specs_at(inventory, inventory.children(layer.module_fqn), {storage.name for storage in layer.storages})
         counts.add(len(parts))
         every += parts
     # A tensor of a layer itself, or one that two children share, would belong to no part.
@@ -196,7 +196,7 @@ def _reasons_to_stay(
 ) -> dict[str, str]:
     """Why a storage that a rule would offload has to stay, by its name."""
     moving = [s for s in inventory.storages if wanted.get(s.name) == "prefetch"]
-    placed = {storage.name for draft in draft_units(inventory, moving) for storage in draft.storages}
+    placed = {storage.name for spec in unit_specs(inventory, moving) for storage in spec.storages}
     shared = "several modules share it or its module runs around other units"
     why = {s.name: shared for s in moving if s.name not in placed}
     why |= {s.name: why_unreachable(inventory, s) for s in stranded(inventory, moving, placed)}
@@ -255,10 +255,10 @@ def plan_group_rule(
     candidates = selected(inventory, policy.params) if candidates is None else candidates
     uva = [s for s in candidates if in_place(s)]
     chosen = {s.name for s in candidates} - {s.name for s in uva}
-    layers: list[UnitDraft] = []
+    layers: list[UnitSpec] = []
     for stack in stacks:
         for index in group_rule(len(stack), policy.group_size, policy.num_in_group):
-            layers += drafts_at(inventory, called_within(inventory, stack[index]), chosen)
+            layers += specs_at(inventory, called_within(inventory, stack[index]), chosen)
     fqns = [fqn for stack in stacks for layer in stack for fqn in called_within(inventory, layer)]
     within = {s.name for fqn in fqns for s in inventory.under(fqn)}
     warn_of_stranded(inventory, stranded(inventory, (s for s in candidates if s.name in chosen), within))
@@ -267,7 +267,7 @@ def plan_group_rule(
             f"group rule {policy.group_size}/{policy.num_in_group} selects none of the {sum(map(len, stacks))} layers' "
             f"tensors; lower --offload-group-size or widen --offload-params"
         )
-    reached = {s.name for draft in layers for s in draft.storages} | {s.name for s in uva}
+    reached = {s.name for spec in layers for s in spec.storages} | {s.name for s in uva}
     for pattern in policy.params:
         if matching(inventory, pattern).isdisjoint(reached):
             warn_user(
@@ -290,11 +290,11 @@ def move_on_demand(inventory: Inventory, plan: Plan, num_slots: int = 1) -> Plan
         return plan
     wanted = set(plan.offloaded_names)
     moving = [storage for storage in inventory.storages if storage.name in wanted]
-    drafts = draft_units(inventory, moving)
-    warn_of_stranded(inventory, stranded(inventory, moving, {s.name for draft in drafts for s in draft.storages}))
+    specs = unit_specs(inventory, moving)
+    warn_of_stranded(inventory, stranded(inventory, moving, {s.name for spec in specs for s in spec.storages}))
     # A storage that joins a unit has the unit's store.
     places = {unit.module_fqn: unit.store for unit in plan.units}
-    stores = [replace(draft, store=places.get(draft.module_fqn)) for draft in drafts]
+    stores = [replace(spec, store=places.get(spec.module_fqn)) for spec in specs]
     # A plan that read everything in place had no slot.
     return assemble(inventory, stores, plan.num_slots or min(num_slots, len(stores)), plan.mode)
 
