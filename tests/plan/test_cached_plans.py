@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+import sys
 from dataclasses import replace
 from functools import cache
 from typing import Any
@@ -19,12 +20,15 @@ from headrace.flags import OffloadFlags
 from headrace.formatting import format_time
 from headrace.model.inventory import take_inventory
 from headrace.model.memory_profile import profile_of
+from headrace.model.records import ModelProfile
 from headrace.plan.build import Planner
 from headrace.plan.candidates import mean_log
 from headrace.plan.cost_model import NOMINAL_GPU
+from headrace.plan.plan import Machine
 from headrace.plan.routing_traces import ExpertHits, FixedHits, Recorded, seeded_trace
-from headrace.runtime.planner_factory import make_planner
+from headrace.runtime.planner_factory import finalize_plan, make_planner
 from headrace.transfer.machine_probe import DeviceName, named_machine
+from models import Stack
 
 MIB = 2**20
 
@@ -191,6 +195,26 @@ def test_machines_without_a_probe_cache_too(machine: str | None) -> None:
     assert rates.fetch_bytes_per_s == pytest.approx(0.92 * rates.copy_bytes_per_s.points[-1][1], rel=0.01)
     made = make_planner(planner().inventory, planner().profile, DeviceName("cuda"), rates=rates)
     assert made.plan(Budget(WEIGHTS // 3)).cached
+
+
+def test_without_triton_budgets_choose_what_needs_no_kernels(monkeypatch: pytest.MonkeyPatch) -> None:
+    gpu, inventory = torch.device("cuda"), planner().inventory
+    budget = Budget(WEIGHTS // 3)
+    chosen = make_planner(inventory, planner().profile, gpu, rates=NOMINAL_GPU).plan(budget)
+    assert chosen.cached
+    with torch.device("meta"):
+        dense = take_inventory(Stack(16, 1024).to(torch.bfloat16))
+    half = Budget(dense.num_bytes // 2)
+    coded = make_planner(dense, ModelProfile(), gpu, rates=NOMINAL_GPU).plan(half)
+    assert coded.coded_units
+    monkeypatch.setitem(sys.modules, "triton", None)
+    assert not make_planner(inventory, planner().profile, gpu, rates=NOMINAL_GPU).plan(budget).cached
+    plain = make_planner(dense, ModelProfile(), gpu, rates=NOMINAL_GPU).plan(half)
+    assert plain.moved_units
+    assert not plain.coded_units
+    for plan, of in ((chosen, inventory), (coded, dense)):
+        with pytest.raises(OptionError, match="pip install triton"):
+            finalize_plan(plan, of, gpu, Machine("a GPU"))
 
 
 class TestAdvice:

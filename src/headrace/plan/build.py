@@ -96,6 +96,7 @@ class Planner:
         mapped: the files that a CPU reads in place in mode ``disk``; ``None``: there are none, or a GPU computes.
         cacheable: experts that a budget may cache, by name.
         hits: the expected hit rate of a cache of experts.
+        has_triton: whether a budget may choose a code, which kernels decode.
         spill: the files for units that host memory has no room for, of a budget without a store; ``None``: none.
     """
 
@@ -111,6 +112,7 @@ class Planner:
     mapped: MappedFiles | None = None
     cacheable: Collection[str] = ()
     hits: ExpertHits | FixedHits = field(default_factory=ExpertHits)
+    has_triton: bool = True
     # Candidates do not depend on the size of the budget, and are asked for again with other sizes.
     _tables: dict[object, CandidateTable] = field(default_factory=dict, compare=False, repr=False)
 
@@ -173,10 +175,10 @@ class Planner:
             plain = self.plan(replace(budget, codec="none"), movable, forced)
         except BudgetError:
             with suppress(BudgetError, OptionError):  # there may be room for the code alone
-                if (budget.mode or self.default_mode) == "cpu":
+                if self.has_triton and (budget.mode or self.default_mode) == "cpu":
                     return self.plan(replace(budget, codec="exp3"), movable, forced)
             raise
-        on_link = plain.moved_units and plain.mode == "cpu"
+        on_link = plain.moved_units and plain.mode == "cpu" and self.has_triton
         if not on_link or self.rates.copies_take_cores:  # a CPU decodes more slowly than it copies
             return plain
         if plain.staged_units and self.spill is not None and self.spill.free_bytes is not None:

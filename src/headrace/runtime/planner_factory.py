@@ -12,6 +12,7 @@ from collections.abc import Callable, Collection, Iterator, Mapping
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 from importlib import import_module
+from importlib.util import find_spec
 from typing import TYPE_CHECKING, Any, Literal
 
 from headrace.checkpoint.model_folder import draft_folder
@@ -153,6 +154,11 @@ def _warn_of_memory(plan: Plan, device: torch.device) -> None:
 def can_read_in_place(device: torch.device | DeviceName) -> bool:
     """Whether compute on ``device`` may address host memory; memory that is not pinned has no address on a GPU."""
     return device.type != "cuda" or not (uva_disabled() or pin_memory_disabled())
+
+
+def has_triton(device: torch.device | DeviceName) -> bool:
+    """Whether ``device`` can run the kernels that decode weights and fetch experts; of another machine: assumed."""
+    return device.type != "cuda" or isinstance(device, DeviceName) or find_spec("triton") is not None
 
 
 def peer_of(device: torch.device | DeviceName) -> torch.device:
@@ -499,13 +505,15 @@ def make_planner(
         spill = Spill(frozenset(not_readable.union(unstreamable)), free_bytes)
     in_place = on_gpu and can_read_in_place(device)
     rates = rates or planning_rates(device, disk is not None and bool(disk.direct))
-    readers = set(profile.row_readers) if in_place and rates.fetch_bytes_per_s is not None else set()
+    can_cache = in_place and rates.fetch_bytes_per_s is not None and has_triton(device)
+    readers = set(profile.row_readers) if can_cache else set()
     experts = {s.name for s in inventory.storages if not readers.isdisjoint(s.modules)}
     return Planner(
         inventory,
         rates,
         profile,
         zero_copy=in_place,
+        has_triton=has_triton(device),
         default_mode="cpu" if weights is None or on_gpu else "disk",
         unstreamable=unstreamable,
         stored_bytes=stored_bytes,
@@ -617,6 +625,11 @@ def finalize_plan(
         raise OptionError(
             f"experts of {plan.cached[0].module_fqn} are cached, and the device is a CPU; expected a CUDA device, "
             f"which has memory of its own (on a CPU use experts=uva)"
+        )
+    if (plan.cached or plan.coded_units) and not has_triton(device):
+        raise OptionError(
+            "cached experts and codecs are run by Triton, which is not installed: install it (pip install triton; on "
+            "Windows triton-windows), or use experts=uva and codec='none' (--offload-codec none)"
         )
     if plan.cached and not can_read_in_place(device):
         raise OptionError(
