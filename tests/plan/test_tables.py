@@ -50,6 +50,7 @@ OTHER_FIELDS = {
     "ranks-two": {*_RANKS, "ms", "floor_ms", "still_ms"},
     "ranks-dp-compiled": {"case", "logprobs", "differ", "worst", "flags_has_the_same_two"},
     **dict.fromkeys(("coded", "coded-patches", "coded-unchained", "coded-second-stream"), _CODED),
+    "coded-predicted": {"case", "rows", "predicted_ms", "ms", "error", "bit_equal"},
     "coded-start": {"case", "start_s", "store_gb"},
     "decode-launch": {"case", "block", "warps", "gb_per_s", "bit_equal"},
     "code-every-bit": {"case", "tensors", "num_bytes", "coded", "code_bytes", "longer", "differ", "bit_equal"},
