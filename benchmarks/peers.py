@@ -113,7 +113,8 @@ def policy_of(way: str, model: nn.Module) -> headrace.Policy:
     if way not in BUDGETS:
         return headrace.Prefetch(params=["layers"], prefetch_step=2, mode=WAYS[way])
     num_bytes = sum(tensor.nbytes for tensor in model.parameters())
-    return headrace.Budget(num_bytes // 2, ["layers"], peer_memory=num_bytes if way == "idle" else None)
+    peer_bytes = num_bytes if way == "idle" else None
+    return headrace.Budget(num_bytes // 2, ["layers"], peer_memory=peer_bytes, codec="none")
 
 
 def measure(case: str, model: nn.Module, x: torch.Tensor, way: str, rounds: int, device: torch.device) -> list[Row]:

@@ -14,6 +14,7 @@ import json
 import statistics
 import time
 from collections.abc import Iterator, Sequence
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 
@@ -53,12 +54,12 @@ def predictions(
         planner = Planner(inventory, rates, profile_of(model, workload.context), zero_copy=True)
         beside = planner.profile.workload_bytes(max(workload.batch_sizes), workload.context)
         for share in shares:
-            budget = Budget(int(inventory.num_bytes * share) + beside, workload=workload)
+            # The record is from before there were codes, and before the time between two tokens was counted.
+            budget = Budget(int(inventory.num_bytes * share) + beside, workload=workload, codec="none")
             try:
                 plan = planner.plan(budget)
             except BudgetError as error:
-                plan = planner.plan(Budget(error.minimum_bytes, workload=workload))
-            # The record is from before the time between two tokens was counted.
+                plan = planner.plan(replace(budget, device_memory=error.minimum_bytes))
             between_s = BETWEEN_TOKENS_S if planner.profile.kernels_per_step is not None else 0.0
             steps = [planner.forecast(plan, rows, workload.context).step_s - between_s for rows in workload.batch_sizes]
             sizes = "+".join(map(str, workload.batch_sizes))
