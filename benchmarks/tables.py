@@ -472,16 +472,17 @@ OVERLAP_HEADINGS = (
 
 
 def overlap_cells(row: dict[str, Any]) -> list[str]:
-    per_layer = (row[key] / row["layers"] for key in ("ms", "spread_ms"))
-    bounds = (row[key] / row["layers"] for key in ("sum_ms", "bound_ms"))
+    ms, spread, total, bound = (f"{row[f'{key}ms'] / row['layers']:.3f}" for key in ("", "spread_", "sum_", "bound_"))
     return [
         row["products"],
         str(row["rows"]),
         f"{row['hits']:.0%}",
         row["case"],
-        *(f"{ms:.3f}" for ms in per_layer),
+        ms,
+        spread,
         f"{row['gain']:+.1%}",
-        *(f"{ms:.3f}" for ms in bounds),
+        total,
+        bound,
         f"{row['fetch_gb_per_s']:.1f}",
         f"{row['missed_per_layer']:.2f}",
         "yes" if row["bit_equal"] else "NO",
