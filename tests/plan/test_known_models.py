@@ -24,7 +24,6 @@ from quantised_checkpoints import FORMATS, MLA, MOE
 
 PLAIN = [name for name, known in MODELS.items() if "quantization_config" not in known.config]
 RESULTS = Path(__file__).resolve().parents[2] / "benchmarks" / "results"
-QUICK = ["Qwen/Qwen3-4B", "openai/gpt-oss-20b"]
 
 
 def close_to(published: float, billions: float) -> bool:
@@ -58,9 +57,7 @@ class TestKnownModels:
         assert close_to(MODELS[name].billions, num_parameters(MODELS[name]) / 1e9)
 
     @pytest.mark.slow
-    @pytest.mark.parametrize(
-        "name", [pytest.param(name, marks=[] if name in QUICK else [pytest.mark.slow]) for name in MODELS]
-    )
+    @pytest.mark.parametrize("name", MODELS)
     def test_are_made_from_their_configs(self, name: str) -> None:
         """After a change: python benchmarks/known_models.py"""
         with ZipFile(KNOWN_MODELS) as archive:
