@@ -503,9 +503,9 @@ def make_planner(
         not_readable = {s.name for s in inventory.storages if s.name in stored_bytes or not _streams(s, weights)}
         free_bytes = None if rates is not None else _free_host_bytes(device, inventory)
         spill = Spill(frozenset(not_readable.union(unstreamable)), free_bytes)
-    in_place = on_gpu and can_read_in_place(device)
+    in_place, triton = on_gpu and can_read_in_place(device), has_triton(device)
     rates = rates or planning_rates(device, disk is not None and bool(disk.direct))
-    can_cache = in_place and rates.fetch_bytes_per_s is not None and has_triton(device)
+    can_cache = in_place and triton and rates.fetch_bytes_per_s is not None
     readers = set(profile.row_readers) if can_cache else set()
     experts = {s.name for s in inventory.storages if not readers.isdisjoint(s.modules)}
     return Planner(
@@ -513,7 +513,7 @@ def make_planner(
         rates,
         profile,
         zero_copy=in_place,
-        has_triton=has_triton(device),
+        has_triton=triton,
         default_mode="cpu" if weights is None or on_gpu else "disk",
         unstreamable=unstreamable,
         stored_bytes=stored_bytes,
