@@ -54,6 +54,8 @@ OTHER_FIELDS = {
     "coded-start": {"case", "start_s", "store_gb"},
     "decode-launch": {"case", "block", "warps", "gb_per_s", "bit_equal"},
     "code-every-bit": {"case", "tensors", "num_bytes", "coded", "code_bytes", "longer", "differ", "bit_equal"},
+    "code-host-decode": {"case", "num_bytes", "gb_per_s", "bit_equal"},
+    "python-calls": {"case", "device", "units", "calls", "resident_calls"},
     "code-shares": {"case", "num_bytes", "share", "weights_per_escape", "bit_equal"},
     "decode-blocks": {"case", "block", "warps", "gb_per_s", "share", "bit_equal"},
     "two-links": {"case", "alone", "together", "bit_equal"},  # bytes per second by bytes of a copy
@@ -123,6 +125,7 @@ NOTHING_COMPARED = {
     "experts-launch", "experts-vllm-memory", "experts-vllm-starts", "pipelines",
     "admission", "experts-vllm-prompt-memory", "experts-vllm-rounding", "ranks-dp-compiled",
     "smallest", "coded-start", "starts-wan", "starts-flux", "start-phases", "card-start", "card-fetch", "card-between",
+    "python-calls",
 }  # fmt: skip
 
 
