@@ -7,6 +7,7 @@ import json
 import os
 import subprocess
 import sys
+import threading
 import time
 import warnings
 from contextlib import suppress
@@ -32,6 +33,8 @@ from headrace.plan.candidates import Spill
 from headrace.plan.cost_model import NOMINAL_GPU
 from headrace.plan.plan import slab_bytes
 from headrace.runtime.planner_factory import needs_of
+from headrace.stores import sources
+from headrace.stores.coded_host import CodedUnit
 from headrace.testing import assert_same_bits
 from models import Stack, rows, save
 from moe_models import qwen
@@ -100,9 +103,9 @@ from torch import nn
 from headrace.memory.system import rss_bytes
 
 def run(layers, file):
-    with torch.device("meta"):
+    with torch.device("meta" if file else "cpu"):
         model = nn.Sequential(*(nn.Linear(1024, 1024, bias=False) for _ in range(layers))).bfloat16().eval()
-    return headrace.offload(model, headrace.Prefetch(1, 1, 2, codec="exp3"), checkpoint=file, device="cpu")
+    return headrace.offload(model, headrace.Prefetch(1, 1, 2, codec="exp3"), checkpoint=file or None, device="cpu")
 
 run(2, sys.argv[1]).remove()
 start = rss_bytes()
@@ -112,15 +115,40 @@ print(json.dumps([rss_bytes() - start, handle.stats().store_bytes["host"], handl
 
 
 @pytest.mark.slow
-def test_what_encoding_took_is_given_back(tmp_path: Path) -> None:
+@pytest.mark.parametrize("live", [False, True], ids=["from files", "live"])
+def test_what_encoding_took_is_given_back(tmp_path: Path, live: bool) -> None:
     """48 tensors of 2 MiB, of which threads of their own make and free some in the C heap."""
     file = tmp_path / "model.safetensors"
     save_file({f"{i}.weight": (torch.randn(1024, 1024) * 0.02).bfloat16() for i in range(48)}, file)
-    done = subprocess.run([sys.executable, "-c", GROWTH, str(file)], capture_output=True, text=True, check=False)
+    argument = "" if live else str(file)
+    done = subprocess.run([sys.executable, "-c", GROWTH, argument], capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stderr
     growth, stored, slots = json.loads(done.stdout)
     assert 0.6 * 96 * 2**20 < stored < 0.72 * 96 * 2**20
-    assert growth <= 1.01 * stored + slots + (16 << 20)
+    assert growth <= 1.01 * stored + slots + ((48 if live else 16) << 20)  # 96 MiB of weights
+
+
+def test_state_dict_in_threads(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Pieces that begin and end inside of a weight, or of a block of the code, in three threads."""
+    model, _, _ = build()
+    before = {name: value.clone() for name, value in model.state_dict().items()}
+    threads = set()
+    read = CodedUnit.read
+
+    def noted(self: CodedUnit, offset: int, into: memoryview) -> None:
+        threads.add(threading.get_ident())
+        time.sleep(0.001)  # or one thread would be done before the others begin
+        read(self, offset, into)
+
+    monkeypatch.setattr(sources, "_PIECE_BYTES", 10_007)
+    monkeypatch.setattr(sources, "touch_threads", lambda: 3)
+    with headrace.offload(model, ALL) as handle:
+        assert handle.plan.store_bytes["exp4"]
+        monkeypatch.setattr(CodedUnit, "read", noted)
+        state = model.state_dict()
+        assert all(torch.equal(state[name], value) for name, value in before.items())
+    assert len(threads) > 1
+    assert all(torch.equal(value, before[name]) for name, value in model.state_dict().items())
 
 
 def test_state_dict_and_writes() -> None:

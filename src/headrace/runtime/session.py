@@ -23,6 +23,7 @@ from headrace.errors import BudgetError, StateError, TransferError
 from headrace.experts.rows import CacheStreamOrder, ExpertHook, ReadsRows
 from headrace.formatting import format_size
 from headrace.memory.pinned import device_view
+from headrace.memory.system import trim_heap
 from headrace.model.live_tensors import BoundStorage, used_elsewhere
 from headrace.model.patterns import compile_pattern
 from headrace.plan.cached_experts import CachedLayer
@@ -504,6 +505,7 @@ class OffloadSession(NotCopyable):
         moved += [name for name in prepared.plan.resident if prepared.must_move(name)]
         for name in moved:
             self._bound[name].forget_original()
+        trim_heap()  # of the old weights
         if self._device.type == "cuda":
             torch.cuda.empty_cache()  # whole blocks of the old weights would stay with the allocator otherwise
 

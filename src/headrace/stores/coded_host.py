@@ -22,7 +22,7 @@ from headrace.memory.pages import map_pages, populate_parallel
 from headrace.memory.pinned import CudaRegistrar, PinnedBuffer, warn_refused
 from headrace.memory.system import touch_threads, trim_heap
 from headrace.plan.plan import Unit, slab_bytes
-from headrace.stores.sources import ByteRange, Copy, MemorySource, Source
+from headrace.stores.sources import ByteRange, Copy, MemorySource, Source, fill_in_threads
 from headrace.stores.store import Destinations, Load, Store
 
 __all__ = ["CodedStore", "CodedUnit"]
@@ -124,6 +124,9 @@ class CodedStore(Store):
 
     def in_place(self, storage: str) -> torch.Tensor:
         raise TransferError(f"{storage} is coded, so it cannot be read in place")
+
+    def read(self, storage: str, into: torch.Tensor) -> None:
+        fill_in_threads(into, self.copies(storage))  # which decode
 
     def load(self, unit: Unit) -> Load:
         code, pieces = self._code(unit.index)

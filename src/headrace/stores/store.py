@@ -7,7 +7,6 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
-from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import ClassVar
@@ -21,7 +20,6 @@ from headrace.errors import CheckpointError, OptionError
 from headrace.memory.pages import map_parts
 from headrace.memory.pinned import PinnedBuffer, pinned_region
 from headrace.memory.split_range import MappedMemory
-from headrace.memory.system import touch_threads
 from headrace.model.live_tensors import BoundStorage
 from headrace.plan.plan import Plan, Unit
 from headrace.ranks.group import RankGroup
@@ -34,15 +32,13 @@ from headrace.stores.sources import (
     ReadCounter,
     Source,
     fill,
-    writable_view,
+    fill_in_threads,
 )
 
 __all__ = [
     "AlreadyPinned", "CpuStore", "Destinations", "DiskStore", "Load", "MetaStore", "Store", "StoreRequest",
     "TwoStores", "new_buffer", "require_weights",
 ]  # fmt: skip
-
-PINNED_PIECE_BYTES = 8 << 20
 
 
 @dataclass(frozen=True)
@@ -202,7 +198,7 @@ class Store(ABC):
         return [copy.moved(entry.offset) for entry in unit.entries for copy in self.copies(entry.storage)]
 
     def read(self, storage: str, into: torch.Tensor) -> None:
-        """Copy ``storage`` into ``into`` (uint8, 1-D, on the CPU), in the calling thread."""
+        """Copy ``storage`` into ``into`` (uint8, 1-D, on the CPU)."""
         fill(into, self.copies(storage))
 
     # -- the end ------------------------------------------------------------------------------------------------------
@@ -397,10 +393,7 @@ class DiskStore(Store):
         """A copy of ``storage`` in pinned memory, read by several threads."""
         copies = self.copies(storage)
         buffer = pinned_region(sum(copy.num_bytes for copy in copies))
-        view = writable_view(buffer)
-        pieces = (piece for copy in copies for piece in copy.pieces(PINNED_PIECE_BYTES))
-        with ThreadPoolExecutor(touch_threads()) as pool:
-            list(pool.map(lambda piece: piece.src.read(view[piece.dst_offset : piece.dst_end]), pieces))
+        fill_in_threads(buffer, copies)
         return buffer
 
 
@@ -435,6 +428,9 @@ class TwoStores(Store):
 
     def in_place(self, storage: str) -> torch.Tensor:
         return self._of(storage).in_place(storage)
+
+    def read(self, storage: str, into: torch.Tensor) -> None:
+        self._of(storage).read(storage, into)
 
     @property
     def host_bytes(self) -> int:
