@@ -89,7 +89,7 @@ class CacheStreamOrder:
         """Make the current stream wait until the latest run, on another stream, has read its experts."""
         if device.type != "cuda":
             return
-        stream = torch.cuda.current_stream(device)
+        stream = torch.cuda.current_stream(device.index)  # by a torch.device it takes longer
         if self.stream is not None and stream != self.stream and _captures(stream) == _captures(self.stream):
             stream.wait_stream(self.stream)
         self.stream = stream

@@ -74,7 +74,8 @@ class BoundTensor:
         self.info = info
         self.places = [(model.get_submodule(place.module), place) for place in info.locations]
         module, place = self.places[0]
-        self._holder = _holder(module, place)
+        self._holder, self._attr = _holder(module, place), place.attr
+        self._is_registered = not place.inner and place.kind != "attribute"  # as a parameter or buffer
         tensor = _find(module, (place.attr, *place.inner))
         assert isinstance(tensor, torch.Tensor), place.name  # the inventory was taken a moment ago
         self.tensor = self.original = self.original_data = tensor
@@ -172,10 +173,10 @@ class BoundTensor:
     def _find_loss(self) -> bool:
         """Whether the model now holds another tensor, or none, at this place; warns the first time."""
         module, place = self.places[0]
-        if place.inner or place.kind == "attribute":
+        if self._is_registered:  # what getattr() finds, without its detour
+            self.lost = self._holder.get(self._attr) is not self.tensor
+        else:
             self.lost = not self.is_held_by(module, place.attr, place.inner)
-        else:  # what getattr() finds, without its detour
-            self.lost = self._holder.get(place.attr) is not self.tensor
         if self.lost and not self._reported:
             self._reported = True
             what = "replaced" if hasattr(module, place.attr) else "deleted"
@@ -655,7 +656,7 @@ def _on_write(name: str, overload: str, /, *args: Any, **kwargs: Any) -> Any:
     # Without the key excluded, the dispatcher would call this function again.
     # A tensor that C++ has made of a number comes as a number, which another overload takes (`2 ** weight`).
     arguments = zip(operator._schema.arguments, args, strict=False)
-    is_number = any(str(a.type) == "Tensor" and isinstance(value, int | float | complex) for a, value in arguments)
+    is_number = any(isinstance(value, int | float | complex) and str(a.type) == "Tensor" for a, value in arguments)
     with torch._C._ExcludeDispatchKeyGuard(_GUARDED_KEYS):
         return (operator.overloadpacket if is_number else operator)(*args, **kwargs)
 

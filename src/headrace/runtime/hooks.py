@@ -568,14 +568,15 @@ def _wrapped_forward(
     def forward(*args: Any, **kwargs: Any) -> Any:
         nonlocal kind
         if not torch.compiler.is_compiling():
-            placed = vars(module).get("forward")
-            if placed is forward or getattr(placed, "__wrapped__", None) is forward:  # or a copy of :func:`_of_kind`
+            if type(module) is not kind:
+                placed = vars(module).get("forward")
+                # What wraps this, or a copy of it (:func:`_of_kind`), may stand for the forward of either class.
+                if placed is not forward and getattr(placed, "__wrapped__", None) is not forward:
+                    raise ModelChangedError(
+                        f"{type(module).__name__} was a {kind.__name__} when its forward was wrapped while offloaded: "
+                        f"call handle.remove() first, change the class and wrap forward, then offload again"
+                    )
                 kind = type(module)
-            elif type(module) is not kind:  # what wraps this may stand for the forward of either class
-                raise ModelChangedError(
-                    f"{type(module).__name__} was a {kind.__name__} when its forward was wrapped while offloaded: call "
-                    f"handle.remove() first, change the class and wrap forward, then offload again"
-                )
             return around(own or functools.partial(type(module).forward, module), *args, **kwargs)
         original = traced or functools.partial(type(module).forward, module)
         if ends is not None:

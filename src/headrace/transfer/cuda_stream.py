@@ -62,6 +62,7 @@ class StreamLink(Link):
     def __init__(self, device: torch.device, *, measure_stalls: bool = False) -> None:
         """``device``: a CUDA device. ``measure_stalls``: time every wait with a pair of events, in graphs too."""
         self._device = device
+        self._index = device.index  # by a torch.device it takes torch as long to find a stream as to submit a copy
         self._own_streams: list[torch.cuda.Stream] = []
         self._stream = self._new_stream()
         self._captured: StreamTransfer | None = None  # the latest copy that is a node of a graph
@@ -98,11 +99,12 @@ class StreamLink(Link):
 
     @property
     def capture_id(self) -> int | None:
-        return _capture_id(torch.cuda.current_stream(self._device)) if self.capturing else None
+        capturing = torch.cuda.is_current_stream_capturing()
+        return _capture_id(torch.cuda.current_stream(self._index)) if capturing else None
 
     def record_compute(self) -> ComputeEvent | None:
         event = torch.cuda.Event()
-        event.record(torch.cuda.current_stream(self._device))
+        event.record(torch.cuda.current_stream(self._index))
         return event
 
     def leave_replay_event(self, slot: int) -> None:
@@ -124,7 +126,7 @@ class StreamLink(Link):
         # Ask for the compute stream's capture state before entering the side stream: inside, current_stream is ours.
         capture = self.capture_id
         self._require_copyable(load, capture is not None)
-        with torch.cuda.stream(self._stream):
+        with _CurrentStream(self._stream):
             wait_for_events(self._stream, after)
             if capture is not None and self._captured is not None and self._captured.capture == capture:
                 self._stream.wait_event(self._captured.event)  # one copy at a time, as on a stream that runs
@@ -153,7 +155,7 @@ class StreamLink(Link):
 
     def wait(self, transfer: Transfer, measure: bool = False) -> float:
         assert isinstance(transfer, StreamTransfer)
-        stream = torch.cuda.current_stream(self._device)
+        stream = torch.cuda.current_stream(self._index)
         timed = measure and self._stalls is not None
         if timed and self._stalls is not None:
             before, after = self._stalls.setdefault(transfer.unit, (_external_event(), _external_event()))
@@ -185,6 +187,23 @@ class StreamLink(Link):
             stream = _create_stream(self._device)
         self._own_streams.append(stream)
         return stream
+
+
+class _CurrentStream:
+    """What ``torch.cuda.stream`` does, without its two questions for the current device."""
+
+    def __init__(self, stream: torch.cuda.Stream) -> None:
+        self._stream, self._index = stream, stream.device_index
+        self._device = torch.cuda.device(self._index)  # to set a stream also makes its device the current one
+
+    def __enter__(self) -> None:
+        self._device.__enter__()
+        self._before = torch.cuda.current_stream(self._index)
+        torch.cuda.set_stream(self._stream)
+
+    def __exit__(self, *error: object) -> None:
+        torch.cuda.set_stream(self._before)
+        self._device.__exit__(*error)
 
 
 def _create_stream(device: torch.device) -> torch.cuda.Stream:
