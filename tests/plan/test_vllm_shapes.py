@@ -51,6 +51,10 @@ class Holder(nn.ModuleDict):
         return x
 
 
+class MLAAttention(Holder):
+    """Holds what vLLM makes of ``kv_b_proj``: parameters of three dimensions, as experts are."""
+
+
 def weights(form: str, rows: int, width: int, *experts: int) -> dict[str, tuple[tuple[int, ...], torch.dtype]]:
     """A matrix, or one of each expert, with the tensors beside it."""
     if form == "fp8":
@@ -78,6 +82,13 @@ def layer(config: Mapping[str, Any], form: str, experts: int, is_dense: bool) ->
     heads = config.get("head_dim", 128) * config["num_attention_heads"]
     plain = "bf16" if form == "mxfp4" else form  # gpt-oss quantises experts alone
     attention = matrices(plain, {"qkv": (2 * heads, hidden), "o": (hidden, heads)})
+    if rank := config.get("kv_lora_rank"):
+        heads = config["num_attention_heads"]
+        parts = {
+            "W_UV": ((heads, rank, config["v_head_dim"]), torch.bfloat16),
+            "W_UK_T": ((heads, config["qk_nope_head_dim"], rank), torch.bfloat16),
+        }
+        attention.add_module("mla_attn", MLAAttention(**parts))
     if is_dense:
         width = config["intermediate_size"]
         return Holder(self_attn=attention, mlp=matrices("bf16", {"up": (2 * width, hidden), "down": (hidden, width)}))

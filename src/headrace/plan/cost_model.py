@@ -43,6 +43,7 @@ The simulation's arguments are arrays over candidates, so that one pass over the
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from functools import cached_property, partial
@@ -372,13 +373,16 @@ def find_stages(inventory: Inventory, outside: Iterable[UnitSpec] = ()) -> list[
     ]
 
 
+_NO_EXPERTS = re.compile(r"^conv|attn|attention", re.IGNORECASE)  # classes of modules
+
+
 def experts_in(inventory: Inventory, storage: StorageInfo) -> int:
     """How many experts share ``storage`` of a layer: the first dimension of a fused parameter [experts, ., .]; else 1.
 
-    A convolution over one dimension has a weight of three as well.
+    A convolution over one dimension has a weight of three as well, and so has latent attention in vLLM, by head.
     """
     shape, owner = storage.tensors[0].shape, storage.tensors[0].locations[0].module
-    is_fused = len(shape) == 3 and storage.has_parameter and not inventory.modules[owner].startswith("Conv")
+    is_fused = len(shape) == 3 and storage.has_parameter and not _NO_EXPERTS.search(inventory.modules[owner])
     return shape[0] if is_fused else 1
 
 
