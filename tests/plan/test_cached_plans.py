@@ -63,6 +63,15 @@ def test_within_the_budget_and_no_slower_with_more(budget: int, more: int, rows:
     assert score[1] <= score[0] + 5e-3
 
 
+def test_units_in_a_code_leave_less_room_for_experts() -> None:
+    """They are decoded in memory of their own, which the slots of experts once took, too."""
+    size = 492_933_166
+    plan = planner().plan(Budget(size, workload=Workload((16,))))
+    assert plan.cached
+    assert plan.decoding_bytes
+    assert plan.device_bytes <= size
+
+
 def test_no_step_is_shorter_than_its_bound() -> None:
     checked = 0
     for family in planner().candidates(Budget(WEIGHTS, workload=Workload([1, 64]))).families:

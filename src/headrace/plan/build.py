@@ -474,9 +474,10 @@ def _best(table: CandidateTable, device_bytes: int, host_bytes: int | None) -> P
                 first = np.lexsort(keys[::-1])[0]  # the last key counts first
                 found = (tuple(float(key[first]) for key in keys), family, int(timed[first]))
                 best[expert_slots] = found if so_far is None or found[0] < so_far[0] else so_far
-    plans = [family.plan(row, host_bytes) for _, family, row in sorted(best.values(), key=lambda found: found[0])]
-    if table.expert_slots is None:
-        plans = [_with_more_experts(plan, device_bytes) for plan in plans]
+    plans = []
+    for _, family, row in sorted(best.values(), key=lambda found: found[0]):
+        plan, left = family.plan(row, host_bytes), device_bytes - int(family.memory.device_bytes[row])
+        plans.append(_with_more_experts(plan, left) if table.expert_slots is None else plan)
     if len(plans) < 2:
         return plans[0] if plans else None
     forecasters = [table.forecaster(rows) for rows in table.batch_sizes]
@@ -484,11 +485,11 @@ def _best(table: CandidateTable, device_bytes: int, host_bytes: int | None) -> P
     return plans[int(scores.argmin())]  # the first of equal ones
 
 
-def _with_more_experts(plan: Plan, device_bytes: int) -> Plan:
-    """``plan`` with as many slots for experts as ``device_bytes`` have room for, spread evenly over the layers."""
+def _with_more_experts(plan: Plan, left: int) -> Plan:
+    """``plan`` with as many more slots for experts as ``left`` bytes have room for, spread evenly over the layers."""
     if not plan.cached:
         return plan
-    room = device_bytes - plan.device_bytes + plan.cache_bytes
+    room = left + plan.cache_bytes
     counts = range(plan.cached[0].num_slots, max(layer.num_experts for layer in plan.cached) + 1)
     fitting = bisect_right(counts, room, key=lambda count: cache_bytes(with_slots(plan.cached, count)))
     layers = with_slots(plan.cached, counts[max(0, fitting - 1)])
