@@ -84,6 +84,7 @@ def host_growth(rank: int, talk: Connection, mode: str, folder: str) -> tuple[in
     return growth, handle.plan.offloaded_bytes
 
 
+@pytest.mark.alone
 def test_two_ranks_hold_one_pinned_copy(tmp_path: Path) -> None:
     (tmp_path / "one").mkdir()
     save_model(build(LAYERS), str(tmp_path / "model.safetensors"))

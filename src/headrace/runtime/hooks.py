@@ -578,7 +578,8 @@ def _wrapped_forward(
                     )
                 kind = type(module)
             return around(own or functools.partial(type(module).forward, module), *args, **kwargs)
-        original = traced or functools.partial(type(module).forward, module)
+        # Dynamo of torch 2.11 cannot tell whether a method is true.
+        original = functools.partial(type(module).forward, module) if traced is None else traced
         if ends is not None:
             ends[0](module, args, kwargs)
         output = original(*args, **kwargs)
