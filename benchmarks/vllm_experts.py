@@ -13,7 +13,8 @@ gib`` gives the weights so much and lets the planner choose the number of slots;
 a rule.
 
 With ``--together FILE`` the engines of all cases start at once and take turns to measure, and so do those of other runs
-that name this file; device memory is then left out. Two compilations may round in two ways: with ``--bits eager``
+that name this file; device memory is then left out. With ``--rounds`` they take turns so many times, and a row has the
+median of its rounds. Two compilations may round in two ways: with ``--bits eager``
 nothing is compiled, with ``--bits artifact`` all cases take the code that the first one has compiled, and both compare
 bits and time nothing; with HEADRACE_DEBUG=1 each step also compares the rows that a kernel has read with the store.
 With ``--starts`` engines start and end, in the order given, and ``OUT/starts.jsonl`` has the seconds; a case that
@@ -63,6 +64,7 @@ LENGTHS, REPEATS, SCORED = {1: (8, 48), 16: (8, 24)}, 2, 16
 LINK_BYTES_PER_S = 50e9  # of the bar
 STEPS = 600  # of a table
 PROMPTS = 2047, 8191  # tokens
+_PAUSE_S = 0.4  # in which another engine takes its turn
 
 
 def main() -> None:
@@ -79,6 +81,7 @@ def main() -> None:
     parser.add_argument(
         "--together", type=Path, metavar="FILE", help="start all engines at once; measure one at a time"
     )
+    parser.add_argument("--rounds", type=int, default=1, help="of all loads but prompts")
     parser.add_argument("--bits", choices=["eager", "artifact"], help="compare bits and time nothing")
     parser.add_argument("--scored", type=int, default=SCORED, help="tokens that are compared of one sequence")
     parser.add_argument("--starts", action="store_true", help="measure nothing but the time to start")
@@ -132,6 +135,7 @@ def _run_child(case: str, given: argparse.Namespace) -> None:
     command += ["--budget-gib", str(given.budget_gib)] if given.budget_gib else []
     command += ["--scored", str(given.scored)]
     command += ["--together", str(given.together)] if given.together else []
+    command += ["--rounds", str(given.rounds)]
     command += ["--starts"] * given.starts
     command += ["--bits", given.bits] if given.bits else []
     environment = {**engine_environment(given.out), "VLLM_CACHE_ROOT": str(given.out / f"cache-{case}")}
@@ -247,7 +251,11 @@ def _measure(given: argparse.Namespace, config: dict[str, Any]) -> None:
     if turn is not None:
         fcntl.flock(turn, fcntl.LOCK_EX)
     rows: list[dict[str, Any]] = []
-    for name, _, choices in _loads(config, given.format):
+    for number, (name, _, choices) in enumerate(list(_loads(config, given.format)) * given.rounds):
+        if number and turn is not None and given.rounds > 1:
+            fcntl.flock(turn, fcntl.LOCK_UN)
+            time.sleep(_PAUSE_S)
+            fcntl.flock(turn, fcntl.LOCK_EX)
         is_timed = case in ("cache", "budget") or "trace" in name or (case, name) == ("in-place", "0% hits")
         if is_timed or case == "still":
             is_timed &= given.bits is None and (case != "still" or name == "100% hits")  # what the cache itself takes
@@ -259,6 +267,22 @@ def _measure(given: argparse.Namespace, config: dict[str, Any]) -> None:
         replay.begin(choices)
         rows.append({"load": f"{length} in, 1 out", **_prefill(engine, case, length)})
         (out / f"{case}.json").write_text(json.dumps({"facts": facts, "rows": rows}))
+
+
+def _by_load(rows: list[dict[str, Any]]) -> dict[str, list[dict[str, Any]]]:
+    """The rounds of each load."""
+    return {load: [row for row in rows if row["load"] == load] for load in dict.fromkeys(row["load"] for row in rows)}
+
+
+def _merged(rounds: list[dict[str, Any]]) -> dict[str, Any]:
+    """The row of all rounds: the median of their times, and how far these are apart."""
+    if len(rounds) == 1 or rounds[0]["ms"] is None:
+        return rounds[0]
+    times = [row["ms"] for row in rounds]
+    means = {key: [row[key] for row in rounds] for key in ("hits", "missed_per_step") if rounds[0][key] is not None}
+    ms = statistics.median(times)
+    merged = {**rounds[0], **{key: statistics.mean(values) for key, values in means.items()}, "ms": ms}
+    return {**merged, "spread_ms": max(times) - min(times), "tokens_per_s": rounds[0]["sequences"] / ms * 1e3}
 
 
 def _added(before: dict[str, int]) -> dict[str, int]:
@@ -331,19 +355,20 @@ def _prefill(engine: Any, case: str, length: int) -> dict[str, Any]:
 def _published(out: Path, config: dict[str, Any], form: str) -> Iterator[dict[str, Any]]:
     found = {name: json.loads(path.read_text()) for name in CASES if (path := out / f"{name}.json").exists()}
     layers, count, _, size = _experts(config, form)
-    unmoved = found.get("still", found.get("resident", {"rows": []}))["rows"]
+    unmoved = _by_load(found.get("still", found.get("resident", {"rows": []}))["rows"])
     # Of one sequence, and of several; a prompt has steps of its own.
-    plain = found.get("resident", {"rows": []})["rows"]
+    plain = [_merged(rows) for rows in _by_load(found.get("resident", {"rows": []})["rows"]).values()]
     resident = {row["sequences"]: row["ms"] for row in plain if "trace" in row["load"]}
     resident_by_load = {row["load"]: row["ms"] for row in plain}
     for case, result in found.items():
         facts = {key: value for key, value in result["facts"].items() if key != "offloader"}
         experts = result["facts"]["offloader"].get("experts", [])
         size = experts[0]["expert_bytes"] if experts else size  # a kernel may pad them
-        for row in result["rows"]:
-            wanted = next((other for other in unmoved if other["load"] == row["load"]), None)
-            equal = wanted is not None and all(row[key] == wanted[key] for key in ("tokens", "logprobs"))
-            why = "nothing to compare with" if wanted is None else compared(row, wanted)
+        for load, rounds in _by_load(result["rows"]).items():
+            pairs = list(zip(rounds, unmoved.get(load, [None] * len(rounds)), strict=False))
+            differ = [(a, b) for a, b in pairs if b is None or any(a[key] != b[key] for key in ("tokens", "logprobs"))]
+            equal, row = not differ, _merged(rounds)
+            why = "nothing to compare with" if load not in unmoved else compared(*differ[0]) if differ else ""
             yield {
                 "case": f"{case if case == 'budget' else 'slots'} {experts[0]['num_slots']}"
                 if experts

@@ -16,6 +16,7 @@ from safetensors.torch import save_model
 
 import headrace
 from headrace import UVA, Prefetch
+from headrace.memory.system import trim_heap
 from shm_ranks import pss_bytes, ranks
 
 POLICIES = [
@@ -70,6 +71,7 @@ def host_growth(rank: int, talk: Connection, mode: str, folder: str) -> tuple[in
         with headrace.offload(small, Prefetch(1, 1, 1), device="cuda"):
             small(torch.arange(8, device="cuda"))
     model = build(LAYERS, device="meta")
+    trim_heap()  # of what building it took, or offloading would do that
     dist.barrier()
     before = pss_bytes()
     dist.barrier()

@@ -34,8 +34,9 @@ _ADMISSION = {"trace", "variant", "rows", "layers", "ms", "same"}
 OTHER_FIELDS = {
     "bits": {"shape", "layers", "case", "trace", "rows", "compiled", "bit_equal"},
     "captured": {"format", "backend", "captured", "bit_equal"},
-    **dict.fromkeys(("overhead", "overhead-again"), _BEFORE_AFTER),
-    **dict.fromkeys(("overhead-rounds", "overhead-again-rounds"), _ROUND),
+    **dict.fromkeys(("overhead", "overhead-again", "overhead-streams"), _BEFORE_AFTER),
+    **dict.fromkeys(("overhead-rounds", "overhead-again-rounds", "overhead-streams-rounds"), _ROUND),
+    "overhead-streams-vllm-rounds": _ROUND,
     "vllm": _BEFORE_AFTER,
     "vllm-rounds": _ROUND,
     "lm-eval": {"case", "task", "samples", "equal", "distinct", "score", "bytes_moved", "bit_equal"},
@@ -74,6 +75,9 @@ OTHER_FIELDS = {
     "experts-vllm-gptq": _EXPERTS,
     "experts-vllm-triton": _EXPERTS,
     "experts-vllm-20b-triton": _EXPERTS,
+    "experts-vllm-qwen-gptq": _EXPERTS,
+    **dict.fromkeys(("experts-vllm-deepseek-fp8", "experts-vllm-deepseek-fp8-mended"), _EXPERTS),
+    **dict.fromkeys(("experts-vllm-deepseek-bf16", "experts-vllm-glm-awq"), _EXPERTS),
     **dict.fromkeys(("experts-overlap", "experts-overlap-again"), _OVERLAP),
     "experts-vllm-glm": _EXPERTS,
     "experts-vllm-rows": {*_EXPERTS, "format", "steps", "rows_compared", "repeats_itself"},
@@ -90,6 +94,7 @@ OTHER_FIELDS = {
     "experts-vllm-memory": {"case", "planned_device_bytes", "host_pinned_bytes", "experts_bytes", "bytes_moved"},
     "experts-vllm-starts": {"shape", "layers", "round", "case", "start_s", "added_host_bytes", "added_rss_bytes"},
     "experts-launch": {"case", "programs", "block", "warps", "us_and_gb_per_s"},
+    "experts-launch-small": {"case", "programs", "block", "warps", "misses", "us", "memcpy_us", "bytes"},
     "summary": {"way", "equal", "differs", "crashed", "refused", "timeout"},
     "starts-wan": _STARTS,
     "starts-flux": _STARTS,
@@ -122,7 +127,7 @@ OTHER_FIELDS = {
 # Nothing was computed there, or the run ended before bits were compared, which the report says.
 NOTHING_COMPARED = {
     "policies", "host-memory", "ranges", "cards", "two-four", "two-four-power",
-    "experts-launch", "experts-vllm-memory", "experts-vllm-starts", "pipelines",
+    "experts-launch", "experts-launch-small", "experts-vllm-memory", "experts-vllm-starts", "pipelines",
     "admission", "experts-vllm-prompt-memory", "experts-vllm-rounding", "ranks-dp-compiled",
     "smallest", "coded-start", "starts-wan", "starts-flux", "start-phases", "card-start", "card-fetch", "card-between",
     "python-calls",
