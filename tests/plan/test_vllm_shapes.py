@@ -18,6 +18,7 @@ from headrace.config import Budget
 from headrace.experts.rows import CachedExperts
 from headrace.model.inventory import take_inventory
 from headrace.offloaders.layerwise import EngineOffloader, EngineTraits
+from headrace.plan.cost_model import experts_in
 from headrace.plan.plan import Plan
 from headrace.runtime.planner_factory import make_planner
 from headrace.transfer.machine_probe import DeviceName, named_machine
@@ -121,6 +122,21 @@ class Kernels(CachedExperts):
     @staticmethod
     def hold_packed(module: nn.Module) -> dict[str, str]:
         return {}
+
+
+@pytest.mark.parametrize(
+    ("owner", "shape", "count"),
+    [
+        ("RoutedExperts", (64, 128, 32), 64),
+        ("MLAAttention", (16, 128, 512), 1),
+        ("ColumnParallelLinear", (8192, 1, 4), 1),  # conv1d of Qwen3-Next
+        ("Conv1d", (64, 32, 3), 1),
+    ],
+)
+def test_what_counts_as_experts(owner: str, shape: tuple[int, ...], count: int) -> None:
+    module = type(owner, (Holder,), {})(weight=(shape, torch.bfloat16))
+    inventory = take_inventory(Holder(layer=module))
+    assert experts_in(inventory, inventory.storages[0]) == count
 
 
 def plan_of(model: Any, policy: Budget, kernels: Any) -> Plan:

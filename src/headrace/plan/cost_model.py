@@ -379,11 +379,12 @@ _NO_EXPERTS = re.compile(r"^conv|attn|attention", re.IGNORECASE)  # classes of m
 def experts_in(inventory: Inventory, storage: StorageInfo) -> int:
     """How many experts share ``storage`` of a layer: the first dimension of a fused parameter [experts, ., .]; else 1.
 
-    A convolution over one dimension has a weight of three as well, and so has latent attention in vLLM, by head.
+    A convolution over one dimension has a weight of three as well, and so has latent attention in vLLM, by head, and
+    the linear layer that vLLM takes for a convolution by channel [channels, 1, width].
     """
     shape, owner = storage.tensors[0].shape, storage.tensors[0].locations[0].module
-    is_fused = len(shape) == 3 and storage.has_parameter and not _NO_EXPERTS.search(inventory.modules[owner])
-    return shape[0] if is_fused else 1
+    is_matrices = len(shape) == 3 and 1 not in shape[1:] and storage.has_parameter
+    return shape[0] if is_matrices and not _NO_EXPERTS.search(inventory.modules[owner]) else 1
 
 
 @dataclass(frozen=True)
