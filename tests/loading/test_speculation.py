@@ -16,6 +16,7 @@ from headrace.adapters.transformers import load
 from headrace.adapters.transformers.speculating import Speculating
 from headrace.errors import BudgetError, HeadraceWarning, OptionError, OptionTypeError, StateError
 from headrace.graphs import decoding
+from headrace.runtime import planner_factory
 from models import aligned
 from recorded_graphs import RecordedStep
 
@@ -263,3 +264,25 @@ def test_a_recurrent_state(tmp_path: Path) -> None:
     MambaForCausalLM(MambaConfig(vocab_size=64, hidden_size=64, num_hidden_layers=2)).save_pretrained(tmp_path)
     with pytest.raises(OptionError, match=r"expected a causal language model with a cache, .* found MambaForCausalLM"):
         load(tmp_path, "1MB", device="cpu", speculate="lookup")
+
+
+def test_memory_is_checked_beside_the_draft(target: Path, draft: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Without a budget a plan has no share for it, so what is free is read when it is loaded."""
+    seen: list[str] = []
+    limits, made = planner_factory.read_limits, Speculating.__init__
+
+    def read(*args: Any, **options: Any) -> Any:
+        seen.append("limits")
+        return limits(*args, **options)
+
+    def make(self: Speculating, *args: Any) -> None:
+        made(self, *args)
+        seen.append("draft")
+
+    monkeypatch.setattr(planner_factory, "read_limits", read)
+    monkeypatch.setattr(Speculating, "__init__", make)
+    model, handle = load(target, PREFETCH, device="cpu", speculate=Speculation(str(draft), 2, accepted=1.9))
+    with handle:
+        model.generate(PROMPT, **CALL)
+        assert handle.stats().bytes_moved
+    assert seen == ["draft", "limits"]

@@ -161,10 +161,10 @@ def load_matched(
     folder: Path, request: PlanRequest, found: Match, progress: Progress | None, graphs: bool = False
 ) -> Handle:
     """:func:`load` for a model on ``meta`` that has been built and matched with its files; warns of nothing."""
-    model, prepared = request.model, prepare(_with_files(request, found))
-    speculating = None  # first, since its draft may not fit
-    if request.speculation is not None:
-        speculating = Speculating(model, request.speculation, prepared.device, graphs)
+    model, speculating = request.model, None
+    if request.speculation is not None:  # first: what its draft takes is not free for the model
+        speculating = Speculating(model, request.speculation, compute_device(model, request.device), graphs)
+    prepared = prepare(_with_files(request, found))
     _materialise(model, found, prepared)
     if model.can_generate() and hasattr(model, "adjust_generation_fn"):  # SpeechT5 has another generate
         adjust: Any = model.adjust_generation_fn
