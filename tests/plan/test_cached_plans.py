@@ -12,7 +12,14 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from transformers import GptOssConfig, GptOssForCausalLM, Qwen3MoeConfig, Qwen3MoeForCausalLM
+from transformers import (
+    GptOssConfig,
+    GptOssForCausalLM,
+    Qwen3Config,
+    Qwen3ForCausalLM,
+    Qwen3MoeConfig,
+    Qwen3MoeForCausalLM,
+)
 
 from headrace.config import Budget, Policy, Rules, Workload
 from headrace.errors import OptionError
@@ -70,6 +77,31 @@ def test_units_in_a_code_leave_less_room_for_experts() -> None:
     assert plan.cached
     assert plan.decoding_bytes
     assert plan.device_bytes <= size
+
+
+@cache
+def dense_planner() -> Planner:
+    sizes = {"hidden_size": 1024, "intermediate_size": 3072, "num_hidden_layers": 10, "num_attention_heads": 8}
+    with torch.device("meta"):
+        model = Qwen3ForCausalLM(Qwen3Config(**sizes, num_key_value_heads=2, vocab_size=8000)).bfloat16()
+    return Planner(take_inventory(model), NOMINAL_GPU, profile_of(model), zero_copy=True)
+
+
+@pytest.mark.parametrize(
+    ("make", "size", "rows", "stated"),
+    [
+        # The best plan without a code copies nothing, and reads in place.
+        (dense_planner, 80_188_629, 1, {"codec": "exp3"}),
+        (dense_planner, 121_588_053, 16, {"codec": "exp3"}),
+        # Plans that cache experts were compared with coded ones as if these had no code.
+        (planner, 1_697_593_535, 256, {"rules": [("experts", "prefetch")]}),
+        (planner, 2_125_892_930, 256, {"rules": [("experts", "prefetch")]}),
+    ],
+)
+def test_no_slower_than_what_may_be_stated(make: Any, size: int, rows: int, stated: dict[str, Any]) -> None:
+    alone, other = (make().plan(Budget(size, workload=Workload((rows,)), **more)) for more in ({}, stated))
+    assert alone.codec == other.codec == "exp3"
+    assert make().forecast(alone, rows).step_s <= 1.01 * make().forecast(other, rows).step_s
 
 
 def test_no_step_is_shorter_than_its_bound() -> None:

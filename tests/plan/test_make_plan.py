@@ -528,6 +528,16 @@ class TestOneDoor:
                 assert held_bytes(model, handle) <= plan.device_bytes
                 assert handle.stats().bytes_moved > 0 or not plan.units
 
+    def test_a_budget_that_all_weights_fit_needs_no_files(self) -> None:
+        model, given = SMALL["experts"][0]().eval(), SMALL["experts"][1]
+        expected, budget = output(model, given), Budget("1MiB", mode="disk")
+        plan, warned = outcome(lambda: headrace.make_plan(model, budget))
+        with headrace.offload(model, plan) as handle:
+            assert handle.plan == plan
+            assert not plan.offloaded_bytes
+            assert torch.equal(output(model, given), expected)
+        assert all("nothing is offloaded" in text for text in warned)
+
     def test_cached_experts_on_a_cpu(self, monkeypatch: pytest.MonkeyPatch) -> None:
         monkeypatch.delenv("TRITON_INTERPRET")
         for call in (headrace.make_plan, headrace.offload):

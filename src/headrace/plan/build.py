@@ -30,6 +30,7 @@ from headrace.config import (
     SHARDED_MODES,
     UVA,
     Budget,
+    Codec,
     Mechanism,
     Mode,
     Policy,
@@ -178,7 +179,7 @@ class Planner:
                 if self.has_triton and (budget.mode or self.default_mode) == "cpu":
                     return self.plan(replace(budget, codec="exp3"), movable, forced)
             raise
-        on_link = plain.moved_units and plain.mode == "cpu" and self.has_triton
+        on_link = plain.offloaded_bytes and plain.mode == "cpu" and self.has_triton
         if not on_link or self.rates.copies_take_cores:  # a CPU decodes more slowly than it copies
             return plain
         if plain.staged_units and self.spill is not None and self.spill.free_bytes is not None:
@@ -438,7 +439,7 @@ def solve(table: CandidateTable, budget: Budget) -> Plan:
         )
         return assemble(table.inventory, [], 0, table.mode)
     warn_of_stranded(table.inventory, table.stranded)
-    best = _best(table, weights_budget, table.host_limit(budget))
+    best = _best(table, weights_budget, table.host_limit(budget), budget.codec)
     if best is None:
         raise _too_small(table, budget)
     if budget.peer_limit_bytes and not best.peer_bytes:
@@ -449,7 +450,7 @@ def solve(table: CandidateTable, budget: Budget) -> Plan:
     return best
 
 
-def _best(table: CandidateTable, device_bytes: int, host_bytes: int | None) -> Plan | None:
+def _best(table: CandidateTable, device_bytes: int, host_bytes: int | None, codec: Codec) -> Plan | None:
     # The best by number of slots for cached experts: these get the memory that is left, which may change the order.
     best: dict[int, tuple[tuple[float, ...], Family, int]] = {}
     for family in table.families:
@@ -477,6 +478,8 @@ def _best(table: CandidateTable, device_bytes: int, host_bytes: int | None) -> P
     plans = []
     for _, family, row in sorted(best.values(), key=lambda found: found[0]):
         plan, left = family.plan(row, host_bytes), device_bytes - int(family.memory.device_bytes[row])
+        with suppress(OptionError):  # it has no unit for a code
+            plan = with_code(plan, table.inventory, codec)
         plans.append(_with_more_experts(plan, left) if table.expert_slots is None else plan)
     if len(plans) < 2:
         return plans[0] if plans else None

@@ -193,6 +193,8 @@ def _disk_store(request: StoreRequest, offloaded: dict[str, BoundStorage]) -> Di
             f"in safetensors files, and none were given: pass checkpoint=FOLDER to headrace.offload, or make a plan "
             f"with all of them in host memory: mode 'cpu' (--offload-mode cpu)"
         )
+    if not offloaded:
+        return DiskStore({}, request.disk)
     weights = require_weights(weights)
     on_gpu = request.device.type == "cuda"
     sources = {name: weights.source(bound.info) for name, bound in offloaded.items()}
