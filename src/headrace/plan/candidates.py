@@ -50,7 +50,7 @@ __all__ = ["CandidateTable", "Family", "MappedFiles", "Spill", "mean_log", "spil
 # 2 ** 6 sets of roles: the five heaviest roles of a layer one by one, and all the others together.
 _MAX_ATOMS = 6
 # Shares of its experts that a layer may have slots for.
-_CACHED_SHARES = (1 / 16, 1 / 8, 1 / 4, 1 / 2, 3 / 4)
+_CACHED_SHARES = (1 / 32, 1 / 16, 1 / 8, 1 / 4, 1 / 2, 3 / 4, 7 / 8, 15 / 16)
 # A layer is one of the evenly spaced, one of the others, or one of these that keeps resident what they read in place.
 LOW, HIGH, KEPT = range(3)
 _REFUSED = " (not in place)"
