@@ -505,7 +505,8 @@ class OffloadSession(NotCopyable):
         moved += [name for name in prepared.plan.resident if prepared.must_move(name)]
         for name in moved:
             self._bound[name].forget_original()
-        trim_heap()  # of the old weights
+        if prepared.plan.coded_units:  # beside which they were until now
+            trim_heap()
         if self._device.type == "cuda":
             torch.cuda.empty_cache()  # whole blocks of the old weights would stay with the allocator otherwise
 
