@@ -98,6 +98,9 @@ def dense_planner() -> Planner:
         (planner, 1_697_593_535, 256, {"rules": [("experts", "prefetch")]}),
         (planner, 2_125_892_930, 256, {"rules": [("experts", "prefetch")]}),
         (planner, 471_690_484, 1, {"expert_slots": 2}),  # there is room for few slots alone
+        # What attention leaves to experts, which are nearly all in slots, brings more than its copies take.
+        (planner, 4_964_673_423, 16, {"rules": [("self_attn", "prefetch")]}),
+        (planner, 4_953_672_381, 256, {"rules": [("self_attn", "prefetch")]}),
     ],
 )
 def test_no_slower_than_what_may_be_stated(make: Any, size: int, rows: int, stated: dict[str, Any]) -> None:

@@ -77,6 +77,7 @@ _JOIN_S = 50e-6
 _WORTH_SAYING = 1.1
 # Candidates of a family that are timed first; logarithms of times that are equal, but for rounding.
 _FIRST, _EQUAL = 64, 2e-8
+_DOUBLE_BUFFER = 2  # slots
 # Shares of the experts that the device holds, and hit rates, in the predictions for a cache.
 _SHOWN_SHARES, _SHOWN_HITS = (0.25, 0.4, 0.5, 0.75), (0.5, 0.8, 0.9, 1.0)
 
@@ -453,8 +454,11 @@ def solve(table: CandidateTable, budget: Budget) -> Plan:
 def _best(table: CandidateTable, device_bytes: int, host_bytes: int | None, codec: Codec) -> Plan | None:
     # The best by number of slots for cached experts: these get the memory that is left, which may change the order.
     best: dict[int, tuple[tuple[float, ...], Family, int]] = {}
+    roomiest: list[tuple[Family, int]] = []  # those that leave the most memory to experts
     for family in table.families:
         rows, memory = family.fitting(device_bytes, host_bytes), family.memory
+        if family.cached and family.num_slots == _DOUBLE_BUFFER and len(rows):
+            roomiest.append((family, int(rows[memory.device_bytes[rows].argmin()])))
         expert_slots = family.cached[0].num_slots if family.cached else 0
         least, moved_bytes = family.least_score(rows), memory.moved_bytes[rows]
         order = np.lexsort((moved_bytes, least))
@@ -476,7 +480,8 @@ def _best(table: CandidateTable, device_bytes: int, host_bytes: int | None, code
                 found = (tuple(float(key[first]) for key in keys), family, int(timed[first]))
                 best[expert_slots] = found if so_far is None or found[0] < so_far[0] else so_far
     plans = []
-    for _, family, row in sorted(best.values(), key=lambda found: found[0]):
+    fastest = [(family, row) for _, family, row in sorted(best.values(), key=lambda found: found[0])]
+    for family, row in [*fastest, *roomiest]:
         plan, left = family.plan(row, host_bytes), device_bytes - int(family.memory.device_bytes[row])
         with suppress(OptionError):  # it has no unit for a code
             plan = with_code(plan, table.inventory, codec)
