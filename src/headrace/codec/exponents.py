@@ -27,7 +27,7 @@ __all__ = ["Piece", "decode", "encode"]
 
 _PLANE = BLOCK // 8  # bytes
 # Weights that are decoded at once on the host, whose caches they fit.
-_CHUNK = 256 * BLOCK
+_CHUNK = 64 * BLOCK
 # A piece whose code would take more than this share of it stays as it is.
 _MOST_SHARE = 0.9
 
