@@ -62,7 +62,6 @@ class StreamLink(Link):
     def __init__(self, device: torch.device, *, measure_stalls: bool = False) -> None:
         """``device``: a CUDA device. ``measure_stalls``: time every wait with a pair of events, in graphs too."""
         self._device = device
-        self._index = device.index  # by a torch.device it takes torch as long to find a stream as to submit a copy
         self._own_streams: list[torch.cuda.Stream] = []
         self._stream = self._new_stream()
         self._captured: StreamTransfer | None = None  # the latest copy that is a node of a graph
@@ -80,7 +79,7 @@ class StreamLink(Link):
             self._decode(Piece(0, 256, width, 0, 2048), code, torch.empty_like(code))
 
     def decode(self, load: Load, slot: torch.Tensor, into: torch.Tensor, after: Sequence[ComputeEvent]) -> None:
-        wait_for_events(torch.cuda.current_stream(self._device), after)
+        wait_for_events(self._compute, after)
         for piece in load.coded:
             self._decode(piece, slot[piece.code_start : piece.code_start + piece.code_bytes], into)
 
@@ -99,18 +98,21 @@ class StreamLink(Link):
 
     @property
     def capture_id(self) -> int | None:
-        capturing = torch.cuda.is_current_stream_capturing()
-        return _capture_id(torch.cuda.current_stream(self._index)) if capturing else None
+        return _capture_id(self._compute) if self.capturing else None
+
+    @property
+    def _compute(self) -> torch.cuda.Stream:
+        """The stream of the caller's kernels."""
+        # By a torch.device it takes torch as long to find a stream as to submit a copy.
+        return torch.cuda.current_stream(self._device.index)
 
     def record_compute(self) -> ComputeEvent | None:
         event = torch.cuda.Event()
-        event.record(torch.cuda.current_stream(self._index))
+        event.record(self._compute)
         return event
 
     def leave_replay_event(self, slot: int) -> None:
-        self._replay_events.setdefault(slot, torch.cuda.Event(external=True)).record(
-            torch.cuda.current_stream(self._device)
-        )
+        self._replay_events.setdefault(slot, torch.cuda.Event(external=True)).record(self._compute)
 
     def replay_event(self, slot: int) -> ComputeEvent | None:
         return self._replay_events.get(slot)
@@ -155,7 +157,7 @@ class StreamLink(Link):
 
     def wait(self, transfer: Transfer, measure: bool = False) -> float:
         assert isinstance(transfer, StreamTransfer)
-        stream = torch.cuda.current_stream(self._index)
+        stream = self._compute
         timed = measure and self._stalls is not None
         if timed and self._stalls is not None:
             before, after = self._stalls.setdefault(transfer.unit, (_external_event(), _external_event()))
