@@ -77,7 +77,7 @@ _JOIN_S = 50e-6
 _WORTH_SAYING = 1.1
 # Candidates of a family that are timed first; logarithms of times that are equal, but for rounding.
 _FIRST, _EQUAL = 64, 2e-8
-_DOUBLE_BUFFER = 2  # slots
+_DOUBLE_BUFFER = 2  # slots: with one, no copy runs beside the compute of the unit before
 # Shares of the experts that the device holds, and hit rates, in the predictions for a cache.
 _SHOWN_SHARES, _SHOWN_HITS = (0.25, 0.4, 0.5, 0.75), (0.5, 0.8, 0.9, 1.0)
 
