@@ -14,11 +14,13 @@ import pytest
 
 import headrace
 from checks import raising, require_forwards
+from headrace.checkpoint.safetensors_header import Checkpoint
 from headrace.errors import OptionError
 from headrace.model.live_tensors import BoundStorage
 from headrace.stores import sources
 from headrace.testing import assert_same_bits
 from headrace.transfer import link as threads
+from interrupts import Interrupter
 from models import Stack, all_layers, open_files, rows, save
 
 pytestmark = pytest.mark.usefixtures("no_grad")
@@ -48,6 +50,27 @@ def test_while_files_are_opened_or_closed(call: str, tmp_path: Path, monkeypatch
     gc.collect()
     assert open_files(folder) == 0
     assert_same_bits(model(rows()), expected)
+
+
+def test_while_a_checkpoint_is_read(tmp_path: Path) -> None:
+    """At every line: no descriptor stays open."""
+    folder = save(Stack(1), tmp_path)
+
+    def read() -> None:
+        checkpoint = Checkpoint.open(folder)
+        checkpoint.read(next(iter(checkpoint.tensors)))
+
+    read()  # what is imported or cached is no part of it
+    counted = Interrupter(-1)
+    counted.run(read)
+    lines = {moments[0] for moments in counted.seen.values()}
+    assert len(lines) > 50
+    for at in sorted(lines):
+        interrupter = Interrupter(at)
+        _, error = interrupter.run(read)
+        assert isinstance(error, KeyboardInterrupt)
+        error.__traceback__ = None
+        assert open_files(folder) == 0, interrupter.place
 
 
 @pytest.mark.parametrize("at", [0, 3, 8])

@@ -11,6 +11,7 @@ be right once the interrupted call is made again. What comes of a run:
     STUCK      the second call does not help
     BLOCKED    a forward in another thread took longer than 5 s
     HUNG       the process had to be killed; DIED: it ended
+    LEAKED     right or repeated, and a thread or a file descriptor was left
 """
 
 from __future__ import annotations
@@ -342,12 +343,13 @@ def main() -> int:
 
 def report(runs: Iterator[tuple[dict[str, Any], dict[str, Any]]], quiet: bool) -> int:
     """Print what came of ``runs``; 1 if one of them is bad."""
-    start, counts, places, leaks, calls = time.monotonic(), {}, Counter(), Counter(), Counter()
+    start, counts, places, calls = time.monotonic(), {}, Counter(), Counter()
     for job, result in runs:
         key = f"{job['phase']} {job['mode']}"
         counts.setdefault(key, Counter())[result["outcome"]] += 1
         calls[result["call"]] += 1
-        leaks[key] += bool(result["leaked"])
+        if result["leaked"]:
+            places[f"{'LEAKED':8} {key:17} {result['place']}"] += 1
         if result["outcome"] not in GOOD:
             places[f"{result['outcome']:8} {key:17} {result['place']}"] += 1
             if not quiet:
@@ -357,8 +359,7 @@ def report(runs: Iterator[tuple[dict[str, Any], dict[str, Any]]], quiet: bool) -
     took = time.monotonic() - start
     print(f"{num_runs} runs in {took:.0f} s, {num_runs / max(took, 1e-9):.0f}/s; the interrupted call: {dict(calls)}")
     for key, found in counts.items():
-        leaked = f"; threads left behind in {leaks[key]}" if leaks[key] else ""
-        print(f"{key:17} {', '.join(f'{name} {count}' for name, count in found.most_common())}{leaked}")
+        print(f"{key:17} {', '.join(f'{name} {count}' for name, count in found.most_common())}")
     for place, count in sorted(places.items()):
         print(f"{count:4} {place}")
     return int(bool(places))

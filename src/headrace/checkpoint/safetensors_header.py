@@ -170,18 +170,22 @@ def too_many_open(error: OSError) -> str:
 
 
 @contextmanager
-def opened(path: Path) -> Iterator[tuple[int, FileFingerprint]]:
-    """A file descriptor and the fingerprint of its file. Every OSError becomes a CheckpointError."""
+def _faults_of(path: Path) -> Iterator[None]:
+    """Every OSError of the block becomes a CheckpointError."""
     try:
-        require_file(path)  # before open(), which blocks on a pipe until another process writes to it
-        fd = os.open(path, os.O_RDONLY)
-        try:
-            yield fd, FileFingerprint.of(path, os.fstat(fd))
-        finally:
-            os.close(fd)
+        yield
     except OSError as error:
         fix = too_many_open(error) or "Check the path, its permissions (`chmod u+rX` as the owner) and the disk."
         raise _fault(path, f"files that user {os.geteuid()} can read", str(error.strerror), fix) from error
+
+
+@contextmanager
+def opened(path: Path) -> Iterator[tuple[int, FileFingerprint]]:
+    """A file descriptor and the fingerprint of its file. Every OSError becomes a CheckpointError."""
+    with _faults_of(path):
+        require_file(path)  # before open(), which blocks on a pipe until another process writes to it
+        with open(path, "rb", buffering=0) as file:  # no bare descriptor, which an interrupt could leave open
+            yield file.fileno(), FileFingerprint.of(path, os.fstat(file.fileno()))
 
 
 def _fill(fd: int, target: memoryview | bytearray, offset: int, path: Path) -> None:
@@ -201,8 +205,9 @@ def _read(fd: int, offset: int, num_bytes: int, path: Path) -> bytes:
 
 def _find_files(start: Path) -> tuple[Path, list[Path]]:
     """Folder, and its index or its safetensors files. Hidden files (macOS leaves ``._*``) do not count."""
-    with opened(start) as (fd, _):
-        names = sorted(os.listdir(fd)) if start.is_dir() else [start.name]
+    with _faults_of(start):
+        require_file(start)
+        names = sorted(os.listdir(start)) if start.is_dir() else [start.name]
     foreign = [name for name in names if name.endswith(_FOREIGN)]
     if not start.is_dir() and not foreign:
         return start.parent, [start]
