@@ -288,6 +288,10 @@ class TestPlans:
             headrace.offload(model, kept)
         assert ruled.value.minimum_bytes > alone.value.minimum_bytes
 
+    def test_a_budget_for_small_weights_alone(self) -> None:
+        with pytest.raises(BudgetError, match="with everything of 64 KiB or more offloaded headrace still needs"):
+            headrace.offload(Stack(3, dim=8).eval(), 100)
+
 
 class TestCheckpoints:
     def refuses(self, model: nn.Module, checkpoint: Any, message: str, policy: Any = None, **options: Any) -> None:

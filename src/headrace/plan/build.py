@@ -542,6 +542,8 @@ def _too_small(table: CandidateTable, budget: Budget) -> BudgetError:
             use,
         )
     most = "as much offloaded as the rules allow" if budget.rules else "everything offloaded"
+    if not table.movable and not budget.rules:
+        most = "everything of 64 KiB or more offloaded"
     cache, smaller = "", ""
     if beside:
         largest = f"batch {max(work.batch_sizes)} at {work.context} tokens"

@@ -253,6 +253,8 @@ def plan_group_rule(
         candidates: storages that may move; default those that ``policy`` selects.
     """
     candidates = selected(inventory, policy.params) if candidates is None else candidates
+    if not candidates:
+        raise _all_tiny("copied", "--offload-params")
     uva = [s for s in candidates if in_place(s)]
     chosen = {s.name for s in candidates} - {s.name for s in uva}
     layers: list[UnitSpec] = []
@@ -304,6 +306,13 @@ def selected(inventory: Inventory, params: Sequence[str]) -> list[StorageInfo]:
     return select(inventory, params) if params else worth_moving(inventory.storages)
 
 
+def _all_tiny(how: str, flag: str) -> SelectionError:
+    return SelectionError(
+        f"nothing can be {how}: no parameter of this model has 64 KiB or more; name smaller ones with {flag}, or leave "
+        f"the model resident"
+    )
+
+
 def read_in_place(
     inventory: Inventory,
     candidates: Sequence[StorageInfo],
@@ -321,10 +330,7 @@ def read_in_place(
             raise SelectionError(f"{message}; prefetch them instead (--offload-backend prefetch)")
         warn_user(f"{message}. They stay resident")
     if not candidates:
-        raise SelectionError(
-            "nothing can be read in place: no parameter of this model has 64 KiB or more; name smaller ones with "
-            "--cpu-offload-params, or leave the model resident"
-        )
+        raise _all_tiny("read in place", "--cpu-offload-params")
     experts = semantic_groups(inventory)["experts"]
     chosen: list[StorageInfo] = []
     left = sum(s.num_bytes for s in candidates) if limit_bytes is None else limit_bytes
