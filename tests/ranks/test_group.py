@@ -92,7 +92,7 @@ def test_a_failure_reaches_ranks_that_wait_at_once_with_its_reason(store: dist.S
     begin = time.monotonic()
     fail(store, 1)
     thread.join(5)
-    assert time.monotonic() - begin < 1
+    assert time.monotonic() - begin < 4
     assert "rank 1 gave up" in str(found[0])
     assert "ValueError: no such folder" in str(found[0])
 
@@ -103,7 +103,7 @@ def test_a_failure_reaches_ranks_that_come_later(store: dist.Store) -> None:
     for rank in (0, 2):  # rank 2 gets the cause, and not that rank 0 has failed with it
         with pytest.raises(PeerError, match=r"rank 1 gave up .* no such folder"):
             exchange(store, rank, 3)
-    assert time.monotonic() - begin < 1
+    assert time.monotonic() - begin < 4
 
 
 @pytest.mark.parametrize("rank", [0, 1])
