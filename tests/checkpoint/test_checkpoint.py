@@ -12,6 +12,7 @@ import socket
 import tempfile
 import time
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -367,15 +368,15 @@ class TestMissing:
         shard = sharded / "model-00001-of-00002.safetensors"
         closed = {"file": shard, "folder": sharded, "index": sharded / INDEX}[what]
         mode = closed.stat().st_mode
-        real_open = os.open
 
-        def as_a_user(path: Path, flags: int) -> int:
-            if Path(path) == closed:
+        def as_a_user(call: Callable[..., Any], path: Any, *args: Any, **kwargs: Any) -> Any:
+            if path == closed:
                 raise PermissionError(13, "Permission denied")
-            return real_open(path, flags)
+            return call(path, *args, **kwargs)
 
         if os.geteuid() == 0:  # nothing is closed to root
-            monkeypatch.setattr(os, "open", as_a_user)
+            monkeypatch.setattr("builtins.open", partial(as_a_user, open))
+            monkeypatch.setattr(os, "listdir", partial(as_a_user, os.listdir))
         closed.chmod(0)
         try:
             message = refusal(sharded, str(closed))
