@@ -21,7 +21,7 @@ import re
 from collections.abc import Callable, Sequence
 from fnmatch import translate
 
-from headrace.config import ALL_MODEL_PARAMS
+from headrace.config import ALL_MODEL_PARAMS, check_pattern
 from headrace.errors import SelectionError
 from headrace.model.records import Inventory, StorageInfo
 from headrace.model.semantic_groups import GROUPS, semantic_groups
@@ -37,18 +37,11 @@ def compile_pattern(pattern: str) -> Callable[[str], bool]:
     Raises:
         SelectionError: empty, or not a valid regular expression.
     """
-    if not pattern:
-        raise SelectionError(
-            "an empty name pattern; write a segment such as 'mlp', a group such as '@attention', a glob, 're:...' or "
-            "ALL_MODEL_PARAMS"
-        )
+    check_pattern(pattern)
     if pattern == ALL_MODEL_PARAMS:
         return lambda name: True
     if pattern.startswith("re:"):
-        try:
-            compiled = re.compile(pattern[3:])
-        except re.error as error:
-            raise SelectionError(f"pattern {pattern!r} is not a regular expression: {error}") from None
+        compiled = re.compile(pattern[3:])
     elif _GLOB.search(pattern):
         compiled = re.compile(translate(pattern))
     else:
