@@ -13,7 +13,7 @@ from functools import cached_property, partial
 from typing import TYPE_CHECKING
 
 from headrace.checkpoint.model_folder import is_quantised, model_name, model_to_plan
-from headrace.config import SHARDED_MODES, Budget, Policy, Workload
+from headrace.config import SHARDED_MODES, Budget, Policy, Workload, count
 from headrace.errors import LimitError, OptionError, OptionTypeError, warn_user
 from headrace.formatting import format_size
 from headrace.memory.system import gc_paused
@@ -185,10 +185,8 @@ def plan_model(request: PlanRequest) -> PlanResult:
 
 
 def _check_ranks(request: PlanRequest) -> None:
-    num_ranks = request.num_ranks
-    if isinstance(num_ranks, bool) or not isinstance(num_ranks, int):
-        raise OptionTypeError(f"num_ranks: expected an int, found {type(num_ranks).__name__} {num_ranks!r}")
-    if num_ranks < 1 or (num_ranks > 1 and getattr(request.given, "mode", None) not in SHARDED_MODES):
+    num_ranks = count("num_ranks", request.num_ranks)
+    if num_ranks > 1 and getattr(request.given, "mode", None) not in SHARDED_MODES:
         raise OptionError(
             f"num_ranks = {num_ranks}: expected at least 1, and 1 without mode {' or '.join(SHARDED_MODES)}: in "
             f"other modes no unit is split (--num-ranks)"
