@@ -6,6 +6,7 @@ from collections.abc import Iterable
 
 __all__ = ["format_rate", "format_size", "format_time", "in_unit", "listed", "pluralize", "size_unit"]
 
+_MOST_NAMES = 3
 _MOST_CHARACTERS = 300  # of a name, which may come from a file
 
 # For figures in tables and messages: bytes of the unit, and digits after the point.
@@ -17,11 +18,11 @@ def pluralize(number: int, thing: str, things: str | None = None) -> str:
     return f"{number:,} {thing if number == 1 else things or thing + 's'}"
 
 
-def listed(names: Iterable[str], thing: str | None = None, most: int = 3) -> str:
+def listed(names: Iterable[str], thing: str | None = None) -> str:
     """``"a, b, c and 2 more"``; with a ``thing``, ``"5 tensors (a, b, c and 2 more)"``."""
     every = list(names)
-    more = f" and {len(every) - most:,} more" if len(every) > most else ""
-    shown = ", ".join(name[:_MOST_CHARACTERS] for name in every[:most]) + more
+    more = f" and {len(every) - _MOST_NAMES:,} more" if len(every) > _MOST_NAMES else ""
+    shown = ", ".join(name[:_MOST_CHARACTERS] for name in every[:_MOST_NAMES]) + more
     return f"{pluralize(len(every), thing)} ({shown})" if thing else shown
 
 

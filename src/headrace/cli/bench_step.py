@@ -213,14 +213,10 @@ class Stack(nn.Module):
 
 
 def build_stack(
-    shape: DecoderShape,
-    dtype: torch.dtype,
-    store: torch.device | str,
-    generate_on: torch.device | str,
-    seed: int = 0,
+    shape: DecoderShape, dtype: torch.dtype, store: torch.device | str, generate_on: torch.device | str
 ) -> Stack:
     """A stack whose weights are on ``store``; random numbers are drawn on ``generate_on``."""
-    return fill(Stack(shape, dtype, "meta"), store, generate_on, seed)
+    return fill(Stack(shape, dtype, "meta"), store, generate_on)
 
 
 def fill(model: Model, store: torch.device | str, generate_on: torch.device | str, seed: int = 0) -> Model:

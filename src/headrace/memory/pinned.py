@@ -253,13 +253,12 @@ def device_view(buffer: torch.Tensor, device: torch.device) -> torch.Tensor:
 # -- pinning memory that exists ---------------------------------------------------------------------------------------
 
 
-def can_pin_in_place(buffer: torch.Tensor, alignment: int = 1, maps: str | None = None) -> bool:
+def can_pin_in_place(buffer: torch.Tensor, alignment: int = 1) -> bool:
     """Whether ``buffer`` (uint8, 1-D, host) may be pinned in place, instead of being copied into a slab.
 
     Args:
         buffer: at least 99 % of its storage, since all of the storage is kept.
         alignment: of its address; kernels that read it in place need that of a slab for the same bits, copies do not.
-        maps: ``/proc/self/maps``; default read now.
     """
     if not buffer.is_cpu or buffer.numel() < MIN_ADOPTED_BYTES or buffer.is_pinned():
         return False
@@ -267,8 +266,8 @@ def can_pin_in_place(buffer: torch.Tensor, alignment: int = 1, maps: str | None 
         return False
     if buffer.data_ptr() % alignment:
         return False
-    text = Path("/proc/self/maps").read_text() if maps is None else maps
-    return is_anonymous(text, buffer.data_ptr(), buffer.data_ptr() + buffer.numel())
+    maps = Path("/proc/self/maps").read_text()
+    return is_anonymous(maps, buffer.data_ptr(), buffer.data_ptr() + buffer.numel())
 
 
 def is_anonymous(maps: str, start: int, end: int) -> bool:
