@@ -73,11 +73,11 @@ def _hook_of(tag: torch.Tensor) -> Any:
     return hook
 
 
-def _define(name: str, arguments: str, run: Callable[..., None]) -> None:
-    """Register the op ``name`` with its kernel; on fake tensors it does nothing, because it has no output."""
-    _library.define(f"{name}({arguments}) -> ()")
+def _define(name: str, signature: str, run: Callable[..., Any], fake: Callable[..., Any] = lambda *_: None) -> None:
+    """Register the op ``name`` with its kernel, and ``fake`` for fake tensors: an op without output does nothing."""
+    _library.define(name + signature)
     _library.impl(name, run, "CompositeExplicitAutograd")
-    torch.library.register_fake(f"headrace::{name}", lambda *_: None, lib=_library)
+    torch.library.register_fake(f"headrace::{name}", fake, lib=_library)
 
 
 _Tensors = Sequence[torch.Tensor]
@@ -99,10 +99,10 @@ def _join(tag: torch.Tensor, token: torch.Tensor, inputs: _Tensors) -> None:
     _hook_of(tag).join_compiled()
 
 
-_define("wait", "Tensor tag, Tensor(a!) token, Tensor(b!)[] tensors, Tensor(c!)[] inputs", _wait)
-_define("release", "Tensor tag, Tensor(a!) token, Tensor(b!)[] tensors, Tensor(c!)[] outputs", _release)
-_define("begin", "Tensor tag, Tensor(a!) token, bool whole", _begin)
-_define("join", "Tensor tag, Tensor(a!) token, Tensor[] inputs", _join)
+_define("wait", "(Tensor tag, Tensor(a!) token, Tensor(b!)[] tensors, Tensor(c!)[] inputs) -> ()", _wait)
+_define("release", "(Tensor tag, Tensor(a!) token, Tensor(b!)[] tensors, Tensor(c!)[] outputs) -> ()", _release)
+_define("begin", "(Tensor tag, Tensor(a!) token, bool whole) -> ()", _begin)
+_define("join", "(Tensor tag, Tensor(a!) token, Tensor[] inputs) -> ()", _join)
 
 
 def mark_whole_forward() -> None:
@@ -168,19 +168,12 @@ def _refuse_backward(tag: torch.Tensor, gradient: torch.Tensor) -> torch.Tensor:
     raise _hook_of(tag).backward_error()
 
 
-def _define_function(name: str, arguments: str, run: Callable[..., torch.Tensor], fake: Callable[..., Any]) -> None:
-    _library.define(f"{name}({arguments}) -> Tensor")
-    _library.impl(name, run, "CompositeExplicitAutograd")
-    torch.library.register_fake(f"headrace::{name}", fake, lib=_library)
+def _end_gradients(tag: torch.Tensor, end: torch.Tensor, output: torch.Tensor) -> torch.Tensor:
+    return output.clone()  # an op may not return what it is given
 
 
-_define_function(
-    "end_gradients",
-    "Tensor tag, Tensor end, Tensor output",
-    lambda tag, end, output: output.clone(),  # an op may not return what it is given
-    lambda tag, end, output: output.clone(),
-)
-_define_function("refuse_backward", "Tensor tag, Tensor gradient", _refuse_backward, lambda *_: torch.empty(1))
+_define("end_gradients", "(Tensor tag, Tensor end, Tensor output) -> Tensor", _end_gradients, _end_gradients)
+_define("refuse_backward", "(Tensor tag, Tensor gradient) -> Tensor", _refuse_backward, lambda *_: torch.empty(1))
 torch.library.register_autograd(
     "headrace::end_gradients",
     lambda ctx, gradient: (None, torch.ops.headrace.refuse_backward(*ctx.saved_tensors, gradient), None),
