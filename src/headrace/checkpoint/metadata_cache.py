@@ -17,7 +17,7 @@ from dataclasses import astuple, dataclass, replace
 from functools import cached_property
 from itertools import accumulate
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 from zipfile import ZipFile
 
 from headrace.checkpoint.safetensors_header import Checkpoint, FileFingerprint, FileTensor, raw_header
@@ -26,9 +26,6 @@ from headrace.config import cache_disabled, cache_folder
 from headrace.errors import CheckpointError
 from headrace.json_files import decode, encode, parse, read_file, write_file
 from headrace.model.records import DType, Inventory, ModelProfile
-
-if TYPE_CHECKING:
-    import torch
 
 __all__ = ["KNOWN_MODELS", "FolderFacts", "body_text", "folder_facts", "known_facts", "known_models"]
 
@@ -218,10 +215,6 @@ class _Body:
     step_rows: int = 0
 
 
-def _dtype_row(dtype: torch.dtype) -> list[object]:
-    return [str(dtype), dtype.itemsize]
-
-
 def _body_of(facts: FolderFacts) -> _Body:
     # Without files the sources follow from the inventory.
     sources = facts.weights.sources if facts.weights.checkpoint.files else {}
@@ -245,7 +238,8 @@ def _body_of(facts: FolderFacts) -> _Body:
 
 def body_text(facts: FolderFacts) -> str:
     """``facts`` as an entry of the cache, or of :data:`KNOWN_MODELS`, holds them."""
-    return json.dumps(encode(_body_of(facts), as_rows=True), default=_dtype_row, separators=(",", ":"))
+    rows = encode(_body_of(facts), as_rows=True)
+    return json.dumps(rows, default=lambda dtype: [str(dtype), dtype.itemsize], separators=(",", ":"))
 
 
 def _facts_of(body: _Body, root: Path, stamps: Sequence[FileFingerprint]) -> FolderFacts:

@@ -23,9 +23,6 @@ from typing import TYPE_CHECKING, Literal
 from headrace.errors import OptionError
 from headrace.json_files import Positive
 
-if TYPE_CHECKING:
-    pass
-
 __all__ = [
     "DType",
     "ElementType",

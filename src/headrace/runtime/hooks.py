@@ -155,9 +155,8 @@ class _ModuleHook(NotCopyable):
             else:
                 self._module.__dict__["forward"] = self._own_forward
         for module in (self._entry, self._module):
-            module.__dict__.pop(self._tag_attr, None)
-            module.__dict__.pop(_TOKEN, None)
-            module.__dict__.pop(_END, None)
+            for name in (self._tag_attr, _TOKEN, _END):
+                vars(module).pop(name, None)
 
 
 class UnitHook(_ModuleHook):
