@@ -5,14 +5,12 @@ All of it holds for any model, so most tests draw models at random. They live on
 
 from __future__ import annotations
 
-import io
 import itertools
 
 import pytest
 import torch
 from hypothesis import HealthCheck, assume, given, settings
 from hypothesis import strategies as st
-from rich.console import Console
 from torch import nn
 
 import headrace
@@ -23,10 +21,9 @@ from headrace.model.inventory import Inventory, take_inventory
 from headrace.model.layers import find_stacks
 from headrace.plan.build import build_plan
 from headrace.plan.plan import Plan
-from headrace.plan.report import render
 from headrace.plan.units import group_rule
 from models import MoE, OddStack, Reader, ReaderDict, ScaledStack, Stack, all_layers
-from plans import KIB, check_plan, holder, models, plan_for
+from plans import KIB, check_plan, holder, models, plan_for, plan_text
 
 
 def attempt(inventory: Inventory, budget: Budget) -> tuple[Plan | None, BudgetError | None]:
@@ -346,9 +343,7 @@ def test_report_shows_the_figures_of_the_plan() -> None:
     with torch.device("meta"):
         inventory = take_inventory(Stack(8, dim=4096))
     plan = build_plan(inventory, Budget("300MiB"))
-    console = Console(width=160, record=True, file=io.StringIO())
-    console.print(render(plan, "tiny/stack"))
-    text = console.export_text()
+    text = plan_text(plan, name="tiny/stack")
     assert "tiny/stack" in text
     for num_bytes in (plan.weight_bytes, plan.device_bytes, plan.moved_bytes, plan.resident_bytes):
         assert in_unit(num_bytes, size_unit(plan.weight_bytes)) in text

@@ -2,16 +2,16 @@
 
 from __future__ import annotations
 
-import io
 import re
 from collections.abc import Sequence
 
 import pytest
-from rich.console import Console
 
+from headrace.config import Mode
 from headrace.formatting import format_rate, format_size, format_time
 from headrace.plan.plan import Plan, SlabEntry, Unit
-from headrace.plan.report import compress_indices, render, role_of
+from headrace.plan.report import compress_indices, role_of
+from plans import plan_text
 
 
 @pytest.mark.parametrize(
@@ -27,23 +27,14 @@ def test_roles() -> None:
     assert role_of("h2.conv1d.weight") == "h2.conv1d.weight"
 
 
-def test_report_of_a_plan_in_mode_meta() -> None:
-    unit = Unit(0, "layer", 0, (SlabEntry("layer.weight", 0, 2**30),), 2**30, "meta")
-    console = Console(width=120, file=io.StringIO(), record=True)
-    console.print(render(Plan((unit,), 1, "meta", {"head.weight": 2**29}, {}), "m"))
-    text = console.export_text()
-    assert "nowhere" in text
-    assert "1 unit" in text
-    assert "1 tensor" in text
-
-
-def test_report_of_memory_that_ranks_share() -> None:
-    unit = Unit(0, "layer", 0, (SlabEntry("layer.weight", 0, 2**30),), 2**30, "shm_cpu")
-    console = Console(width=120, file=io.StringIO(), record=True)
-    console.print(render(Plan((unit,), 1, "shm_cpu", {"head.weight": 2**29}, {}), "m"))
-    text = console.export_text()
-    assert "host, shared" in text
-    assert "1.000" in text
+@pytest.mark.parametrize(
+    ("mode", "shown"), [("meta", ("nowhere", "1 unit", "1 tensor")), ("shm_cpu", ("host, shared", "1.000"))]
+)
+def test_report_of_a_store(mode: Mode, shown: Sequence[str]) -> None:
+    unit = Unit(0, "layer", 0, (SlabEntry("layer.weight", 0, 2**30),), 2**30, mode)
+    text = plan_text(Plan((unit,), 1, mode, {"head.weight": 2**29}, {}))
+    for words in shown:
+        assert words in text
 
 
 DEEP = "model.layers.{}.self_attn.kv_a_proj_with_mqa.lora_A.default.weight"
@@ -62,10 +53,7 @@ def test_names_are_broken_after_dots_and_tables_fit(width: int) -> None:
         )
         for index in range(40)
     )
-    console = Console(width=width, file=io.StringIO())
-    console.print(render(Plan(units, 2, "cpu", {"lm_head.weight": 2**35}, {}), "m"))
-    text = console.file.getvalue()  # type: ignore[attr-defined]
-    lines = text.splitlines()
+    lines = plan_text(Plan(units, 2, "cpu", {"lm_head.weight": 2**35}, {}), width).splitlines()
     assert max(map(len, lines)) <= width
     at = lines.index(next(line for line in lines if line.startswith("Tensors by role"))) + 4
     name = lines[at].split()[0]
@@ -78,9 +66,7 @@ def test_names_are_broken_after_dots_and_tables_fit(width: int) -> None:
 
 def test_a_small_model_is_shown_in_mib() -> None:
     unit = Unit(0, "layer", 0, (SlabEntry("layer.weight", 0, 3 * 2**19),), 3 * 2**19, "cpu")
-    console = Console(width=120, file=io.StringIO(), record=True)
-    console.print(render(Plan((unit,), 1, "cpu", {"head.weight": 2**20, "norm.weight": 1024}, {}), "m"))
-    text = console.export_text()
+    text = plan_text(Plan((unit,), 1, "cpu", {"head.weight": 2**20, "norm.weight": 1024}, {}))
     assert text.startswith("m: 2.50 MiB of weights in 2.50 MiB of device memory (100 %); 0 B moved per forward")
     assert "Memory, MiB" in text
     assert re.search(r"norm.weight +1 +0.0010 +0.0010", text)
@@ -93,10 +79,5 @@ def test_sizes_times_and_rates() -> None:
     times = (0, 8.5e-5, 0.00175, 0.0628, 1.25, 12.5, 136.4, 1360)
     shown = ["0.00 ms", "85.0 us", "1.75 ms", "62.8 ms", "1.25 s", "12.5 s", "136 s", "1,360 s"]
     assert [format_time(seconds) for seconds in times] == shown
-    assert [format_rate(rate) for rate in (1342.51, 12.3, 2.567, 0.9, 0.0073)] == [
-        "1,342.5",
-        "12.3",
-        "2.57",
-        "0.90",
-        "0.0073",
-    ]
+    rates = (1342.51, 12.3, 2.567, 0.9, 0.0073)
+    assert [format_rate(rate) for rate in rates] == ["1,342.5", "12.3", "2.57", "0.90", "0.0073"]

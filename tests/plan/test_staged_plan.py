@@ -2,13 +2,11 @@
 
 from __future__ import annotations
 
-import io
 from dataclasses import replace
 from pathlib import Path
 
 import pytest
 import torch
-from rich.console import Console
 
 from headrace.checkpoint.weight_map import WeightMap
 from headrace.config import Budget
@@ -18,12 +16,12 @@ from headrace.model.memory_profile import ModelProfile
 from headrace.plan.build import build_plan
 from headrace.plan.cost_model import NOMINAL_GPU, Curve, Forecaster, Rates
 from headrace.plan.plan import Machine, Plan, slab_bytes
-from headrace.plan.report import render
 from headrace.plan.schedule import lay_out_ring
 from headrace.runtime.planner_factory import needs_of
 from headrace.stores.store import DiskStore
 from headrace.transfer.machine_probe import Probe
 from models import MoE, Stack, all_layers, save
+from plans import plan_text
 
 GPU = Machine("a GPU", 2**34)
 
@@ -90,12 +88,12 @@ class TestHostMemory:
         assert plan_of(mode).ring_bytes == 0
 
     def test_the_report_says_so(self) -> None:
-        text = report(replace(plan_of("disk"), uva={"table": 2**30}))
+        text = plan_text(replace(plan_of("disk"), uva={"table": 2**30}))
         assert "staging ring" in text
         in_place = next(line for line in text.splitlines() if "read in place" in line)
         assert in_place.split() == ["read", "in", "place", "1", "tensor", "1.000"]
         on_cpu = replace(plan_of("disk"), made_for=Machine("cpu"))
-        assert "staging ring" not in report(on_cpu)
+        assert "staging ring" not in plan_text(on_cpu)
 
     def test_what_is_read_in_place_is_a_copy(self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
         monkeypatch.setenv("HEADRACE_DISABLE_PIN_MEMORY", "1")  # there is no driver to pin with
@@ -110,9 +108,3 @@ class TestHostMemory:
         assert store.host_bytes == info.num_bytes
         store.close()
         assert store.host_bytes == 0
-
-
-def report(plan: Plan) -> str:
-    console = Console(width=120, file=io.StringIO(), record=True)
-    console.print(render(plan, "m"))
-    return console.export_text()

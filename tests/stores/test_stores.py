@@ -2,14 +2,12 @@
 
 from __future__ import annotations
 
-import io
 import warnings
 from dataclasses import replace
 from pathlib import Path
 
 import pytest
 import torch
-from rich.console import Console
 from torch import nn
 
 import headrace
@@ -22,7 +20,7 @@ from headrace.model.memory_profile import ModelProfile
 from headrace.plan.build import Planner, build_plan
 from headrace.plan.candidates import Spill
 from headrace.plan.plan import Machine, Plan
-from headrace.plan.report import PlanPrediction, render
+from headrace.plan.report import PlanPrediction
 from headrace.plan.schedule import lay_out_ring, steady_order
 from headrace.plan.units import move_on_demand
 from headrace.runtime.planner_factory import needs_of
@@ -30,7 +28,7 @@ from headrace.stores import open_store
 from headrace.stores.pinned_host import open_pinned
 from headrace.testing import assert_same_bits, offload_over
 from models import MoE, QuantStack, Stack, all_layers, on_meta, rows, save
-from plans import layered
+from plans import layered, plan_text
 from registrars import Ledger
 from rings import FakeRingLink
 from spills import DISK, GIB, KIB, PLACES, SPILL, require_bytes_of_each_store, staged
@@ -73,16 +71,16 @@ class TestWhatAPlanSays:
         made = Plan(
             (units[0], replace(units[1], store="disk")), 1, "cpu", {"head": GIB}, {}, made_for=Machine("gpu", 1)
         )
-        text = report(made)
+        text = plan_text(made)
         assert "4.000 GiB moved per forward, 2.000 GiB of them read from files" in text
         lines = [line.split() for line in text.splitlines()]
         assert ["prefetched", "1", "unit", "2.000"] in lines
         assert sum(line[:3] == ["prefetched", "1", "unit"] for line in lines) == 2
         assert any(line[:2] == ["staging", "ring"] for line in lines)
         assert ["role", "count", "total", "resident", "prefetched", "from", "files"] in lines
-        assert "from files" not in report(replace(made, units=tuple(units)))
+        assert "from files" not in plan_text(replace(made, units=tuple(units)))
         alone = tuple(replace(unit, slot=unit.index) for unit in made.units)
-        assert "0 B moved per forward\n" in report(replace(made, units=alone, num_slots=2)), "they stay"
+        assert "0 B moved per forward\n" in plan_text(replace(made, units=alone, num_slots=2)), "they stay"
 
     def test_host_memory_that_it_needs(self) -> None:
         made = two_stores(Stack(6))
@@ -135,12 +133,6 @@ class TestWhatAPlanSays:
         assert planner.forecast(more, 1).step_s <= found[0].step_s * (1 + 1e-9)
         assert not more.staged_units
         assert "host memory" not in text_of(planner.outlook(replace(budget, host_memory=GIB), more))
-
-
-def report(plan: Plan) -> str:
-    console = Console(width=140, file=io.StringIO(), record=True)
-    console.print(render(plan, "m"))
-    return console.export_text()
 
 
 def text_of(outlook: PlanPrediction) -> str:

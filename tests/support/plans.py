@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import io
 import itertools
 import json
 import warnings
@@ -10,6 +11,7 @@ from collections.abc import Iterator
 
 import torch
 from hypothesis import strategies as st
+from rich.console import Console
 from torch import nn
 
 from headrace.config import CODES, Budget, Mode, Policy
@@ -20,6 +22,7 @@ from headrace.plan.alternatives import Point, curve
 from headrace.plan.build import Planner, build_plan
 from headrace.plan.cost_model import Curve, Rates
 from headrace.plan.plan import SLAB_ALIGNMENT_BYTES, Plan, SlabEntry, Unit, slab_bytes
+from headrace.plan.report import render
 from headrace.plan.units import worth_moving
 from models import Reader
 
@@ -27,6 +30,13 @@ KIB = 2**10
 
 
 DTYPES = [torch.float32, torch.bfloat16, torch.int8, torch.float8_e4m3fn, torch.complex64]
+
+
+def plan_text(plan: Plan, width: int = 160, name: str = "m") -> str:
+    """What a report of ``plan`` says, on so wide a page."""
+    console = Console(width=width, file=io.StringIO(), record=True)
+    console.print(render(plan, name))
+    return console.export_text()
 
 
 def holder(**tensors: torch.Tensor) -> nn.Module:
