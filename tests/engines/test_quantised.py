@@ -84,6 +84,18 @@ def with_tensors(folder: Path, place: Path, change: Callable[[dict[str, torch.Te
     return place
 
 
+def made_with(monkeypatch: pytest.MonkeyPatch, attributes: Callable[[str], dict[str, Any]]) -> None:
+    """Modules that the library makes have ``attributes`` of their names, too."""
+    make = quantised._ModuleBuilder.make
+
+    def make_with(self: Any, parts: Any) -> nn.Module:
+        module = make(self, parts)
+        vars(module).update(attributes(self.name))
+        return module
+
+    monkeypatch.setattr(quantised._ModuleBuilder, "make", make_with)
+
+
 class Packed(nn.Module):
     """Like the layers of GPTQModel, which hold all they have in buffers."""
 
@@ -223,15 +235,8 @@ class TestLoad:
         self, saved: Callable[[str], Path], monkeypatch: pytest.MonkeyPatch
     ) -> None:
         """A library that chooses by the numbers in a module: what was planned for the first is not true of this one."""
-        make = quantised._ModuleBuilder.make
-
-        def marking(self: Any, parts: Any) -> nn.Module:
-            module = make(self, parts)
-            module.kernel = "other" if "layers.2" in self.name else "first"
-            return module
-
-        monkeypatch.setattr(quantised._ModuleBuilder, "make", marking)
         folder = saved(need("compressed-tensors int4"))
+        made_with(monkeypatch, lambda name: {"kernel": "other" if "layers.2" in name else "first"})
         with pytest.raises(CheckpointError, match=r"layers\.2\..*expected a module like the first of its kind.*kernel"):
             load(folder, MOVES, device="cpu")
 
@@ -244,15 +249,8 @@ class TestLoad:
     def test_weights_in_another_place_are_refused(
         self, saved: Callable[[str], Path], monkeypatch: pytest.MonkeyPatch
     ) -> None:
-        make = quantised._ModuleBuilder.make
-
-        def hiding(self: Any, parts: Any) -> nn.Module:
-            module = make(self, parts)
-            module.hidden = {"packed": torch.zeros(4)}
-            return module
-
-        monkeypatch.setattr(quantised._ModuleBuilder, "make", hiding)
         folder = saved(need("compressed-tensors int4"))
+        made_with(monkeypatch, lambda name: {"hidden": {"packed": torch.zeros(4)}})
         with pytest.raises(CheckpointError, match=r"found some in another place of Linear"):
             load(folder, MOVES, device="cpu")
 

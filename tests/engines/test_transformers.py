@@ -31,7 +31,7 @@ from safetensors.torch import save_file
 from torch import nn
 
 import headrace
-from checkpoints import HEADS, SIZE, assert_same_tensors, environment, make, resident, rewrite, run
+from checkpoints import HEADS, SIZE, assert_same_tensors, environment, make, resident, rewrite, run, save_transposed
 from headrace import errors
 from headrace.adapters.engine_interface import require_names
 from headrace.adapters.transformers import build_meta_model, load
@@ -446,18 +446,7 @@ class TestRearranged:
     """Tensors that are no ranges of a file are made while loading, equal from_pretrained's, and stay resident."""
 
     def test_transposed_experts(self, tmp_path: Path) -> None:
-        vision = {"depth": 2, "hidden_size": 32, "intermediate_size": 32, "num_heads": 2, "out_hidden_size": 64}
-        text = {**SIZE, **HEADS, "head_dim": 16, "num_experts": 4, "moe_intermediate_size": 48, "num_hidden_layers": 2}
-        config = {"text_config": text, "vision_config": {**vision, "deepstack_visual_indexes": [0]}}
-        make("Qwen3VLMoeForConditionalGeneration", **config).save_pretrained(tmp_path)
-
-        def transpose(tensors: dict[str, torch.Tensor]) -> None:
-            for name, tensor in tensors.items():
-                if ".experts." in name:
-                    tensors[name] = tensor.transpose(1, 2).contiguous()
-
-        rewrite(tmp_path, transpose)
-        reference = resident(tmp_path)
+        reference = resident(save_transposed(tmp_path, 2))
         with warned("4 tensors (model.language_model.layers.0.mlp.experts.down_proj (49152 bytes, rearranged by Trans"):
             model, handle = load(tmp_path, EVERYTHING)
         assert handle.plan.resident.keys() >= {"model.language_model.layers.0.mlp.experts.gate_up_proj"}

@@ -17,7 +17,7 @@ import torch
 from safetensors.torch import save_file
 
 import headrace
-from checkpoints import HEADS, SIZE, assert_same_tensors, environment, make, resident, rewrite, run
+from checkpoints import assert_same_tensors, environment, resident, run, save_transposed
 from headrace.adapters.transformers import build_meta_model, load
 from headrace.adapters.transformers.conversion import match
 from headrace.checkpoint.safetensors_header import Checkpoint
@@ -30,24 +30,6 @@ from registrars import Ledger, pin_by
 from shm_ranks import ranks
 
 EXPERTS = "model.language_model.layers.1.mlp.experts.gate_up_proj"
-
-
-def save_transposed(folder: Path, layers: int, **sizes: int) -> Path:
-    """A mixture of experts whose checkpoint holds every expert transposed, as early releases of it did."""
-    vision = {"depth": 1, "hidden_size": 32, "intermediate_size": 32, "num_heads": 2, "out_hidden_size": 64}
-    text = {**SIZE, **HEADS, "head_dim": 16, "num_experts": 4, "moe_intermediate_size": 48, "num_hidden_layers": layers}
-    text |= sizes
-    vision["out_hidden_size"] = text["hidden_size"]
-    config = {"text_config": text, "vision_config": {**vision, "deepstack_visual_indexes": [0]}}
-    make("Qwen3VLMoeForConditionalGeneration", **config).save_pretrained(folder)
-
-    def transpose(tensors: dict[str, torch.Tensor]) -> None:
-        for name, tensor in tensors.items():
-            if ".experts." in name:
-                tensors[name] = tensor.transpose(1, 2).contiguous()
-
-    rewrite(folder, transpose)
-    return folder
 
 
 @pytest.fixture(scope="module")

@@ -46,6 +46,10 @@ def planner(implementation: str = "grouped_mm") -> Planner:
     sizes = {"hidden_size": 2048, "moe_intermediate_size": 768, "num_hidden_layers": 8, "num_experts": 64}
     with torch.device("meta"):
         model = Qwen3MoeForCausalLM(Qwen3MoeConfig(**sizes, num_experts_per_tok=4, vocab_size=32000)).bfloat16()
+    return planner_of(model, implementation)
+
+
+def planner_of(model: Any, implementation: str) -> Planner:
     model.set_experts_implementation(implementation)
     inventory, profile = take_inventory(model), profile_of(model)
     names = {s.name for s in inventory.storages if not s.modules.isdisjoint(profile.row_readers)}
@@ -135,10 +139,7 @@ def with_biases() -> Planner:
     sizes = {"hidden_size": 2880, "intermediate_size": 2880, "num_hidden_layers": 4, "num_local_experts": 32}
     with torch.device("meta"):
         model = GptOssForCausalLM(GptOssConfig(**sizes, num_experts_per_tok=4, vocab_size=32000)).bfloat16()
-    model.set_experts_implementation("grouped_mm")
-    inventory, profile = take_inventory(model), profile_of(model)
-    names = {s.name for s in inventory.storages if not s.modules.isdisjoint(profile.row_readers)}
-    return replace(planner(), inventory=inventory, profile=profile, cacheable=frozenset(names), _tables={})
+    return planner_of(model, "grouped_mm")
 
 
 def test_biases_are_cached_with_their_experts() -> None:

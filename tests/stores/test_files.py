@@ -51,6 +51,15 @@ def direct_or_skip(path: Path, direct: bool | None) -> DiskOptions:
     return DiskOptions(direct)
 
 
+def direct_bytes(path: Path, content: bytes, options: DiskOptions) -> int:
+    """How many of the thousand bytes that are read and compared here came past the page cache."""
+    file, into = File(path, options), bytearray(1000)
+    file.read(11, memoryview(into))
+    assert into == content[11:1011]
+    file.close()
+    return file.counter.stats.direct
+
+
 class TestSameBytes:
     @pytest.mark.parametrize("direct", [False, True, None])
     @settings(max_examples=40, deadline=None)
@@ -245,14 +254,9 @@ class TestPageCache:
             return plain(fd, *rest)
 
         monkeypatch.setattr(os, "preadv", refuse)
-        file = File(path, options)
-        into = bytearray(1000)
-        file.read(11, memoryview(into))
-        assert into == content[11:1011]
-        assert file.counter.stats.direct == 0
+        assert direct_bytes(path, content, options) == 0
         with pytest.raises(CheckpointError, match="may not support --disk-direct"):
             File(path, DiskOptions(direct=True))
-        file.close()
         assert open_files(path.parent) == 0
 
     def test_where_a_file_cannot_be_mapped_it_is_read_directly(
@@ -263,12 +267,7 @@ class TestPageCache:
         options = direct_or_skip(path, None)
 
         monkeypatch.setattr(files, "map_file", raising(OSError(errno.ENODEV, "No such device")))
-        file = File(path, options)
-        into = bytearray(1000)
-        file.read(11, memoryview(into))
-        assert into == content[11:1011]
-        assert file.counter.stats.direct == 1000
-        file.close()
+        assert direct_bytes(path, content, options) == 1000
 
     def test_where_direct_reads_are_refused_files_are_read_all_the_same(
         self, written: tuple[Path, bytes], monkeypatch: pytest.MonkeyPatch
@@ -283,12 +282,7 @@ class TestPageCache:
             return plain(name, flags, *rest)
 
         monkeypatch.setattr(os, "open", refuse)
-        file = File(path, DiskOptions(direct=None))
-        into = bytearray(1000)
-        file.read(11, memoryview(into))
-        assert into == content[11:1011]
-        assert file.counter.stats.direct == 0
-        file.close()
+        assert direct_bytes(path, content, DiskOptions(direct=None)) == 0
 
 
 class TestReadStats:

@@ -80,5 +80,22 @@ def rewrite(folder: Path, alter: Callable[[dict[str, torch.Tensor]], object]) ->
     save_file(tensors, folder / "model.safetensors")
 
 
+def save_transposed(folder: Path, layers: int, **sizes: int) -> Path:
+    """A mixture of experts whose checkpoint holds every expert transposed, as early releases of it did."""
+    text = {**SIZE, **HEADS, "head_dim": 16, "num_experts": 4, "moe_intermediate_size": 48, "num_hidden_layers": layers}
+    text |= sizes
+    vision = {"depth": 1, "hidden_size": 32, "intermediate_size": 32, "num_heads": 2, "deepstack_visual_indexes": [0]}
+    vision["out_hidden_size"] = text["hidden_size"]
+    make("Qwen3VLMoeForConditionalGeneration", text_config=text, vision_config=vision).save_pretrained(folder)
+
+    def transpose(tensors: dict[str, torch.Tensor]) -> None:
+        for name, tensor in tensors.items():
+            if ".experts." in name:
+                tensors[name] = tensor.transpose(1, 2).contiguous()
+
+    rewrite(folder, transpose)
+    return folder
+
+
 def environment() -> dict[str, str]:
     return {**os.environ, "PYTHONPATH": os.pathsep.join(sys.path)}
