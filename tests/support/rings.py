@@ -336,6 +336,14 @@ class Machine:
         self.forward(units)
         self.check()
 
+    def replay_poison(self, graph: list[Op], times: int) -> None:
+        """Replays after which slots held poison instead of what did not arrive."""
+        for _ in range(times):
+            self.link.stream.replay(graph)
+        self.link.stream.synchronize()
+        assert self.wrong
+        assert all(text.endswith("poison") for text in self.wrong), self.wrong
+
     def read_nothing_twice(self) -> None:
         """In the steady state of replays: all that is read moves, and is read in the expected order."""
         self.checked_forward()

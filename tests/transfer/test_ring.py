@@ -5,11 +5,12 @@ The real pipeline over the real ring and its threads; only the stream is a threa
 
 from __future__ import annotations
 
+import contextlib
 import gc
 import threading
 import time
 import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import numpy as np
@@ -30,7 +31,15 @@ from headrace.transfer.ring import Counter, RingMemory
 from models import QuantStack, Stack, all_layers, rows, save
 from rings import PATIENCE_S, FakeRingLink, Machine, Op, disk_store, make_plan, save_patterns
 
+Make = Callable[..., Machine]
 CASES = [(n, s) for n in range(1, 9) for s in range(1, min(n, 4) + 1)]
+
+
+@pytest.fixture
+def make() -> Iterator[Make]:
+    """Machines that are closed at the end."""
+    with contextlib.ExitStack() as stack:
+        yield lambda *args, **options: stack.enter_context(contextlib.closing(Machine(*args, **options)))
 
 
 class TestLayout:
@@ -93,8 +102,8 @@ class TestLayout:
 class TestBytes:
     @pytest.mark.parametrize(("units", "slots"), CASES)
     @pytest.mark.parametrize("entries", [1, 2, 3, 8])
-    def test_every_small_case_live_and_replayed(self, units: int, slots: int, entries: int) -> None:
-        machine = Machine(units, slots, max_entries=entries)
+    def test_every_small_case_live_and_replayed(self, make: Make, units: int, slots: int, entries: int) -> None:
+        machine = make(units, slots, max_entries=entries)
         machine.forward()
         machine.forward()
         graphs = [machine.capture(), machine.capture()]
@@ -103,7 +112,6 @@ class TestBytes:
         machine.forward()
         machine.link.stream.replay(graphs[0])
         machine.check()
-        machine.close()
 
     @pytest.mark.slow
     @settings(deadline=None, max_examples=40)
@@ -133,25 +141,23 @@ class TestBytes:
         machine.check()
         machine.close()
 
-    def test_a_forward_without_its_last_unit_before_a_replay(self) -> None:
+    def test_a_forward_without_its_last_unit_before_a_replay(self, make: Make) -> None:
         """Found by the test above: the slot that is held back kept a unit, which the replay then replaced."""
-        machine = Machine(2, 1)
+        machine = make(2, 1)
         graph = machine.capture()
         machine.forward([])
         machine.link.stream.replay(graph)
         machine.checked_forward()
-        machine.close()
 
     @pytest.mark.parametrize(("units", "slots"), [(8, 2), (7, 2), (7, 3), (8, 4)])
-    def test_in_the_steady_state_nothing_is_read_twice(self, units: int, slots: int) -> None:
-        machine = Machine(units, slots, max_entries=4)
+    def test_in_the_steady_state_nothing_is_read_twice(self, make: Make, units: int, slots: int) -> None:
+        machine = make(units, slots, max_entries=4)
         machine.read_nothing_twice()
-        machine.close()
 
     @pytest.mark.slow
-    def test_a_piece_left_out_does_not_hold_up_reading_ahead(self) -> None:
+    def test_a_piece_left_out_does_not_hold_up_reading_ahead(self, make: Make) -> None:
         """The first forward begins out of the order of the cycle, and leaves out what was read ahead for it."""
-        machine = Machine(5, 2, max_entries=8)
+        machine = make(5, 2, max_entries=8)
         server, layout = machine.link.server, machine.link.layout
         length = sum(len(layout.of_unit[unit]) for unit in steady_order(5, 2))
         full = min(layout.num_entries, length)
@@ -172,23 +178,20 @@ class TestBytes:
             machine.forward()
             catch_up()
         assert machine.link.ring.memory.stats.misses == before.misses
-        machine.close()
 
-    def test_reads_run_ahead_of_a_stream_that_stands_still(self) -> None:
-        machine = Machine(8, 2, max_entries=4)
+    def test_reads_run_ahead_of_a_stream_that_stands_still(self, make: Make) -> None:
+        machine = make(8, 2, max_entries=4)
         machine.check()
         sources = machine.store.sources.values()
         assert eventually(lambda: sum(s.reads > 0 for s in sources) >= 3), "nothing is read before it is asked for"
-        machine.close()
 
-    def test_order_that_is_not_kept_counts_as_misses(self) -> None:
-        machine = Machine(8, 2, max_entries=4)
+    def test_order_that_is_not_kept_counts_as_misses(self, make: Make) -> None:
+        machine = make(8, 2, max_entries=4)
         machine.checked_forward([5, 1, 6])
         assert machine.link.ring.memory.stats.misses > 0
-        machine.close()
 
-    def test_a_slow_disk_is_seen_as_stalls(self) -> None:
-        machine = Machine(4, 2, max_entries=2)
+    def test_a_slow_disk_is_seen_as_stalls(self, make: Make) -> None:
+        machine = make(4, 2, max_entries=2)
         machine.check()
         for source in machine.store.sources.values():
             source.before = lambda: time.sleep(0.02)
@@ -196,15 +199,11 @@ class TestBytes:
         stats = machine.link.ring.memory.stats
         assert stats.stalls >= 1
         assert stats.stall_s > 0.02
-        machine.close()
 
 
 def broken(machine: Machine, error: BaseException) -> None:
-    def fail() -> None:
-        raise error
-
     for source in machine.store.sources.values():
-        source.before = fail
+        source.before = raising(error)
 
 
 class TestModels:
@@ -236,8 +235,8 @@ class TestModels:
 
 
 class TestFailure:
-    def test_every_call_of_the_host_raises_from_then_on(self) -> None:
-        machine = Machine(6, 2)
+    def test_every_call_of_the_host_raises_from_then_on(self, make: Make) -> None:
+        machine = make(6, 2)
         machine.checked_forward()
         broken(machine, TransferError("the disk is gone"))
         with pytest.raises(TransferError, match=r"the disk is gone.*remove\(\)"):
@@ -247,10 +246,9 @@ class TestFailure:
                 call()
         with pytest.raises(TransferError, match="the disk is gone"):
             machine.pipeline.finish_forward()
-        machine.close()
 
-    def test_a_replay_in_flight_ends_and_gives_nan(self) -> None:
-        machine = Machine(6, 2, max_entries=2)
+    def test_a_replay_in_flight_ends_and_gives_nan(self, make: Make) -> None:
+        machine = make(6, 2, max_entries=2)
         machine.checked_forward()
         graph = machine.capture()
         broken(machine, OSError(5, "Input/output error"))
@@ -265,12 +263,11 @@ class TestFailure:
         assert slot[:size].eq(0xFF).all(), "the last unit of its chain is poison, not an older unit"
         with pytest.raises(TransferError, match="Input/output error"):
             machine.pipeline.begin_forward()
-        machine.close()
 
     @pytest.mark.parametrize("unit", range(6))
-    def test_what_did_not_arrive_whole_is_poison_at_once(self, unit: int) -> None:
+    def test_what_did_not_arrive_whole_is_poison_at_once(self, make: Make, unit: int) -> None:
         """Not what the entry held before, and not half of the piece."""
-        machine = Machine(6, 2, max_entries=2)
+        machine = make(6, 2, max_entries=2)
         machine.checked_forward()
         graph = machine.capture()
         machine.store.sources[f"l{unit}.w"].before = lambda: time.sleep(0.01)
@@ -283,17 +280,12 @@ class TestFailure:
                 raise TransferError("half of it is gone")
 
         source.before = every_second
-        for _ in range(2):
-            machine.link.stream.replay(graph)
-        machine.link.stream.synchronize()
-        assert machine.wrong
-        assert all(text.endswith("poison") for text in machine.wrong), machine.wrong
+        machine.replay_poison(graph, 2)
         with pytest.raises(TransferError, match="half of it"):
             machine.link.check()
-        machine.close()
 
-    def test_a_read_that_never_ends_does_not_hang_the_stream(self) -> None:
-        machine = Machine(6, 2, stuck_s=0.2)
+    def test_a_read_that_never_ends_does_not_hang_the_stream(self, make: Make) -> None:
+        machine = make(6, 2, stuck_s=0.2)
         machine.checked_forward()
         gate = threading.Event()
         for source in machine.store.sources.values():
@@ -301,25 +293,24 @@ class TestFailure:
         with pytest.raises(TransferError, match=r"no read has ended for 0 s.* hangs \(under way: \d+ bytes at \d+ of"):
             machine.forwards(3)
         gate.set()
-        machine.close()
 
     @pytest.mark.slow
-    def test_an_idle_ring_is_not_taken_for_a_stuck_one(self) -> None:
-        machine = Machine(6, 2, stuck_s=0.1)
+    def test_an_idle_ring_is_not_taken_for_a_stuck_one(self, make: Make) -> None:
+        machine = make(6, 2, stuck_s=0.1)
         for _ in range(3):
             machine.checked_forward()
             time.sleep(0.2)
         machine.link.check()
-        machine.close()
 
-    def test_an_error_of_the_server_itself_lets_the_stream_go_on(self, monkeypatch: pytest.MonkeyPatch) -> None:
-        machine = Machine(6, 2)
+    def test_an_error_of_the_server_itself_lets_the_stream_go_on(
+        self, make: Make, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        machine = make(6, 2)
         machine.check()
 
         monkeypatch.setattr(machine.link.server, "_read_ahead", raising(RuntimeError("a bug")))
         with pytest.raises(TransferError, match="a bug"):
             machine.forwards(100)
-        machine.close()
 
 
 class TestStatus:
