@@ -25,6 +25,7 @@ from typer.testing import CliRunner
 
 import headrace
 from checkpoints import HEADS, SIZE, environment, make, rewrite
+from checks import raising
 from headrace.adapters.transformers import opened_model
 from headrace.checkpoint import metadata_cache
 from headrace.checkpoint.metadata_cache import FolderFacts, folder_facts
@@ -490,10 +491,7 @@ def test_the_files_are_still_opened(folder: Path, reads: list[Path], monkeypatch
     flags = ["plan", str(folder), "--device", "cpu", "--device-memory", "4MiB", "--disk-direct"]
     plan_model(PlanRequest(folder, None, device="cpu"))
 
-    def refuse(path: Path, descriptors: set[int]) -> int:
-        raise OSError(22, "Invalid argument")
-
-    monkeypatch.setattr(sources, "_open_direct", refuse)
+    monkeypatch.setattr(sources, "_open_direct", raising(OSError(22, "Invalid argument")))
     done = CliRunner().invoke(app, flags)
     assert done.exit_code == 2
     assert "may not support --disk-direct" in done.stderr

@@ -12,6 +12,7 @@ import torch
 from torch import nn
 
 import headrace
+from checks import raising
 from headrace.errors import SlotConflictError
 from headrace.testing import assert_same_bits
 from models import DIM, Stack, all_layers, rows
@@ -135,13 +136,9 @@ class TestInterrupted:
     def test_and_run_again(self, slots: int, where: int) -> None:
         model, x = Stack(5).eval(), rows()
         expected, by_hand = model(x), [layer(x) for layer in model.layers]
-
-        def interrupt(module: nn.Module, args: object) -> None:
-            raise KeyboardInterrupt
-
         with headrace.offload(model, all_layers(slots)):
             for again in (lambda: model(x), lambda: model.layers[(where + slots) % 5](x)):
-                hook = model.layers[where].linear.register_forward_pre_hook(interrupt)
+                hook = model.layers[where].linear.register_forward_pre_hook(raising(KeyboardInterrupt))
                 with pytest.raises(KeyboardInterrupt):
                     model(x)
                 hook.remove()

@@ -19,6 +19,7 @@ import pytest
 import torch
 
 import headrace
+from checks import raising
 from headrace.errors import BudgetError, CheckpointError, HeadraceWarning, OptionError, OptionTypeError, StateError
 from headrace.model.inventory import take_inventory
 from headrace.model.layers import find_stacks
@@ -131,7 +132,7 @@ def test_other_calls_than_the_last_are_right(name: str) -> None:
     assert_same_bits(list(mine), list(same))
     # The middle of a call may end it.
     with pytest.raises(KeyboardInterrupt):
-        pipelines.call(pipe, callback_on_step_end=_interrupt)
+        pipelines.call(pipe, callback_on_step_end=raising(KeyboardInterrupt))
     assert_same_bits(pipelines.call(pipe), pipelines.call(twin))
 
 
@@ -139,10 +140,6 @@ def _encoding(name: str) -> dict[str, Any]:
     if name == "wan":
         return {"max_sequence_length": 16}
     return {"num_images_per_prompt": 1, "do_classifier_free_guidance": True}
-
-
-def _interrupt(*_: Any) -> Any:
-    raise KeyboardInterrupt
 
 
 def test_decoding_in_tiles_and_slices() -> None:

@@ -641,11 +641,8 @@ def test_a_renamed_field_is_found_by_the_table(monkeypatch: pytest.MonkeyPatch) 
 
 
 def test_a_failed_load_leaves_the_runner_as_it_was(monkeypatch: pytest.MonkeyPatch) -> None:
-    def fail(config: vllm.VllmConfig) -> Any:
-        raise RuntimeError("no such file")
-
     worker = make(GROUP)
-    monkeypatch.setattr(vllm, "load", fail)
+    monkeypatch.setattr(vllm, "load", raising(RuntimeError("no such file")))
     with pytest.raises(RuntimeError, match="no such file"):
         worker.load_model()
     assert "load_model" not in vars(worker.model_runner)

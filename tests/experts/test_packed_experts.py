@@ -18,6 +18,7 @@ from transformers.quantizers.base import HfQuantizer
 
 import headrace
 import packed_kernels
+from checks import raising
 from headrace import Rules
 from headrace.adapters.transformers import load
 from headrace.errors import CheckpointError, OptionError, RaceError
@@ -229,9 +230,7 @@ class TestTransformers:
             load(folder, Rules([("experts", "cache")], expert_slots=2))
 
     def test_a_converter_that_fails_says_why(self, folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-        def missing(*_: Any, **__: Any) -> Any:
-            raise RuntimeError("no kernel of this name")
-
-        monkeypatch.setattr(packed_kernels.hub.tensor, "convert_layout", missing)
+        missing = RuntimeError("no kernel of this name")
+        monkeypatch.setattr(packed_kernels.hub.tensor, "convert_layout", raising(missing))
         with pytest.raises(CheckpointError, match=r"mxfp4 for cpu: no kernel of this name"):
             load(folder, Rules([("experts", "cache")], expert_slots=2))

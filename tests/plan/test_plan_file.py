@@ -19,6 +19,7 @@ from hypothesis import strategies as st
 from torch import nn
 
 import headrace
+from checks import raising
 from headrace.config import ALL_MODEL_PARAMS, UVA, Budget, Mode, Policy, Prefetch
 from headrace.errors import BudgetError, HeadraceWarning, OptionError, OptionTypeError, PlanFileError, SelectionError
 from headrace.model.inventory import take_inventory
@@ -321,11 +322,7 @@ class TestWriting:
         file = tmp_path / "plan.json"
         plan.save(file)
         before = file.read_bytes()
-
-        def full(fd: int) -> None:
-            raise OSError(28, os.strerror(28))
-
-        monkeypatch.setattr(os, "fsync", full)
+        monkeypatch.setattr(os, "fsync", raising(OSError(28, os.strerror(28))))
         with pytest.raises(OptionError, match=r"plan\.json': the plan cannot be written there: No space left"):
             replace(plan, model_name="another").save(file)
         assert file.read_bytes() == before

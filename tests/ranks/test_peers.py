@@ -341,12 +341,10 @@ class TestDevicesWithoutPeerAccess:
                 raise RuntimeError("CUDA driver error: out of memory")
             return torch.empty(shape, dtype=torch.uint8)
 
-        def rendezvous(*args: Any) -> Any:
-            raise RuntimeError("CUDASymmetricMemory: peer access from device 0 to device 1 is not supported\n  at ...")
-
+        refused = RuntimeError("CUDASymmetricMemory: peer access from device 0 to device 1 is not supported\n  at ...")
         memory: Any = type("Fake", (), {"empty_strided_p2p": staticmethod(empty)})
         monkeypatch.setattr("headrace.memory.shared._SymmetricMemory", memory)
-        monkeypatch.setattr("headrace.memory.shared.symm.rendezvous", rendezvous)
+        monkeypatch.setattr("headrace.memory.shared.symm.rendezvous", raising(refused))
         monkeypatch.setattr(torch.cuda, "device", contextlib.nullcontext)
         group: Any = type("Group", (), {"group_name": "0"})
         ranks: Any = SimpleNamespace(

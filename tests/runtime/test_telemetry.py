@@ -16,6 +16,7 @@ from typing import Any
 import pytest
 
 import headrace
+from checks import raising
 from headrace import UVA
 from headrace.errors import HeadraceWarning, OptionError, TransferError
 from headrace.formatting import format_size
@@ -71,11 +72,7 @@ class TestStats:
     def test_a_repr_neither_raises_nor_takes_an_error_away(self) -> None:
         model, link = Stack(3).eval(), SlowLink()
         handle = offload_over(model, all_layers(1), link)
-
-        def fail() -> None:
-            raise TransferError("gone")
-
-        link.check = fail  # type: ignore[method-assign]
+        link.check = raising(TransferError("gone"))  # type: ignore[method-assign]
         assert "moved in" in repr(handle)
         with pytest.raises(TransferError, match="gone"):
             handle.stats()

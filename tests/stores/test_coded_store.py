@@ -21,7 +21,7 @@ from safetensors.torch import save_file
 from torch import nn
 
 import headrace
-from checks import run_threads
+from checks import raising, run_threads
 from headrace import UVA, Budget, Plan, Prefetch, Rules
 from headrace.codec.layout import coded_bytes
 from headrace.config import Policy
@@ -191,10 +191,7 @@ def test_random_bits_are_stored_as_they_are() -> None:
 def test_without_memory_for_the_code_weights_are_stored_as_they_are(
     error: Exception, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    def encode(weights: torch.Tensor, width: int) -> torch.Tensor | None:
-        raise error
-
-    monkeypatch.setattr("headrace.stores.coded_host.encode", encode)
+    monkeypatch.setattr("headrace.stores.coded_host.encode", raising(error))
     model, x, expected = build()
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
@@ -225,10 +222,7 @@ def test_remove_frees_what_is_decoded() -> None:
 
 
 def test_other_errors_of_encoding_are_raised(monkeypatch: pytest.MonkeyPatch) -> None:
-    def encode(weights: torch.Tensor, width: int) -> torch.Tensor | None:
-        raise RuntimeError("not about memory")
-
-    monkeypatch.setattr("headrace.stores.coded_host.encode", encode)
+    monkeypatch.setattr("headrace.stores.coded_host.encode", raising(RuntimeError("not about memory")))
     model, _, _ = build()
     with pytest.raises(RuntimeError, match="not about memory"):
         headrace.offload(model, ALL)

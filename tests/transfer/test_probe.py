@@ -16,6 +16,7 @@ import torch
 from typer.testing import CliRunner
 
 import headrace
+from checks import raising
 from headrace.cli import app
 from headrace.errors import HeadraceWarning, OptionError
 from headrace.plan.cost_model import NOMINAL_CPU, NOMINAL_GPU
@@ -242,13 +243,9 @@ def test_a_file_that_may_not_be_read(place: Path, monkeypatch: pytest.MonkeyPatc
 
 def test_budgets_work_without_a_home(monkeypatch: pytest.MonkeyPatch) -> None:
     """As in a container that runs with a bare user id."""
-
-    def unknown(uid: int) -> pwd.struct_passwd:
-        raise KeyError(f"getpwuid(): uid not found: {uid}")
-
     monkeypatch.delenv("XDG_CACHE_HOME")
     monkeypatch.delenv("HOME", raising=False)
-    monkeypatch.setattr(pwd, "getpwuid", unknown)
+    monkeypatch.setattr(pwd, "getpwuid", raising(KeyError("getpwuid(): uid not found")))
     assert machine_probe.cache_path() is None
     assert planning_rates(CPU) is NOMINAL_CPU
     model = Stack(4, 256).eval()
