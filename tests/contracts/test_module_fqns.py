@@ -5,7 +5,6 @@ So its module has a forward that runs, and every path to its tensors leads throu
 
 from __future__ import annotations
 
-import warnings
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
@@ -25,6 +24,7 @@ from headrace.plan.plan import Plan, UnitSpec, assemble
 from headrace.plan.units import plan_group_rule
 from headrace.testing import assert_same_bits
 from models import DIM, Reader, ReaderDict, all_layers, rows, save
+from plans import plan_for
 
 pytestmark = pytest.mark.usefixtures("no_grad")
 
@@ -213,9 +213,7 @@ def test_the_same_bits_within_a_budget(build: str, share: float) -> None:
 
 
 def fqns(model: nn.Module, policy: Any = POLICIES["two slots"]) -> list[str]:
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore", HeadraceWarning)
-        return [unit.module_fqn for unit in build_plan(take_inventory(model), policy).units]
+    return [unit.module_fqn for unit in plan_for(take_inventory(model), policy).units]
 
 
 class TestModulesWithoutForward:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import warnings
 from dataclasses import replace
 
 import pytest
@@ -15,7 +14,7 @@ from transformers import Qwen3MoeConfig, Qwen3MoeForCausalLM
 from decoder_models import DEEPSEEK_V2_LITE, MoeStack
 from headrace.cli.bench_step import QWEN3_8B, Stack
 from headrace.config import Budget, Workload
-from headrace.errors import BudgetError, HeadraceWarning, OptionError
+from headrace.errors import BudgetError, OptionError
 from headrace.model.inventory import Inventory, take_inventory
 from headrace.model.memory_profile import ModelProfile, profile_of
 from headrace.plan.alternatives import curve
@@ -32,18 +31,16 @@ from headrace.plan.cost_model import (
 from headrace.plan.plan import Plan, UnitSpec, assemble, with_code
 from headrace.runtime.planner_factory import make_planner
 from headrace.transfer.machine_probe import DeviceName
-from plans import KIB, SMALL, Reader, assignments, check_plan, holder, layered, memory_curve, models
+from plans import KIB, SMALL, Reader, assignments, check_plan, holder, layered, memory_curve, models, plan_for
 
 
 def plan(
     inventory: Inventory, num_bytes: int, rows: int = 1, profile: ModelProfile | None = None, **rates: Rates
 ) -> Plan:
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore", HeadraceWarning)
-        budget = Budget(num_bytes, workload=Workload([rows]), codec="none")
-        return build_plan(
-            inventory, budget, rates=rates.get("rates", SMALL), profile=profile or ModelProfile(), zero_copy=True
-        )
+    budget = Budget(num_bytes, workload=Workload([rows]), codec="none")
+    return plan_for(
+        inventory, budget, rates=rates.get("rates", SMALL), profile=profile or ModelProfile(), zero_copy=True
+    )
 
 
 def step(made: Plan, inventory: Inventory, rows: int = 1, profile: ModelProfile | None = None) -> float:

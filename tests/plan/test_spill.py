@@ -28,7 +28,7 @@ from headrace.plan.schedule import RING_BYTES
 from headrace.runtime import planner_factory
 from headrace.runtime.planner_factory import make_planner, needs_of
 from models import MoE, Reader, Stack, save
-from plans import assignments, check_plan, layered, models
+from plans import assignments, check_plan, layered, models, plan_for
 from spills import DISK, GIB, KIB, MIB, SPILL
 
 pytestmark = pytest.mark.usefixtures("no_grad")
@@ -60,10 +60,8 @@ def spilling(
     profile: ModelProfile = ModelProfile(),  # noqa: B008
     zero_copy: bool = True,
 ) -> Plan:
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore", HeadraceWarning)
-        budget = Budget(device_bytes, host_memory=host_bytes, workload=Workload([batch]))
-        return build_plan(inventory, budget, rates=rates, profile=profile, zero_copy=zero_copy, spill=spill)
+    budget = Budget(device_bytes, host_memory=host_bytes, workload=Workload([batch]))
+    return plan_for(inventory, budget, rates=rates, profile=profile, zero_copy=zero_copy, spill=spill)
 
 
 def host_bytes(plan: Plan, ring: int = 0) -> int:

@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import itertools
 import json
-import warnings
 from collections.abc import Iterator
 from contextlib import nullcontext
 from dataclasses import replace
@@ -45,7 +44,7 @@ from headrace.stores.pinned_host import open_pinned
 from headrace.testing import assert_moved, assert_same_bits, offload_over
 from models import MoE, OddStack, QuantStack, ScaledStack, Stack, aligned, all_layers, on_meta, rows, save
 from peers import NEAR, on_peer, stand_in
-from plans import check_plan, layered, models
+from plans import check_plan, layered, models, plan_for
 from registrars import Ledger
 from rings import FakeRingLink
 from spills import DISK, KIB, MIB, PLACES, SPILL, require_bytes_of_each_store, staged
@@ -105,12 +104,10 @@ def test_within_all_limits(model: nn.Module, device: float, peer: float, host: f
     inventory = take_inventory(model)
     device_bytes, peer_bytes, limit = (max(1, int(inventory.num_bytes * share)) for share in (device, peer, host))
     budget = Budget(device_bytes, host_memory=limit, peer_memory=peer_bytes)
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore", HeadraceWarning)
-        try:
-            made = build_plan(inventory, budget, rates=NEAR, zero_copy=True, spill=SPILL if has_files else None)
-        except BudgetError:
-            return
+    try:
+        made = plan_for(inventory, budget, rates=NEAR, zero_copy=True, spill=SPILL if has_files else None)
+    except BudgetError:
+        return
     check_plan(made, inventory)
     assert made.device_bytes <= device_bytes
     assert made.peer_bytes <= peer_bytes

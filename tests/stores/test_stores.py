@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import warnings
 from dataclasses import replace
 from pathlib import Path
 
@@ -13,7 +12,7 @@ from torch import nn
 import headrace
 from checks import require_forwards
 from headrace.config import Budget
-from headrace.errors import HeadraceWarning, OptionError
+from headrace.errors import OptionError
 from headrace.memory.system import Needs
 from headrace.model.inventory import take_inventory
 from headrace.model.memory_profile import ModelProfile
@@ -28,7 +27,7 @@ from headrace.stores import open_store
 from headrace.stores.pinned_host import open_pinned
 from headrace.testing import assert_same_bits, offload_over
 from models import MoE, QuantStack, Stack, all_layers, on_meta, rows, save
-from plans import layered, plan_text
+from plans import layered, plan_for, plan_text
 from registrars import Ledger
 from rings import FakeRingLink
 from spills import DISK, GIB, KIB, PLACES, SPILL, require_bytes_of_each_store, staged
@@ -173,12 +172,8 @@ class TestCarriedOut:
         model = on_meta(make)
         inputs = torch.arange(9) if make is MoE else rows()
         inventory = take_inventory(model)
-        planner = Planner(inventory, DISK, ModelProfile(), spill=SPILL)
-        with warnings.catch_warnings():
-            warnings.simplefilter("ignore", HeadraceWarning)
-            plan = planner.plan(
-                Budget(int(inventory.num_bytes * 0.7), ["ALL_MODEL_PARAMS"], host_memory=int(inventory.num_bytes * 0.3))
-            )
+        sizes = {"device_memory": int(inventory.num_bytes * 0.7), "host_memory": int(inventory.num_bytes * 0.3)}
+        plan = plan_for(inventory, Budget(**sizes, params=["ALL_MODEL_PARAMS"]), rates=DISK, spill=SPILL)
         assert plan.spilled_bytes
         with headrace.offload(model, plan, checkpoint=tmp_path) as handle:
             for _ in range(3):

@@ -8,6 +8,7 @@ import json
 import warnings
 from collections import Counter
 from collections.abc import Iterator
+from typing import Any
 
 import torch
 from hypothesis import strategies as st
@@ -86,10 +87,11 @@ def models(draw: st.DrawFn) -> nn.Module:
     return model
 
 
-def plan_for(inventory: Inventory, policy: Policy, mode: Mode = "cpu") -> Plan:
+def plan_for(inventory: Inventory, policy: Policy, mode: Mode = "cpu", **options: Any) -> Plan:
+    """:func:`build_plan`, whatever it warns of."""
     with warnings.catch_warnings():
         warnings.simplefilter("ignore", HeadraceWarning)
-        return build_plan(inventory, policy, mode)
+        return build_plan(inventory, policy, mode, **options)
 
 
 def check_plan(plan: Plan, inventory: Inventory) -> None:
