@@ -195,6 +195,18 @@ class TestTools:
         assert whole.get("reason", "length") == "length"
         assert served.batches.admission.running == 0
 
+    @pytest.mark.parametrize("endpoint", ENDPOINTS[1:])
+    @pytest.mark.parametrize("end", ["\n</tool_call>", "\n"])
+    @pytest.mark.parametrize("call", ["[1]", '{"arguments": {}}', '{"name": "f"}', '{"name": 5, "arguments": {}}'])
+    def test_json_that_is_no_call(self, served: Served, says: Says, endpoint: str, call: str, end: str) -> None:
+        """Streams hung with all requests of their batch, and whole answers were 500."""
+        text = f"ok<tool_call>\n{call}{end}"
+        says(text)
+        whole, streamed = answers(served, endpoint, max_tokens=len(text))
+        assert whole == streamed
+        assert (whole["text"], whole["calls"], whole.get("reason", "length")) == ("ok", [], "length")
+        assert served.batches.admission.running == 0
+
     def test_a_chat_after_a_call(self, served: Served) -> None:
         """The template receives all fields of the messages."""
         call = {"id": "1", "type": "function", "function": {"name": "f", "arguments": '{"x": 7}'}}

@@ -210,12 +210,13 @@ class _Job(utils.CBStreamer):
         has_ended = output.is_finished() or bool(found)
         ready = self.text[self._num_sent : None if has_ended or not self._num_held else -self._num_held]
         self._num_sent += len(ready)
-        if ready:
-            for chunk in [ready] if self._parser is None else _found(self._parser.feed, ready):
-                self.queue.put_nowait(chunk)
+        parser: Any = self._parser
+        chunks = [ready] * bool(ready) if parser is None else _found(parser.feed, ready)
         if has_ended:
             self.ended.set_result(None)
-            self.end()
+            chunks += [None] if parser is None else [*_found(lambda: parser.finalize()[1]), None]
+        for chunk in chunks:
+            self.queue.put_nowait(chunk)
 
     def _texts(self, output: Any) -> Iterator[str]:
         """The texts of the tokens that are new."""
@@ -229,9 +230,11 @@ class _Job(utils.CBStreamer):
 
 
 def _found(read: Callable[..., Any], *texts: str) -> list[Any]:
-    """What transformers' parser finds; nothing in a tool call that is incomplete, or no JSON."""
-    with suppress(ValueError, RuntimeError):
-        return utils.response_events_to_chunks(read(*texts))
+    """What transformers' parser finds; nothing in a tool call that is incomplete, no JSON, or without a name."""
+    with suppress(Exception):  # of any type: transformers takes any JSON of a model for a call
+        chunks = utils.response_events_to_chunks(read(*texts))
+        if all(chunk.name.encode() for chunk in chunks if isinstance(chunk, utils.ToolCall)):
+            return chunks
     return []
 
 
