@@ -10,6 +10,7 @@ from typing import Any
 
 import pytest
 import torch
+from tokenizers import decoders
 
 from commands import TINY
 from headrace.cli.demo_run import ensure_model
@@ -154,6 +155,18 @@ class TestEnds:
         whole, streamed = answers(served, endpoint, max_tokens=2)
         assert whole == streamed
         assert whole["text"] == "a\ufffd"
+
+    def test_a_byte_that_is_no_text(
+        self, served: Served, says: Says, endpoint: str, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        """Where tokens may be bytes, as of Llama 2 and Gemma, it changes the text before it: the request hung."""
+        parts = [decoders.Replace("\u010a", "<0x0A>"), decoders.Replace("\u00c3", "<0xC3>")]
+        decoder = decoders.Sequence([*parts, decoders.ByteFallback(), decoders.Fuse()])
+        monkeypatch.setattr(served.tokenizer._tokenizer, "decoder", decoder)
+        says("a\n\u00e9")
+        whole, streamed = answers(served, endpoint, max_tokens=5)
+        assert whole == streamed
+        assert whole["text"] == "a\n\ufffd\u00a9x"
 
     def test_a_stop_string_at_the_last_token(self, served: Served, says: Says, endpoint: str) -> None:
         says("abc")

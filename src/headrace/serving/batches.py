@@ -222,7 +222,11 @@ class _Job(utils.CBStreamer):
         """The texts of the tokens that are new."""
         for token in output.generated_tokens[len(self.tokens) :]:
             self.tokens.append(token)
-            yield self._decode_stream.step(self._tokenizer, token) or ""
+            try:
+                yield self._decode_stream.step(self._tokenizer, token) or ""
+            except Exception:  # a byte that is no UTF-8 changes the text of the bytes before it, in some tokenizers
+                self._decode_stream = DecodeStream([], skip_special_tokens=self._skips)
+                yield "\ufffd" + (self._decode_stream.step(self._tokenizer, token) or "")
         if output.is_finished():
             # The bytes of a character that the last token leaves incomplete.
             text = self._tokenizer.decode(self.tokens, skip_special_tokens=self._skips)
