@@ -119,7 +119,7 @@ def test_what_changes_no_answer(
     ({"stream_options": {"include_usage": True}}, 'stream_options: expected "stream": true beside it'),
     ({"stream": True, "stream_options": {"continuous_usage_stats": True}}, "continuous_usage_stats = true is"),
     ({"model": 5}, "model: Input should be a valid string, found 5"),
-    ({"prompt": None}, "prompt: Input should be a valid string, found null"),
+    ({"prompt": None}, "prompt: Field required, found {}"),
     ({"prompt": ""}, "prompt: String should have at least 1 character, found \"\""),
     ({"prompt": ["a", "b"]}, "prompt: Input should be a valid string, found [\"a\", \"b\"]"),
     ({"prompt": [1, 2, 3]}, "prompt: Input should be a valid string, found [1, 2, 3]"),
@@ -159,6 +159,13 @@ def test_what_a_completion_cannot_have(fields: dict[str, Any], message: str) -> 
 ])  # fmt: skip
 def test_what_a_chat_cannot_have(fields: dict[str, Any], message: str) -> None:
     assert message in refusal({**CHAT, **fields})
+
+
+@pytest.mark.parametrize("name", ["max_tokens", "max_completion_tokens", "max_output_tokens"])
+def test_the_name_of_a_length_that_is_not_null(name: str) -> None:
+    """Clients send the others as null."""
+    lengths = dict.fromkeys(("max_tokens", "max_completion_tokens", "max_output_tokens"))
+    assert read(Chat, {**CHAT, **lengths, name: 5}).max_tokens == 5
 
 
 def test_contents_of_several_parts_are_texts() -> None:

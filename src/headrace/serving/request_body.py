@@ -183,7 +183,8 @@ def read(kind: type[_Model], body: Mapping[str, Any]) -> _Model:
         RequestError: a field that is unknown, wrong, or not supported.
     """
     try:
-        request = kind.model_validate(body)
+        # Without nulls, by which clients mean a field that they leave out; of two names of one field, too.
+        request = kind.model_validate({name: value for name, value in body.items() if value is not None})
     except ValidationError as error:
         first = error.errors(include_url=False)[0]
         where = [str(each) for each in first["loc"]]
@@ -193,7 +194,7 @@ def read(kind: type[_Model], body: Mapping[str, Any]) -> _Model:
     for name, value in (request.model_extra or {}).items():
         if name in _IGNORED:
             _log_ignored(name)
-        elif value is not None:
+        else:
             _require_neutral(name, value, type(request).model_fields)
     return request
 
