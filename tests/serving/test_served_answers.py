@@ -271,6 +271,15 @@ class TestResponses:
         with client.responses.stream(model=NAME, input="hi", max_output_tokens=4) as stream:
             assert "".join(event.delta for event in stream if event.type == "response.output_text.delta") == "abcd"
 
+    def test_instructions_before_a_system_message(self, served: Served) -> None:
+        """Both reach the template; the message was dropped."""
+        given = [{"role": "system", "content": "in French"}, HI]
+        status, text = served.send("/v1/responses", {"input": given, "instructions": "be brief", "max_tokens": 1})
+        assert status == 200, text
+        turns = ["system\nbe brief", "system\nin French", "user\nhi", "assistant\n"]
+        expected = len(served.tokenizer("".join(f"<|im_start|>{turn}" for turn in turns)).input_ids)
+        assert json.loads(text)["usage"]["input_tokens"] == expected
+
     @pytest.mark.slow
     @pytest.mark.parametrize(("given", "message"), [
         ([HI, {"type": "image_generation_call"}], "input: expected a text or a list of messages"),

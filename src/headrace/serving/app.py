@@ -213,9 +213,11 @@ class _Response(_CheckedHandler, ResponseHandler):
 
     def _normalize_input(self, body: Any) -> Any:  # type: ignore[override]
         try:
-            messages = super()._normalize_input(body)
+            messages = super()._normalize_input({"input": body["input"]})
         except (LookupError, TypeError, AttributeError, HTTPException) as error:
             raise RequestError(f"input: expected a text or a list of messages and tool calls ({error})") from None
+        if body.get("instructions"):  # transformers would put them in the place of a system message
+            messages.insert(0, {"role": "system", "content": body["instructions"]})
         return [read(request_body.Message, message).model_dump(exclude_none=True) for message in messages]
 
 
