@@ -126,9 +126,9 @@ def test_the_shell_completes(words: str, completed: str) -> None:
     assert done.stdout.split() == [completed]
 
 
-@pytest.mark.parametrize("width", [80, 100, None])
+@pytest.mark.parametrize("width", [80, 100, 0, None])
 def test_columns_hold_in_a_pipe(width: int | None) -> None:
-    """Without them, it is wide enough for the tables of a plan."""
+    """Without them, or with 0, for which nothing was printed, it is wide enough for the tables of a plan."""
     code = "from headrace.cli.terminal import stderr, stdout; print(stdout.width, stderr.width)"
     env = {name: value for name, value in os.environ.items() if name != "COLUMNS"}
     env |= {} if width is None else {"COLUMNS": str(width)}

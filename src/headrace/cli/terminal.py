@@ -37,7 +37,9 @@ LIST_FLAGS = {
     "--served-model-name": "my-model",
 }
 
-# Obey COLUMNS, and else the terminal.
+# Obey COLUMNS, and else the terminal. 0 is that of a terminal of unknown width; rich would print nothing.
+if os.environ.get("COLUMNS") == "0":
+    del os.environ["COLUMNS"]
 stdout = Console(highlight=False)
 stderr = Console(stderr=True, highlight=False)
 
