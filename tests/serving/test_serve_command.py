@@ -105,6 +105,13 @@ def test_sampling_that_batches_cannot_have(changed: Callable[..., Path]) -> None
     assert run("serve", folder, "--generation-config", "none", "--dry-run").exit_code == 0
 
 
+def test_a_damaged_generation_config(changed: Callable[..., Path]) -> None:
+    """It was left out in silence, with the tokens that end an answer."""
+    folder = changed("generation_config.json")
+    (folder / "generation_config.json").write_text('{"eos_token')
+    assert "generation_config.json: expected a JSON object, found: Unterminated string" in error_of("serve", folder)
+
+
 def test_quantised_weights(changed: Callable[..., Path]) -> None:
     folder = changed("config.json", quantization_config={"quant_method": "fp8"})
     assert "found quantised ones (quantization_config in config.json), which this server" in error_of("serve", folder)

@@ -57,7 +57,7 @@ if TYPE_CHECKING:
 
     ModelClass = type[PreTrainedModel] | type[_BaseAutoModelClass]
 
-__all__ = ["build_meta_model", "differences", "load", "load_matched"]
+__all__ = ["build_meta_model", "differences", "load", "load_matched", "read_json"]
 
 _MANY_LAYERS = 1000
 # Ends of the names for a number of layers in configurations: num_hidden_layers, n_layer, depth, ...
@@ -206,7 +206,7 @@ def build_meta_model(
         OptionError, OptionTypeError: an invalid class, dtype or attention.
     """
     folder = model_folder(path)
-    raw = _read_config(folder)
+    raw = read_json(folder / "config.json")
     _refuse_many_layers(folder, raw)
     if model_class is None or hasattr(model_class, "from_config"):
         _refuse_unknown(folder, raw)
@@ -224,8 +224,12 @@ def build_meta_model(
     return model
 
 
-def _read_config(folder: Path) -> dict[str, Any]:
-    file = folder / "config.json"
+def read_json(file: Path) -> dict[str, Any]:
+    """The object in a file of a model's folder.
+
+    Raises:
+        CheckpointError: there is none.
+    """
     try:
         raw = json.loads(file.read_text(encoding="utf-8"))
     except (OSError, ValueError, RecursionError) as error:  # ValueError: not UTF-8, or not JSON

@@ -15,7 +15,7 @@ from torch import nn
 from transformers import GenerationConfig, PreTrainedModel, conversion_mapping, core_model_loading
 
 from headrace.adapters.transformers.conversion import Match, match
-from headrace.adapters.transformers.load_folder import build_meta_model, differences
+from headrace.adapters.transformers.load_folder import build_meta_model, differences, read_json
 from headrace.adapters.transformers.packed_layout import use_packed_layout
 from headrace.adapters.transformers.quantised import NotHereError, stated_quantisation
 from headrace.checkpoint.metadata_cache import FolderFacts
@@ -70,10 +70,13 @@ class OpenedModel:
 
     @property
     def generation_config(self) -> GenerationConfig:
-        """Of generation_config.json, or else of the module."""
-        with suppress(OSError):  # the folder has none
-            return GenerationConfig.from_pretrained(self.folder, local_files_only=True)
-        return self.module.generation_config
+        """Of generation_config.json, or else of the module.
+
+        Raises:
+            CheckpointError: the file is damaged.
+        """
+        file = self.folder / "generation_config.json"
+        return GenerationConfig.from_dict(read_json(file)) if file.exists() else self.module.generation_config
 
     def require_causal(self, verb: str) -> None:
         """Refuse a model that does not continue text; ``verb``: what needs it."""
