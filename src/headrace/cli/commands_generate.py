@@ -333,11 +333,14 @@ def open_tokenizer(folder: Path) -> Any:
     from transformers import AutoTokenizer
 
     try:
-        return AutoTokenizer.from_pretrained(folder)
+        tokenizer: Any = AutoTokenizer.from_pretrained(folder)
+        if len(tokenizer) <= len(tokenizer.all_special_ids):  # transformers makes one if its files are missing
+            raise ValueError("no token of text")
     except (OSError, ValueError) as error:
         raise CheckpointError(
             f"{folder}: expected a tokenizer that transformers can read (tokenizer.json), found none: {error}"
         ) from error
+    return tokenizer
 
 
 def _messages(text: str, system: str | None) -> list[dict[str, str]]:
@@ -387,11 +390,8 @@ def _tokenize(tokenizer: Any, folder: Path, text: str, messages: list[dict[str, 
             raise OptionError(
                 f"the chat template in {folder} refuses these messages ({error}); leave --system out, or use --no-chat"
             ) from error
-    if not inputs["input_ids"].numel():  # transformers makes an empty tokenizer if its files are missing
-        raise OptionError(
-            f"--prompt {text!r} has no tokens in the vocabulary of {len(tokenizer)}; is tokenizer.json missing from "
-            f"{folder}?"
-        )
+    if not inputs["input_ids"].numel():
+        raise OptionError(f"--prompt {text!r} has no tokens in the vocabulary of {len(tokenizer)}")
     return inputs
 
 
