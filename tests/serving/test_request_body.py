@@ -168,6 +168,14 @@ def test_the_name_of_a_length_that_is_not_null(name: str) -> None:
     assert read(Chat, {**CHAT, **lengths, name: 5}).max_tokens == 5
 
 
+@pytest.mark.parametrize(("kind", "body"), KINDS[1:])
+def test_tools_are_functions(kind: type[GenerationRequest], body: dict[str, Any]) -> None:
+    tools = [{"function": {"name": "f", "parameters": {"default": None}}, "type": "function"}]
+    assert str(read(kind, {**body, "tools": tools}).model_dump(exclude_none=True)["tools"]) == str(tools)
+    with pytest.raises(RequestError, match=r'tools\.1: expected "type": "function", found {"type": "web_search"}'):
+        read(kind, {**body, "tools": [*tools, {"type": "web_search"}]})
+
+
 def test_contents_of_several_parts_are_texts() -> None:
     parts = [{"type": "text", "text": "a"}, {"type": "text", "text": "b"}]
     wanted = read(Chat, {"messages": [{"role": "user", "content": parts, "name": None}], "max_completion_tokens": 5})

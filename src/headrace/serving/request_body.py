@@ -14,7 +14,17 @@ from difflib import get_close_matches
 from functools import cache
 from typing import Annotated, Any, Literal, TypeVar
 
-from pydantic import AliasChoices, BaseModel, BeforeValidator, ConfigDict, Field, Json, ValidationError, model_validator
+from pydantic import (
+    AfterValidator,
+    AliasChoices,
+    BaseModel,
+    BeforeValidator,
+    ConfigDict,
+    Field,
+    Json,
+    ValidationError,
+    model_validator,
+)
 
 from headrace.errors import OptionError
 
@@ -91,6 +101,13 @@ class _ToolCall(_Object):
     function: _Function
 
 
+def _require_function(tool: dict[str, Any]) -> dict[str, Any]:
+    # Templates would show others, such as OpenAI's web search, as functions without a name.
+    if tool.get("type", "function") != "function":
+        raise ValueError('expected "type": "function"')
+    return tool
+
+
 class Message(_Object):
     """One message of a chat; its content is text."""
 
@@ -160,7 +177,7 @@ class Chat(GenerationRequest):
     """A request to ``/v1/chat/completions``."""
 
     messages: Annotated[list[Message], Field(min_length=1)]
-    tools: list[dict[str, Any]] | None = None
+    tools: list[Annotated[dict[str, Any], AfterValidator(_require_function)]] | None = None
     chat_template_kwargs: dict[str, Any] | None = None
 
 
@@ -169,7 +186,7 @@ class Response(GenerationRequest):
 
     input: str | list[dict[str, Any]]
     instructions: str | None = None
-    tools: list[dict[str, Any]] | None = None
+    tools: list[Annotated[dict[str, Any], AfterValidator(_require_function)]] | None = None
     chat_template_kwargs: dict[str, Any] | None = None
 
 
