@@ -215,6 +215,13 @@ def average(model: Any) -> Any:
     return model
 
 
+def write_to_state_dict(model: Any) -> Any:
+    """As moving averages of weights do; some of those are in slots at that moment."""
+    for value in model.state_dict().values():
+        value.mul_(0.5)
+    return model
+
+
 def vector_to_parameters(model: Any) -> Any:
     vector = nn.utils.parameters_to_vector(model.parameters())
     nn.utils.vector_to_parameters(vector * 0.5, model.parameters())
@@ -225,7 +232,8 @@ def vector_to_parameters(model: Any) -> Any:
 @POLICIES
 @pytest.mark.parametrize("act", [
     add_delta, add_under_no_grad, write_through_an_alias, write_through_numpy, swap_data,
-    exchange_the_data_of_a_resident, replace_a_parameter, initialise, average, vector_to_parameters,
+    exchange_the_data_of_a_resident, replace_a_parameter, initialise, average, write_to_state_dict,
+    vector_to_parameters,
 ])  # fmt: skip
 def test_writes(act: Action, policy: Action, warm: bool) -> None:
     equal_or_refused(plain, act, policy, rows(), warm)

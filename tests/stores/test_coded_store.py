@@ -25,7 +25,7 @@ from checks import raising, run_threads
 from headrace import UVA, Budget, Plan, Prefetch, Rules
 from headrace.codec.layout import coded_bytes
 from headrace.config import Policy
-from headrace.errors import BudgetError, HeadraceWarning, OptionError, SlotConflictError
+from headrace.errors import BudgetError, HeadraceWarning, ModelChangedError, OptionError, SlotConflictError
 from headrace.flags import OffloadFlags
 from headrace.model.inventory import take_inventory
 from headrace.plan.build import Planner, build_plan
@@ -158,6 +158,9 @@ def test_state_dict_and_writes() -> None:
     with headrace.offload(model, ALL) as handle:
         state = model.state_dict()
         assert all(torch.equal(state[name], value) for name, value in before.items())
+        name = handle.plan.offloaded_names[0]
+        with pytest.raises(ModelChangedError, match=rf"{name} was written in place by aten\.mul_"):  # a decoded copy
+            state[name].mul_(2)
         del state
         name, weight = next((n, p) for n, p in model.named_parameters() if n in handle.plan.offloaded_names)
         weight.mul_(2)

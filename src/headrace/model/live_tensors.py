@@ -197,6 +197,11 @@ class BoundTensor:
         with torch.inference_mode(self.original.is_inference()):
             return guarded(self.view_of(buffer), self)
 
+    def reads(self, buffer: torch.Tensor) -> bool:
+        """Whether the tensor views ``buffer``, the bytes of its storage, and will until the offload ends."""
+        is_fixed = self.in_slot is None and not is_placeholder(self.tensor)
+        return is_fixed and self.tensor.data_ptr() == self.view_of(buffer).data_ptr()
+
     def lend(self, buffer: torch.Tensor, is_written: bool = False) -> None:
         """Make a placeholder a view of ``buffer`` until :meth:`end_loan`; guarded unless it ``is_written``."""
         with torch.inference_mode(self.original.is_inference()):
@@ -650,8 +655,9 @@ def _on_write(name: str, overload: str, /, *args: Any, **kwargs: Any) -> Any:
             owner = _owners.get(storage_id(target))
             name = "a weight" if owner is None else owner.name
             raise ModelChangedError(
-                f"{name} was written in place by {operator} while offloaded, where the write would be lost with the "
-                f"next copy: call handle.remove() first, or keep it resident ({resident_rule(name)})"
+                f"{name} was written in place by {operator} while offloaded, where the model would see the write late "
+                f"or never: call handle.remove() first, write to a copy (.clone()), or keep it resident "
+                f"({resident_rule(name)})"
             )
     # Without the key excluded, the dispatcher would call this function again.
     # A tensor that C++ has made of a number comes as a number, which another overload takes (`2 ** weight`).

@@ -5,6 +5,7 @@
   uses are never placeholders (it relies on addresses), so nothing would notice such a use at run time: there
   :meth:`Promoter.check_trace` checks the graph that torch.compile traces.
 * ``state_dict()`` must give the weights and not what a slot happens to hold: :class:`StateGuard` puts in their bytes.
+  Those that no module reads there are read-only, since a write to them would not, or not at once, reach the model.
 * ``load_state_dict()``, ``to()``, ``half()`` and all that goes through ``Module._apply`` would change what is in slots
   and be lost; :class:`StateGuard` refuses them before they have changed anything of the model.
 * Copies and pickles of the model are refused (:class:`NotCopyable`).
@@ -492,7 +493,8 @@ class StateGuard(NotCopyable):
             storage, bound = parts[path]
             if bound.has_other_data:
                 return tensor.detach()
-            return bound.view_of(self._bytes(storage, state))
+            buffer = self._bytes(storage, state)
+            return bound.view_of(buffer) if bound.reads(buffer) else bound.copy_of(buffer)
         flatten = getattr(tensor, "__tensor_flatten__", None)
         if flatten is None:
             return tensor
