@@ -18,6 +18,7 @@ import torch
 import torch.nn.functional as F
 from safetensors.torch import save_file
 from torch import nn
+from torch.utils._python_dispatch import TorchDispatchMode
 
 import headrace
 from checks import raising
@@ -443,6 +444,29 @@ class TestOthers:
                 assert_same_bits(use(model), expected)
                 assert_same_bits(model(x), after)
             assert handle.stats().bytes_moved > 0
+
+    @pytest.mark.filterwarnings("ignore::headrace.HeadraceWarning")
+    @pytest.mark.parametrize("room", [True, False])
+    def test_in_a_dispatch_mode(self, room: bool) -> None:
+        """As those that count flops or log operators; the reads take one tensor, or two."""
+
+        class Mode(TorchDispatchMode):
+            def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+                return func(*args, **(kwargs or {}))
+
+        def use(model: Stack) -> list[torch.Tensor]:
+            weight = model.layers[1].linear.weight
+            return [weight.sum(), x @ weight.t(), F.linear(x, weight), torch.from_numpy(weight.numpy().copy())]
+
+        model, x = Stack(3).eval(), rows()
+        expected, after = use(model), model(x)
+        with headrace.offload(model, all_layers(1)) as handle:
+            if not room:
+                handle._session._promoter.budget_bytes = 0
+            with Mode():
+                for _ in range(2):
+                    assert_same_bits(use(model), expected)
+                    assert_same_bits(model(x), after)
 
     @promoted
     def test_another_thread(self) -> None:

@@ -745,8 +745,9 @@ def _register() -> tuple[torch.library.Library, ...]:
         if name in _TOUCHES_NOTHING:
             aten.impl(qualified, torch.library.fallthrough_kernel, _PLACEHOLDER)
             continue
-        # Beside a tensor of a subclass, such as a jagged one, torch looks up a function by operator, not a fallback.
-        if sum("Tensor" in str(argument.type) for argument in schema.arguments) > 1:
+        # Beside a tensor of a subclass, such as a jagged one, and in a TorchDispatchMode, torch looks up a function by
+        # operator, not a fallback.
+        if any("Tensor" in str(argument.type) for argument in schema.arguments):
             aten.impl(qualified, functools.partial(_on_named_access, name, overload), _PLACEHOLDER)
         if schema.is_mutable:  # all others keep the fall-through and their speed
             aten.impl(qualified, functools.partial(_on_write, name, overload), _GUARDED)
