@@ -5,6 +5,8 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import copy
+import io
+import pickle
 import threading
 import time
 from collections.abc import Callable, Iterator
@@ -674,8 +676,13 @@ class TestOthers:
             lambda w: w.untyped_storage().clone(),
             lambda w: bytes(w.untyped_storage()),
             lambda w: w.untyped_storage().tolist(),
+            lambda w: w.untyped_storage().fill_(0),
+            lambda w: w.untyped_storage().copy_(torch.zeros(w.nbytes, dtype=torch.uint8).untyped_storage()),
+            lambda w: w.untyped_storage().resize_(0),
+            lambda w: torch.save(w.detach(), io.BytesIO()),
+            lambda w: pickle.dumps(w.detach()),
         ],
-        ids=["deepcopy", "clone", "bytes", "tolist"],
+        ids=["deepcopy", "clone", "bytes", "tolist", "fill_", "copy_", "resize_", "save", "pickle"],
     )
     def test_a_storage_without_bytes_is_refused(self, take: Callable[[torch.Tensor], Any]) -> None:
         """Torch would copy its no bytes into new memory of the whole size."""

@@ -554,14 +554,15 @@ class _Geometry(torch.Tensor):
 class _PlaceholderStorage(torch.UntypedStorage):
     """Without bytes, so that what copies it would copy nothing, and find nothing wrong."""
 
-    def _refuse(self, *args: object) -> Any:
+    def _refuse(self, *args: Any, **kwargs: Any) -> Any:
         owner = _owners.get(int(self._cdata))
         raise OutsideAccessError(
-            f"the storage of {'a weight' if owner is None else owner.name}, which is offloaded, was read or copied (by "
-            f"copy.deepcopy, storage.clone() or the like), and has no bytes now: clone the tensor instead (.clone())"
+            f"the storage of {'a weight' if owner is None else owner.name}, which is offloaded, was read, written or "
+            f"copied (by copy.deepcopy, torch.save, storage.clone() or the like), and has no bytes now: use the tensor "
+            f"or its clone (.clone()) instead"
         )
 
-    __copy__ = __deepcopy__ = __getitem__ = __iter__ = clone = tolist = _refuse
+    __copy__ = __deepcopy__ = __getitem__ = __iter__ = clone = tolist = data_ptr = copy_ = fill_ = resize_ = _refuse
 
 
 def placeholder_like(tensor: torch.Tensor, owner: BoundTensor) -> torch.Tensor:
