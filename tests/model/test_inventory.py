@@ -259,6 +259,7 @@ class TestOddities:
         model = bare(w=torch.randn(4))
         model.register_buffer("sparse", torch.eye(4).to_sparse())
         model.register_buffer("csr", torch.eye(4).to_sparse_csr())
+        model.register_buffer("nested", torch.nested.nested_tensor([torch.ones(2), torch.ones(3)]))
         model.attribute = torch.eye(4).to_sparse()
         inventory = take_inventory(model)
         assert list(inventory.by_name) == ["w"]

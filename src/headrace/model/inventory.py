@@ -212,7 +212,7 @@ class _Walk:
             )
         for path, inner in inner_tensors(tensor):
             place = Location(module, attr, kind, path)
-            if inner.layout is not torch.strided or inner.is_quantized:
+            if inner.layout is not torch.strided or inner.is_quantized or inner.is_nested:
                 continue  # its bytes are not plain memory, so it never moves, and no figure counts it
             if inner.numel() == 0:
                 self.empty.append(place.name)
