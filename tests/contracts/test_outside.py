@@ -812,6 +812,41 @@ def test_a_weight_is_read_while_another_thread_runs_its_module() -> None:
         assert_same_bits(found, [expected, expected])
 
 
+def test_views_that_another_thread_soon_drops_are_waited_for() -> None:
+    """As those of a thread that saves the model while another one serves it."""
+    inside, taken = threading.Event(), threading.Event()
+
+    class Waits(nn.Linear):
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            inside.set()
+            taken.wait(5)
+            return super().forward(x)
+
+    taken.set()
+    model, x, expected = expecting(nn.Sequential(Waits(DIM, DIM), nn.Linear(DIM, DIM)))
+    weight = model[0].weight.clone()
+    found: list[torch.Tensor] = []
+
+    def serve() -> None:
+        with torch.no_grad():
+            found.append(model(x))
+
+    with headrace.offload(model, headrace.Prefetch(1, 1, 1, params=["weight"])) as handle:
+        inside.clear()
+        taken.clear()
+        thread = threading.Thread(target=serve, daemon=True)
+        thread.start()
+        assert inside.wait(5)
+        view = model[0].weight.detach()
+        taken.set()
+        time.sleep(0.1)
+        assert torch.equal(view, weight), "the slot stays"
+        del view
+        thread.join(5)
+        assert handle.stats().bytes_moved > 0
+    assert_same_bits(found, [expected])
+
+
 def test_a_forward_ended_by_an_interrupt_holds_up_no_other_thread() -> None:
     model, x, expected = expecting(Stack(4))
     with headrace.offload(model, all_layers(1)):

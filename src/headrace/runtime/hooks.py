@@ -14,6 +14,7 @@ import functools
 import gc
 import sys
 import threading
+import time
 import traceback
 import types
 from collections.abc import Callable, Sequence
@@ -25,7 +26,7 @@ from torch.utils._pytree import tree_map_only
 from torch.utils.hooks import RemovableHandle
 
 from headrace.errors import ModelChangedError, OutsideAccessError, StateError
-from headrace.model.live_tensors import BoundStorage, live_tensors, own_forward, resident_rule
+from headrace.model.live_tensors import BoundStorage, BoundTensor, live_tensors, own_forward, resident_rule
 from headrace.model.tracing import refuse_export, refuse_tracers
 from headrace.runtime.compile_ops import (
     END_OF_GRADIENTS,
@@ -42,6 +43,8 @@ __all__ = ["CalledForwardHook", "ForwardHook", "UnitHook", "new_token", "unhooke
 
 # Compiled code reads its tags and the token from the modules: see the note on ordering edges.
 _TAG, _FORWARD_TAG, _TOKEN, _END = "_headrace_tag", "_headrace_forward_tag", "_headrace_token", "_headrace_end"
+
+VIEW_TIMEOUT_S = 0.5  # in which another thread is to drop its views of a weight in its slot
 
 
 class _Window(Reader):
@@ -395,13 +398,24 @@ class UnitHook(_ModuleHook):
             output, held = promoter.rebase(storage, output)
             replaced |= held
         for bound in self._tensors if not is_open else ():
-            if bound.is_viewed(len(replaced)) and (gc.collect() or bound.is_viewed(len(replaced))):
+            if bound.is_viewed(len(replaced)) and _stays_viewed(bound, len(replaced)):
                 raise OutsideAccessError(
                     f"a view of {bound.name} was kept beyond the forward of its {type(self._module).__name__}, where "
                     f"its bytes leave the device: keep the tensor resident ({resident_rule(bound.name)}), or let the "
                     f"module keep a copy (.clone())"
                 )
         return output
+
+
+def _stays_viewed(bound: BoundTensor, num_known: int) -> bool:
+    """Whether views of ``bound`` in its slot stay: garbage goes, and so do those of a product in another thread."""
+    gc.collect()
+    deadline = time.monotonic() + VIEW_TIMEOUT_S
+    while bound.is_viewed(num_known):
+        if time.monotonic() > deadline:
+            return True
+        time.sleep(0.001)
+    return False
 
 
 class ForwardHook(_ModuleHook):
