@@ -171,6 +171,7 @@ def test_other_words(target: Path, draft: Path, tmp_path: Path) -> None:
         ({"num_beams": 2}, "the call asks for beam search"),
         ({"do_sample": True, "num_return_sequences": 2}, "one sequence at a time"),
         ({"use_cache": False}, "it needs a cache that grows"),
+        ({"guidance_scale": 1.5}, "guidance_scale keeps a cache of its own"),
         ({"assistant_early_exit": 2}, "assistant_early_exit moves the first layers once for every guess"),
     ],
 )

@@ -198,6 +198,8 @@ class Speculating:
             return f"the call asks for {mode.value.replace('_', ' ')}"
         if prompt is not None and prompt.shape[0] * (config.num_return_sequences or 1) > 1:
             return "one sequence at a time can be speculated"
+        if config.guidance_scale not in (None, 1):
+            return "guidance_scale keeps a cache of its own, which holds guesses that were not kept"
         if self._heads is not None and (config.output_hidden_states or kwargs.get("inputs_embeds") is not None):
             return (
                 "heads (mtp) read the tokens and hidden states of the prompt, not inputs_embeds or output_hidden_states"
