@@ -125,6 +125,38 @@ class TestGivenBack:
         assert_same_bits(model(x), expected)
 
 
+class TestSharedMemory:
+    """A tensor's storage moves to shared memory when it is sent to another process; its old memory is freed."""
+
+    @pytest.mark.parametrize("take", [
+        lambda model: model.state_dict()["layers.1.linear.weight"],
+        lambda model: model.state_dict()["layers.2.linear.weight"],
+    ], ids=["out of a slot", "in a slot"])  # fmt: skip
+    @pytest.mark.parametrize("policy", [all_layers(1), UVA(params=["layers"])], ids=["slots", "in place"])
+    def test_of_a_state_dict(self, policy: Any, take: Callable[[nn.Module], torch.Tensor]) -> None:
+        model, x, expected = expecting(Stack(3, 256), torch.randn(2, 256))
+        weights = {name: value.clone() for name, value in model.state_dict().items()}
+        with headrace.offload(model, policy):
+            model(x)
+            state = take(model).share_memory_()
+            assert state.is_shared()
+            for _ in range(2):
+                assert_same_bits(model(x), expected)
+            assert_same_bits(dict(model.state_dict()), weights)
+        assert_same_bits(model(x), expected)
+
+    def test_of_an_older_alias(self) -> None:
+        model, x, expected = expecting(Stack(3, 256), torch.randn(2, 256))
+        alias = model.layers[1].linear.weight.detach()
+        with headrace.offload(model, all_layers(1)) as handle:
+            model(x)
+            handle.sync_prev_onload()
+            alias.share_memory_()
+            for _ in range(2):
+                assert_same_bits(model(x), expected)
+        assert_same_bits(model(x), expected)
+
+
 class TestEnd:
     @pytest.mark.slow
     def test_of_the_program_while_copies_are_under_way(self) -> None:

@@ -43,6 +43,7 @@ __all__ = [
     "is_placeholder",
     "live_tensors",
     "own_forward",
+    "own_storage",
     "resident_rule",
     "storage_id",
     "used_elsewhere",
@@ -122,7 +123,7 @@ class BoundTensor:
 
         ``on_access``: called when the placeholder is used.
         """
-        self.point_at(_own_storage(buffer))  # in no local variable, which would count as one of our own views below
+        self.point_at(own_storage(buffer))  # in no local variable, which would count as one of our own views below
         self.in_slot = self._unguarded = self.tensor.data
         self._slot_storage = storage_id(self.in_slot)
         if on_access is not None:
@@ -511,7 +512,7 @@ def _holder(module: nn.Module, place: Location) -> dict[str, torch.Tensor | None
     return module._buffers if place.kind == "buffer" else vars(module)
 
 
-def _own_storage(buffer: torch.Tensor) -> torch.Tensor:
+def own_storage(buffer: torch.Tensor) -> torch.Tensor:
     """The same memory, kept alive, under a storage object of its own."""
     # The tensors of all units in a slot share its memory. With one storage for all, its use count (is_viewed) and its
     # owner (_owners) would mix the tensors of different units.

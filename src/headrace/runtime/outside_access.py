@@ -31,7 +31,15 @@ from torch.utils.hooks import RemovableHandle
 
 from headrace.errors import ModelChangedError, OutsideAccessError, StateError, warn_user
 from headrace.formatting import format_size
-from headrace.model.live_tensors import BoundStorage, BoundTensor, GiveBack, is_placeholder, resident_rule, storage_id
+from headrace.model.live_tensors import (
+    BoundStorage,
+    BoundTensor,
+    GiveBack,
+    is_placeholder,
+    own_storage,
+    resident_rule,
+    storage_id,
+)
 from headrace.model.tracing import traced_graph
 from headrace.plan.plan import Plan
 from headrace.stores.store import Store, new_buffer
@@ -513,7 +521,9 @@ class StateGuard(NotCopyable):
                 self._state = None
         name = storage.info.name
         if name not in self._contents:
-            self._contents[name] = self._read(name)
+            found = self._read(name)
+            # What moves the storage of a state to shared memory (share_memory_, a queue) must not move the store's.
+            self._contents[name] = found if storage.tensors[0].reads(found) else own_storage(found)
         return self._contents[name]
 
 

@@ -106,11 +106,11 @@ class MemorySource(Source):
 
     def __init__(self, buffer: torch.Tensor) -> None:
         """``buffer``: uint8, 1-D, host."""
-        self._bytes = buffer.numpy()
+        self._buffer = buffer  # not its numpy(): its storage may move to shared memory (share_memory_, a queue)
 
     def read(self, offset: int, into: memoryview) -> None:
         """Copy with numpy, which drops the interpreter lock and, unlike torch, starts no threads of its own."""
-        part = self._bytes[offset : offset + len(into)]
+        part = self._buffer.numpy()[offset : offset + len(into)]
         if len(part) != len(into):  # a slice beyond the end is short, without an error
             raise TransferError(f"host memory: expected {len(into)} bytes at {offset}, found {len(part)}")
         np.copyto(np.frombuffer(into, dtype=np.uint8), part)
