@@ -28,7 +28,7 @@ from headrace.checkpoint.safetensors_header import Checkpoint
 from headrace.errors import CheckpointError, HeadraceWarning, ModelChangedError, OutsideAccessError, StateError
 from headrace.model.live_tensors import is_placeholder
 from headrace.testing import assert_same_bits
-from models import DIM, Stack, all_layers, expecting, rows, save
+from models import DIM, ScaledStack, Stack, all_layers, expecting, rows, save
 from outside_models import EVERYTHING, Around, Reads
 from peers import on_peer, stand_in
 
@@ -469,6 +469,25 @@ class TestOthers:
                 for _ in range(2):
                     assert_same_bits(use(model), expected)
                     assert_same_bits(model(x), after)
+
+    @pytest.mark.filterwarnings("ignore::headrace.HeadraceWarning")
+    @pytest.mark.parametrize("room", [True, False])
+    def test_within_the_dispatch_of_a_subclass(self, room: bool) -> None:
+        """As of a quantised weight, whose operators read the tensors inside of it."""
+
+        def use(model: ScaledStack) -> list[torch.Tensor]:
+            weight = model.layers[1].weight
+            return [weight.clone(), weight[:2], x @ weight.t(), F.linear(x, weight), weight.data_int8 + 1]
+
+        model, x = ScaledStack(3).eval(), rows()
+        expected, after = use(model), model(x)
+        with headrace.offload(model, all_layers(1)) as handle:
+            if not room:
+                handle._session._promoter.budget_bytes = 0
+            for _ in range(2):
+                assert_same_bits(use(model), expected)
+                assert_same_bits(model(x), after)
+            assert handle.stats().bytes_moved > 0
 
     @promoted
     def test_another_thread(self) -> None:

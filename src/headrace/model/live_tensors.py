@@ -531,6 +531,9 @@ def _version(tensor: torch.Tensor) -> int | None:
 _PLACEHOLDER, _GUARDED = "DeferredInit", "TESTING_ONLY_GenericWrapper"
 _PLACEHOLDER_KEY, _GUARDED_KEY = (torch._C._dispatch_key_parse(name) for name in (_PLACEHOLDER, _GUARDED))
 _GUARDED_KEYS = torch._C.DispatchKeySet(_GUARDED_KEY)
+# Within the `__torch_dispatch__` of a subclass, torch excludes all keys above Python's: one below it sees what the
+# subclass does with a placeholder inside of it. No backend has kernels for this one.
+_BELOW_PYTHON = "CustomRNGKeyId"
 
 # These neither read nor write bytes: bookkeeping, aliases, and factories that only ask for shape, dtype and device.
 _TOUCHES_NOTHING = {
@@ -568,7 +571,7 @@ class _PlaceholderStorage(torch.UntypedStorage):
 
 def placeholder_like(tensor: torch.Tensor, owner: BoundTensor) -> torch.Tensor:
     """A placeholder of the shape, strides, dtype and device of ``tensor``, which ``owner`` answers for."""
-    placeholder = _marked(tensor, _PLACEHOLDER_KEY)
+    placeholder = _marked(tensor, _PLACEHOLDER_KEY, torch._C._dispatch_key_parse(_BELOW_PYTHON))
     placeholder.untyped_storage().__class__ = (
         _PlaceholderStorage  # kept, like the object itself, with the storage of C++
     )
@@ -588,10 +591,12 @@ def guarded(tensor: torch.Tensor, owner: BoundTensor) -> torch.Tensor:
     return view
 
 
-def _marked(tensor: torch.Tensor, key: Any) -> torch.Tensor:
-    """A tensor like ``tensor`` with ``key`` and without memory; an inference tensor if inference mode is on."""
+def _marked(tensor: torch.Tensor, *marks: Any) -> torch.Tensor:
+    """A tensor like ``tensor`` with the keys ``marks``, without memory; an inference tensor if inference mode is on."""
     _register()
-    keys = torch._C.DispatchKeySet(key)
+    keys = torch._C.DispatchKeySet(marks[0])
+    for mark in marks[1:]:
+        keys = keys | torch._C.DispatchKeySet(mark)
     for is_lazy, bit in ((tensor.is_conj(), "Conjugate"), (tensor.is_neg(), "Negative")):
         keys = keys | torch._C.DispatchKeySet(torch._C._dispatch_key_parse(bit)) if is_lazy else keys
     # The only function of torch that makes a tensor with given dispatch keys; it makes a subclass.
@@ -658,8 +663,8 @@ def _on_write(name: str, overload: str, /, *args: Any, **kwargs: Any) -> Any:
             name = "a weight" if owner is None else owner.name
             raise ModelChangedError(
                 f"{name} was written in place by {operator} while offloaded, where the model would see the write late "
-                f"or never: call handle.remove() first, write to a copy (.clone()), or keep it resident "
-                f"({resident_rule(name)})"
+                f"or never: write to a copy (.clone()), keep it resident ({resident_rule(name)}), or call "
+                f"handle.remove() first, and state_dict() again"
             )
     # Without the key excluded, the dispatcher would call this function again.
     # A tensor that C++ has made of a number comes as a number, which another overload takes (`2 ** weight`).
@@ -736,7 +741,8 @@ def _register() -> tuple[torch.library.Library, ...]:
     everything, aten = torch.library.Library("_", "IMPL"), torch.library.Library("aten", "IMPL")
     # A fallback of a key serves the operators of every library in every thread. A TorchDispatchMode would cost 10 us
     # per operator, see one thread only, and change how composite operators decompose.
-    everything.fallback(_on_access, _PLACEHOLDER)
+    for key in (_PLACEHOLDER, _BELOW_PYTHON):
+        everything.fallback(_on_access, key)
     everything.fallback(torch.library.fallthrough_kernel, _GUARDED)
     for schema in torch._C._jit_get_all_schemas():
         namespace, _, name = schema.name.partition("::")
@@ -744,13 +750,12 @@ def _register() -> tuple[torch.library.Library, ...]:
         if namespace != "aten" or not torch._C._dispatch_has_kernel(f"aten::{qualified}"):
             continue  # one of TorchScript's own
         overload = schema.overload_name or "default"
-        if name in _TOUCHES_NOTHING:
-            aten.impl(qualified, torch.library.fallthrough_kernel, _PLACEHOLDER)
-            continue
-        # Beside a tensor of a subclass, such as a jagged one, and in a TorchDispatchMode, torch looks up a function by
-        # operator, not a fallback.
-        if any("Tensor" in str(argument.type) for argument in schema.arguments):
-            aten.impl(qualified, functools.partial(_on_named_access, name, overload), _PLACEHOLDER)
+        reads = any("Tensor" in str(argument.type) for argument in schema.arguments) and name not in _TOUCHES_NOTHING
+        # By operator, since torch looks up no fallback beside a tensor of a subclass, such as a jagged one, nor in a
+        # TorchDispatchMode, and since many operators have a kernel for every backend's keys, also for _BELOW_PYTHON.
+        on_access = functools.partial(_on_named_access, name, overload) if reads else torch.library.fallthrough_kernel
+        for key in (_PLACEHOLDER, _BELOW_PYTHON):
+            aten.impl(qualified, on_access, key)
         if schema.is_mutable:  # all others keep the fall-through and their speed
             aten.impl(qualified, functools.partial(_on_write, name, overload), _GUARDED)
     return everything, aten
