@@ -5,7 +5,7 @@ from __future__ import annotations
 import re
 import sys
 from dataclasses import replace
-from functools import cache
+from functools import cache, partial
 from typing import Any
 
 import pytest
@@ -41,11 +41,11 @@ MIB = 2**20
 
 
 @cache
-def planner(implementation: str = "grouped_mm") -> Planner:
+def planner(implementation: str = "grouped_mm", vocab_size: int = 32000) -> Planner:
     """Of a shape near Qwen3-30B-A3B's: 8 layers, 64 experts of 9.4 MB, of which a token uses 4."""
     sizes = {"hidden_size": 2048, "moe_intermediate_size": 768, "num_hidden_layers": 8, "num_experts": 64}
     with torch.device("meta"):
-        model = Qwen3MoeForCausalLM(Qwen3MoeConfig(**sizes, num_experts_per_tok=4, vocab_size=32000)).bfloat16()
+        model = Qwen3MoeForCausalLM(Qwen3MoeConfig(**sizes, num_experts_per_tok=4, vocab_size=vocab_size)).bfloat16()
     return planner_of(model, implementation)
 
 
@@ -105,6 +105,8 @@ def dense_planner() -> Planner:
         # What attention leaves to experts, which are nearly all in slots, brings more than its copies take.
         (planner, 4_964_673_423, 16, {"rules": [("self_attn", "prefetch")]}),
         (planner, 4_953_672_381, 256, {"rules": [("self_attn", "prefetch")]}),
+        # A head that is larger than the budget was read in place only where no experts were cached.
+        (partial(planner, vocab_size=400_000), 1_000_000_000, 1, {"rules": [("experts", "cache")]}),
     ],
 )
 def test_no_slower_than_what_may_be_stated(make: Any, size: int, rows: int, stated: dict[str, Any]) -> None:

@@ -255,8 +255,7 @@ class CandidateTable:
             return
         beside = {role for mine in self.roles.values() for role, s in mine.items() if s.name in names}
         dense_sets = RoleSets(self, [role for role in self._every_role if role not in beside])
-        how: tuple[Mechanism, ...] = ("resident", "prefetch") if self.outside else ("resident",)
-        families = [f for each in how for f in self._evenly_spaced(dense_sets, each, self.always_in_place)]
+        families = [f for how, uva in self._outside_ways() for f in self._evenly_spaced(dense_sets, how, uva)]
         for cached in self._caches(names):
             yield from (replace(family, cached=cached) for family in families)
 
@@ -287,21 +286,24 @@ class CandidateTable:
         all_sets, dense_sets = RoleSets(self, self._every_role), RoleSets(self, dense)
         in_model = {s.name for storages in experts.values() for s in storages}
         expert_storages = [s for mine in self.roles.values() for s in mine.values() if s.name in in_model]
-        outside: list[Mechanism] = ["resident"]
-        if self.outside:
-            outside += ["prefetch", "uva"] if self.zero_copy else ["prefetch"]
-        for how in outside:
-            beside = [s for spec in self.outside for s in spec.storages] if how == "uva" else []
-            uva = (*self.always_in_place, *beside)
+        for how, uva in self._outside_ways():
             yield from self._evenly_spaced(all_sets, how, uva)
             if self.zero_copy:
                 yield from self._evenly_spaced(all_sets, how, uva, in_place=True)
             elif self.mapped is None or self.rates.in_place_grouped_s_per_byte is None:
                 continue
             if experts and (dense or not self.zero_copy):
-                yield from self._evenly_spaced(dense_sets, how, (*self.always_in_place, *expert_storages, *beside))
+                yield from self._evenly_spaced(dense_sets, how, (*uva, *expert_storages))
             if experts and self.spill is not None:
-                yield from self._split_experts(all_sets, how, (*self.always_in_place, *beside), frozenset(experts))
+                yield from self._split_experts(all_sets, how, uva, frozenset(experts))
+
+    def _outside_ways(self) -> Iterator[tuple[Mechanism, tuple[StorageInfo, ...]]]:
+        """Each mechanism for what is outside the layers, with all that is read in place then."""
+        yield "resident", self.always_in_place
+        if self.outside:
+            yield "prefetch", self.always_in_place
+        if self.outside and self.zero_copy:
+            yield "uva", (*self.always_in_place, *(s for spec in self.outside for s in spec.storages))
 
     def _evenly_spaced(
         self, sets: RoleSets, outside: Mechanism, uva: tuple[StorageInfo, ...], in_place: bool = False
