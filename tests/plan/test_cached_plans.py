@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 import sys
+from contextlib import suppress
 from dataclasses import replace
 from functools import cache, partial
 from typing import Any
@@ -22,7 +23,7 @@ from transformers import (
 )
 
 from headrace.config import Budget, Policy, Rules, Workload
-from headrace.errors import OptionError
+from headrace.errors import BudgetError, OptionError
 from headrace.flags import OffloadFlags
 from headrace.formatting import format_time
 from headrace.model.inventory import take_inventory
@@ -33,7 +34,7 @@ from headrace.plan.candidates import mean_log
 from headrace.plan.cost_model import NOMINAL_GPU
 from headrace.plan.plan import Machine
 from headrace.plan.routing_traces import ExpertHits, FixedHits, Recorded, seeded_trace
-from headrace.runtime.planner_factory import finalize_plan, make_planner
+from headrace.runtime.planner_factory import finalize_plan, make_planner, needs_of
 from headrace.transfer.machine_probe import DeviceName, named_machine
 from models import Stack
 
@@ -169,6 +170,17 @@ def test_left_over_memory_becomes_slots() -> None:
     assert max(slots) - min(slots) <= 1
     row_bytes = plan.cached[0].num_bytes // plan.cached[0].num_experts
     assert WEIGHTS // 3 - plan.device_bytes < row_bytes + 2 * MIB
+
+
+def test_more_slots_keep_the_host_limit() -> None:
+    """They took the memory left over, and some numbers of them take a few MiB more host memory than others."""
+    made = with_biases()
+    budget = Budget(3_618_033_174, rules=[("experts", "cache")])
+    most = needs_of(made.plan(budget), on_gpu=True).host_bytes
+    for limit in range(most - 16 * MIB, most + 16 * MIB, MIB):
+        with suppress(BudgetError):
+            assert needs_of(made.plan(replace(budget, host_memory=limit)), on_gpu=True).host_bytes <= limit
+    assert made.plan(replace(budget, host_memory=most + 16 * MIB)).cached
 
 
 def test_a_number_of_slots() -> None:

@@ -144,6 +144,14 @@ class CachedLayer:
         )
 
     @property
+    def most_host_bytes(self) -> int:
+        """The most of :attr:`host_bytes` with any number of slots, by which expert 0 begins elsewhere in a piece."""
+        whole = (PIECE_BYTES // math.gcd(row, PIECE_BYTES) for row in self.split_row_bytes)
+        inside = sum(rows > _MOST_ROWS for rows in whole)  # tensors of which it does not begin a piece
+        sizes = (round_up(size, PIECE_BYTES) if self.is_split(name) else size for name, size in self.storages.items())
+        return sum(sizes) + inside * PIECE_BYTES
+
+    @property
     def num_bytes(self) -> int:
         """Bytes of all experts."""
         return sum(self.storages.values())

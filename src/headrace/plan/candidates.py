@@ -590,9 +590,9 @@ class Family:
             return Placed(on_peer, in_files, np.zeros(len(self.high)))
         slabs = dict(self._units(table.slabs))
         order = [fqn for fqn in table.spill_order if fqn in slabs]
-        on_host = sum(slabs.values(), self._in_place_bytes(table.slabs)) + sum(
-            layer.host_bytes for layer in self.cached
-        )
+        # What memory is left becomes slots, and with their number host memory begins elsewhere in a piece.
+        cached_bytes = sum(layer.most_host_bytes for layer in self.cached)
+        on_host = sum(slabs.values(), self._in_place_bytes(table.slabs)) + cached_bytes
         if table.peer_bytes:
             on_peer, left = self._on_peer(slabs)
             on_host -= table.peer_bytes - left
