@@ -86,10 +86,11 @@ def test_units_in_a_code_leave_less_room_for_experts() -> None:
 
 
 @cache
-def dense_planner() -> Planner:
+def dense_planner(vocab_size: int = 8000, is_tied: bool = False) -> Planner:
     sizes = {"hidden_size": 1024, "intermediate_size": 3072, "num_hidden_layers": 10, "num_attention_heads": 8}
+    names = {"vocab_size": vocab_size, "tie_word_embeddings": is_tied}
     with torch.device("meta"):
-        model = Qwen3ForCausalLM(Qwen3Config(**sizes, num_key_value_heads=2, vocab_size=8000)).bfloat16()
+        model = Qwen3ForCausalLM(Qwen3Config(**sizes, **names, num_key_value_heads=2)).bfloat16()
     return Planner(take_inventory(model), NOMINAL_GPU, profile_of(model), zero_copy=True)
 
 
@@ -108,6 +109,8 @@ def dense_planner() -> Planner:
         (planner, 4_953_672_381, 256, {"rules": [("self_attn", "prefetch")]}),
         # A head that is larger than the budget was read in place only where no experts were cached.
         (partial(planner, vocab_size=400_000), 1_000_000_000, 1, {"rules": [("experts", "cache")]}),
+        # A head that is the embedding, too, and is in no unit, always stayed.
+        (partial(dense_planner, 100_000, is_tied=True), 215_000_000, 1, {"rules": [("lm_head", "uva")]}),
     ],
 )
 def test_no_slower_than_what_may_be_stated(make: Any, size: int, rows: int, stated: dict[str, Any]) -> None:

@@ -130,6 +130,7 @@ class CandidateTable:
         always_prefetched: by module, storages that a rule prefetches.
         always_in_place: lookup tables, and storages that a rule reads in place.
         stranded: movable, but in no module whose forward could wait for them.
+        tied_tables: movable lookup tables that another module reads, too, such as the head: no unit can hold them.
         sizes, slabs: bytes of every storage by name, alone and in a slab.
         read_sizes: bytes that are read for a transfer of it.
     """
@@ -182,6 +183,8 @@ class CandidateTable:
         self.spill_order = [self.stages[index].module_fqn for index in spill_order(len(self.stages))]
         placed = {s.name for group in (*inside.values(), *(spec.storages for spec in beside)) for s in group}
         self.stranded = stranded(inventory, free.values(), placed)
+        tables = (s for s in free.values() if not inventory.lookups.isdisjoint(s.modules))
+        self.tied_tables = [s for s in tables if s.name not in placed and s not in self.stranded]
         self.sizes = {s.name: float(s.num_bytes) for s in inventory.storages}
         self.slabs = {s.name: float(slab_bytes([s.num_bytes])) for s in inventory.storages}
         # With a code: bytes that have none. One of them in a unit, and all of it is stored as it is.
@@ -302,8 +305,9 @@ class CandidateTable:
         yield "resident", self.always_in_place
         if self.outside:
             yield "prefetch", self.always_in_place
-        if self.outside and self.zero_copy:
-            yield "uva", (*self.always_in_place, *(s for spec in self.outside for s in spec.storages))
+        storages = [*(s for spec in self.outside for s in spec.storages), *self.tied_tables]
+        if storages and self.zero_copy:
+            yield "uva", (*self.always_in_place, *storages)
 
     def _evenly_spaced(
         self, sets: RoleSets, outside: Mechanism, uva: tuple[StorageInfo, ...], in_place: bool = False
