@@ -97,7 +97,7 @@ def test_within_both_budgets_and_no_slower_with_more(
         assert in_files.isdisjoint(spill.unstreamable)
         assert made == spilling(inventory, budget, limit, spill, batch=batch), "deterministic"
         assert Plan(**{f: getattr(made, f) for f in ("units", "num_slots", "mode", "resident", "uva")}) == made
-        seen[share, host_share] = Forecaster(inventory, DISK, ModelProfile(), batch)(made).step_s
+        seen[share, host_share] = Planner(inventory, DISK).forecast(made, batch).step_s
     for share in low:
         assert seen[share, high[1]] <= seen[share, high[0]] * (1 + 1e-8), "more host memory"
     for share in high:
