@@ -489,6 +489,19 @@ class TestOthers:
                 assert_same_bits(model(x), after)
             assert handle.stats().bytes_moved > 0
 
+    @pytest.mark.skipif(not torch.backends.mkldnn.is_available(), reason="this torch was built without oneDNN")
+    def test_tensors_in_the_layout_of_onednn_are_left_alone(self) -> None:
+        """They have no other key of autograd than a backend that torch knows by name alone."""
+        x, weight = rows().to_mkldnn(), torch.randn(DIM, DIM).to_mkldnn()
+
+        def use() -> list[torch.Tensor]:
+            made = [F.linear(x, weight), x.reshape(-1), x.softmax(-1), F.dropout(x, 0.5, training=False)]
+            return [each.to_dense() for each in made]
+
+        model, expected = Stack(3).eval(), use()
+        with headrace.offload(model, all_layers(1)):
+            assert_same_bits(use(), expected)
+
     @promoted
     def test_another_thread(self) -> None:
         model, x = Stack(3).eval(), torch.randn(2, DIM)

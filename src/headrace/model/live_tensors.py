@@ -534,6 +534,7 @@ _GUARDED_KEYS = torch._C.DispatchKeySet(_GUARDED_KEY)
 # Within the `__torch_dispatch__` of a subclass, torch excludes all keys above Python's: one below it sees what the
 # subclass does with a placeholder inside of it. No backend has kernels for this one.
 _BELOW_PYTHON = "CustomRNGKeyId"
+_COMPOSITE = "CompositeImplicitAutograd"  # of operators that consist of others
 
 # These neither read nor write bytes: bookkeeping, aliases, and factories that only ask for shape, dtype and device.
 _TOUCHES_NOTHING = {
@@ -754,7 +755,10 @@ def _register() -> tuple[torch.library.Library, ...]:
         # By operator, since torch looks up no fallback beside a tensor of a subclass, such as a jagged one, nor in a
         # TorchDispatchMode, and since many operators have a kernel for every backend's keys, also for _BELOW_PYTHON.
         on_access = functools.partial(_on_named_access, name, overload) if reads else torch.library.fallthrough_kernel
-        for key in (_PLACEHOLDER, _BELOW_PYTHON):
+        # An operator that consists of others needs none below Python, where each of those is found. With one it would
+        # fail for tensors in the layout of oneDNN (to_mkldnn()), whose key of autograd that of _BELOW_PYTHON is, too.
+        consists_of_others = torch._C._dispatch_has_kernel_for_dispatch_key(f"aten::{qualified}", _COMPOSITE)
+        for key in (_PLACEHOLDER,) if consists_of_others else (_PLACEHOLDER, _BELOW_PYTHON):
             aten.impl(qualified, on_access, key)
         if schema.is_mutable:  # all others keep the fall-through and their speed
             aten.impl(qualified, functools.partial(_on_write, name, overload), _GUARDED)
