@@ -578,6 +578,27 @@ def test_a_module_run_by_hand_on_another_stream_overtakes_no_forward(announced: 
         engine.device.finish()
 
 
+def test_two_runs_at_once_of_a_coded_unit_on_two_streams_both_count() -> None:
+    """As of two threads: what is decoded next waits for the reads of both, in whatever order they end."""
+    for streams in (("compute", "another"), ("another", "compute")):
+        engine = Engine(3, 3, 1, announced=False)
+        pipeline, memory, late = engine.pipeline, engine.pipeline.slot_memory(0), Op(lambda: None)
+        pipeline.begin_forward()
+        for engine.link.current in streams:
+            pipeline.wait(0)
+        engine.device.finish()
+        for engine.link.current in streams:
+            after = [late] if engine.link.current == streams[0] else []
+            engine.link.give(engine.link.current, engine._reader(0, memory), after)
+            pipeline.release(0)
+        engine.run_unit(1)
+        engine.device.run_ready()
+        late.done = True
+        pipeline.finish_forward()
+        engine.device.finish()
+        assert engine.reads == 3
+
+
 @pytest.mark.parametrize("announced", [True, False], ids=["announced", "joined"])
 def test_a_replay_after_compiled_code_that_raised(announced: bool) -> None:
     """Between its wait and its release, so that the slot still counts as being read."""

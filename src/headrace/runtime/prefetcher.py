@@ -91,7 +91,7 @@ class Prefetcher:
         self._live = [Slot(index, link.allocate(num_bytes)) for index, num_bytes in enumerate(sizes)]
         # Of one coded unit at a time, for as long as it is read; slots hold the code of these.
         self._decoded = link.allocate(plan.decoding_bytes) if self._coded else None
-        self._last_read: tuple[int | None, ComputeEvent] | None = None  # of what is decoded: its capture, and its end
+        self._uses: list[tuple[int | None, ComputeEvent]] = []  # the latest of that memory: their captures and ends
         self._num_units, self._num_slots = len(plan.units), len(self._live)
         self._schedule = Schedule(tuple(range(self._num_units)), self._num_slots)
         self._position = -1  # in the expected order, of the latest run
@@ -508,17 +508,18 @@ class Prefetcher:
                 slot.transfer = None  # its event means nothing to the graph of the next piece
 
     def _decode(self, unit: int, slot: Slot) -> None:
-        last = self._last_read
-        after = [last[1]] if last is not None and last[0] == self._link.capture_id else []
+        capture = self._link.capture_id
+        after = [event for captured, event in self._uses if captured == capture]
         self._link.decode(self._loads[unit], slot.memory, self.slot_memory(unit), after)
         self._record_read(slot)  # the code is not read after this
+        self._uses = [(capture, event) for event in slot.events[-1:]]  # it comes after those before
 
     def _end_read(self, unit: int, slot: Slot) -> None:
         """What is written next to where compute read ``unit`` waits for all compute submitted so far."""
         if unit not in self._coded:
             self._record_read(slot)
         elif (event := self._link.record_compute()) is not None:
-            self._last_read = self._link.capture_id, event
+            self._uses.append((self._link.capture_id, event))
 
     def _record_read(self, slot: Slot) -> None:
         """The next copy into ``slot`` waits for all compute submitted so far."""
@@ -648,7 +649,8 @@ class Prefetcher:
             # Views of the store and slots: a handle kept after remove() must not keep them alive.
             self._loads.clear()
             self._live = []
-            self._decoded = self._last_read = None
+            self._decoded = None
+            self._uses.clear()
             self._graphs.end_capture()
             self._guard = None
 
