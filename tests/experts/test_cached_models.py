@@ -191,6 +191,19 @@ class TestBits:
                 assert handle.stats().experts[0].evicted > 0
         torch._dynamo.reset()
 
+    def test_compiled_code_waits_for_the_latest_run_on_another_stream(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        """At each call, and not when it is traced: which streams are current is not known before."""
+        model, x, followed = Experts().eval(), torch.randn(2, 24), list[torch.device]()
+        monkeypatch.setattr(CacheStreamOrder, "follow", lambda turn, device: followed.append(device))
+        with torch.inference_mode(), headrace.offload(model, Rules([("*up", "cache")], expert_slots=2)):
+            compiled = torch.compile(model, backend="eager", fullgraph=True)
+            compiled(x)
+            followed.clear()
+            for _ in range(3):
+                compiled(x)
+        torch._dynamo.reset()
+        assert followed == [x.device] * 3
+
     @pytest.mark.slow
     def test_two_threads(self) -> None:
         """One slot: each thread evicts what the other has just admitted, unless it waits."""

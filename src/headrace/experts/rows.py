@@ -375,6 +375,7 @@ def _expert_rows(token: torch.Tensor, location: torch.Tensor, ids: torch.Tensor)
         raise StateError(
             "compiled code refers to a cache of experts that is gone; compile the model again (torch._dynamo.reset())"
         )
+    cache.turn.follow(location.device)  # compiled code has no other call before it
     return cache.admit(ids.contiguous())
 
 
