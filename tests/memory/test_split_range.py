@@ -19,7 +19,8 @@ CUDA = torch.device("cuda", 0)
 def driver(monkeypatch: pytest.MonkeyPatch) -> Driver:
     made = Driver()
     monkeypatch.setattr("torch.cuda.device", nullcontext)
-    monkeypatch.setattr("torch.cuda.synchronize", lambda: None)
+    monkeypatch.setattr("torch.cuda.is_current_stream_capturing", lambda: False)
+    monkeypatch.setattr("torch.cuda.synchronize", lambda: made.calls.append(("synchronize", ())))
     monkeypatch.setattr(split_range, "import_module", lambda name: made)
     monkeypatch.setattr(torch, "as_tensor", lambda data, device: data)
     monkeypatch.setattr(torch, "from_numpy", lambda data: data)
@@ -58,3 +59,23 @@ def test_a_host_range_begins_behind_memory_of_the_device(driver: Driver) -> None
     assert readers == [["device"], ["device", "host"]]
     assert (made.address, made.num_bytes) == ((1 << 40) + 2 * MIB, 6 * MIB)
     assert made.__cuda_array_interface__["data"][0] == 1 << 40
+
+
+@pytest.mark.parametrize("next_one", ["ends", "is made"])
+def test_what_ends_in_a_capture_waits_for_its_end(
+    driver: Driver, monkeypatch: pytest.MonkeyPatch, next_one: str
+) -> None:
+    """To wait for the device would make the capture invalid, and the memory would never be given back."""
+    ending, other = MappedMemory(6 * MIB, CUDA), MappedMemory(4 * MIB, CUDA)
+    driver.calls.clear()
+    with monkeypatch.context() as capture:
+        capture.setattr("torch.cuda.is_current_stream_capturing", lambda: True)
+        del ending
+    assert driver.calls == []
+    if next_one == "ends":
+        del other
+    else:
+        MappedMemory(2 * MIB, CUDA)
+    unmapped = [given[1] for name, given in driver.calls if name == "cuMemUnmap"]
+    assert 6 * MIB in unmapped
+    assert [name for name, _ in driver.calls].count("cuMemAddressFree") == 2

@@ -320,6 +320,7 @@ class TestItsMemory:
     @pytest.fixture(autouse=True)
     def _no_gpu(self, monkeypatch: pytest.MonkeyPatch) -> None:
         monkeypatch.setattr("torch.cuda.device", nullcontext)
+        monkeypatch.setattr("torch.cuda.is_current_stream_capturing", lambda: False)
         monkeypatch.setattr("torch.cuda.synchronize", lambda: None)
 
     def map(self, driver: Driver, monkeypatch: pytest.MonkeyPatch) -> split_range._Mapped:

@@ -117,6 +117,7 @@ class _Mapped:
         far: _Far,
         shared: tuple[int, MappedMemory] | None = None,
     ) -> None:
+        _give_back_late()
         # One of torch's own requirements where it is built for CUDA; by name, since it is nowhere else.
         self._driver: Any = import_module("cuda.bindings.driver")
         self._device, self._peer = device, far if isinstance(far, torch.device) and far != device else None
@@ -190,9 +191,25 @@ class _Mapped:
     def __del__(self) -> None:
         if not hasattr(self, "address"):
             return
-        # At the end of the process the driver may be gone already.
-        with suppress(Exception), torch.cuda.device(self._device):
+        with suppress(Exception):  # at the end of the process the driver may be gone already
+            if torch.cuda.is_current_stream_capturing():
+                _ended_in_capture.append(self)
+            else:
+                self._give_back()
+                _give_back_late()
+
+    def _give_back(self) -> None:
+        with torch.cuda.device(self._device):
             torch.cuda.synchronize()  # a kernel may still read there
             for address, num_bytes in self._parts:
                 self._call("cuMemUnmap", address, num_bytes)
             self._call("cuMemAddressFree", self.address, self._num_bytes)
+
+
+_ended_in_capture: list[_Mapped] = []  # in which nothing may wait for the device
+
+
+def _give_back_late() -> None:
+    while _ended_in_capture:
+        with suppress(Exception):  # another thread may take the last one
+            _ended_in_capture.pop()._give_back()
