@@ -102,6 +102,30 @@ class TestPinnedBytes:
         second.register(ledger)
         assert [what for what, _, _ in ledger.log] == ["register", "unregister", "register"]
 
+    def test_what_ends_in_a_capture_of_another_thread_waits_too(self) -> None:
+        """There the driver refuses to wait for the device. Memory that is freed while it is registered is lost."""
+
+        class Busy(Ledger):
+            is_busy = True
+
+            def unregister(self, address: int) -> None:
+                if self.is_busy:
+                    raise RuntimeError("operation not permitted when stream is capturing")
+                super().unregister(address)
+
+        ledger, memory = Busy(), torch.zeros(10, dtype=torch.uint8)
+        first, left = PinnedBuffer(memory), weakref.ref(memory)
+        first.register(ledger)
+        del first, memory
+        gc.collect()
+        assert left() is not None
+        assert len(ledger.held) == 1
+        ledger.is_busy = False
+        PinnedBuffer(torch.zeros(10, dtype=torch.uint8)).register(ledger)
+        gc.collect()
+        assert [what for what, _, _ in ledger.log] == ["register", "unregister", "register", "unregister"]
+        assert left() is None
+
     def test_capture_of_another_thread_is_named(self) -> None:
         pinned = PinnedBuffer(torch.zeros(10, dtype=torch.uint8))
         with pytest.raises(StateError, match="another thread is capturing"):

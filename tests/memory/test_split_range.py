@@ -7,6 +7,7 @@ from contextlib import nullcontext
 import pytest
 import torch
 
+from checks import raising
 from cuda_driver import Driver
 from headrace.memory import split_range
 from headrace.memory.split_range import MappedMemory, SplitRange
@@ -62,14 +63,19 @@ def test_a_host_range_begins_behind_memory_of_the_device(driver: Driver) -> None
 
 
 @pytest.mark.parametrize("next_one", ["ends", "is made"])
+@pytest.mark.parametrize("thread", ["this", "another"])
 def test_what_ends_in_a_capture_waits_for_its_end(
-    driver: Driver, monkeypatch: pytest.MonkeyPatch, next_one: str
+    driver: Driver, monkeypatch: pytest.MonkeyPatch, next_one: str, thread: str
 ) -> None:
     """To wait for the device would make the capture invalid, and the memory would never be given back."""
+    refused = raising(RuntimeError("operation not permitted when stream is capturing"))
     ending, other = MappedMemory(6 * MIB, CUDA), MappedMemory(4 * MIB, CUDA)
     driver.calls.clear()
     with monkeypatch.context() as capture:
-        capture.setattr("torch.cuda.is_current_stream_capturing", lambda: True)
+        if thread == "this":
+            capture.setattr("torch.cuda.is_current_stream_capturing", lambda: True)
+        else:
+            capture.setattr("torch.cuda.synchronize", refused)
         del ending
     assert driver.calls == []
     if next_one == "ends":

@@ -124,17 +124,20 @@ class PinnedBuffer(RawMemory):
     def unregister(self) -> None:
         """Unpin it now, for memory that lives on as ordinary memory; no effect when it is not pinned."""
         registrar, self._registrar = self._registrar, None
-        if registrar is not None:
+        if registrar is None:
+            return
+        try:
             registrar.unregister(self._address)
+        except Exception:  # another thread is capturing, so the device cannot be waited for
+            self._registrar = registrar
+            raise
 
     def __del__(self) -> None:
         if self._registrar is None:
             return
         with suppress(Exception):  # the interpreter may be going down
-            if self._registrar.capturing:
-                _pending_unregister.append(self)
-            else:
-                self.unregister()
+            _pending_unregister.append(self)
+            if not self._registrar.capturing:
                 _unregister_late()
 
 
@@ -142,9 +145,14 @@ _pending_unregister: list[PinnedBuffer] = []  # ended where they could not be un
 
 
 def _unregister_late() -> None:
-    with suppress(IndexError):
-        while True:
-            _pending_unregister.pop().unregister()
+    """Try it again; what cannot be unregistered now either has to stay where it is."""
+    for memory in tuple(_pending_unregister):
+        with suppress(ValueError):  # another thread was first
+            _pending_unregister.remove(memory)
+            try:
+                memory.unregister()
+            except Exception:
+                _pending_unregister.append(memory)
 
 
 # -- making ------------------------------------------------------------------------------------------------------------

@@ -192,24 +192,28 @@ class _Mapped:
         if not hasattr(self, "address"):
             return
         with suppress(Exception):  # at the end of the process the driver may be gone already
-            if torch.cuda.is_current_stream_capturing():
-                _ended_in_capture.append(self)
-            else:
-                self._give_back()
+            _ended.append(self)
+            if not torch.cuda.is_current_stream_capturing():
                 _give_back_late()
 
     def _give_back(self) -> None:
         with torch.cuda.device(self._device):
             torch.cuda.synchronize()  # a kernel may still read there
-            for address, num_bytes in self._parts:
-                self._call("cuMemUnmap", address, num_bytes)
+            while self._parts:
+                self._call("cuMemUnmap", *self._parts[0])
+                del self._parts[0]
             self._call("cuMemAddressFree", self.address, self._num_bytes)
 
 
-_ended_in_capture: list[_Mapped] = []  # in which nothing may wait for the device
+_ended: list[_Mapped] = []  # and not given back yet: while a graph is captured nothing may wait for the device
 
 
 def _give_back_late() -> None:
-    while _ended_in_capture:
-        with suppress(Exception):  # another thread may take the last one
-            _ended_in_capture.pop()._give_back()
+    """Try it again; what another thread's capture refuses stays."""
+    for mapped in tuple(_ended):
+        with suppress(ValueError):  # another thread was first
+            _ended.remove(mapped)
+            try:
+                mapped._give_back()
+            except Exception:
+                _ended.append(mapped)
