@@ -271,6 +271,20 @@ class TestResponses:
         with client.responses.stream(model=NAME, input="hi", max_output_tokens=4) as stream:
             assert "".join(event.delta for event in stream if event.type == "response.output_text.delta") == "abcd"
 
+    @pytest.mark.parametrize(("said", "text"), [("ok{}", "ok"), ("ok{}, so{}", "ok, so"), ("<think>hm</think>{}", "")])
+    def test_events_of_calls(self, served: Served, says: Says, said: str, text: str) -> None:
+        """Each item has its own index: a message was sent again at that of the call, and openai's client broke."""
+        says(said.format(CALL, CALL))
+        num_tokens = len(said.format(CALL, CALL))
+        tool: Any = {"type": "function", "name": "f", "parameters": {}}
+        asked: Any = {"model": NAME, "input": "hi", "tools": [tool], "max_output_tokens": num_tokens}
+        with served.client().responses.stream(**asked) as stream:
+            items = [(each.output_index, each.item.id) for each in stream if each.type == "response.output_item.done"]
+            answer = stream.get_final_response()
+        assert answer.output_text == text
+        assert items == list(enumerate(item.id for item in answer.output))
+        assert [item.type for item in answer.output].count("function_call") == said.count("{}")
+
     def test_instructions_before_a_system_message(self, served: Served) -> None:
         """Both reach the template; the message was dropped."""
         given = [{"role": "system", "content": "in French"}, HI]

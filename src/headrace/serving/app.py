@@ -34,9 +34,9 @@ from starlette.middleware.cors import CORSMiddleware
 from starlette.requests import ClientDisconnect, Request
 from starlette.responses import Response
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
+from transformers.cli.serving import response
 from transformers.cli.serving.chat_completion import ChatCompletionHandler
 from transformers.cli.serving.completion import CompletionHandler
-from transformers.cli.serving.response import ResponseHandler
 from transformers.cli.serving.server import build_server
 from transformers.cli.serving.utils import X_REQUEST_ID, Modality, get_response_template
 from uvicorn.config import LOGGING_CONFIG
@@ -208,7 +208,30 @@ class _Completion(_CheckedHandler, CompletionHandler):
     kind, is_chat = request_body.Completion, False
 
 
-class _Response(_CheckedHandler, ResponseHandler):
+class _Events(response._ResponseStreamBuilder):
+    """transformers' own, but the calls follow the only message, which it would send again in the place of a call."""
+
+    tool_calls: list[Any]
+
+    def finish_message(self) -> list[str]:
+        return []  # it stays open
+
+    def tool_call(self, *call: str) -> list[str]:
+        self.tool_calls.append(call)
+        return []
+
+    def completed(self, usage: Any) -> list[str]:
+        calls, self.tool_calls = self.tool_calls, []
+        events = super().finish_message()
+        for call in calls:
+            events += super().tool_call(*call)
+        return events + super().completed(usage)
+
+
+response._ResponseStreamBuilder = _Events  # type: ignore[misc]
+
+
+class _Response(_CheckedHandler, response.ResponseHandler):
     kind = request_body.Response
 
     def _normalize_input(self, body: Any) -> Any:  # type: ignore[override]
