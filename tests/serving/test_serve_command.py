@@ -62,6 +62,8 @@ def nothing_is_loaded(monkeypatch: pytest.MonkeyPatch) -> None:
     (["--offload-mode", "meta", "--device-memory", "2MiB"], "--offload-mode 'meta': expected one of cpu, disk of"),
     (["--offload-mode", "shm_cpu", "--device-memory", "2MiB"], "'shm_cpu': expected one of cpu, disk of headrace"),
     (["--batch", "0"], "--batch '0': expected numbers of rows"),
+    (["--context", "0"], "--context = 0: expected at least 1"),
+    (["--context", "0", "--device-memory", "2MiB"], "--context = 0: expected at least 1"),
     (["--context", "5000"], "--context 5000: expected at most 4096, the tokens that the model was made for"),
     (["--device-memory", "1KiB"], "1.0 KiB"),
     (["--batch", "100000000"], "the plan does not fit this machine"),

@@ -153,6 +153,8 @@ def _run_server(model: str, flags: OffloadFlags, options: _ServeOptions) -> None
     device = target_device(flags.device)
     batch = _BATCH if flags.batch is None else flags.batch
     sequences = max(counts("--batch", batch))
+    if flags.context is not None:
+        count("--context", flags.context)
     if flags.device_memory is not None:
         flags = replace(flags, batch=batch)
     policy = requested(flags, device, _SURFACE)
