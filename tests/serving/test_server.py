@@ -228,6 +228,7 @@ def test_a_key(folder: Path) -> None:
                 assert "send the header Authorization: Bearer KEY" in text
         assert served.handle.stats().bytes_moved == before
         assert served.send("/v1/completions", asked, WITH_KEY)[0] == 200
+        assert served.send("/v1/models", None, {"Authorization": f"bearer {KEY}"})[0] == 200  # RFC 7235
         assert next(model.id for model in served.client(KEY).models.list()) == NAME
         assert served.send("/health")[0] == served.send("/metrics")[0] == 200
 

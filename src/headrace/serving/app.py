@@ -380,8 +380,8 @@ class RequestMiddleware:
         """The body of a request, after a check of its key."""
         # Not request.url, on which the header Host has an influence.
         if self._key is not None and request.scope["path"].startswith("/v1"):
-            given = dict(request.scope["headers"]).get(b"authorization", b"")
-            if not secrets.compare_digest(given, b"Bearer " + os.fsencode(self._key)):
+            scheme, _, given = dict(request.scope["headers"]).get(b"authorization", b"").partition(b" ")
+            if scheme.lower() != b"bearer" or not secrets.compare_digest(given, os.fsencode(self._key)):
                 text = "the API key is missing or wrong: send the header Authorization: Bearer KEY"
                 raise RequestError(text, status=401)
         body, timeout = bytearray(), asyncio.timeout(_RECEIVE_S)
