@@ -100,6 +100,7 @@ def test_what_changes_no_answer(
     ({"repetition_penalty": 1.05}, "repetition_penalty = 1.05 is not"),
     ({"logit_bias": {"5": 1}}, "logit_bias = {\"5\": 1} is not"),
     ({"stop": [""]}, "stop.0: String should have at least 1 character, found \"\""),
+    ({"stop": ["x"] * 65}, "stop: List should have at most 64 items"),
     ({"stop": 5}, "stop: Input should be a valid list, found 5"),
     ({"suffix": "x"}, "suffix = \"x\" is not"),
     ({"temprature": 1}, "'temprature' is not supported; did you mean 'temperature'?"),

@@ -151,7 +151,7 @@ class GenerationRequest(BaseModel):
     stop: Annotated[
         list[Annotated[str, Field(min_length=1)]] | None,
         BeforeValidator(lambda given: [given] * bool(given) if isinstance(given, str) else given),
-    ] = None
+    ] = Field(None, max_length=64)  # each is looked for after every token, while other requests wait
     stream_options: _StreamOptions | None = None
     max_tokens: Annotated[int, Field(ge=1, lt=2**31)] | None = Field(None, validation_alias=AliasChoices(*_LENGTHS))
 
