@@ -299,6 +299,8 @@ class TestResponses:
         ([HI, {"type": "image_generation_call"}], "input: expected a text or a list of messages"),
         ([HI, {"type": "function_call"}], "input: expected a text or a list of messages"),
         ([], "messages"),
+        ([{"role": "user", "text": "hi"}], "content: expected a text"),
+        ([HI, {"role": "assistant", "content": None}], "content: expected a text"),
         ([{"role": "user", "content": [{"type": "input_image"}]}], "content.0.type: Input should"),
         ([{"type": "input_image", "image_url": "x"}], "content.0.type: Input should"),
         ([{"role": "user", "content": 5}], "content: Input should be a valid list"),

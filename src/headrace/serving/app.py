@@ -235,8 +235,11 @@ class _Response(_CheckedHandler, response.ResponseHandler):
     kind = request_body.Response
 
     def _normalize_input(self, body: Any) -> Any:  # type: ignore[override]
+        items = body["input"]
+        if isinstance(items, list):  # transformers would take a message without content for an empty one
+            items = [{"content": None, **item} if "role" in item else item for item in items]
         try:
-            messages = super()._normalize_input({"input": body["input"]})
+            messages = super()._normalize_input({"input": items})
         except (LookupError, TypeError, AttributeError, HTTPException) as error:
             raise RequestError(f"input: expected a text or a list of messages and tool calls ({error})") from None
         if body.get("instructions"):  # transformers would put them in the place of a system message
