@@ -7,6 +7,8 @@ import io
 import json
 import re
 import shutil
+import subprocess
+import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -14,10 +16,11 @@ from typing import Any
 import pytest
 import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer, TextStreamer
+from typer.testing import CliRunner
 
 from checks import raising
 from commands import error_of, run, succeed, tiny_model
-from headrace.cli import commands_generate
+from headrace.cli import app, commands_generate
 from headrace.formatting import format_rate, format_time
 from headrace.plan.plan import Plan
 from heads import mellum
@@ -211,6 +214,33 @@ def test_sampling_options_without_sampling(model: Path) -> None:
     for wrong in (0, 1.5, "nan"):
         message = error_of(*args, "--temperature", 1, "--top-p", wrong)
         assert f"--top-p {wrong}: expected a probability above 0, at most 1" in message
+
+
+@pytest.mark.parametrize(("flags", "message"), [
+    (("--seed", 2**64, "--temperature", 1), f"--seed {2**64}: expected a number of at most 64 bits, such as --seed 1"),
+    (("--seed", -(2**63) - 1, "--temperature", 1), "expected a number of at most 64 bits"),
+    (("--temperature", 1e-320), "--temperature 9.99989e-321: expected 0 (greedy), or a temperature above"),
+    (("--temperature", -1), "--temperature -1: expected 0 (greedy), or a temperature above, such as --temperature 0.7"),
+    (("--prompt", "caf\udce9"), "--prompt: expected text in UTF-8, found other bytes in 'caf\\udce9'"),
+    (("--system", "caf\udce9"), "--system: expected text in UTF-8, found other bytes in 'caf\\udce9'"),
+])  # fmt: skip
+def test_values_that_torch_or_the_tokenizer_cannot_take(model: Path, flags: tuple[Any, ...], message: str) -> None:
+    """Their errors named no flag."""
+    assert message in error_of("generate", model, "--prompt", "a", *flags)
+
+
+@pytest.mark.parametrize("words", [("generate", "--prompt", "-"), ("chat",)])
+def test_stdin(with_template: Callable[..., Path], words: tuple[str, ...]) -> None:
+    """With bytes that are no UTF-8, in any locale, or closed."""
+    verb, *flags = words
+    folder = with_template("tiny-instruct")
+    result = CliRunner().invoke(app, [verb, str(folder), *flags], input=b"caf\xe9\n")
+    assert result.exit_code == 2
+    assert "error: stdin: expected text in UTF-8, found other bytes in 'caf\\udce9" in result.stderr
+    command = ["sh", "-c", 'exec "$@" <&-', "-", sys.executable, "-m", "headrace", verb, folder, *flags]
+    done = subprocess.run(command, capture_output=True, text=True, check=False)
+    assert done.returncode == 2
+    assert " is read from stdin, which is closed; start headrace without <&-" in done.stderr
 
 
 # -- output ------------------------------------------------------------------------------------------------------------

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import io
 import json
 import logging
 import re
@@ -57,8 +58,8 @@ _BASE = re.compile(r"(^|[-_.])(base|pt|pretrain(ed)?)([-_.]|$)", re.IGNORECASE)
 
 
 def _temperature(flag: str, value: float) -> None:
-    if not value >= 0:  # NaN is neither
-        raise OptionError(f"{flag} {value:g}: expected a temperature of at least 0, such as {flag} 0.7")
+    if not (value == 0 or value >= 1e-30):  # NaN is neither, and logits divided by less leave the range of float32
+        raise OptionError(f"{flag} {value:g}: expected 0 (greedy), or a temperature above, such as {flag} 0.7")
 
 
 def _probability(flag: str, value: float) -> None:
@@ -66,18 +67,36 @@ def _probability(flag: str, value: float) -> None:
         raise OptionError(f"{flag} {value:g}: expected a probability above 0, at most 1, such as {flag} 0.9")
 
 
+def _seed(flag: str, value: int) -> None:
+    if not -(2**63) <= value < 2**64:
+        raise OptionError(f"{flag} {value}: expected a number of at most 64 bits, such as {flag} 1")
+
+
+def _utf8(source: str, text: str) -> None:
+    """Refuse bytes that are no UTF-8, which Python reads as halves of surrogate pairs."""
+    if text.encode(errors="ignore").decode() != text:
+        raise OptionError(f"{source}: expected text in UTF-8, found other bytes in {text[:60]!a}; convert it")
+
+
+def _open_stdin(what: str) -> None:
+    if sys.stdin is None:
+        raise OptionError(f"{what} is read from stdin, which is closed; start headrace without <&-")
+    if isinstance(sys.stdin, io.TextIOWrapper):
+        sys.stdin.reconfigure(errors="surrogateescape")  # for _utf8(), whatever the locale
+
+
 @dataclass(frozen=True)
 class GenerateOptions(SpeculationFlags):
     """The flags of this verb alone."""
 
-    system: str | None = row("TEXT", "A system message before the prompt, in the chat template.")
+    system: str | None = row("TEXT", "A system message before the prompt, in the chat template.", _utf8)
     max_new_tokens: int = row("N", "Stop after N tokens (default 64).", count, off=64)
     temperature: float | None = row("T", "Sample at this temperature (default 0: greedy decoding).", _temperature)
     top_p: float | None = row(
         "P", "Sample from the likeliest tokens of probability P (default the model's).", _probability
     )
     top_k: int | None = row("K", "Sample from the K likeliest tokens (default the model's).", count)
-    seed: int | None = row("N", "Random seed for sampling (default 0).")
+    seed: int | None = row("N", "Random seed for sampling (default 0).", _seed)
     dtype: str | None = row("NAME", DTYPE_HELP, check_dtype)
     attn_implementation: str | None = row("NAME", "Attention of transformers: sdpa, eager, ... (default the model's).")
     no_graphs: bool = row("", "Launch each kernel from Python instead of replaying CUDA graphs.", off=False)
@@ -125,7 +144,10 @@ def generate(
     flags: OffloadFlags,
 ) -> None:
     """Generate text with a model that does not fit on the device. Text goes to stdout, everything else to stderr."""
+    if prompt == "-":
+        _open_stdin("the prompt")
     text = sys.stdin.read() if prompt == "-" else prompt
+    _utf8("stdin" if prompt == "-" else "--prompt", text)
     if not text:
         raise OptionError("--prompt is empty; a causal language model needs at least one token to continue")
     _run(model, text, chat, options, flags)
@@ -141,6 +163,7 @@ def chat(
     flags: OffloadFlags,
 ) -> None:
     """Chat with a model that does not fit on the device, a message a line, from a terminal or stdin; /exit ends it."""
+    _open_stdin("a chat")
     _run(model, None, True, options, flags)
 
 
@@ -408,6 +431,7 @@ def _converse(
     with suppress(EOFError):
         while (line := input("> " if sys.stdin.isatty() else "").strip()) != "/exit":
             if line:
+                _utf8("stdin", line)
                 messages.append({"role": "user", "content": line})
                 tokens, seconds = answer(_tokenize(tokenizer, folder, line, messages))
                 answers.append((tokens, seconds))
