@@ -382,7 +382,7 @@ class TestRefused:
         with pytest.raises(OptionError, match=f"peer_memory: expected mode 'cpu', .* found '{mode}'"):
             headrace.offload(model, Budget("20KiB", mode=mode, peer_memory="1MiB"))
         save(model, tmp_path)
-        with pytest.raises(OptionError, match="found 'disk'"):  # what a CPU reads from by default
+        with pytest.raises(OptionError, match="found 'disk', the default on a CPU; leave --peer-memory out"):
             headrace.offload(model, Budget("20KiB", peer_memory="1MiB"), checkpoint=tmp_path)
 
     @pytest.mark.parametrize("peers", [{}, {2}, {0, 2}])

@@ -249,9 +249,10 @@ class Planner:
         workload, mode = budget.workload, budget.mode or self.default_mode
         self.profile.check_context(workload.context)
         if budget.peer_memory is not None and mode != "cpu":
+            both = "; leave one of the two out (--peer-memory, --offload-mode)"
             raise OptionError(
-                f"peer_memory: expected mode 'cpu', since it is used before host memory, found {mode!r}; leave one of "
-                f"the two out (--peer-memory, --offload-mode)"
+                f"peer_memory: expected mode 'cpu', since it is used before host memory, found {mode!r}"
+                f"{both if budget.mode else ', the default on a CPU; leave --peer-memory out'}"
             )
         movable = self._movable(budget, names)
         forced = resolve_rules(self.inventory, budget.rules, self._fixed(mode), self._refused(mode))
