@@ -143,7 +143,7 @@ def test_the_default_of_verbs(model: Path, monkeypatch: pytest.MonkeyPatch) -> N
 
 
 def test_without_a_gpu(model: Path) -> None:
-    with pytest.raises(OptionError, match="--device-memory auto is what a GPU has free, and of cpu that is not known"):
+    with pytest.raises(OptionError, match=r"of cpu that is not known: .*`headrace plan --machine 4090`"):
         headrace.make_plan(model, "auto", device="cpu")
     with pytest.raises(OptionError, match="auto is what a GPU has free"):
         headrace.adapters.transformers.load(model, "auto", device="cpu")

@@ -308,7 +308,7 @@ class PlanContext:
         if target.device.type != "cuda" or free_bytes is None:
             raise OptionError(
                 f"--device-memory auto is what a GPU has free, and of {target.machine} that is not known: give a size, "
-                f"such as 8GiB, or name a card to plan for (--machine 4090)"
+                f'such as 8GiB, or plan for a card (`headrace plan --machine 4090`, machine="4090")'
             )
         free_bytes += sum(storage.info.num_bytes for storage in self.bound.values() if storage.home == target.device)
         if self.request.ranks is not None:  # which have to come to one plan
