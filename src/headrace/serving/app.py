@@ -102,6 +102,7 @@ def make_app(
     handlers: dict[str, Any] = {name: None for name in inspect.signature(build_server).parameters if "_handler" in name}
     handlers |= {"chat_handler": _Chat(manager, manager), "completion_handler": _Completion(manager, manager)}
     handlers |= {"response_handler": _Response(manager, manager)}
+    response._ResponseStreamBuilder = _Events  # type: ignore[misc]
     app = build_server(manager, generation_state=manager, **handlers)
     app.router.routes[:] = [route for route in app.router.routes if getattr(route, "path", None) in _ROUTES]
     errors: Any = (RequestError, RequestValidationError, HTTPException, RecursionError, Exception)
@@ -211,13 +212,11 @@ class _Completion(_CheckedHandler, CompletionHandler):
 class _Events(response._ResponseStreamBuilder):
     """transformers' own, but the calls follow the only message, which it would send again in the place of a call."""
 
-    tool_calls: list[Any]
-
     def finish_message(self) -> list[str]:
         return []  # it stays open
 
     def tool_call(self, *call: str) -> list[str]:
-        self.tool_calls.append(call)
+        self.tool_calls.append(call)  # type: ignore[arg-type] # until completed()
         return []
 
     def completed(self, usage: Any) -> list[str]:
@@ -226,9 +225,6 @@ class _Events(response._ResponseStreamBuilder):
         for call in calls:
             events += super().tool_call(*call)
         return events + super().completed(usage)
-
-
-response._ResponseStreamBuilder = _Events  # type: ignore[misc]
 
 
 class _Response(_CheckedHandler, response.ResponseHandler):
@@ -299,21 +295,17 @@ class _Metrics(Collector):
     def collect(self) -> Iterator[Metric]:
         batches, admission = self._batches, self._batches.admission
         gauge, counter = GaugeMetricFamily, CounterMetricFamily
-        rows: list[tuple[type[Metric], str, str, float]] = [
-            (gauge, "alive", "1 while the engine runs.", batches.dead_reason() is None),
-            (gauge, "running_requests", "Requests that generate.", admission.running),
-            (gauge, "waiting_requests", "Requests that wait for cache, or for others to end.", admission.waiting),
-            (gauge, "cache_tokens", "Tokens that the cache has room for.", admission.pool.num_tokens),
-            (gauge, "cache_reserved_tokens", "Of them, reserved by running requests.", admission.reserved_tokens),
-            (counter, "prompt_tokens", "Tokens of prompts of finished requests.", batches.prompt_tokens),
-            (counter, "generated_tokens", "Tokens of answers of finished requests.", batches.generated_tokens),
-        ]
+        yield gauge("headrace_alive", "1 while the engine runs.", batches.dead_reason() is None)
+        yield gauge("headrace_running_requests", "Requests that generate.", admission.running)
+        yield gauge("headrace_waiting_requests", "Requests that wait for cache, or others to end.", admission.waiting)
+        yield gauge("headrace_cache_tokens", "Tokens that the cache has room for.", admission.pool.num_tokens)
+        yield gauge("headrace_cache_reserved_tokens", "Of them, reserved by those that run.", admission.reserved_tokens)
+        yield counter("headrace_prompt_tokens", "Tokens of prompts of finished requests.", batches.prompt_tokens)
+        yield counter("headrace_generated_tokens", "Tokens of answers of finished requests.", batches.generated_tokens)
         if self._handle is not None:
             stats = self._handle.stats()
-            rows.append((counter, "moved_bytes", "Bytes of weights copied to the device.", stats.bytes_moved))
-            rows.append((counter, "stalls", "Waits of compute for a copy.", stats.stalls))
-        for kind, name, text, value in rows:
-            yield kind(f"headrace_{name}", text, value)  # type: ignore[arg-type]
+            yield counter("headrace_moved_bytes", "Bytes of weights copied to the device.", stats.bytes_moved)
+            yield counter("headrace_stalls", "Waits of compute for a copy.", stats.stalls)
 
 
 # -- around the application --------------------------------------------------------------------------------------------
