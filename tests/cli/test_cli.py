@@ -795,6 +795,12 @@ def test_the_docs_name_all_variables() -> None:
     assert set(re.findall(r"HEADRACE_[A-Z_]+", text)) == VARIABLES.keys()
 
 
+def test_the_docs_name_all_flags() -> None:
+    """Those of speculation were missing."""
+    named = re.findall(r"--[a-z][a-z-]+", (Path(__file__).resolve().parents[2] / "docs" / "reference.md").read_text())
+    assert {flag for flags in FLAGS.values() for flag in flags if flag != "-v"} - set(named) == set()
+
+
 def test_verbose_shows_the_log(model: Path) -> None:
     args = ("plan", model, "--device-memory", "2MiB")
     assert "headrace.runtime" not in run(*args).stderr
