@@ -31,7 +31,7 @@ class DemoOptions:
 def demo(*, options: DemoOptions) -> None:
     """Run a language model resident and streamed from disk; compare results, memory and speed. Downloads nothing.
 
-    Takes about two minutes, 1.3 GB of disk and as much memory. Exit code 1 if one bit differs or memory exceeds the
+    Takes a minute or two, 1.3 GB of disk and as much memory. Exit code 1 if one bit differs or memory exceeds the
     plan.
     """
     require_packages("demo", "transformers", "transformers", "tokenizers")
