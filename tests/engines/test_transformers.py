@@ -284,6 +284,15 @@ class TestUnevenCheckpoints:
         with warned("1 tensor (stray) in"):
             load(folder, EVERYTHING)[1].remove()
 
+    def test_a_model_file_beside_shards(self, copied: Callable[[str], Path]) -> None:
+        """Saved at different times, perhaps: ``from_pretrained`` reads the file and no shard."""
+        folder = copied("qwen3")
+        state = {name: tensor + 1 for name, tensor in resident(folder).state_dict().items()}
+        save_file(state, folder / "model.safetensors", {"format": "pt"})
+        model, handle = load(folder, EVERYTHING)
+        with handle:
+            assert_streams(model, handle, resident(folder))
+
     def test_unexpected_and_tolerated(self, copied: Callable[[str], Path]) -> None:
         folder = copied("qwen3")
         rewrite(folder, lambda tensors: tensors.update({"model.layers.0.self_attn.rotary_emb.inv_freq": torch.ones(8)}))

@@ -94,9 +94,9 @@ class Checkpoint:
     def open(cls, path: str | os.PathLike[str]) -> Checkpoint:
         """Read the headers of a folder, a ``.safetensors`` file or an index ``.json``.
 
-        Of a folder, the first that exists: ``model.safetensors.index.json`` (only tensors it names count),
-        ``model.safetensors``, every ``*.safetensors``. Raises CheckpointError for files that are missing,
-        unreadable, damaged, of another format or at odds with the index.
+        Of a folder, the first that exists, as for transformers: ``model.safetensors``,
+        ``model.safetensors.index.json`` (only tensors it names count), every ``*.safetensors``. Raises CheckpointError
+        for files that are missing, unreadable, damaged, of another format or at odds with the index.
         """
         root, files = _find_files(Path(path).absolute())
         named = _index_shards(files[0]) if files[0].suffix == ".json" else None
@@ -212,7 +212,7 @@ def _find_files(start: Path) -> tuple[Path, list[Path]]:
     if not start.is_dir() and not foreign:
         return start.parent, [start]
     every = [name for name in names if name.endswith(".safetensors") and name[0] != "."]
-    if chosen := [name for name in (_INDEX, "model.safetensors") if name in names][:1] or every:
+    if chosen := [name for name in ("model.safetensors", _INDEX) if name in names][:1] or every:
         return start, [start / name for name in chosen]
     if foreign:
         raise _fault(start, "safetensors files", f"{listed(foreign)} of another format", _CONVERT)
