@@ -509,6 +509,15 @@ def test_a_component_that_was_exchanged() -> None:
     assert moved > 0
 
 
+def test_one_transformer_in_two_places() -> None:
+    pipe, twin = pipelines.build("wan"), pipelines.build("wan")
+    pipe.transformer_2, twin.transformer_2 = pipe.transformer, twin.transformer
+    handle = offloaded(pipe, 0.4)
+    for _ in range(2):
+        moved, _ = moved_by(handle, lambda: pipelines.call(pipe), pipelines.call(twin))
+        assert moved > 0
+
+
 @pytest.mark.parametrize("harm", ["no JSON", "a list", "unknown class", "no part", "no config", "truncated weights"])
 def test_malformed_folders(harm: str, tmp_path: Path) -> None:
     pipelines.build("stable diffusion").save_pretrained(tmp_path)

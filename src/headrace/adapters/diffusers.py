@@ -189,7 +189,7 @@ class PipelineHandle(Handle):
     def call(self, run: Callable[[], Any]) -> Any:
         """``run()``, which is a call of the pipeline, as a forward of its components."""
         _refuse_hooks(self.pipe, self.model)  # added since
-        offloaded, now = dict(self.model.named_children()), modules_of(self.pipe)
+        offloaded, now = self.model._modules, modules_of(self.pipe)  # named_children() has each module once
         for name in offloaded.keys() | now.keys():
             if offloaded.get(name) is not now.get(name):
                 raise StateError(
