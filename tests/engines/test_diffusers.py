@@ -509,6 +509,19 @@ def test_a_component_that_was_exchanged() -> None:
     assert moved > 0
 
 
+def test_a_vae_that_a_call_would_cast() -> None:
+    """SDXL in float16: refused before its steps, not after them."""
+    from diffusers import DDIMScheduler, StableDiffusionXLPipeline
+
+    parts = dict.fromkeys(("text_encoder", "text_encoder_2", "tokenizer", "tokenizer_2"))
+    model, vae = pipelines.unet(), pipelines.autoencoder()
+    pipe = StableDiffusionXLPipeline(vae=vae, unet=model, scheduler=DDIMScheduler(), **parts).to(torch.float16)
+    with pytest.raises(OptionError, match=r"the VAE is in float16.*dtype=torch\.bfloat16, or"):
+        load(pipe, "9MiB")
+    vae.register_to_config(force_upcast=False)
+    load(pipe, "3MiB")[1].remove()
+
+
 def test_one_transformer_in_two_places() -> None:
     pipe, twin = pipelines.build("wan"), pipelines.build("wan")
     pipe.transformer_2, twin.transformer_2 = pipe.transformer, twin.transformer

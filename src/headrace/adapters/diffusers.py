@@ -230,6 +230,7 @@ def _offload(
     components: Components,
 ) -> Handle:
     _refuse_hooks(pipe, components)
+    _refuse_upcast(pipe)
     refuse_second_offload(components)
     inventory = take_inventory(components)
     given = policy if isinstance(policy, Plan) else as_policy(policy)
@@ -280,6 +281,18 @@ def _refuse_hooks(pipe: DiffusionPipeline, components: nn.Module) -> None:
                 f"{name} ({type(module).__name__}) is moved by {how}: expected a pipeline that nothing else offloads; "
                 f"load it without (or remove accelerate's hooks first: pipe.remove_all_hooks())"
             )
+
+
+def _refuse_upcast(pipe: Any) -> None:
+    """Raise ``OptionError`` if each call would cast the VAE to float32, as SDXL in float16 does before it decodes."""
+    vae = getattr(pipe, "vae", None)
+    casts = hasattr(pipe, "upcast_vae") and getattr(getattr(vae, "config", None), "force_upcast", False)
+    if casts and getattr(vae, "dtype", None) is torch.float16:
+        raise OptionError(
+            "the VAE is in float16, and this pipeline casts it to float32 in each call (force_upcast), which offloaded "
+            "weights refuse: expected dtype=torch.bfloat16, or, of a VAE that works in float16, "
+            "pipe.vae.register_to_config(force_upcast=False) before load(pipe, ...)"
+        )
 
 
 # -- the class of an offloaded pipeline ----------------------------------------------------------------------------
