@@ -18,7 +18,7 @@ import headrace
 from checks import run_threads
 from headrace import Rules
 from headrace.adapters.transformers import load
-from headrace.errors import HeadraceWarning, OptionError, RuleError, StateError
+from headrace.errors import HeadraceWarning, ModelChangedError, OptionError, RuleError, StateError
 from headrace.experts.rows import CachedExperts, CacheStreamOrder, NoCache
 from headrace.model.inventory import take_inventory
 from headrace.plan.build import build_plan
@@ -326,6 +326,25 @@ class TestRefusals:
         with headrace.offload(model, cached(3)):
             model.set_experts_implementation("eager")
             with pytest.raises(OptionError, match="run by 'eager'"):
+                outputs(model)
+
+    @pytest.mark.parametrize("how", ["replaced", "deleted", "data", "swapped"])
+    def test_a_tensor_that_is_no_longer_the_cached_one(self, how: str) -> None:
+        """Its rows would be read on."""
+        model = qwen()
+        expected, experts = outputs(model), model.model.layers[1].mlp.experts
+        own, other = experts.down_proj, nn.Parameter(experts.down_proj.detach() * 2)
+        with headrace.offload(model, cached(3)):
+            assert_same_bits(outputs(model), expected)
+            if how == "data":
+                own.data = other.data
+            elif how == "swapped":
+                torch.utils.swap_tensors(own, other)
+            elif how == "deleted":
+                del experts.down_proj
+            else:
+                experts.down_proj = other
+            with pytest.raises(ModelChangedError, match=r"down_proj was .*call handle\.remove\(\) first"):
                 outputs(model)
 
     def test_a_cpu(self, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -5,7 +5,7 @@ Kernels that index weights by the number of an expert get rows in place of numbe
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -61,6 +61,7 @@ class ExpertCache:
         turn: CacheStreamOrder | None = None,
         shift: int = 0,
         debug: bool = False,
+        check: Callable[[], None] = lambda: None,
     ) -> None:
         """
         Args:
@@ -73,9 +74,10 @@ class ExpertCache:
             turn: of the layers that share it; ``None``: there are none.
             shift: see :meth:`admit`.
             debug: :meth:`compare` compares.
+            check: called before each admission; it raises where the model no longer has the tensors of the rows.
         """
         device = home.device
-        self._debug = debug
+        self._debug, self._check = debug, check
         self.num_slots = num_slots
         self.turn = turn or CacheStreamOrder(device)
         self._overflow_rows = overflow_rows
@@ -114,6 +116,7 @@ class ExpertCache:
             the row of each, of the shape and dtype of ``ids``; numbers that are no expert are unchanged, or moved by
             ``shift`` so that they are no row either: a kernel that reads them then fails, as without the cache.
         """
+        self._check()
         rows = torch.empty_like(ids)
         admit_kernel[(1,)](
             ids,

@@ -193,6 +193,17 @@ class BoundTensor:
             f"store, not in the tensor: call handle.remove() first, then move, then offload again"
         )
 
+    def require_in_place(self) -> None:
+        """Raise ``ModelChangedError`` if the model has another tensor here, or this one has other data."""
+        module, place = self.places[0]
+        if not self.is_held_by(module, place.attr, place.inner):
+            raise ModelChangedError(
+                f"{place.name} was replaced or deleted while its experts are cached, whose rows are read in its place: "
+                f"call handle.remove() first, change it, then offload again"
+            )
+        if self.has_other_data:
+            raise self._moved()
+
     def copy_of(self, buffer: torch.Tensor) -> torch.Tensor:
         """This tensor over ``buffer``, for reading only."""
         with torch.inference_mode(self.original.is_inference()):

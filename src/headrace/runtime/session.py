@@ -461,7 +461,14 @@ class OffloadSession(NotCopyable):
         factory = self._options.expert_kernel_factory
         num_rows = layer.num_experts if factory else len(next(iter(rows.values())))
         shift = num_rows - layer.num_experts
-        cache = ExpertCache(list(rows.values()), home, layer.num_slots, overflow_rows, turn, shift, debug_enabled())
+        bound = [self._bound[name].tensors[0] for name in layer.storages]
+
+        def check() -> None:
+            for tensor in bound if factory is None else ():  # engines keep tensors of their own
+                tensor.require_in_place()
+
+        debug = debug_enabled()
+        cache = ExpertCache(list(rows.values()), home, layer.num_slots, overflow_rows, turn, shift, debug, check)
         module, tensors = self._model.get_submodule(layer.module_fqn), {}
         for name, memory in rows.items():
             (tensor,) = self._bound[name].tensors
