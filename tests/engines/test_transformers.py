@@ -603,6 +603,7 @@ class TestErrors:
             ({"quantization_config": {"quant_method": "mine"}}, "quant_method that transformers knows .*found 'mine'"),
             ({"hidden_size": "big"}, "makes no qwen3 configuration of it"),
             ({"vocab_size": -5}, "cannot be built from its config.json"),
+            ({"transformers_weights": "other.safetensors"}, r"name of another file .*other\.safetensors"),
         ],
     )
     def test_config_of_another_world(

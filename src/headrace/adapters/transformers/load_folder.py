@@ -207,6 +207,12 @@ def build_meta_model(
     """
     folder = model_folder(path)
     raw = read_json(folder / "config.json")
+    if raw.get("transformers_weights") is not None:
+        raise CheckpointError(
+            f"{folder}/config.json: expected weights in model.safetensors or its shards, found the name of another "
+            f"file (transformers_weights = {str(raw['transformers_weights'])[:99]!r}): load the model with "
+            f'from_pretrained(), and give it to headrace.offload(model, "8GiB")'
+        )
     _refuse_many_layers(folder, raw)
     if model_class is None or hasattr(model_class, "from_config"):
         _refuse_unknown(folder, raw)
