@@ -169,6 +169,15 @@ class TestLoad:
         for name, value in made.items():
             assert torch.equal(value, reference.get_parameter_or_buffer(name)), name
 
+    @pytest.mark.parametrize("name", ["compressed-tensors int8", "compressed-tensors int4"])
+    def test_is_saved_as_the_library_saves_it(self, name: str, saved: Callable[[str], Path], tmp_path: Path) -> None:
+        """Decompressed, and config.json says so."""
+        folder = saved(need(name))
+        model, handle = load(folder, MOVES, device="cpu")
+        with handle:
+            model.save_pretrained(tmp_path)
+        assert torch.equal(logits(resident(tmp_path)), logits(resident(folder)))
+
     def test_placeholders_of_a_kernel(self, saved: Callable[[str], Path], monkeypatch: pytest.MonkeyPatch) -> None:
         """GPTQModel's Marlin leaves tensors without elements in the modules that it repacks; no file holds them."""
         make = quantised._ModuleBuilder.make

@@ -163,6 +163,8 @@ def put_in_modules(
     hook: Any = vars(model).pop("ct_decompress_hook", None)
     if hook is not None:  # compressed-tensors decompresses all modules before the first forward; here each is by then
         hook.remove()
+        status = import_module("compressed_tensors.quantization").QuantizationStatus.DECOMPRESSED
+        cast(Any, quantizer).compressor.quantization_config.quantization_status = status  # for save_pretrained
 
 
 def method_of(stated: Mapping[str, Any]) -> str:
