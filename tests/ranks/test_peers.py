@@ -287,6 +287,23 @@ def test_ranks_out_of_step_are_an_error() -> None:
     assert any("in the same order" in str(error) for error in found)
 
 
+def other_state_dicts(rank: int, mode: str) -> Any:
+    model = Stack().eval()
+    expected = {name: tensor.clone() for name, tensor in model.state_dict().items()}
+    handle = share(model, mode)
+    with pytest.raises(TransferError, match=r"rank 0 layers\.0\.\S+, rank 1 layers\.1\.\S+; call state_dict"):
+        model.layers[rank].state_dict()
+    whole = model.state_dict()
+    handle.remove()
+    for state in (whole, model.state_dict()):
+        assert all(torch.equal(state[name], expected[name]) for name in expected)
+
+
+@pytest.mark.parametrize("mode", MODES)
+def test_ranks_that_read_other_weights_are_told(mode: str) -> None:
+    outcomes(2, other_state_dicts, mode)
+
+
 def broken_source(rank: int, folder: str) -> Any:
     """One rank cannot read its part of the files."""
     model = on_meta(Stack)

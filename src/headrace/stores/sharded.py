@@ -13,7 +13,7 @@ from itertools import accumulate
 
 import torch
 
-from headrace.errors import OptionError, StateError
+from headrace.errors import OptionError, StateError, TransferError
 from headrace.memory.shared import SymmetricMemory
 from headrace.plan.plan import Unit, equal_chunk_bytes
 from headrace.ranks.group import GlooChannel, RankGroup
@@ -198,6 +198,17 @@ class HostShardedStore(ShardedStore):
     @property
     def host_bytes(self) -> int:
         return self._memory.numel()
+
+    def read(self, storage: str, into: torch.Tensor) -> None:
+        names = list(self._entries)
+        found = [names[number] for number in self._channel.gather_numbers(names.index(storage))]
+        if set(found) != {storage}:
+            each = ", ".join(f"rank {rank} {name}" for rank, name in enumerate(found))
+            raise TransferError(
+                f"ranks with a sharded store have to read the same weights in the same order, and here read {each}; "
+                f"call state_dict() of the same module, or remove(), on all ranks"
+            )
+        super().read(storage, into)
 
     def _fetch(self, rank: int, start: int, into: torch.Tensor) -> None:
         # A broadcast sends what the source has in its own buffer.
