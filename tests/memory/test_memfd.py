@@ -53,6 +53,18 @@ class TestSharedMemory:
         made.map(0, 1 << 40)[-1] = 1
         made.close()
 
+    def test_no_more_open_files(self) -> None:
+        """More room, or another PID namespace, would not help."""
+        made, before = SharedMemory.create(PAGE), resource.getrlimit(resource.RLIMIT_NOFILE)
+        resource.setrlimit(resource.RLIMIT_NOFILE, (3, before[1]))
+        try:
+            with pytest.raises(BudgetError, match=r"Too many open files; raise the limit of open files \(ulimit -n\)$"):
+                SharedMemory.create(PAGE)
+            with pytest.raises(PeerError, match=r"Too many open files\): raise the limit of open files \(ulimit -n\)$"):
+                SharedMemory.open(made.describe())
+        finally:
+            resource.setrlimit(resource.RLIMIT_NOFILE, before)
+
     @pytest.mark.slow
     def test_two_descriptors_one_memory(self) -> None:
         made = SharedMemory.create(3 * PAGE)

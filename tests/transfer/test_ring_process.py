@@ -6,6 +6,7 @@ The real program over real files and shared memory; only the stream is a thread 
 from __future__ import annotations
 
 import ctypes
+import errno
 import gc
 import json
 import os
@@ -237,6 +238,20 @@ class TestFailure:
     def test_what_they_wrote_last_is_told(self, monkeypatch: pytest.MonkeyPatch, make: Make) -> None:
         monkeypatch.setattr(ring_readers, "PROGRAM", "no_such_program")
         with pytest.raises(OptionError, match=r"(?s)does not serve .* exit status 1.*no_such_program.*set_e"):
+            make()
+        assert not threads()
+
+    @pytest.mark.parametrize("name", ["headrace-readers-stderr", "headrace-readers-task"])
+    def test_no_more_open_files(self, name: str, make: Make, monkeypatch: pytest.MonkeyPatch) -> None:
+        create = os.memfd_create
+
+        def refuse(wanted: str, flags: int) -> int:
+            if wanted == name:
+                raise OSError(errno.EMFILE, "Too many open files")
+            return create(wanted, flags)
+
+        monkeypatch.setattr(os, "memfd_create", refuse)
+        with pytest.raises(OptionError, match=r"cannot be started \(.*Too many open files\).*ulimit -n"):
             make()
         assert not threads()
 

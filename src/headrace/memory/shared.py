@@ -44,6 +44,7 @@ _F_SEAL_FUTURE_WRITE = 0x0010  # <linux/fcntl.h>, Linux 5.1
 _SIZE_SEALS = fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW
 # Below this a huge page at the end could be more than the one percent that contract 3 leaves.
 _HUGE_FROM_BYTES = 256 << 20
+_MORE_FILES = "raise the limit of open files (ulimit -n)"
 
 
 class SharedMemory:
@@ -74,10 +75,9 @@ class SharedMemory:
             os.ftruncate(memory._fd, num_bytes)
             fcntl.fcntl(memory._fd, fcntl.F_ADD_SEALS, _SIZE_SEALS)
         except OSError as error:
+            fix = _MORE_FILES if error.errno == errno.EMFILE else "offload less, or use mode 'cpu' or 'disk'"
             raise BudgetError(
-                f"the system grants no {num_bytes} bytes of shared memory: {error.strerror}; offload less, or use mode "
-                f"'cpu' or 'disk'",
-                num_bytes,
+                f"the system grants no {num_bytes} bytes of shared memory: {error.strerror}; {fix}", num_bytes
             ) from error
         return memory
 
@@ -92,10 +92,13 @@ class SharedMemory:
         try:
             fd = os.open(path, os.O_RDWR | os.O_CLOEXEC)
         except OSError as error:
+            fix = (
+                "the ranks of a host have to run as one user and see each other in /proc (same PID namespace, no "
+                "hidepid, dumpable); start them so, or give each rank its own copy with mode 'cpu'"
+            )
             raise PeerError(
-                f"the shared memory of process {address['pid']} cannot be opened ({path}: {error.strerror}): the ranks "
-                f"of a host have to run as one user and see each other in /proc (same PID namespace, no hidepid, "
-                f"dumpable); start them so, or give each rank its own copy with mode 'cpu'"
+                f"the shared memory of process {address['pid']} cannot be opened ({path}: {error.strerror}): "
+                f"{_MORE_FILES if error.errno == errno.EMFILE else fix}"
             ) from error
         memory = cls(fd, address["num_bytes"], address["token"])
         try:

@@ -56,8 +56,15 @@ class ReaderProcess:
         self._owner = os.getpid()
         self._ended = threading.Event()
         self._stand_in: RingServer | None = None
-        self._errors = os.fdopen(os.memfd_create("headrace-readers-stderr", os.MFD_CLOEXEC), "rb")
-        self._process = _start(task, memory_fd, self._errors.fileno())
+        try:
+            self._errors = os.fdopen(os.memfd_create("headrace-readers-stderr", os.MFD_CLOEXEC), "rb")
+            self._process = _start(task, memory_fd, self._errors.fileno())
+        except OSError as error:
+            raise OptionError(
+                f"the process that reads files for the GPU cannot be started ({_python()}: {error.strerror}); free "
+                f"processes, open files and memory (`ulimit -u`, `ulimit -n`), call multiprocessing.set_executable "
+                f"with the path of this Python's interpreter, or {_FIX}"
+            ) from error
         assert self._process.stdin is not None
         self._input = self._process.stdin
         self.pid = self._process.pid
@@ -138,12 +145,6 @@ def _start(task: RingTask, memory_fd: int, errors_fd: int) -> subprocess.Popen[b
             # device is done, another session's readers would get next to nothing.
             process_group=0,
         )
-    except OSError as error:
-        raise OptionError(
-            f"the process that reads files for the GPU cannot be started ({_python()}: {error.strerror}); free "
-            f"processes and memory (`ulimit -u`), call multiprocessing.set_executable with the path of this Python's "
-            f"interpreter, or {_FIX}"
-        ) from error
     finally:
         os.close(task_fd)
 
