@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import copy
 import json
+import os
 import re
 import warnings
 from contextlib import nullcontext
@@ -206,6 +207,16 @@ class TestOffsets:
             file.write(b"more")
         with pytest.raises(TransferError, match=r"written to while in use"):
             model(TOKENS)
+        del handle
+
+    def test_a_file_that_is_cut_ends_a_module_that_runs_alone(self, tmp_path: Path) -> None:
+        """A read of a page that the file has no longer would end the program."""
+        source = nn.Sequential(nn.Embedding(5000, 16), nn.Linear(16, 16)).eval()
+        handle = headrace.offload(source, Rules([("0", "uva")], mode="disk"), checkpoint=save(source, tmp_path))
+        source[0](TOKENS)
+        os.truncate(tmp_path / "model.safetensors", 2000)
+        with pytest.raises(TransferError, match=r"written to while in use"):
+            source[0](TOKENS)
         del handle
 
 

@@ -388,8 +388,11 @@ class OffloadSession(NotCopyable):
             turn.follow(self._device)  # the first forward may run on another stream than what made the caches
         if plan.uva and is_mapped:
             # A page that a shorter file has no longer ends the program (SIGBUS, mmap(2)), so files are compared before.
-            self._hooks.append(self._model.register_forward_pre_hook(self._compare_mapped_files, prepend=True))
-            self._hooks.append(self._model.register_forward_hook(self._compare_mapped_files))
+            self._compare_mapped_files_around(self._model, None)
+            for name in plan.uva:
+                tensors = self._bound[name].info.tensors
+                for module in {at.module for tensor in tensors for at in tensor.locations}:  # a caller may run it alone
+                    self._compare_mapped_files_around(self._model.get_submodule(module), name)
         self._hook(StateGuard(self._model, [self._bound[name] for name in plan.offloaded_names], self._state_bytes))
 
     def _attach_units(self, link: Link) -> None:
@@ -483,17 +486,22 @@ class OffloadSession(NotCopyable):
         self._hooks.append(hook)
         hook.attach()
 
-    def _compare_mapped_files(self, *_: Any) -> None:
-        """Refuse to read in place, or to return what was read, from files that were written to."""
-        if torch.compiler.is_compiling():
-            return  # it would have to leave its graph
-        try:
-            self._store.require_mapped_unchanged()
-        except (OSError, TransferError):
-            # A thread that was about to call this hook when remove() took it off finds the files closed, and the model
-            # with bytes of its own.
-            if self._hooks:
-                raise
+    def _compare_mapped_files_around(self, module: nn.Module, storage: str | None) -> None:
+        """Have ``module`` refuse to read in place, or to return what was read, from files that were written to."""
+
+        def compare(*_: Any) -> None:
+            if torch.compiler.is_compiling():
+                return  # it would have to leave its graph
+            try:
+                self._store.require_mapped_unchanged(storage)
+            except (OSError, TransferError):
+                # A thread that was about to call this hook when remove() took it off finds the files closed, and the
+                # model with bytes of its own.
+                if self._hooks:
+                    raise
+
+        self._hooks.append(module.register_forward_pre_hook(compare, prepend=True))
+        self._hooks.append(module.register_forward_hook(compare))
 
     def _resident_places(self, storages: Sequence[BoundStorage]) -> dict[str, torch.Tensor]:
         """Where each resident goes; on a GPU, all in one allocation.

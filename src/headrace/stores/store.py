@@ -186,8 +186,8 @@ class Store(ABC):
         """
         return {"host": self.host_bytes}
 
-    def require_mapped_unchanged(self) -> None:
-        """Raise ``TransferError`` if a file that is read in place was written to since it was opened."""
+    def require_mapped_unchanged(self, storage: str | None = None) -> None:
+        """Raise ``TransferError`` if a file of which ``storage`` (default: any) is read in place was written to."""
 
     def load(self, unit: Unit) -> Load:
         """What a link needs to bring ``unit``."""
@@ -325,7 +325,7 @@ class DiskStore(Store):
         self._lookups = frozenset(lookups)
         self._adopted = dict(adopted or {})
         self._mapped: dict[str, torch.Tensor] = {}
-        self._mapped_paths: set[Path] = set()
+        self._mapped_paths: dict[str, set[Path]] = {}
         self._pin_in_place = pin_in_place
         self._pinned: dict[str, torch.Tensor] = {}
 
@@ -361,11 +361,12 @@ class DiskStore(Store):
         if storage not in self._mapped:
             parts = [(self._files[p.tensor.path].fd, p.tensor.offset, p.tensor.num_bytes) for p in source.parts]
             self._mapped[storage] = torch.from_numpy(map_parts(parts, at_random=storage in self._lookups))
-            self._mapped_paths.update(part.tensor.path for part in source.parts)
+            self._mapped_paths[storage] = {part.tensor.path for part in source.parts}
         return self._mapped[storage]
 
-    def require_mapped_unchanged(self) -> None:
-        for path in self._mapped_paths:
+    def require_mapped_unchanged(self, storage: str | None = None) -> None:
+        names = self._mapped_paths if storage is None else [storage]
+        for path in set().union(*(self._mapped_paths.get(name, ()) for name in names)):
             self._files[path].require_unchanged()
 
     @property
