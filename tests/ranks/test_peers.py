@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import atexit
 import contextlib
 import gc
 import itertools
@@ -302,6 +303,25 @@ def other_state_dicts(rank: int, mode: str) -> Any:
 @pytest.mark.parametrize("mode", MODES)
 def test_ranks_that_read_other_weights_are_told(mode: str) -> None:
     outcomes(2, other_state_dicts, mode)
+
+
+def end_a_fork(rank: int) -> bool:
+    model = Stack().eval()
+    expected = model(rows())
+    with share(model, "sharded_cpu"):
+        for _ in range(5):
+            assert_same_bits(model(rows()), expected)
+            if (child := os.fork()) == 0:
+                signal.alarm(10)
+                atexit._run_exitfuncs()
+                os._exit(0)
+            assert os.waitpid(child, 0)[1] == 0
+        assert_same_bits(model(rows()), expected)
+    return True
+
+
+def test_the_end_of_a_fork_closes_no_connection() -> None:
+    assert outcomes(2, end_a_fork, timeout_s=8) == [True] * 2
 
 
 def broken_source(rank: int, folder: str) -> Any:

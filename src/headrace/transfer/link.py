@@ -156,7 +156,7 @@ class Link(ABC):
 
 
 # Closed at the end of the program: a worker inside a copy would be torn out of it, which aborts the process.
-_open_links: weakref.WeakSet[Link] = weakref.WeakSet()
+_open_links: weakref.WeakSet[ThreadLink] = weakref.WeakSet()
 
 
 class ThreadTransfer:
@@ -331,4 +331,5 @@ def end_threads(jobs: queue.SimpleQueue[Any], count: int) -> None:
 @atexit.register
 def _close_links() -> None:
     for link in list(_open_links):
-        link.close()
+        if link._pid == os.getpid():  # those of the process that has forked this one are in use there
+            link.close()
