@@ -9,6 +9,7 @@ from collections.abc import Callable, Iterator
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -224,6 +225,37 @@ class TestBits:
             assert handle.stats().experts[0].steps == 24
             assert handle.stats().bytes_moved > 0
         assert not wrong
+
+    def test_compiled_code_in_two_threads(self) -> None:
+        """One after the other; a forward between an admission and its reads in another thread is refused."""
+        model, x = Experts().eval(), torch.randn(2, 24)
+        with torch.inference_mode():
+            expected = model(x)
+        found: list[Any] = []
+
+        def run(forward: Any) -> None:
+            try:
+                with torch.inference_mode():
+                    found.append(forward(x))
+            except StateError as error:
+                found.append(error)
+
+        with torch.inference_mode(), headrace.offload(model, Rules([("up", "cache")], expert_slots=2)) as handle:
+            compiled = torch.compile(model, backend="eager", fullgraph=True)
+            assert_same_bits(compiled(x), expected)
+            run_threads([partial(run, compiled)])
+            run_threads([partial(run, model)])
+            assert_same_bits(found, [expected] * 2)
+            cache = vars(model)["_headrace_cached_experts"].cache
+            torch.ops.headrace.expert_rows(cache.turn.token, cache.location, torch.tensor([0, 1]))
+            for forward in (compiled, model):
+                run_threads([partial(run, forward)])
+                assert "another thread runs, or raised in, compiled code" in str(found.pop())
+            torch.ops.headrace.experts_read(cache.turn.token, cache.location, [])
+            run_threads([partial(run, compiled)])
+            assert_same_bits(found.pop(), expected)
+            assert handle.stats().bytes_moved > 0
+        torch._dynamo.reset()
 
     def test_a_module_that_does_not_ask_for_rows(self) -> None:
         """Its tensors are lent to it: slow, and right."""

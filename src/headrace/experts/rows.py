@@ -77,16 +77,27 @@ class CacheStreamOrder:
     Attributes:
         lock: held by the thread that launches.
         stream: of the latest run; ``None`` before the first.
+        reader: the thread that has admitted experts and not read them yet.
         token: int64 [1], which the ops of compiled code declare as mutated.
     """
 
     def __init__(self, device: torch.device) -> None:
         self.lock = threading.RLock()
         self.stream: torch.cuda.Stream | None = None
+        self.reader: int | None = None
         self.token = torch.zeros(1, dtype=torch.int64, device=device)
 
     def follow(self, device: torch.device) -> None:
-        """Make the current stream wait until the latest run, on another stream, has read its experts."""
+        """Make the current stream wait until the latest run, on another stream, has read its experts.
+
+        Raises:
+            StateError: compiled code of another thread has yet to launch what reads its experts.
+        """
+        if self.reader not in (None, threading.get_ident()):  # compiled code cannot hold the lock
+            raise StateError(
+                "another thread runs, or raised in, compiled code with cached experts, which this thread would "
+                "replace before they are read: run compiled forwards in one thread, or one after another"
+            )
         if device.type != "cuda":
             return
         stream = torch.cuda.current_stream(device.index)  # by a torch.device it takes longer
@@ -219,7 +230,7 @@ class CachedExperts:
         made = [leaf for leaf in tree_leaves(output) if isinstance(leaf, torch.Tensor)]
         # A graph would copy an input that it writes.
         made = [tensor for tensor in made if all(tensor is not other for other in given)]
-        torch.ops.headrace.experts_read(self.cache.turn.token, made)
+        torch.ops.headrace.experts_read(self.cache.turn.token, self.cache.location, made)
         return output
 
     def _run(self, *args: Any, **kwargs: Any) -> Any:
@@ -286,7 +297,7 @@ class _Admissions(threading.local):
         try:
             yield
         finally:
-            self._running, self._has_admitted = outer, False
+            self._running, self._has_admitted, cached.cache.turn.reader = outer, False, None
 
     def begin(self, cached: CachedExperts) -> None:
         """An admission; the experts are read until the forward ends."""
@@ -366,7 +377,7 @@ _library = torch.library.Library("headrace", "FRAGMENT")
 # A read of an expert depends on its row, so it runs after the admission, and before experts_read of the outputs. The
 # next admission runs after that because of the token.
 _library.define("expert_rows(Tensor(a!) token, Tensor location, Tensor ids) -> Tensor")
-_library.define("experts_read(Tensor(a!) token, Tensor(b!)[] outputs) -> ()")
+_library.define("experts_read(Tensor(a!) token, Tensor location, Tensor(b!)[] outputs) -> ()")
 
 
 def _expert_rows(token: torch.Tensor, location: torch.Tensor, ids: torch.Tensor) -> torch.Tensor:
@@ -375,11 +386,18 @@ def _expert_rows(token: torch.Tensor, location: torch.Tensor, ids: torch.Tensor)
         raise StateError(
             "compiled code refers to a cache of experts that is gone; compile the model again (torch._dynamo.reset())"
         )
-    cache.turn.follow(location.device)  # compiled code has no other call before it
-    return cache.admit(ids.contiguous())
+    with cache.turn.lock:  # eager runs of other threads hold it until they have launched their reads
+        cache.turn.follow(location.device)  # compiled code has no other call before it
+        cache.turn.reader = threading.get_ident()
+        return cache.admit(ids.contiguous())
+
+
+def _experts_read(token: torch.Tensor, location: torch.Tensor, outputs: list[torch.Tensor]) -> None:
+    if (cache := _by_location.get(location.data_ptr())) is not None:
+        cache.turn.reader = None
 
 
 _library.impl("expert_rows", _expert_rows, "CompositeExplicitAutograd")
 torch.library.register_fake("headrace::expert_rows", lambda token, location, ids: torch.empty_like(ids), lib=_library)
-_library.impl("experts_read", lambda token, outputs: None, "CompositeExplicitAutograd")
-torch.library.register_fake("headrace::experts_read", lambda token, outputs: None, lib=_library)
+_library.impl("experts_read", _experts_read, "CompositeExplicitAutograd")
+torch.library.register_fake("headrace::experts_read", lambda *_: None, lib=_library)
