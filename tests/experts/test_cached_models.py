@@ -248,7 +248,7 @@ class TestBits:
             assert_same_bits(found, [expected] * 2)
             cache = vars(model)["_headrace_cached_experts"].cache
             torch.ops.headrace.expert_rows(cache.turn.token, cache.location, torch.tensor([0, 1]))
-            for forward in (compiled, model):
+            for forward in (model, compiled, model):  # also after one that was refused
                 run_threads([partial(run, forward)])
                 assert "another thread runs, or raised in, compiled code" in str(found.pop())
             torch.ops.headrace.experts_read(cache.turn.token, cache.location, [])

@@ -105,6 +105,16 @@ class CacheStreamOrder:
             stream.wait_stream(self.stream)
         self.stream = stream
 
+    @contextmanager
+    def eager_run(self, device: torch.device) -> Iterator[None]:
+        """Hold the lock for a run that has launched its reads when it ends."""
+        with self.lock:
+            self.follow(device)
+            try:
+                yield
+            finally:
+                self.reader = None
+
 
 def _captures(stream: torch.cuda.Stream) -> bool:
     with torch.cuda.stream(stream):
@@ -206,8 +216,7 @@ class CachedExperts:
         if torch.compiler.is_compiling():
             return self._forward_compiled(*args, **kwargs)
         refuse_tracers(args, kwargs)
-        with self.cache.turn.lock, _admissions.of_forward(self):
-            self.cache.turn.follow(self.cache.location.device)
+        with self.cache.turn.eager_run(self.cache.location.device), _admissions.of_forward(self):
             _follow(self.twin, self._module)
             self.admitted = None  # by a forward that raised
             if not torch.is_grad_enabled():
@@ -297,7 +306,7 @@ class _Admissions(threading.local):
         try:
             yield
         finally:
-            self._running, self._has_admitted, cached.cache.turn.reader = outer, False, None
+            self._running, self._has_admitted = outer, False
 
     def begin(self, cached: CachedExperts) -> None:
         """An admission; the experts are read until the forward ends."""
