@@ -19,9 +19,10 @@ import errno
 import mmap
 import os
 import threading
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from typing import TYPE_CHECKING, Any
+from contextlib import suppress
+from typing import TYPE_CHECKING, Any, TypeVar
 
 import numpy as np
 
@@ -38,6 +39,7 @@ __all__ = [
     "RawMemory",
     "collapse",
     "collapse_parallel",
+    "give_back",
     "map_file",
     "map_pages",
     "map_parts",
@@ -81,6 +83,20 @@ class RawMemory:
         interface = {"shape": (num_bytes,), "typestr": "|u1", "data": (address, read_only), "version": 3}
         self.__array_interface__ = interface
         self.__cuda_array_interface__ = interface
+
+
+_Ended = TypeVar("_Ended")
+
+
+def give_back(ended: list[_Ended], call: Callable[[_Ended], object]) -> None:
+    """``call`` with each of ``ended``, which then is none; those that raise, in another thread's capture, stay."""
+    for memory in tuple(ended):
+        with suppress(ValueError):  # another thread was first
+            ended.remove(memory)
+            try:
+                call(memory)
+            except Exception:
+                ended.append(memory)
 
 
 class _Mapping(RawMemory):

@@ -19,7 +19,7 @@ import torch
 from headrace.config import pin_memory_disabled
 from headrace.errors import OptionError, StateError, warn_user
 from headrace.formatting import format_size
-from headrace.memory.pages import RawMemory, map_pages, populate_parallel
+from headrace.memory.pages import RawMemory, give_back, map_pages, populate_parallel
 from headrace.memory.system import cpus_near, is_wsl, touch_threads
 
 __all__ = [
@@ -110,7 +110,7 @@ class PinnedBuffer(RawMemory):
             StateError: a graph is being captured, in this thread or another.
         """
         refuse_capture(registrar)
-        _unregister_late()
+        give_back(_ended, PinnedBuffer.unregister)
         code = registrar.register(self._address, self.num_bytes)
         if code == 0:
             self._registrar = registrar
@@ -136,23 +136,12 @@ class PinnedBuffer(RawMemory):
         if self._registrar is None:
             return
         with suppress(Exception):  # the interpreter may be going down
-            _pending_unregister.append(self)
+            _ended.append(self)
             if not self._registrar.capturing:
-                _unregister_late()
+                give_back(_ended, PinnedBuffer.unregister)
 
 
-_pending_unregister: list[PinnedBuffer] = []  # ended where they could not be unregistered
-
-
-def _unregister_late() -> None:
-    """Try it again; what cannot be unregistered now either has to stay where it is."""
-    for memory in tuple(_pending_unregister):
-        with suppress(ValueError):  # another thread was first
-            _pending_unregister.remove(memory)
-            try:
-                memory.unregister()
-            except Exception:
-                _pending_unregister.append(memory)
+_ended: list[PinnedBuffer] = []  # and still registered: to unregister it is to wait for the device
 
 
 # -- making ------------------------------------------------------------------------------------------------------------

@@ -17,7 +17,7 @@ import numpy as np
 import torch
 
 from headrace.errors import BudgetError, OptionError
-from headrace.memory.pages import RawMemory
+from headrace.memory.pages import RawMemory, give_back
 
 __all__ = ["MappedMemory", "SplitRange"]
 
@@ -117,7 +117,7 @@ class _Mapped:
         far: _Far,
         shared: tuple[int, MappedMemory] | None = None,
     ) -> None:
-        _give_back_late()
+        give_back(_ended, _Mapped._unmap)
         # One of torch's own requirements where it is built for CUDA; by name, since it is nowhere else.
         self._driver: Any = import_module("cuda.bindings.driver")
         self._device, self._peer = device, far if isinstance(far, torch.device) and far != device else None
@@ -194,9 +194,9 @@ class _Mapped:
         with suppress(Exception):  # at the end of the process the driver may be gone already
             _ended.append(self)
             if not torch.cuda.is_current_stream_capturing():
-                _give_back_late()
+                give_back(_ended, _Mapped._unmap)
 
-    def _give_back(self) -> None:
+    def _unmap(self) -> None:
         with torch.cuda.device(self._device):
             torch.cuda.synchronize()  # a kernel may still read there
             while self._parts:
@@ -205,15 +205,4 @@ class _Mapped:
             self._call("cuMemAddressFree", self.address, self._num_bytes)
 
 
-_ended: list[_Mapped] = []  # and not given back yet: while a graph is captured nothing may wait for the device
-
-
-def _give_back_late() -> None:
-    """Try it again; what another thread's capture refuses stays."""
-    for mapped in tuple(_ended):
-        with suppress(ValueError):  # another thread was first
-            _ended.remove(mapped)
-            try:
-                mapped._give_back()
-            except Exception:
-                _ended.append(mapped)
+_ended: list[_Mapped] = []  # and still mapped: to unmap it is to wait for the device
