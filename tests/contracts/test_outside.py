@@ -38,6 +38,19 @@ KEPT = r"a view of table\.weight was kept beyond the forward of its Table"
 promoted = pytest.mark.filterwarnings("ignore:.*It is resident from now on:headrace.HeadraceWarning")
 
 
+def assert_used(model: Any, x: torch.Tensor, use: Callable[[Any], Any], room: bool, within: Any = None) -> None:
+    """Uses of weights outside of their modules and forwards in turns, ``within`` a context; ``room``: to promote."""
+    expected, after = use(model), model(x)
+    with headrace.offload(model, all_layers(1)) as handle:
+        if not room:
+            handle._session._promoter.budget_bytes = 0
+        with within or contextlib.nullcontext():
+            for _ in range(2):
+                assert_same_bits(use(model), expected)
+                assert_same_bits(model(x), after)
+        assert handle.stats().bytes_moved > 0
+
+
 @dataclass
 class Opaque:
     """What no pytree knows."""
@@ -438,14 +451,7 @@ class TestOthers:
 
         model, x = Stack(3).eval(), rows()
         nested = torch.nested.nested_tensor([torch.randn(3, DIM), torch.randn(5, DIM)], layout=layout)
-        expected, after = use(model), model(x)
-        with headrace.offload(model, all_layers(1)) as handle:
-            if not room:
-                handle._session._promoter.budget_bytes = 0
-            for _ in range(2):
-                assert_same_bits(use(model), expected)
-                assert_same_bits(model(x), after)
-            assert handle.stats().bytes_moved > 0
+        assert_used(model, x, use, room)
 
     @pytest.mark.filterwarnings("ignore::headrace.HeadraceWarning")
     @pytest.mark.parametrize("room", [True, False])
@@ -461,14 +467,7 @@ class TestOthers:
             return [weight.sum(), x @ weight.t(), F.linear(x, weight), torch.from_numpy(weight.numpy().copy())]
 
         model, x = Stack(3).eval(), rows()
-        expected, after = use(model), model(x)
-        with headrace.offload(model, all_layers(1)) as handle:
-            if not room:
-                handle._session._promoter.budget_bytes = 0
-            with Mode():
-                for _ in range(2):
-                    assert_same_bits(use(model), expected)
-                    assert_same_bits(model(x), after)
+        assert_used(model, x, use, room, Mode())
 
     @pytest.mark.filterwarnings("ignore::headrace.HeadraceWarning")
     @pytest.mark.parametrize("room", [True, False])
@@ -480,14 +479,7 @@ class TestOthers:
             return [weight.clone(), weight[:2], x @ weight.t(), F.linear(x, weight), weight.data_int8 + 1]
 
         model, x = ScaledStack(3).eval(), rows()
-        expected, after = use(model), model(x)
-        with headrace.offload(model, all_layers(1)) as handle:
-            if not room:
-                handle._session._promoter.budget_bytes = 0
-            for _ in range(2):
-                assert_same_bits(use(model), expected)
-                assert_same_bits(model(x), after)
-            assert handle.stats().bytes_moved > 0
+        assert_used(model, x, use, room)
 
     @pytest.mark.skipif(not torch.backends.mkldnn.is_available(), reason="this torch was built without oneDNN")
     def test_tensors_in_the_layout_of_onednn_are_left_alone(self) -> None:
