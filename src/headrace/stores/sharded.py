@@ -190,6 +190,7 @@ class HostShardedStore(ShardedStore):
         super().__init__(units, layout, ranks)
         self._memory = memory
         self._channel = channel
+        self._numbers = {storage: number for number, storage in enumerate(self._entries)}
 
     @property
     def local(self) -> torch.Tensor:
@@ -200,10 +201,10 @@ class HostShardedStore(ShardedStore):
         return self._memory.numel()
 
     def read(self, storage: str, into: torch.Tensor) -> None:
-        names = list(self._entries)
-        found = [names[number] for number in self._channel.gather_numbers(names.index(storage))]
-        if set(found) != {storage}:
-            each = ", ".join(f"rank {rank} {name}" for rank, name in enumerate(found))
+        found = self._channel.gather_numbers(self._numbers[storage])
+        if len(set(found)) > 1:
+            names = list(self._entries)
+            each = ", ".join(f"rank {rank} {names[number]}" for rank, number in enumerate(found))
             raise TransferError(
                 f"ranks with a sharded store have to read the same weights in the same order, and here read {each}; "
                 f"call state_dict() of the same module, or remove(), on all ranks"
