@@ -583,7 +583,7 @@ class _PlaceholderStorage(torch.UntypedStorage):
 
 def placeholder_like(tensor: torch.Tensor, owner: BoundTensor) -> torch.Tensor:
     """A placeholder of the shape, strides, dtype and device of ``tensor``, which ``owner`` answers for."""
-    placeholder = _marked(tensor, _PLACEHOLDER_KEY, torch._C._dispatch_key_parse(_BELOW_PYTHON))
+    placeholder = _marked(tensor, _PLACEHOLDER, _BELOW_PYTHON)
     placeholder.untyped_storage().__class__ = (
         _PlaceholderStorage  # kept, like the object itself, with the storage of C++
     )
@@ -595,7 +595,7 @@ def placeholder_like(tensor: torch.Tensor, owner: BoundTensor) -> torch.Tensor:
 
 def guarded(tensor: torch.Tensor, owner: BoundTensor) -> torch.Tensor:
     """``tensor`` over the same storage, read-only for everything that the dispatcher sees."""
-    view = _marked(tensor, _GUARDED_KEY)
+    view = _marked(tensor, _GUARDED)
     # `set_` itself is declared as a write of `view`, which the guard would refuse.
     with torch.no_grad(), torch._C._ExcludeDispatchKeyGuard(_GUARDED_KEYS):
         view.set_(tensor.untyped_storage(), tensor.storage_offset(), tensor.shape, tensor.stride())
@@ -603,14 +603,13 @@ def guarded(tensor: torch.Tensor, owner: BoundTensor) -> torch.Tensor:
     return view
 
 
-def _marked(tensor: torch.Tensor, *marks: Any) -> torch.Tensor:
+def _marked(tensor: torch.Tensor, *marks: str) -> torch.Tensor:
     """A tensor like ``tensor`` with the keys ``marks``, without memory; an inference tensor if inference mode is on."""
     _register()
-    keys = torch._C.DispatchKeySet(marks[0])
-    for mark in marks[1:]:
-        keys = keys | torch._C.DispatchKeySet(mark)
-    for is_lazy, bit in ((tensor.is_conj(), "Conjugate"), (tensor.is_neg(), "Negative")):
-        keys = keys | torch._C.DispatchKeySet(torch._C._dispatch_key_parse(bit)) if is_lazy else keys
+    lazy = ["Conjugate"] * tensor.is_conj() + ["Negative"] * tensor.is_neg()
+    keys = torch._C.DispatchKeySet(torch._C.DispatchKey.Undefined)
+    for name in (*marks, *lazy):
+        keys = keys | torch._C.DispatchKeySet(torch._C._dispatch_key_parse(name))
     # The only function of torch that makes a tensor with given dispatch keys; it makes a subclass.
     geometry = torch.Tensor._make_wrapper_subclass(
         _Geometry,
