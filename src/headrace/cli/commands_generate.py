@@ -144,10 +144,11 @@ def generate(
     flags: OffloadFlags,
 ) -> None:
     """Generate text with a model that does not fit on the device. Text goes to stdout, everything else to stderr."""
+    source, text = "--prompt", prompt
     if prompt == "-":
         _open_stdin("the prompt")
-    text = sys.stdin.read() if prompt == "-" else prompt
-    _utf8("stdin" if prompt == "-" else "--prompt", text)
+        source, text = "stdin", sys.stdin.read()
+    _utf8(source, text)
     if not text:
         raise OptionError("--prompt is empty; a causal language model needs at least one token to continue")
     _run(model, text, chat, options, flags)

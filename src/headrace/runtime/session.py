@@ -464,10 +464,11 @@ class OffloadSession(NotCopyable):
         factory = self._options.expert_kernel_factory
         num_rows = layer.num_experts if factory else len(next(iter(rows.values())))
         shift = num_rows - layer.num_experts
-        bound = [self._bound[name].tensors[0] for name in layer.storages]
+        # Engines keep tensors of their own.
+        bound = [] if factory else [self._bound[name].tensors[0] for name in layer.storages]
 
         def check() -> None:
-            for tensor in bound if factory is None else ():  # engines keep tensors of their own
+            for tensor in bound:
                 tensor.require_in_place()
 
         debug = debug_enabled()

@@ -108,6 +108,9 @@ def _require_function(tool: dict[str, Any]) -> dict[str, Any]:
     return tool
 
 
+_Tools = list[Annotated[dict[str, Any], AfterValidator(_require_function)]]
+
+
 class Message(_Object):
     """One message of a chat; its content is text."""
 
@@ -177,7 +180,7 @@ class Chat(GenerationRequest):
     """A request to ``/v1/chat/completions``."""
 
     messages: Annotated[list[Message], Field(min_length=1)]
-    tools: list[Annotated[dict[str, Any], AfterValidator(_require_function)]] | None = None
+    tools: _Tools | None = None
     chat_template_kwargs: dict[str, Any] | None = None
 
 
@@ -186,7 +189,7 @@ class Response(GenerationRequest):
 
     input: str | list[dict[str, Any]]
     instructions: str | None = None
-    tools: list[Annotated[dict[str, Any], AfterValidator(_require_function)]] | None = None
+    tools: _Tools | None = None
     chat_template_kwargs: dict[str, Any] | None = None
 
 
