@@ -69,6 +69,24 @@ def test_eager(policy: Prefetch) -> None:
     assert torch.equal(model.to("cuda")(ids), resident(ids))
 
 
+@pytest.mark.parametrize("slots", [1, 2])
+def test_forwards_on_two_streams(slots: int) -> None:
+    """Each begins while the other reads what was decoded for it: all units are decoded in the same memory."""
+    resident, model = twins()
+    streams = [torch.cuda.Stream() for _ in range(2)]
+    prompts = [torch.randint(0, 1000, (2048,), device="cuda") for _ in range(6)]
+    expected = [resident(ids) for ids in prompts]
+    with offloaded(model, Prefetch(1, 1, slots, PARAMS, codec="exp3")) as handle:
+        torch.cuda.synchronize()
+        found = []
+        for number, ids in enumerate(prompts):
+            with torch.cuda.stream(streams[number % 2]):
+                found.append(model(ids))
+        torch.cuda.synchronize()
+        assert handle.stats().bytes_moved > 0
+        assert all(torch.equal(*each) for each in zip(found, expected, strict=True))
+
+
 def test_a_graph_holds_copies_and_kernels() -> None:
     resident, model = twins()
     ids = torch.arange(8, device="cuda")

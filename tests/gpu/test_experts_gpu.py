@@ -52,6 +52,25 @@ def test_memory_is_given_back() -> None:
     assert before - torch.cuda.mem_get_info(CUDA)[0] < 4 * PIECE_BYTES
 
 
+@pytest.mark.alone
+def test_memory_that_ends_in_a_capture_is_given_back_after_it() -> None:
+    """To wait for the device would make the capture invalid."""
+    torch.cuda.synchronize()
+    torch.cuda.empty_cache()  # as a capture does when it begins
+    before = torch.cuda.mem_get_info(CUDA)[0]
+    whole, x = SplitRange(32 * PIECE_BYTES, 32 * PIECE_BYTES, 64 * PIECE_BYTES, CUDA), torch.zeros(8, device=CUDA)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        y = x + 1
+        del whole
+        gc.collect()
+    graph.replay()
+    assert y.sum().item() == 8
+    assert before - torch.cuda.mem_get_info(CUDA)[0] >= 32 * PIECE_BYTES
+    SplitRange(PIECE_BYTES, PIECE_BYTES, 2 * PIECE_BYTES, CUDA)
+    assert before - torch.cuda.mem_get_info(CUDA)[0] < 16 * PIECE_BYTES  # what the graph keeps
+
+
 def test_host_memory_that_is_there_is_mapped_again() -> None:
     made = MappedMemory(4 * PIECE_BYTES, CUDA)
     made.on_device.copy_((torch.arange(4 * PIECE_BYTES) % 251).to(CUDA))
@@ -198,6 +217,31 @@ def test_prompts_have_memory_in_common() -> None:
         torch.cuda.synchronize()
         assert_same_bits(found, expected[:4] * 3)
         assert sum(layer.in_place for layer in handle.stats().experts) > 8 * 20
+
+
+@torch.no_grad()
+def test_compiled_code_on_two_streams() -> None:
+    """Each forward replaces experts in slots that the other, on its own stream, still reads."""
+    model = Layers().to(CUDA).eval()
+    streams = [torch.cuda.Stream(CUDA) for _ in range(2)]
+    steps = []
+    for _ in range(12):
+        chosen = torch.randperm(16, device=CUDA)[:3]  # all of one step fit in the slots
+        ids = chosen[torch.randint(0, 3, (256, 2), device=CUDA)]
+        steps.append((torch.randn(256, 384, device=CUDA).bfloat16(), ids))
+    expected = [model(*each) for each in steps]
+    with headrace.offload(model, Rules([("up", "cache"), ("scale", "cache")], expert_slots=3)) as handle:
+        compiled = torch.compile(model, backend="eager", fullgraph=True)
+        compiled(*steps[0])
+        torch.cuda.synchronize()
+        found = []
+        for number, each in enumerate(steps):
+            with torch.cuda.stream(streams[number % 2]):
+                found.append(compiled(*each))
+        torch.cuda.synchronize()
+        assert_same_bits(found, expected)
+        assert all(layer.evicted > 12 for layer in handle.stats().experts)
+    torch._dynamo.reset()
 
 
 @torch.no_grad()

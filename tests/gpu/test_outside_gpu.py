@@ -90,6 +90,25 @@ def test_writes(pair: tuple[Odd, Odd]) -> None:
         assert torch.equal(model(x), resident(x))
 
 
+def test_tensors_of_a_state_dict(pair: tuple[Odd, Odd]) -> None:
+    """They view the store, pinned as it is, and are guarded; what moves one of them leaves the store where it is."""
+    resident, model = pair
+    resident.reads = model.reads = False
+    x = inputs()
+    with offloaded(model, headrace.Rules([("table", "resident"), ("layers", "prefetch")])) as handle:
+        assert torch.equal(model(x), resident(x))
+        value = model.state_dict()["layers.2.weight"]
+        assert value.is_pinned()
+        assert torch.equal(value.to("cuda", non_blocking=True), resident.layers[2].weight)
+        with pytest.raises(ModelChangedError, match=r"layers\.2\.weight was written in place by aten\.mul_"):
+            value.mul_(2)
+        value.share_memory_()
+        for _ in range(2):
+            assert torch.equal(model(x), resident(x))
+        assert handle.stats().bytes_moved > 0
+    assert torch.equal(model(x), resident(x))
+
+
 def test_a_kept_view_is_refused(pair: tuple[Odd, Odd]) -> None:
     resident, model = pair
     kept = []
