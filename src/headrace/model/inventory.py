@@ -155,7 +155,8 @@ def _self_managed(module: nn.Module, device: torch.device) -> tuple[str, str] | 
     packed = getattr(state, "packing_format_for_cpu", False)
     if not isinstance(module._parameters, dict) or hasattr(module, "ct_decompress_hook"):
         how = "has its weights exchanged by compressed-tensors in the first forward"
-        return how, "load it with headrace's load(), or with CompressedTensorsConfig(dequantize=True)"
+        other = "CompressedTensorsConfig(dequantize=True) and transformers 5.23 or newer"
+        return how, f"load it with headrace's load(), or with {other}"
     if type(weight).__name__ == "Int8Params":
         how = "(bitsandbytes, 8 bits) writes its weight in every forward"
         return how, "quantise it to 4 bits, or with torchao"
