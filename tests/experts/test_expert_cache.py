@@ -6,7 +6,8 @@ import os
 import subprocess
 import sys
 from collections import defaultdict
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from functools import partial
 
@@ -189,6 +190,26 @@ def test_a_fetch_that_does_not_happen_is_found(monkeypatch: pytest.MonkeyPatch) 
     rig.cache.compare(ids, rig.cache.admit(ids))
     with pytest.raises(RaceError):
         rig.cache.counts()
+
+
+def test_kernels_run_on_the_device_of_their_tensors(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Triton launches on the current device, which a caller with a model on another GPU need not have set."""
+    rig, current, launched = Rig(8, 4), list[torch.Tensor](), []
+
+    @contextmanager
+    def device_of(tensor: torch.Tensor) -> Iterator[None]:
+        current.append(tensor)
+        yield
+        current.pop()
+
+    monkeypatch.setattr(torch.cuda, "device_of", device_of)
+    for name in ("admit_kernel", "fetch_kernel", "compare_kernel"):
+        launch = defaultdict(lambda name=name: lambda *_, **__: launched.append((name, len(current))))  # type: ignore[misc]
+        monkeypatch.setattr(f"headrace.experts.cache.{name}", launch)
+    ids = torch.tensor([0, 5], dtype=torch.int32)
+    rig.cache.compare(ids, rig.cache.admit(ids) * 0)
+    names = ["admit_kernel", *["fetch_kernel"] * 2, *["compare_kernel"] * 2]
+    assert launched == [(name, 1) for name in names]
 
 
 def test_the_probe_counts_experts_that_were_copied(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -5,6 +5,9 @@ from __future__ import annotations
 import copy
 import gc
 import weakref
+from collections import defaultdict
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -84,6 +87,25 @@ def test_a_prompt_has_more_tiles_than_one_program_takes() -> None:
     routed, *_ = route_by_rows(routing, Rows([11 - expert for expert in range(NUM_EXPERTS)]), 12)  # type: ignore[arg-type]
     assert len(expected) > 1024
     assert tokens_of(routed.expt_data, 2) == expected
+
+
+def test_tiles_are_listed_on_their_device(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Triton launches on the current device, which a caller with a model on another GPU need not have set."""
+    routing, *_ = packed_kernels.route(torch.tensor([[0, 1]]), torch.ones(1, 2), NUM_EXPERTS)
+    current = []
+
+    @contextmanager
+    def device_of(tensor: torch.Tensor) -> Iterator[None]:
+        current.append(tensor)
+        yield
+        current.pop()
+
+    monkeypatch.setattr(torch.cuda, "device_of", device_of)
+    kernel = defaultdict(lambda: lambda tiles, *_, **__: launched.append(tiles is current[-1]))  # type: ignore[misc]
+    launched: list[bool] = []
+    monkeypatch.setattr("headrace.experts.packed.tiles_of_rows_kernel", kernel)
+    route_by_rows(routing, Rows([*range(NUM_EXPERTS)]), NUM_EXPERTS)  # type: ignore[arg-type]
+    assert launched == [True]
 
 
 def packed(values: torch.Tensor) -> tuple[packed_kernels.Tensor, packed_kernels.PrecisionConfig]:

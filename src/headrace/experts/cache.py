@@ -118,39 +118,40 @@ class ExpertCache:
         """
         self._check()
         rows = torch.empty_like(ids)
-        admit_kernel[(1,)](
-            ids,
-            rows,
-            ids.numel(),
-            self._shift,
-            self._home,
-            self.location,
-            self._expert_in,
-            self._last_used,
-            self._fetched,
-            self._counters,
-            self._chosen,
-            self._missing,
-            NUM_EXPERTS=self._num_experts,
-            NUM_SLOTS=self.num_slots,
-            BLOCK_EXPERTS=triton.next_power_of_2(self._num_experts),
-            BLOCK_SLOTS=triton.next_power_of_2(self.num_slots),
-            BLOCK_IDS=_IDS,
-            BLOCK_OTHERS=_OTHERS,
-            OVERFLOW_ROWS=len(self._overflow_rows) if ids.numel() > self.num_slots else 0,
-            FIRST_OVERFLOW_ROW=self._overflow_rows.start,
-        )
-        for word, table in self._tables:
-            fetch_kernel[(_PROGRAMS,)](
-                self._fetched,
-                self._expert_in,
+        with torch.cuda.device_of(self._home):  # Triton launches on the current device, whatever the tensors' one is
+            admit_kernel[(1,)](
+                ids,
+                rows,
+                ids.numel(),
+                self._shift,
                 self._home,
-                table,
-                NUM_TENSORS=len(table),
-                WORD=word,
-                BLOCK=_BLOCK,
-                num_warps=8,
+                self.location,
+                self._expert_in,
+                self._last_used,
+                self._fetched,
+                self._counters,
+                self._chosen,
+                self._missing,
+                NUM_EXPERTS=self._num_experts,
+                NUM_SLOTS=self.num_slots,
+                BLOCK_EXPERTS=triton.next_power_of_2(self._num_experts),
+                BLOCK_SLOTS=triton.next_power_of_2(self.num_slots),
+                BLOCK_IDS=_IDS,
+                BLOCK_OTHERS=_OTHERS,
+                OVERFLOW_ROWS=len(self._overflow_rows) if ids.numel() > self.num_slots else 0,
+                FIRST_OVERFLOW_ROW=self._overflow_rows.start,
             )
+            for word, table in self._tables:
+                fetch_kernel[(_PROGRAMS,)](
+                    self._fetched,
+                    self._expert_in,
+                    self._home,
+                    table,
+                    NUM_TENSORS=len(table),
+                    WORD=word,
+                    BLOCK=_BLOCK,
+                    num_warps=8,
+                )
         return rows
 
     def compare(self, ids: torch.Tensor, rows: torch.Tensor) -> None:
@@ -167,18 +168,19 @@ class ExpertCache:
         is_expert = (ids >= 0) & (ids < self._num_experts)
         row_of = torch.full((self._num_experts + 1,), -1, dtype=torch.int64, device=ids.device)
         row_of[torch.where(is_expert, ids, self._num_experts).long()] = rows.long()
-        for word, table in self._tables:
-            compare_kernel[(_PROGRAMS,)](
-                row_of,
-                self._home,
-                table,
-                self._counters[5:],
-                NUM_EXPERTS=self._num_experts,
-                NUM_TENSORS=len(table),
-                WORD=word,
-                BLOCK=_BLOCK,
-                num_warps=8,
-            )
+        with torch.cuda.device_of(self._home):
+            for word, table in self._tables:
+                compare_kernel[(_PROGRAMS,)](
+                    row_of,
+                    self._home,
+                    table,
+                    self._counters[5:],
+                    NUM_EXPERTS=self._num_experts,
+                    NUM_TENSORS=len(table),
+                    WORD=word,
+                    BLOCK=_BLOCK,
+                    num_warps=8,
+                )
 
     def counts(self) -> CacheCounts:
         """The counts so far; waits for the device.
@@ -203,7 +205,7 @@ class CountsReader:
         """Start to read the counts, after the pending work of the current stream."""
         self._totals.copy_(torch.stack(self._counters).sum(0), non_blocking=True)
         if self._copied is not None:
-            self._copied.record()
+            self._copied.record(torch.cuda.current_stream(self._counters[0].device))
 
     def result(self) -> CacheCounts | None:
         """The counts of the last :meth:`begin`; ``None``: not read yet. Raises as :meth:`ExpertCache.counts` does."""

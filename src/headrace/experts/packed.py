@@ -81,10 +81,11 @@ def route_by_rows(routing: Any, cache: RowMap, num_rows: int) -> tuple[Any, torc
     tiles = ids.new_empty(len(tiles_of), triton.cdiv(count, _ALIGN) * _ALIGN)
     torch.stack(list(tiles_of.values()), out=tiles[:, :count])
     by_row = ids.new_empty(2, triton.cdiv(num_rows, _ALIGN) * _ALIGN)
-    tiles_of_rows_kernel[(triton.cdiv(count, _BLOCK), len(tiles))](
-        tiles, tiles.stride(0), count, rows, data.token_offs_pad[least], data.hist, data.token_offs_raw,
-        by_row[0], by_row[1], BLOCK=_BLOCK,
-    )  # fmt: skip
+    with torch.cuda.device_of(tiles):  # as in ExpertCache.admit
+        tiles_of_rows_kernel[(triton.cdiv(count, _BLOCK), len(tiles))](
+            tiles, tiles.stride(0), count, rows, data.token_offs_pad[least], data.hist, data.token_offs_raw,
+            by_row[0], by_row[1], BLOCK=_BLOCK,
+        )  # fmt: skip
     made, routed = copy.copy(data), copy.copy(routing)
     made.hist, made.token_offs_raw = by_row
     made.block_pid_map = {height: each[:count] for height, each in zip(tiles_of, tiles, strict=True)}
