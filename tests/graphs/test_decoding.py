@@ -9,7 +9,9 @@ import gc
 import warnings
 import weakref
 from collections.abc import Iterator
+from contextlib import contextmanager
 from functools import partial
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -22,6 +24,7 @@ import headrace
 from checks import raising, run_threads
 from headrace.errors import HeadraceWarning, OptionError
 from headrace.graphs import decoding
+from headrace.graphs.decoding import StepGraph
 from recorded_graphs import RecordedStep
 
 SIZES = {
@@ -512,3 +515,32 @@ def test_steps_are_dropped_when_the_device_has_done_their_replays(monkeypatch: p
     getattr(graphs, end)()
     assert kept == [1]
     assert graphs._steps == {}
+
+
+def test_a_step_is_captured_on_the_device_of_its_model(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Also where another GPU is the current one, or was when the process captured for the first time."""
+    current, captured = [torch.device("cuda", 0)], []
+
+    @contextmanager
+    def device(chosen: torch.device) -> Iterator[None]:
+        current.append(chosen)
+        yield
+        current.pop()
+
+    @contextmanager
+    def graph(made: Any, stream: torch.device | None = None, **_: Any) -> Iterator[None]:
+        captured.append((current[-1], stream))
+        yield
+
+    for name, value in {
+        "device": device,
+        "graph": graph,
+        "CUDAGraph": lambda: SimpleNamespace(pool=tuple),
+        "memory_snapshot": list,
+    }.items():
+        monkeypatch.setattr(torch.cuda, name, value)
+    monkeypatch.setattr(decoding, "_capture_stream", lambda device: device)
+    devices = [torch.device("cuda", index) for index in (1, 0, 1)]
+    for each in devices:
+        StepGraph(lambda ids: ids, {"ids": prompt(1)}, each)
+    assert captured == [(each, each) for each in devices]

@@ -46,7 +46,7 @@ class RecordedStep:
 
     num_bytes = 0
 
-    def __init__(self, call: Callable[..., Any], inputs: Inputs) -> None:
+    def __init__(self, call: Callable[..., Any], inputs: Inputs, device: torch.device) -> None:
         self._inputs = tree_map_only(torch.Tensor, torch.clone, dict(inputs))
         recorder = _Recorder()
         try:

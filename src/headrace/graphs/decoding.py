@@ -314,9 +314,9 @@ class DecodeGraphs:
         lengths = _window_lengths(cache)
         try:
             if self._session is None:
-                return _Captured(StepGraph(call, inputs), [])
+                return _Captured(StepGraph(call, inputs, self._model.device), [])
             with self._session.capturing() as copied:
-                return _Captured(StepGraph(call, inputs), copied)
+                return _Captured(StepGraph(call, inputs, self._model.device), copied)
         except (RuntimeError, StateError) as error:
             for layer, length in zip(_windows(cache), lengths, strict=True):
                 layer.cumulative_length_int = length
@@ -454,6 +454,12 @@ def _constant_part(leaf: Any) -> Hashable:
     return leaf if leaf is None or isinstance(leaf, bool | int | float | str) else id(leaf)
 
 
+@functools.cache
+def _capture_stream(device: torch.device) -> torch.cuda.Stream:
+    """Without it ``torch.cuda.graph`` captures on whatever device was current when the process first captured."""
+    return torch.cuda.Stream(device)
+
+
 class StepGraph:
     """A captured ``call(**inputs)``. A replay copies its inputs into tensors at fixed addresses.
 
@@ -461,8 +467,10 @@ class StepGraph:
         num_bytes: device memory that the graph computes in.
     """
 
-    def __init__(self, call: Callable[..., Any], inputs: Inputs) -> None:
+    def __init__(self, call: Callable[..., Any], inputs: Inputs, device: torch.device) -> None:
         """``call`` has run before with inputs of this :func:`signature`, so that libraries and kernels are loaded.
+
+        ``device``: a GPU, where it computes.
 
         It is captured now: its Python code runs once, and its kernels do not.
 
@@ -473,7 +481,11 @@ class StepGraph:
         self._tensors = _tensors_of(self._inputs)
         self._graph = torch.cuda.CUDAGraph()
         # Other threads may allocate and launch meanwhile. A destructor that frees pinned memory would end the capture.
-        with gc_paused(), torch.cuda.graph(self._graph, capture_error_mode="thread_local"):
+        with (
+            gc_paused(),
+            torch.cuda.device(device),  # for which torch.cuda.graph waits
+            torch.cuda.graph(self._graph, stream=_capture_stream(device), capture_error_mode="thread_local"),
+        ):
             self._output = call(**self._inputs)
         segments, pool = torch.cuda.memory_snapshot(), self._graph.pool()
         self.num_bytes = sum(each["total_size"] for each in segments if tuple(each["segment_pool_id"]) == tuple(pool))

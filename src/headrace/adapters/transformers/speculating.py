@@ -266,7 +266,7 @@ class _CapturedDraft(CandidateGenerator):
             for layer in self._cache.layers:
                 layer.cumulative_length.sub_(1)
             try:
-                self._step = decoding.StepGraph(self._forward, inputs).replay
+                self._step = decoding.StepGraph(self._forward, inputs, token.device).replay
             except RuntimeError as error:
                 warn_user(f"the draft guesses eagerly, without CUDA graphs: {str(error).splitlines()[0]}")
                 self._step = lambda inputs: self._forward(**inputs)
