@@ -6,6 +6,7 @@ from __future__ import annotations
 
 import contextlib
 from collections import defaultdict
+from collections.abc import Iterator
 from types import SimpleNamespace
 from typing import Any
 
@@ -65,6 +66,7 @@ def simulated(monkeypatch: pytest.MonkeyPatch) -> None:
         "Event": _Event,
         "Stream": _Stream,
         "stream": contextlib.nullcontext,
+        "current_device": lambda: None,
         "is_current_stream_capturing": lambda: False,
         "synchronize": lambda device: None,
     }.items():
@@ -107,6 +109,24 @@ def test_a_stream_that_another_thread_takes_meanwhile(monkeypatch: pytest.Monkey
 
     monkeypatch.setattr("headrace.transfer.cuda_stream._unused", defaultdict(Emptied))
     assert isinstance(StreamLink(torch.device("cpu"))._stream, _Stream)
+
+
+def test_a_capture_on_another_gpu_is_none_of_a_link(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Copies that are taken for nodes of its graph would overwrite slots at once, and no record would say so."""
+    current, captures = [0], 0
+
+    @contextlib.contextmanager
+    def device(chosen: torch.device) -> Iterator[None]:
+        current.append(chosen.index)
+        yield
+        current.pop()
+
+    monkeypatch.setattr(torch.cuda, "device", device)
+    monkeypatch.setattr(torch.cuda, "current_device", lambda: current[-1])
+    monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: current[-1] == captures)
+    links = [StreamLink(torch.device("cuda", index)) for index in range(2)]
+    for captures in range(2):
+        assert [link.capturing for link in links] == [index == captures for index in range(2)]
 
 
 @pytest.mark.parametrize("size", [1, 2, 3])

@@ -29,7 +29,7 @@ from headrace.plan.plan import Plan
 from headrace.stores.store import Load
 from headrace.transfer.link import ComputeEvent, Link, Transfer
 
-__all__ = ["StreamLink", "StreamTransfer", "wait_for_events"]
+__all__ = ["StreamLink", "StreamTransfer", "is_capturing", "wait_for_events"]
 
 # Streams of closed links, for the next ones. They are not destroyed: a finalizer would need a weak reference, and torch
 # frees CUDA stream objects without clearing those, which crashes the garbage collector (torch 2.11, at exit).
@@ -94,7 +94,7 @@ class StreamLink(Link):
 
     @property
     def capturing(self) -> bool:
-        return torch.cuda.is_current_stream_capturing()
+        return is_capturing(self._device)
 
     @property
     def capture_id(self) -> int | None:
@@ -206,6 +206,14 @@ class _CurrentStream:
     def __exit__(self, *error: object) -> None:
         torch.cuda.set_stream(self._before)
         self._device.__exit__(*error)
+
+
+def is_capturing(device: torch.device) -> bool:
+    """Whether what the caller gives ``device`` is recorded into a graph; torch tells it of the current device alone."""
+    if torch.cuda.current_device() == device.index:
+        return torch.cuda.is_current_stream_capturing()
+    with torch.cuda.device(device):
+        return torch.cuda.is_current_stream_capturing()
 
 
 def _create_stream(device: torch.device) -> torch.cuda.Stream:
