@@ -780,3 +780,32 @@ def test_what_waits_for_a_stuck_forward_of_another_thread_is_an_error(
     other.join()
     assert entered == []
     engine.forward()
+
+
+def test_compiled_code_that_raised_in_another_thread_is_named_where_it_holds_up_remove(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """It runs no op at its end, so the thread is taken to be inside a forward until it begins another one."""
+    monkeypatch.setattr(prefetcher, "STOP_TIMEOUT_S", 0.05)
+    engine = Engine(3, 2, 0, announced=False)
+    raised, again, ran, done = (threading.Event() for _ in range(4))
+
+    def other() -> None:
+        engine.pipeline.begin_forward()
+        engine.pipeline.wait(0)
+        raised.set()
+        again.wait(10)
+        engine.forward()
+        ran.set()
+        done.wait(10)
+
+    thread = threading.Thread(target=other)
+    thread.start()
+    assert raised.wait(10)
+    with pytest.raises(StateError, match=r"compiled code raised.*call the model once more in that thread"):
+        engine.pipeline.stop(graphs_released=False)
+    again.set()
+    assert ran.wait(10)
+    engine.pipeline.stop(graphs_released=False)
+    done.set()
+    thread.join()

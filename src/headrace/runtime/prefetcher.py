@@ -624,7 +624,8 @@ class Prefetcher:
                 self._stopping = False
                 raise StateError(
                     f"another thread has been inside a forward of the model for {STOP_TIMEOUT_S:.0f} s: let it end, "
-                    f"then call remove() again"
+                    f"then call remove() again. Where compiled code raised, nothing shows that it did: call the model "
+                    f"once more in that thread, or end the thread"
                 )
 
     def resume(self) -> None:
