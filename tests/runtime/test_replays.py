@@ -475,6 +475,23 @@ def test_our_own_graphs_and_others_exclude_one_another() -> None:
     assert not foreign.pipeline.may_own_graphs()
 
 
+@pytest.mark.parametrize("stuck", range(4))
+def test_a_replay_of_our_own_after_compiled_code_that_raised(stuck: int) -> None:
+    """All of the model was one graph, so nothing has ended its forward, and the slots hold what that had come to."""
+    engine = OwnEngine(4, 2, 0)
+    engine.capture()
+    engine.pipeline.begin_forward()
+    for unit in range(stuck):
+        engine.run_unit(unit)
+    engine.pipeline.wait(stuck)
+    engine.device.finish()
+    for _ in range(2):
+        engine.replay(0)
+        engine.device.finish()
+    engine.forward()
+    engine.device.finish()
+
+
 def test_a_replay_waits_for_forwards_of_other_threads() -> None:
     """A module of one that has its unit, and has not launched what reads it, would find another."""
     engine = OwnEngine(4, 2, 0)

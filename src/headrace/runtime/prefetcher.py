@@ -256,10 +256,8 @@ class Prefetcher:
     def replaying(self, copied: Sequence[int] = ()) -> Iterator[None]:
         """Within, a graph of :meth:`capturing`, which gave ``copied``, is replayed beside no other forward."""
         with self._lock:
-            me = threading.get_ident()
-            self._wait_until(
-                lambda: not self._forwards.keys() - {me}, "a graph is replayed alone, beside no forward, and one"
-            )
+            self._forwards.pop(threading.get_ident(), None)  # of compiled code that raised, which does not end it
+            self._wait_until(lambda: not self._forwards, "a graph is replayed alone, beside no forward, and one")
             self.wait_all()
             try:
                 yield
