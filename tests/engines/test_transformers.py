@@ -638,6 +638,21 @@ class TestErrors:
         with pytest.raises(CheckpointError, match="AutoModelForImageClassification cannot be built"):
             load(saved("qwen3"), "1GiB", model_class=transformers.AutoModelForImageClassification)
 
+    @pytest.mark.skipif(importlib.util.find_spec("accelerate") is None, reason="accelerate is not installed")
+    def test_a_model_that_accelerate_offloads(self, saved: Callable[[str], Path]) -> None:
+        """Until its hooks are removed, as the error says: then the same bits."""
+        from accelerate import cpu_offload
+        from accelerate.hooks import remove_hook_from_module
+
+        model, reference = resident(saved("qwen3")), resident(saved("qwen3"))
+        cpu_offload(model, "cpu")
+        policy = replace(EVERYTHING, mode="cpu")
+        with pytest.raises(OptionError, match=r"'model\.embed_tokens' .* by accelerate .*remove_hook_from_module"):
+            headrace.offload(model, policy)
+        remove_hook_from_module(model, recurse=True)
+        with headrace.offload(model, policy) as handle:
+            assert_streams(model, handle, reference)
+
     @pytest.mark.parametrize("error", [KeyboardInterrupt, RuntimeError])
     def test_nothing_is_leaked(self, error: type[BaseException], saved: Callable[[str], Path]) -> None:
         def interrupt(done: int, total: int) -> None:

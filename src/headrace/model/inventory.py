@@ -153,6 +153,11 @@ def _self_managed(module: nn.Module, device: torch.device) -> tuple[str, str] | 
     weight: Any = module._parameters.get("weight")
     state = getattr(weight, "quant_state", None)
     packed = getattr(state, "packing_format_for_cpu", False)
+    hook: Any = getattr(module, "_hf_hook", None)
+    if any(getattr(each, "offload", False) for each in getattr(hook, "hooks", (hook,))):
+        how = "is given its weights anew by accelerate (device_map and the like) in every forward"
+        removed = "accelerate.hooks.remove_hook_from_module(model, recurse=True)"
+        return how, f"load it with headrace's load(), or without a device_map, or call {removed} first"
     if not isinstance(module._parameters, dict) or hasattr(module, "ct_decompress_hook"):
         how = "has its weights exchanged by compressed-tensors in the first forward"
         other = "CompressedTensorsConfig(dequantize=True) and transformers 5.23 or newer"
