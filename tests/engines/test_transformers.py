@@ -638,6 +638,10 @@ class TestErrors:
         with pytest.raises(CheckpointError, match="AutoModelForImageClassification cannot be built"):
             load(saved("qwen3"), "1GiB", model_class=transformers.AutoModelForImageClassification)
 
+    def test_a_default_device_without_memory(self, saved: Callable[[str], Path]) -> None:
+        with torch.device("meta"), pytest.raises(OptionError, match=r"found meta; call it outside of torch\.device"):
+            load(saved("qwen3"), EVERYTHING)
+
     @pytest.mark.skipif(importlib.util.find_spec("accelerate") is None, reason="accelerate is not installed")
     def test_a_model_that_accelerate_offloads(self, saved: Callable[[str], Path]) -> None:
         """Until its hooks are removed, as the error says: then the same bits."""

@@ -119,6 +119,11 @@ def load(
     # First, so that a wrong folder in one rank raises in all ranks, instead of in one while the others wait.
     with open_ranks(group) as ranks:
         require_kinds(device, disk)
+        if torch.get_default_device().type == "meta":  # what transformers computes while loading would have no values
+            raise OptionError(
+                "load: expected a default device that has memory, found meta; call it outside of torch.device('meta') "
+                "and torch.set_default_device('meta'): it builds the model there itself"
+            )
         given = speculate if isinstance(speculate, Speculation | None) else Speculation(speculate)
         # Unlike from_pretrained, nothing is read yet: the plan decides which weights are read at all.
         with gc_paused():
