@@ -412,6 +412,23 @@ class TestChanged:
         change(model)
         assert model.head.weight.dtype != torch.float32
 
+    def test_a_cast_that_changes_nothing(self) -> None:
+        """Of a module beside others of another dtype, in each forward, as routers of transformers do it."""
+
+        class Router(nn.Linear):
+            def forward(self, x: torch.Tensor) -> torch.Tensor:
+                self.to(torch.float32)
+                return super().forward(x.float())
+
+        model, x, expected = expecting(
+            nn.Sequential(nn.Linear(DIM, DIM).bfloat16(), Router(DIM, DIM)), rows().bfloat16()
+        )
+        with headrace.offload(model, Prefetch(params=["ALL_MODEL_PARAMS"])) as handle:
+            require_forwards(handle, x, expected, 2)
+            message = r"\(1\.weight, torch\.float32\).* in its forward, keep it resident .*1\.weight=resident"
+            with pytest.raises(ModelChangedError, match=message):
+                model[1].half()
+
     def test_moved_data_of_one_tensor(self) -> None:
         model, x = Stack(3).eval(), rows()
         with headrace.offload(model, all_layers(2)):

@@ -474,16 +474,21 @@ class StateGuard(NotCopyable):
                 )
 
     def _apply_to_residents(self, module: nn.Module, fn: Callable[..., Any], recurse: bool = True) -> nn.Module:
-        """``module._apply(fn)``, unless ``fn`` would change an offloaded tensor.
+        """``module._apply(fn)``, unless ``fn`` would change an offloaded tensor in ``module``.
 
         ``fn`` is asked with a small tensor of the same dtype, device and number of dimensions.
         """
-        for tensor in self._tensors:
+        inside = set(module.modules())
+        for bound in self._bound:
+            if inside.isdisjoint(owner for owner, _ in bound.places):
+                continue
+            tensor = bound.tensor
             probe = torch.empty([min(2, size) for size in tensor.shape], dtype=tensor.dtype, device=tensor.device)
             if fn(probe) is not probe:
                 raise ModelChangedError(
-                    "to(), half(), to_empty() and the like would change offloaded weights, which are stored elsewhere: "
-                    "call handle.remove() first, move or cast the model, then offload again"
+                    f"to(), half(), to_empty() and the like would change offloaded weights, which are stored elsewhere "
+                    f"({bound.name}, {tensor.dtype}): call handle.remove() first, move or cast the model, then offload "
+                    f"again; if the model does it in its forward, {_fix(bound)}"
                 )
         apply: Any = type(module)._apply
         return cast(nn.Module, apply(module, lambda tensor: tensor if place_of(tensor) else fn(tensor), recurse))
