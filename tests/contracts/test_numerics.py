@@ -10,6 +10,7 @@ import random
 import signal
 import threading
 import warnings
+import weakref
 from collections.abc import Callable
 from functools import partial
 from pathlib import Path
@@ -590,6 +591,37 @@ class TestGradients:
         with headrace.offload(model, all_layers()), torch.enable_grad():
             model.head(x).sum().backward()
         assert x.grad is not None
+
+    @pytest.mark.parametrize("is_written", [False, True])
+    def test_what_autograd_saves_beside_weights(self, is_written: bool) -> None:
+        """The output of ``sigmoid``: it is freed with its history, and a write to it is noticed."""
+
+        class Adapted(nn.Linear):
+            def forward(self, x: torch.Tensor) -> torch.Tensor:
+                return torch.sigmoid(super().forward(x).detach() + x @ self.adapter)
+
+        x, gradients = rows(), []
+        for is_offloaded in (False, True):
+            torch.manual_seed(0)
+            model = nn.Sequential(Adapted(DIM, DIM)).eval()
+            model[0].adapter = nn.Parameter(torch.randn(DIM, DIM))
+            if is_offloaded:
+                handle = headrace.offload(model, headrace.Rules([("0.weight", "prefetch")]))
+            with torch.enable_grad():
+                model(x)
+                dropped = weakref.ref(model(x))
+                output = model(x)
+                output.add_(1.0) if is_written else None
+                if is_written:
+                    with pytest.raises(StateError if is_offloaded else RuntimeError, match="version"):
+                        output.sum().backward()
+                else:
+                    output.sum().backward()
+                    gradients.append(model[0].adapter.grad)
+            assert dropped() is None
+        assert_moved(handle, 3)
+        assert is_written or torch.equal(*gradients)
+        handle.remove()
 
     def test_training_mode_warns(self) -> None:
         with pytest.warns(headrace.HeadraceWarning, match="training mode"):

@@ -19,7 +19,7 @@ from torch import nn
 from torch.utils._pytree import tree_leaves, tree_map_only
 
 from headrace.errors import OptionError, StateError
-from headrace.model.live_tensors import own_forward
+from headrace.model.live_tensors import Saved, own_forward
 from headrace.model.memory_profile import ROW_IMPLEMENTATIONS, chosen_implementation
 from headrace.model.tracing import refuse_export, refuse_tracers, traced_graph
 
@@ -254,14 +254,14 @@ class CachedExperts:
             self.admitted = None
         return output
 
-    def _pack(self, saved: torch.Tensor) -> torch.Tensor | None:
+    def _pack(self, saved: torch.Tensor) -> Saved | None:
         """Keep autograd from saving views of slots, whose bytes change."""
-        return None if saved.untyped_storage().data_ptr() in self._storages else saved
+        return None if saved.untyped_storage().data_ptr() in self._storages else Saved(saved)
 
-    def _unpack(self, saved: torch.Tensor | None) -> torch.Tensor:
+    def _unpack(self, saved: Saved | None) -> torch.Tensor:
         if saved is None:
             raise self.backward_error()
-        return saved
+        return saved.tensor()
 
     def backward_error(self) -> StateError:
         """The error of a backward pass through the experts."""

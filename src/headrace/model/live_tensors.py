@@ -39,6 +39,7 @@ __all__ = [
     "GiveBack",
     "OnAccess",
     "Path",
+    "Saved",
     "bind",
     "is_placeholder",
     "live_tensors",
@@ -528,6 +529,25 @@ def own_storage(buffer: torch.Tensor) -> torch.Tensor:
     # The tensors of all units in a slot share its memory. With one storage for all, its use count (is_viewed) and its
     # owner (_owners) would mix the tensors of different units.
     return torch.frombuffer(buffer.numpy(), dtype=torch.uint8) if buffer.is_cpu else device_view(buffer, buffer.device)
+
+
+class Saved:
+    """What autograd saves of ``tensor``, which is no weight in a slot, as it would without hooks."""
+
+    def __init__(self, tensor: torch.Tensor) -> None:
+        # An output itself would keep its history alive, which keeps this: a circle that no collector sees.
+        self._tensor = tensor if tensor.is_leaf else tensor.detach()
+        self._version = tensor._version
+
+    def tensor(self) -> torch.Tensor:
+        """For the backward pass; raises ``StateError`` after a write, for which torch does not look behind hooks."""
+        if self._tensor._version != self._version:
+            raise StateError(
+                f"a backward pass needs a tensor {list(self._tensor.shape)} of an offloaded module's forward that was "
+                f"written in place since: version {self._version} expected, {self._tensor._version} found; write to a "
+                f"copy (.clone()), as without an offload"
+            )
+        return self._tensor
 
 
 def _version(tensor: torch.Tensor) -> int | None:

@@ -26,7 +26,7 @@ from torch.utils._pytree import tree_map_only
 from torch.utils.hooks import RemovableHandle
 
 from headrace.errors import ModelChangedError, OutsideAccessError, StateError
-from headrace.model.live_tensors import BoundStorage, BoundTensor, live_tensors, own_forward, resident_rule
+from headrace.model.live_tensors import BoundStorage, BoundTensor, Saved, live_tensors, own_forward, resident_rule
 from headrace.model.tracing import refuse_export, refuse_tracers
 from headrace.runtime.compile_ops import (
     END_OF_GRADIENTS,
@@ -312,17 +312,17 @@ class UnitHook(_ModuleHook):
             raise
         return self._close(prefetcher, window, output) if called_directly else output
 
-    def _pack(self, saved: torch.Tensor) -> torch.Tensor | str:
+    def _pack(self, saved: torch.Tensor) -> Saved | str:
         """Keep autograd from holding views of a slot, whose bytes change: it gets the name of the weight instead."""
         for bound in self._tensors:
             if bound.offset_in_slot(saved) is not None:
                 return bound.name
-        return saved
+        return Saved(saved)
 
-    def _unpack(self, saved: torch.Tensor | str) -> torch.Tensor:
+    def _unpack(self, saved: Saved | str) -> torch.Tensor:
         if isinstance(saved, str):
             raise self.backward_error(saved)
-        return saved
+        return saved.tensor()
 
     def _open(self, prefetcher: Prefetcher) -> _Window:
         window = _Window(self)
