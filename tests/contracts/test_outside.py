@@ -383,6 +383,43 @@ def test_writes_inside_a_forward_are_refused(write: Callable[[nn.Linear], Any], 
             assert handle.stats().bytes_moved > 0
 
 
+def test_statistics_written_in_training_are_refused() -> None:
+    """The schema of batch norm does not say that it writes them."""
+    model, x, expected = expecting(nn.Sequential(*(nn.BatchNorm1d(DIM) for _ in range(3))))
+    with headrace.offload(model, headrace.Prefetch(1, 1, 1, params=["running_mean", "running_var"])) as handle:
+        assert_same_bits(model(x), expected)
+        model[1].train()
+        with pytest.raises(ModelChangedError, match=r"1\.running_mean was written in place by aten\.batch_norm"):
+            model(x)
+        model[1].eval()
+        assert_same_bits(model(x), expected)
+        assert handle.stats().bytes_moved > 0
+
+
+def test_statistics_written_outside_go_to_the_store() -> None:
+    class Parent(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.norms = nn.ModuleList(nn.BatchNorm1d(DIM * 8) for _ in range(4))
+            self.layers = nn.Sequential(*(nn.Linear(DIM * 8, DIM * 8) for _ in range(4)))
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            for norm in self.norms:
+                x = F.batch_norm(norm(x), norm.running_mean, norm.running_var, training=True)
+            return self.layers(x)
+
+    model, x = Parent().eval(), torch.randn(5, DIM * 8)
+    twin = copy.deepcopy(model)
+    budget = headrace.Budget("257KiB", ["norms", "layers"], rules=[("re:.*running.*", "prefetch")])
+    with headrace.offload(model, budget) as handle:
+        assert handle.plan.device_bytes + DIM * 8 * 4 > budget.num_bytes
+        for _ in range(3):
+            assert_same_bits(model(x), twin(x))
+        assert handle.stats().bytes_moved
+        assert not handle.stats().notes
+    assert_same_bits(dict(model.state_dict()), dict(twin.state_dict()))
+
+
 @pytest.mark.parametrize("number", [2, 0.5])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.int32])
 def test_numbers_beside_a_weight_in_its_own_module(number: float, dtype: torch.dtype) -> None:

@@ -575,6 +575,12 @@ _TOUCHES_NOTHING = {
     "new_empty", "new_empty_strided", "new_zeros", "new_ones", "new_full",
 }  # fmt: skip
 
+# These write running statistics, which their schemas do not say; the first ones only if their sixth argument is true.
+_NORMS = {f"aten::{name}batch_norm" for name in ("", "native_", "cudnn_", "miopen_")} | {"aten::_batch_norm_impl_index"}
+_STATISTICS_OF = _NORMS | {
+    "aten::batch_norm_update_stats", "aten::batch_norm_gather_stats", "aten::batch_norm_gather_stats_with_counts",
+}  # fmt: skip
+_STATISTICS = ("running_mean", "running_var")
 
 _owners: weakref.WeakValueDictionary[int, BoundTensor] = weakref.WeakValueDictionary()
 
@@ -715,7 +721,11 @@ def _operator(name: str, overload: str) -> torch._ops.OpOverload:
 def _targets(operator: torch._ops.OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[Any]:
     """The tensors that ``operator`` writes in place."""
     targets: list[Any] = []
+    is_norm = operator._schema.name in _NORMS
+    is_training = bool(args[5] if len(args) > 5 else kwargs.get("training"))
     for position, name in _written(operator):
+        if is_norm and not is_training and name in _STATISTICS:
+            continue
         target = args[position] if position < len(args) else kwargs.get(name)
         targets += target if isinstance(target, list | tuple) else [target]
     return targets
@@ -723,9 +733,10 @@ def _targets(operator: torch._ops.OpOverload, args: tuple[Any, ...], kwargs: dic
 
 @functools.cache
 def _written(operator: torch._ops.OpOverload) -> list[tuple[int, str]]:
-    """Position and name of each argument that the schema of ``operator`` says it writes."""
+    """Position and name of each argument that ``operator`` writes."""
+    undeclared = _STATISTICS if operator._schema.name in _STATISTICS_OF else ()
     arguments = enumerate(operator._schema.arguments)
-    return [(position, a.name) for position, a in arguments if a.alias_info is not None and a.alias_info.is_write]
+    return [(p, a.name) for p, a in arguments if a.name in undeclared or (a.alias_info and a.alias_info.is_write)]
 
 
 def _materialize(argument: torch.Tensor, operator: torch._ops.OpOverload, is_written: bool) -> list[GiveBack]:
@@ -790,6 +801,6 @@ def _register() -> tuple[torch.library.Library, ...]:
         consists_of_others = torch._C._dispatch_has_kernel_for_dispatch_key(f"aten::{qualified}", _COMPOSITE)
         for key in (_PLACEHOLDER,) if consists_of_others else (_PLACEHOLDER, _BELOW_PYTHON):
             aten.impl(qualified, on_access, key)
-        if schema.is_mutable:  # all others keep the fall-through and their speed
+        if schema.is_mutable or schema.name in _STATISTICS_OF:  # all others keep the fall-through and their speed
             aten.impl(qualified, functools.partial(_on_write, name, overload), _GUARDED)
     return everything, aten
