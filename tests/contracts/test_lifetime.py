@@ -436,6 +436,16 @@ class TestChanged:
             with pytest.raises(ModelChangedError, match=r"layers\.2\.linear\.weight was moved"):
                 model(x)
 
+    def test_swapped_tensors_stay_swapped(self) -> None:
+        """torch swaps the attributes of the tensors, too, such as the methods that an offload puts there."""
+        model, x, other = Stack(3).eval(), rows(), Stack(3).eval()
+        other.load_state_dict(model.state_dict())
+        with headrace.offload(model, UVA(params=["linear"])):
+            for each in (model, other):
+                torch.utils.swap_tensors(each.layers[0].linear.weight, each.layers[1].linear.weight)
+            assert_same_bits(model(x), other(x))
+        assert_same_bits(dict(model.state_dict()), dict(other.state_dict()))
+
     @pytest.mark.filterwarnings("error")
     @pytest.mark.parametrize("when", ["before", "between"])
     def test_written_in_place_between_forwards_counts(self, when: str) -> None:

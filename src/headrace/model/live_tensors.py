@@ -315,7 +315,7 @@ class BoundTensor:
     def _change(self) -> ModelChangedError | None:
         if self._find_loss():
             return None
-        if self.tensor.data_ptr() != self._address:
+        if torch.Tensor.data_ptr(self.tensor) != self._address:
             return self._moved()
         if self._version is not None and _version(self.tensor) != self._version:
             return ModelChangedError(
@@ -330,7 +330,8 @@ class BoundTensor:
         if self.tensor.device.type == "meta":
             return False
         if self.in_slot is None:
-            return not is_placeholder(self.tensor) and self.tensor.data_ptr() != self._address
+            # Not the tensor's own data_ptr, which torch.utils.swap_tensors gives to another, and asks that one.
+            return not is_placeholder(self.tensor) and torch.Tensor.data_ptr(self.tensor) != self._address
         return storage_id(self.tensor) not in (self._placeholder_storage, self._slot_storage, self._lent_storage)
 
     def refuse_copy(self, given: Collection[int]) -> None:
