@@ -543,6 +543,18 @@ class TestRefused:
         assert_same_bits(copy.deepcopy(model)(x), expected)
 
     @pytest.mark.filterwarnings("ignore::DeprecationWarning")
+    @pytest.mark.parametrize("part", ["", "layers.1"])
+    def test_replicas(self, part: str) -> None:
+        """What ``nn.DataParallel`` makes of each module: the attributes are copied, ``forward`` among them."""
+        model, x, expected = expecting(Stack(3))
+        with headrace.offload(model, all_layers(2)) as handle:
+            replica = model.get_submodule(part)._replicate_for_data_parallel()
+            with pytest.raises(
+                StateError, match=r"copy of a (Stack|Block) that is offloaded was called.*handle\.remove"
+            ):
+                replica(x)
+            require_forwards(handle, x, expected, 1)
+
     def test_torch_jit_trace(self) -> None:
         model = Stack(3).eval()
         with headrace.offload(model, all_layers(2)), pytest.raises(StateError, match="would record what slots hold"):

@@ -123,6 +123,12 @@ class _ModuleHook(NotCopyable):
     # Without kwargs when another thread calls the module while the hook is taken off.
     def _before(self, module: nn.Module, args: Any, kwargs: Any = None) -> None:
         if not torch.compiler.is_compiling():
+            if module is not self._entry and vars(module).get("forward") is self._wrapper:
+                raise StateError(
+                    f"a copy of a {type(module).__name__} that is offloaded was called, as nn.DataParallel makes them: "
+                    f"it would run with the weights of the original. Call handle.remove() before the model is copied, "
+                    f"or run it in one process for each device, which offloads a model of its own"
+                )
             self._run_before(module, args, kwargs)
         elif not self._traced_in_forward:
             self._trace_before(module, args, kwargs)
