@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+import operator
+from collections.abc import Callable, Iterator
+from typing import Any
 
 import pytest
 import torch
@@ -120,6 +122,41 @@ def test_a_child_that_is_never_called(backend: str) -> None:
         else:
             for output in outputs:
                 assert torch.allclose(output, expected) if backend == "inductor" else torch.equal(output, expected)
+
+
+class Counts(nn.Module):
+    def __init__(self, write: Callable[[torch.Tensor], Any]) -> None:
+        super().__init__()
+        self.lin, self.write = nn.Linear(DIM, DIM), write
+        self.register_buffer("seen", torch.zeros(DIM))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        self.write(self.seen)
+        return self.lin(x) + (self.seen & self.seen if self.seen.dtype == torch.bool else self.seen)
+
+
+@pytest.mark.parametrize("write", [
+    lambda seen: seen.add_(1), lambda seen: seen.data.mul_(2), lambda seen: seen[:4].detach().zero_(),
+    lambda seen: seen.__setitem__(3, 1.0), lambda seen: operator.iadd(seen, 1), lambda seen: torch.relu_(seen),
+    lambda seen: torch.add(seen, 1, out=seen), lambda seen: F.relu(seen, inplace=True),
+    lambda seen: F.batch_norm(torch.ones(2, DIM), seen, torch.ones(DIM), training=True),
+], ids=["method", "data", "view", "item", "operator", "function", "out", "inplace", "statistics"])  # fmt: skip
+@pytest.mark.parametrize("backend", ["eager", "inductor"])
+def test_writes_are_refused(write: Callable[[torch.Tensor], Any], backend: str) -> None:
+    """They would be lost with the next copy; compiled code relies on addresses, and no guard sees them."""
+    model, x = nn.Sequential(*(Counts(write) for _ in range(3))).eval(), rows()
+    with headrace.offload(model, EVERYTHING), pytest.raises(RuntimeError, match=r"0\.seen is written in place by"):
+        compiled(model, backend)(x)
+
+
+def test_reads_that_look_like_writes_are_not_refused() -> None:
+    model = nn.Sequential(*(Counts(lambda seen: operator.and_(seen, seen).logical_or_(seen)) for _ in range(3))).eval()
+    for layer in model:
+        layer.seen = torch.rand(DIM) > 0.5
+    expected = model(rows())
+    with headrace.offload(model, EVERYTHING) as handle:
+        assert_same_bits(compiled(model, "eager")(rows()), expected)
+        assert_moved(handle, 1)
 
 
 def test_layers_compiled_one_by_one() -> None:

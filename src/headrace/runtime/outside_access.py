@@ -14,6 +14,7 @@
 from __future__ import annotations
 
 import logging
+import operator
 import threading
 import weakref
 from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -59,6 +60,9 @@ _OUTSIDE = "outside of the forward that it is on the device for"
 # They copy rows of a table, or add some up in their order, which comes to the same bits at any address.
 _ROW_READS = (torch.ops.aten.embedding, torch.ops.aten._embedding_bag, torch.ops.aten._embedding_bag_forward_only)
 _TRACED_ROW_READS = (F.embedding, F.embedding_bag)
+
+_TRACED_WRITES = {getattr(operator, f"i{name}") for name in ("add", "sub", "mul", "truediv", "floordiv", "mod", "pow")}
+_TRACED_WRITES |= {operator.iand, operator.ior, operator.ixor, operator.setitem}
 
 
 class NotCopyable:
@@ -331,9 +335,28 @@ def _check_graph(graph: fx.Graph, by_storage: Mapping[int, BoundTensor], tables:
             outside = _storages([node.all_input_nodes]) - open_now
             if node.target in _TRACED_ROW_READS:
                 outside -= tables
+            for storage in _storages([_written_by(node)]) & by_storage.keys() - outside:
+                raise ModelChangedError(
+                    f"{by_storage[storage].name} is written in place by {node.target} while offloaded, in code that "
+                    f"torch.compile traces, and the write would be lost with the next copy: {_fix(by_storage[storage])}"
+                )
         for storage in outside & by_storage.keys():
             bound = by_storage[storage]
             raise OutsideAccessError(f"{bound.name} {how} {_OUTSIDE}, in code that torch.compile traces: {_fix(bound)}")
+
+
+def _written_by(node: fx.Node) -> list[Any]:
+    """What ``node`` writes in place; a graph of Dynamo calls functions and methods as the model does."""
+    name = getattr(node.target, "__name__", str(node.target))
+    by_name = name.endswith("_") and not name.endswith("__") and name != "requires_grad_"
+    is_operator = getattr(node.target, "__module__", "") == "_operator"  # such as and_
+    written = [node.kwargs.get("out")]
+    if node.target in _TRACED_WRITES or node.kwargs.get("inplace") or (by_name and not is_operator):
+        written += node.args[:1]
+    if node.target is F.batch_norm:  # its fourth and fifth arguments are weight and bias
+        is_training = node.args[5] if len(node.args) > 5 else node.kwargs.get("training")
+        written += [*node.args[1:3], *map(node.kwargs.get, ("running_mean", "running_var"))] if is_training else []
+    return tree_leaves(written)
 
 
 def _calls(node: fx.Node, packet: Any) -> bool:
