@@ -149,6 +149,13 @@ def test_writes_are_refused(write: Callable[[torch.Tensor], Any], backend: str) 
         compiled(model, backend)(x)
 
 
+@pytest.mark.parametrize("kind", [nn.Embedding, nn.EmbeddingBag])
+def test_rows_scaled_by_a_lookup_are_refused(kind: type[nn.Module]) -> None:
+    model = nn.Sequential(kind(40, DIM, max_norm=0.5), nn.Linear(DIM, DIM), nn.Linear(DIM, DIM)).eval()
+    with headrace.offload(model, EVERYTHING), pytest.raises(RuntimeError, match=r"0\.weight is written in place by"):
+        compiled(model, "eager")(torch.arange(6).view(2, 3))
+
+
 def test_reads_that_look_like_writes_are_not_refused() -> None:
     model = nn.Sequential(*(Counts(lambda seen: operator.and_(seen, seen).logical_or_(seen)) for _ in range(3))).eval()
     for layer in model:

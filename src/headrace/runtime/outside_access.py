@@ -356,6 +356,9 @@ def _written_by(node: fx.Node) -> list[Any]:
     if node.target is F.batch_norm:  # its fourth and fifth arguments are weight and bias
         is_training = node.args[5] if len(node.args) > 5 else node.kwargs.get("training")
         written += [*node.args[1:3], *map(node.kwargs.get, ("running_mean", "running_var"))] if is_training else []
+    if node.target in _TRACED_ROW_READS:  # which scale rows that are longer than max_norm, their fourth argument
+        max_norm = node.args[3] if len(node.args) > 3 else node.kwargs.get("max_norm")
+        written += [] if max_norm is None else [*node.args[1:2], node.kwargs.get("weight")]
     return tree_leaves(written)
 
 
