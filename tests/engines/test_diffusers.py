@@ -400,6 +400,43 @@ def test_a_folder(name: str, mode: Any, tmp_path: Path) -> None:
         assert_same_bits(pipelines.call(pipe), pipelines.call(twin))
 
 
+def test_variants_side_by_side_in_a_folder(tmp_path: Path) -> None:
+    from diffusers import DiffusionPipeline
+
+    bf16: dict[str, Any] = {"dtype": torch.bfloat16}  # rounds alike at any address of a mapped file
+    pipe = pipelines.build("stable diffusion").to(torch.bfloat16)
+    pipe.save_pretrained(tmp_path)
+    for part in (pipe.unet, pipe.vae, pipe.text_encoder):
+        with torch.no_grad():
+            for weight in part.parameters():
+                weight.mul_(0.5)
+    pipe.save_pretrained(tmp_path, variant="other", max_shard_size="1MB")
+    images = []
+    for chosen in ({}, {"variant": "other"}):
+        twin = DiffusionPipeline.from_pretrained(tmp_path, **bf16, **chosen)
+        twin.set_progress_bar_config(disable=True)
+        images.append(pipelines.call(twin))
+        pipe, handle = load(tmp_path, headrace.Budget(int(0.3 * weight_bytes(twin)), mode="disk"), **bf16, **chosen)
+        pipe.set_progress_bar_config(disable=True)
+        moved, _ = moved_by(handle, lambda pipe=pipe: pipelines.call(pipe), images[-1])
+        assert moved > 0
+        assert {entry.storage.split(".")[0] for unit in handle.plan.units for entry in unit.entries} >= {"unet", "vae"}
+    assert not torch.equal(*images)
+
+
+def test_a_component_of_the_caller_is_not_that_of_the_folder(tmp_path: Path) -> None:
+    pipe = pipelines.build("stable diffusion")
+    pipe.save_pretrained(tmp_path)
+    for weight in pipe.text_encoder.parameters():
+        weight.data.mul_(0.5)
+    expected, budget = pipelines.call(pipe), headrace.Budget(int(0.8 * weight_bytes(pipe)), mode="disk")
+    loaded, handle = load(tmp_path, budget, text_encoder=pipe.text_encoder)
+    loaded.set_progress_bar_config(disable=True)
+    with handle:
+        moved, _ = moved_by(handle, lambda: pipelines.call(loaded), expected)
+    assert moved > 0
+
+
 def test_coded_units() -> None:
     twin, pipe = (pipelines.build("flux").to(torch.bfloat16) for _ in range(2))
     policy = headrace.Budget(int(0.5 * weight_bytes(twin)), codec="exp4", params=[headrace.config.ALL_MODEL_PARAMS])

@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import functools
 import os
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
@@ -44,6 +44,12 @@ require_names("diffusers", (0, 42), (0, 42))
 _STEP_MODELS = ("diffusers.models.transformers", "diffusers.models.unets", "diffusers.models.controlnets")
 # The planner's rows of a step: tokens of an image of 1024 x 1024 (2 x 2 patches of latents an eighth of its size).
 _ROWS = 4096
+
+# Of a component of diffusers or of transformers, in the order in which each looks for them.
+_WEIGHT_FILES = (
+    "diffusion_pytorch_model.safetensors.index.json", "diffusion_pytorch_model.safetensors",
+    "model.safetensors", "model.safetensors.index.json",
+)  # fmt: skip
 
 _MOVERS = ("to", "enable_model_cpu_offload", "enable_sequential_cpu_offload", "enable_group_offload")
 _CHANGES = (
@@ -102,7 +108,9 @@ def load(
         )
     device = device or ("cuda" if torch.cuda.is_available() else "cpu")
     arguments = {"progress": progress, "measure_stalls": measure_stalls}
-    handle = PipelineHandle(pipe, functools.partial(_offload, pipe, policy, device, checkpoint, disk, arguments))
+    handle = PipelineHandle(
+        pipe, functools.partial(_offload, pipe, policy, device, checkpoint, disk, options, arguments)
+    )
     return pipe, handle
 
 
@@ -226,6 +234,7 @@ def _offload(
     device: torch.device | str,
     folder: str | os.PathLike[str] | None,
     disk: DiskOptions | None,
+    options: Mapping[str, Any],
     arguments: dict[str, Any],
     components: Components,
 ) -> Handle:
@@ -236,7 +245,7 @@ def _offload(
     given = policy if isinstance(policy, Plan) else as_policy(policy)
     # A policy with another store than files does not read them.
     reads = given.reads_files if isinstance(given, Plan) else given.mode in (None, "disk")
-    weights = _weights(Path(folder), components) if folder is not None and reads else None
+    weights = _weights(Path(folder), components, options) if folder is not None and reads else None
     unstreamable = () if weights is None else not_in_files(inventory, weights)
     if isinstance(given, Budget) and not given.workload.repeated:
         steps = [name for name, part in components.named_children() if type(part).__module__.startswith(_STEP_MODELS)]
@@ -248,14 +257,19 @@ def _offload(
     return start(prepared, repeats=True, **arguments)
 
 
-def _weights(folder: Path, components: Components) -> WeightMap:
-    """The files of all components, by the names of ``components``; one without safetensors is left out."""
+def _weights(folder: Path, components: Components, options: Mapping[str, Any]) -> WeightMap:
+    """The files of all components, by the names of ``components``; one without safetensors is left out.
+
+    ``options``: of ``from_pretrained``. A component among them is the caller's own, and no file need hold it.
+    """
     tensors: dict[str, FileTensor] = {}
     sources: dict[str, TensorSource] = {}
     stamps: list[FileFingerprint] = []
     for name, part in components.named_children():
+        if name in options:
+            continue
         try:
-            found = Checkpoint.open(folder / name)
+            found = Checkpoint.open(_weight_file(folder / name, options.get("variant")))
         except CheckpointError:
             continue  # pickled, for example: such weights stay in host memory, or mode 'disk' refuses them by name
         stamps += found.stamps
@@ -266,6 +280,16 @@ def _weights(folder: Path, components: Components) -> WeightMap:
                 tensors[f"{name}.{key}"] = tensor
                 sources[f"{name}.{key}"] = replace(TensorSource.of(tensor), dtype=live.dtype)
     return WeightMap(Checkpoint(folder.absolute(), tensors, tuple(stamps)), sources)
+
+
+def _weight_file(folder: Path, variant: str | None) -> Path:
+    """The file or index that ``from_pretrained`` reads of a component's folder; else the folder itself.
+
+    Files of several variants lie side by side in one folder, with the same tensors.
+    """
+    stems = (name.rpartition(".") for name in _WEIGHT_FILES if variant is not None)
+    names = (*(f"{stem}.{variant}.{ending}" for stem, _, ending in stems), *_WEIGHT_FILES)
+    return next((folder / name for name in names if (folder / name).is_file()), folder)
 
 
 def _refuse_hooks(pipe: DiffusionPipeline, components: nn.Module) -> None:
