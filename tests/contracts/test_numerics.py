@@ -284,6 +284,23 @@ class TestDisk:
         assert_same_bits(model(tokens), expected)
         assert not any(tensor.is_meta for tensor in model.state_dict().values())
 
+    def test_from_meta_with_a_tensor_without_elements(self, tmp_path: Path) -> None:
+        class Prefixed(Stack):
+            def __init__(self) -> None:
+                super().__init__(4, dim=DIM)
+                self.register_buffer("prefix", torch.empty(0, DIM))
+
+            def forward(self, x: torch.Tensor) -> torch.Tensor:
+                return super().forward(torch.cat([self.prefix, x]))
+
+        source, x = Prefixed().eval(), torch.randn(2, DIM)
+        with torch.device("meta"):
+            model = Prefixed().eval()
+        handle = headrace.offload(model, all_layers(2, "disk"), checkpoint=save(source, tmp_path))
+        require_forwards(handle, x, source(x), 2)
+        handle.remove()
+        assert_same_bits(model(x), source(x))
+
     def test_a_lookup_table_is_read_from_the_file(self, tmp_path: Path) -> None:
         model = nn.Sequential(nn.Embedding(4000, DIM), Stack(4, dim=DIM)).eval()
         x = torch.tensor([0, 3999, 17])

@@ -41,6 +41,7 @@ __all__ = [
     "Path",
     "Saved",
     "bind",
+    "fill_empty",
     "is_placeholder",
     "live_tensors",
     "own_forward",
@@ -464,6 +465,18 @@ class BoundStorage:
         self.keeps_original = False
         for tensor in self.tensors:
             tensor.forget_original()
+
+
+def fill_empty(model: nn.Module, device: torch.device) -> None:
+    """Move tensors without elements, which no storage has, from ``meta``: kernels want arguments on one device."""
+    made: dict[int, torch.Tensor] = {}  # ties survive
+    for module in model.modules():
+        for held in (module._parameters, module._buffers):
+            for name, tensor in held.items():
+                if tensor is not None and tensor.is_meta and tensor.numel() == 0:
+                    empty = torch.empty_like(tensor, device=device)
+                    empty = nn.Parameter(empty, tensor.requires_grad) if held is module._parameters else empty
+                    held[name] = made.setdefault(id(tensor), empty)  # type: ignore[assignment]
 
 
 def used_elsewhere(storages: Collection[BoundStorage]) -> list[BoundStorage]:

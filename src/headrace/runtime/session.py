@@ -24,7 +24,7 @@ from headrace.experts.rows import CacheStreamOrder, ExpertHook, ReadsRows
 from headrace.formatting import format_size
 from headrace.memory.pinned import device_view
 from headrace.memory.system import trim_heap
-from headrace.model.live_tensors import BoundStorage, used_elsewhere
+from headrace.model.live_tensors import BoundStorage, fill_empty, used_elsewhere
 from headrace.model.patterns import compile_pattern
 from headrace.plan.cached_experts import CachedLayer
 from headrace.plan.plan import Plan, slab_bytes
@@ -160,6 +160,8 @@ class OffloadSession(NotCopyable):
             self._undo()
             raise
         self._forget_originals(prepared)
+        if self.plan.mode != "meta":
+            fill_empty(self._model, self._device)
         self._prepared = None
         _log.info("%s is offloaded", type(self._model).__name__)
 

@@ -407,12 +407,6 @@ def _materialise(model: PreTrainedModel, found: Match, prepared: Prepared) -> No
         for storage in inventory.storages:
             if found.loaded.isdisjoint(storage.names):
                 _allocate(bound[storage.name])
-        for name in inventory.empty:  # tensors without elements have no storage in the inventory
-            owner, _, attr = name.rpartition(".")
-            module = model.get_submodule(owner)
-            tensor = getattr(module, attr)
-            empty = torch.empty_like(tensor, device=prepared.device)  # kernels want all arguments on one device
-            setattr(module, attr, nn.Parameter(empty, tensor.requires_grad) if attr in module._parameters else empty)
     # Not state_dict(), in which bitsandbytes unpacks its weights.
     state = dict(chain(model.named_parameters(remove_duplicate=False), model.named_buffers(remove_duplicate=False)))
     loaded = found.loaded & state.keys()  # the inner tensors of a quantised one have no mark
