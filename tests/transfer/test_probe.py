@@ -200,6 +200,22 @@ def test_a_damaged_file_is_named_and_ignored(place: Path, seed: int) -> None:
     assert load() == measured()
 
 
+def test_what_is_measured_on_a_disk_leaves_nothing_to_a_killed_process(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    seen: list[list[str]] = []
+    read_rate = measuring._read_rate
+
+    def watched(*args: Any) -> float | None:
+        seen.append(os.listdir(tmp_path))
+        return read_rate(*args)
+
+    monkeypatch.setattr(measuring, "_read_rate", watched)
+    rates = measuring._disk(tmp_path, 32 << 20)
+    assert rates["cached_read_bytes_per_s"]
+    assert seen == [[], []]
+
+
 def test_the_probe_of_another_machine_under_this_ones_name(place: Path) -> None:
     place.write_text(json.dumps(Probe({**machine_probe.describe_machine(), "host": "x"}, **_rates()).to_json()))
     assert "found: the probe of another machine" in require_ignored(place)

@@ -92,13 +92,13 @@ def median_s(run: Callable[[], object], repeats: int = 5) -> float:
 
 
 def _disk(folder: Path | None, num_bytes: int) -> dict[str, float | None]:
-    with tempfile.NamedTemporaryFile(dir=folder) as file:
+    with tempfile.TemporaryFile(dir=folder) as file:  # without a name, under which it would outlive a killed process
         block = os.urandom(16 * MIB)
         for _ in range(0, num_bytes, len(block)):
             file.write(block)
         file.flush()
         os.fsync(file.fileno())
-        path = Path(file.name)
+        path = Path(f"/proc/self/fd/{file.fileno()}")
         return {
             "cached_read_bytes_per_s": _read_rate(path, num_bytes, DiskOptions()),
             "disk_read_bytes_per_s": _read_rate(path, num_bytes, DiskOptions(direct=True)),
