@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import json
 import os
 import pwd
@@ -214,6 +215,12 @@ def test_what_is_measured_on_a_disk_leaves_nothing_to_a_killed_process(
     rates = measuring._disk(tmp_path, 32 << 20)
     assert rates["cached_read_bytes_per_s"]
     assert seen == [[], []]
+
+
+def test_a_disk_without_room_for_what_is_measured(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(os, "fsync", raising(OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))))
+    with pytest.raises(OptionError, match=rf"--folder '{tmp_path}': expected room for a file of .* No space left"):
+        measuring.measure(tmp_path, 16 << 20)
 
 
 def test_the_probe_of_another_machine_under_this_ones_name(place: Path) -> None:
