@@ -370,6 +370,18 @@ class TestBeforeAndAfter:
             gc.collect()
             assert_same_bits(run(x), expected)
 
+    def test_a_forward_that_was_compiled_in_place_while_offloaded(self) -> None:
+        """``model.forward = torch.compile(model.forward)`` keeps our wrapper, also after remove()."""
+        model, x, expected = expecting(Stack())
+        handle = headrace.offload(model, all_layers())
+        model.forward = torch.compile(model.forward, backend="eager", fullgraph=True)  # type: ignore[method-assign]
+        require_forwards(handle, x, expected, 2)
+        handle.remove()
+        assert_same_bits([model(x), model(x)], [expected, expected])
+        with headrace.offload(model, all_layers()) as handle:
+            require_forwards(handle, x, expected, 2)
+        assert_same_bits(model(x), expected)
+
     def test_offloading_a_compiled_model_offloads_the_model(self) -> None:
         model = Stack().eval()
         handle = headrace.offload(torch.compile(model, backend="eager"), all_layers())

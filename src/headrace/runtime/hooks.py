@@ -599,10 +599,12 @@ def _wrapped_forward(
             return around(own or functools.partial(type(module).forward, module), *args, **kwargs)
         # Dynamo of torch 2.11 cannot tell whether a method is true.
         original = functools.partial(type(module).forward, module) if traced is None else traced
-        if ends is not None:
-            ends[0](module, args, kwargs)
+        # Another library may have wrapped this and so keep it after remove(), which takes token and tags off.
+        traced_ends = ends if hasattr(module, _TOKEN) else None
+        if traced_ends is not None:
+            traced_ends[0](module, args, kwargs)
         output = original(*args, **kwargs)
-        if ends is not None and (replaced := ends[1](module, args, output)) is not None:
+        if traced_ends is not None and (replaced := traced_ends[1](module, args, output)) is not None:
             output = replaced
         if checker is not None:
             checker.check_trace()  # by its name: torch 2.11 cannot trace the bound method itself
