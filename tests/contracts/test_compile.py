@@ -109,6 +109,30 @@ def num_graphs() -> int:
     return torch._dynamo.utils.counters["stats"]["unique_graphs"]
 
 
+class Shifting(nn.Module):
+    """Its adapter may be trained."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear, self.adapter = nn.Linear(DIM, DIM), nn.Parameter(torch.randn(DIM))
+
+    def forward(self, x: torch.Tensor, *, shift: torch.Tensor) -> torch.Tensor:
+        return self.linear(x + shift).tanh() * self.adapter
+
+
+class Added(nn.Module):
+    """Residuals lead around its layers."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(Shifting() for _ in range(3))
+
+    def forward(self, x: torch.Tensor, shift: torch.Tensor) -> torch.Tensor:
+        for layer in self.layers:
+            x = x + shift + layer(x, shift=shift) + layer.adapter
+        return x
+
+
 class Image(nn.Sequential):
     """Of a class of its own, so that what is traced of other layers says nothing of it."""
 
@@ -439,6 +463,22 @@ class TestChangedModels:
             assert_moved(handle, 1)
             with pytest.raises(StateError, match="a backward pass needs"):
                 output.sum().backward()
+
+    @pytest.mark.parametrize("wrap", ["model", "layers"])
+    @pytest.mark.parametrize("of", ["input", "keyword", "adapter"])
+    def test_gradients_of_chosen_tensors(self, of: str, wrap: str) -> None:
+        """Autograd runs what leads to them alone: past the ends of the layers, by the residuals, to wrong gradients."""
+        model, x = Added().eval().requires_grad_(False), rows().requires_grad_()
+        shift, adapter = rows().requires_grad_(), model.layers[1].adapter.requires_grad_()
+        wanted = {"input": x, "keyword": shift, "adapter": adapter}[of]
+        run = torch.compile(model, backend="eager", fullgraph=True) if wrap == "model" else model
+        with headrace.offload(model, headrace.Prefetch(1, 1, 1, params=["linear"])) as handle, torch.enable_grad():
+            for layer in model.layers if wrap == "layers" else ():
+                layer.compile(backend="eager", fullgraph=True)
+            output = run(x, shift)
+            assert_moved(handle, 1)
+            with pytest.raises(StateError, match=r"a backward pass needs layers\.\d\.linear\.weight"):
+                torch.autograd.grad(output.sum(), wanted)
 
 
 def test_boundaries_leave_nothing_behind() -> None:

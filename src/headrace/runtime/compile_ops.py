@@ -159,7 +159,8 @@ leave_out_graph_inputs._dynamo_marked_constant = True  # type: ignore[attr-defin
 
 
 # A backward pass of compiled code ends where it comes to the output of a unit's module: see UnitHook._trace_after. To
-# autograd that output depends on this tensor alone, for which an op that raises would make the gradient.
+# autograd that output depends on this tensor, for which an op that raises would make the gradient, and on `sources`:
+# autograd runs only what leads to the tensors whose gradients are asked for.
 with torch.inference_mode(False):
     END_OF_GRADIENTS = torch.zeros(1, device="cpu", requires_grad=True)
 
@@ -168,15 +169,27 @@ def _refuse_backward(tag: torch.Tensor, gradient: torch.Tensor) -> torch.Tensor:
     raise _hook_of(tag).backward_error()
 
 
-def _end_gradients(tag: torch.Tensor, end: torch.Tensor, output: torch.Tensor) -> torch.Tensor:
+def _end_gradients(tag: torch.Tensor, end: torch.Tensor, output: torch.Tensor, sources: _Tensors) -> torch.Tensor:
     return output.clone()  # an op may not return what it is given
 
 
-_define("end_gradients", "(Tensor tag, Tensor end, Tensor output) -> Tensor", _end_gradients, _end_gradients)
-_define("refuse_backward", "(Tensor tag, Tensor gradient) -> Tensor", _refuse_backward, lambda *_: torch.empty(1))
-torch.library.register_autograd(
-    "headrace::end_gradients",
-    lambda ctx, gradient: (None, torch.ops.headrace.refuse_backward(*ctx.saved_tensors, gradient), None),
-    setup_context=lambda ctx, inputs, output: ctx.save_for_backward(inputs[0]),
-    lib=_library,
+def _save_tag(ctx: Any, inputs: tuple[Any, ...], output: torch.Tensor) -> None:
+    ctx.save_for_backward(inputs[0])
+    ctx.shapes = [source.shape for source in inputs[3]]
+
+
+def _backward(ctx: Any, gradient: torch.Tensor) -> tuple[Any, ...]:
+    refused = torch.ops.headrace.refuse_backward(*ctx.saved_tensors, gradient)
+    # All are made of what is refused, or a compiler would drop the op where only they are asked for.
+    of_sources = [refused.to(gradient.device).expand(shape) for shape in ctx.shapes]
+    return None, refused, None, of_sources
+
+
+_define(
+    "end_gradients",
+    "(Tensor tag, Tensor end, Tensor output, Tensor[] sources) -> Tensor",
+    _end_gradients,
+    _end_gradients,
 )
+_define("refuse_backward", "(Tensor tag, Tensor gradient) -> Tensor", _refuse_backward, lambda *_: torch.empty(1))
+torch.library.register_autograd("headrace::end_gradients", _backward, setup_context=_save_tag, lib=_library)

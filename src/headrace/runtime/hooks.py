@@ -133,10 +133,11 @@ class _ModuleHook(NotCopyable):
         elif not self._traced_in_forward:
             self._trace_before(module, args, kwargs)
 
-    def _after(self, module: nn.Module, args: Any, output: Any) -> Any:
+    def _after(self, module: nn.Module, args: Any, *rest: Any) -> Any:
+        kwargs, output = rest if len(rest) == 2 else (None, *rest)
         if not torch.compiler.is_compiling():
             return self._run_after(module, args, output)
-        return None if self._traced_in_forward else self._trace_after(module, args, output)
+        return None if self._traced_in_forward else self._trace_after(module, args, kwargs, output)
 
     def attach(self) -> None:
         """Put the hooks in place; an interrupt leaves what :meth:`remove` takes off."""
@@ -150,7 +151,7 @@ class _ModuleHook(NotCopyable):
         # The wait goes before every other hook, since those may read weights; the release after every other hook.
         before, after = (_of_kind(method, self._kind) for method in (self._before, self._after))
         self._handles.append(self._entry.register_forward_pre_hook(before, prepend=True, with_kwargs=True))
-        self._handles.append(self._module.register_forward_hook(after, always_call=True))
+        self._handles.append(self._module.register_forward_hook(after, with_kwargs=True, always_call=True))
 
     def remove(self) -> None:
         """Take the hooks off. Compiled code that still holds them finds ops without effect."""
@@ -255,7 +256,7 @@ class UnitHook(_ModuleHook):
             torch.ops.headrace.wait(module._headrace_tag, module._headrace_token, tensors, inputs)
             leave_out_graph_inputs()
 
-    def _trace_after(self, module: nn.Module, args: Any, output: Any) -> Any:
+    def _trace_after(self, module: nn.Module, args: Any, kwargs: Any, output: Any) -> Any:
         tensors = list(live_tensors(module, self._paths))
         outputs = tensors_in(output)
         with torch.no_grad():
@@ -265,7 +266,9 @@ class UnitHook(_ModuleHook):
             self._promoter.check_trace()
         if not torch.is_grad_enabled():
             return None
-        return tree_map_only(torch.Tensor, functools.partial(_end_gradients, module), output)
+        sources = [*tensors_in((args, kwargs)), *live_tensors(module, self._trained())]
+        sources = [source for source in sources if source.requires_grad]
+        return tree_map_only(torch.Tensor, functools.partial(_end_gradients, module, sources), output)
 
     def _run_before(self, module: nn.Module, args: Any, kwargs: Any = None) -> None:
         if self._prefetcher is not None:
@@ -292,6 +295,14 @@ class UnitHook(_ModuleHook):
                         bound.pin_to_slot()
 
     pin_to_slots._dynamo_marked_constant = True  # type: ignore[attr-defined]
+
+    def _trained(self) -> tuple[tuple[str, ...], ...]:
+        """Paths of the parameters in the module that no unit brings and that want gradients, such as adapters."""
+        offloaded = {id(bound.tensor) for hook in (self, *self._siblings) for bound in hook._tensors}
+        parameters = self._module.named_parameters()
+        return tuple(tuple(name.split(".")) for name, p in parameters if p.requires_grad and id(p) not in offloaded)
+
+    _trained._dynamo_marked_constant = True  # type: ignore[attr-defined] # see pin_to_slots
 
     # -- eager code: see the note on windows ------------------------------------------------------------------------
 
@@ -478,7 +489,7 @@ class ForwardHook(_ModuleHook):
         refuse_export()
         torch.ops.headrace.begin(module._headrace_forward_tag, module._headrace_token, False)
 
-    def _trace_after(self, module: nn.Module, args: Any, output: Any) -> None:
+    def _trace_after(self, module: nn.Module, args: Any, kwargs: Any, output: Any) -> None:
         units = [self._units[index] for index in self._in_slots()]
         inputs = [tensor for unit_module, paths in units for tensor in live_tensors(unit_module, paths)]
         inputs += tensors_in(output)
@@ -604,7 +615,7 @@ def _wrapped_forward(
         if traced_ends is not None:
             traced_ends[0](module, args, kwargs)
         output = original(*args, **kwargs)
-        if traced_ends is not None and (replaced := traced_ends[1](module, args, output)) is not None:
+        if traced_ends is not None and (replaced := traced_ends[1](module, args, kwargs, output)) is not None:
             output = replaced
         if checker is not None:
             checker.check_trace()  # by its name: torch 2.11 cannot trace the bound method itself
@@ -632,10 +643,11 @@ def _code_of_kind(code: types.CodeType, kind: tuple[object, ...]) -> types.CodeT
     return code.replace()
 
 
-def _end_gradients(module: nn.Module, output: torch.Tensor) -> torch.Tensor:
+def _end_gradients(module: nn.Module, sources: list[torch.Tensor], output: torch.Tensor) -> torch.Tensor:
     """``output``, from which a backward pass goes to our own error, and to no weight that has left the device."""
     if not output.requires_grad:
         return output
     # Autograd would find no fault with a slot that holds another unit: it saves a weight after the ops have run.
-    ended: torch.Tensor = torch.ops.headrace.end_gradients(module._headrace_tag, module._headrace_end, output.detach())
+    tag, end = module._headrace_tag, module._headrace_end
+    ended: torch.Tensor = torch.ops.headrace.end_gradients(tag, end, output.detach(), sources)
     return ended
