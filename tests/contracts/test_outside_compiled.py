@@ -124,6 +124,11 @@ def test_a_child_that_is_never_called(backend: str) -> None:
                 assert torch.allclose(output, expected) if backend == "inductor" else torch.equal(output, expected)
 
 
+@torch.library.custom_op("contracts::count", mutates_args=("seen",))
+def _count(seen: torch.Tensor) -> None:
+    seen.add_(1)
+
+
 class Counts(nn.Module):
     def __init__(self, write: Callable[[torch.Tensor], Any]) -> None:
         super().__init__()
@@ -140,13 +145,20 @@ class Counts(nn.Module):
     lambda seen: seen.__setitem__(3, 1.0), lambda seen: operator.iadd(seen, 1), lambda seen: torch.relu_(seen),
     lambda seen: torch.add(seen, 1, out=seen), lambda seen: F.relu(seen, inplace=True),
     lambda seen: F.batch_norm(torch.ones(2, DIM), seen, torch.ones(DIM), training=True),
-], ids=["method", "data", "view", "item", "operator", "function", "out", "inplace", "statistics"])  # fmt: skip
-@pytest.mark.parametrize("backend", ["eager", "inductor"])
-def test_writes_are_refused(write: Callable[[torch.Tensor], Any], backend: str) -> None:
+    lambda seen: torch.ops.aten.add_.Scalar(seen, 1), lambda seen: torch.ops.contracts.count(seen),
+], ids=[
+    "method", "data", "view", "item", "operator", "function", "out", "inplace", "statistics", "overload", "custom",
+])  # fmt: skip
+@pytest.mark.parametrize("how", ["eager", "inductor", "layers"])
+def test_writes_are_refused(write: Callable[[torch.Tensor], Any], how: str) -> None:
     """They would be lost with the next copy; compiled code relies on addresses, and no guard sees them."""
     model, x = nn.Sequential(*(Counts(write) for _ in range(3))).eval(), rows()
-    with headrace.offload(model, EVERYTHING), pytest.raises(RuntimeError, match=r"0\.seen is written in place by"):
-        compiled(model, backend)(x)
+    with headrace.offload(model, EVERYTHING):
+        run = model if how == "layers" else compiled(model, how)
+        for layer in model if how == "layers" else ():
+            layer.compile(backend="eager", fullgraph=True)
+        with pytest.raises(RuntimeError, match=r"0\.seen is written in place by"):
+            run(x)
 
 
 @pytest.mark.parametrize("kind", [nn.Embedding, nn.EmbeddingBag])

@@ -219,7 +219,7 @@ def test_what_is_measured_on_a_disk_leaves_nothing_to_a_killed_process(
 
 def test_a_disk_without_room_for_what_is_measured(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(os, "fsync", raising(OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))))
-    with pytest.raises(OptionError, match=rf"--folder '{tmp_path}': expected room for a file of .* No space left"):
+    with pytest.raises(OptionError, match=rf"folder '{tmp_path}': expected room for a file of .* No space left"):
         measuring.measure(tmp_path, 16 << 20)
 
 

@@ -21,7 +21,7 @@ from __future__ import annotations
 
 import functools
 import weakref
-from collections.abc import Callable, Collection, Iterable, Iterator
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -49,6 +49,7 @@ __all__ = [
     "resident_rule",
     "storage_id",
     "used_elsewhere",
+    "written_in_place",
 ]  # fmt: skip
 
 # Ends a loan of bytes: takes the output of the operator (None if it has failed), returns what its caller gets.
@@ -689,7 +690,7 @@ def _on_access(operator: torch._ops.OpOverload, *args: Any, **kwargs: Any) -> An
     try:
         for argument in tree_leaves((args, kwargs)):
             if isinstance(argument, torch.Tensor) and is_placeholder(argument):
-                is_written = any(argument is target for target in _targets(operator, args, kwargs))
+                is_written = any(argument is target for target in written_in_place(operator, args, kwargs))
                 loans += _materialize(argument, operator, is_written)
                 read += [] if is_written else [argument]
         output = operator(*args, **kwargs)
@@ -708,7 +709,7 @@ def _on_named_access(name: str, overload: str, /, *args: Any, **kwargs: Any) -> 
 def _on_write(name: str, overload: str, /, *args: Any, **kwargs: Any) -> Any:
     """Refuse an operator of ``aten`` if it writes a guarded tensor; others may be among its arguments."""
     operator = _operator(name, overload)
-    for target in _targets(operator, args, kwargs):
+    for target in written_in_place(operator, args, kwargs):
         if isinstance(target, torch.Tensor) and torch._C._dispatch_keys(target).has(_GUARDED_KEY):
             owner = _owners.get(storage_id(target))
             name = "a weight" if owner is None else owner.name
@@ -732,8 +733,8 @@ def _operator(name: str, overload: str) -> torch._ops.OpOverload:
     return operator
 
 
-def _targets(operator: torch._ops.OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[Any]:
-    """The tensors that ``operator`` writes in place."""
+def written_in_place(operator: torch._ops.OpOverload, args: Sequence[Any], kwargs: Mapping[str, Any]) -> list[Any]:
+    """The arguments that ``operator`` writes in place, such as tensors."""
     targets: list[Any] = []
     is_norm = operator._schema.name in _NORMS
     is_training = bool(args[5] if len(args) > 5 else kwargs.get("training"))

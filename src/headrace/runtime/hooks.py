@@ -107,8 +107,8 @@ class _ModuleHook(NotCopyable):
         self._unhooked = unhooked
         self._traced_in_forward = traced_in_forward
         ends = (self._trace_before, self._trace_after) if unhooked or traced_in_forward else None
-        checker = promoter if self._ends_trace else None
-        self._wrapper = _of_kind(_wrapped_forward(module, self._forward, checker, ends), self._kind)
+        forward = _wrapped_forward(module, self._forward, promoter, ends, self._ends_trace)
+        self._wrapper = _of_kind(forward, self._kind)
 
     # Where hooks of the root are traced by themselves, what it computes after its last unit is in the wrapper's graph.
     _ends_trace = False
@@ -579,12 +579,14 @@ def unhooked_modules(model: nn.Module) -> set[nn.Module]:
 def _wrapped_forward(
     module: nn.Module,
     around: Callable[..., Any],
-    checker: Promoter | None = None,
+    promoter: Promoter | None = None,
     ends: tuple[Callable[..., Any], Callable[..., Any]] | None = None,
+    ends_trace: bool = False,
 ) -> Callable[..., Any]:
     """A ``forward`` for ``module`` that calls ``around(original, ...)`` in eager code and ``original`` in compiled.
 
-    In compiled code ``ends`` are called before and after, in place of hooks; ``checker`` checks the trace at the end.
+    In compiled code ``ends`` are called before and after, in place of hooks; ``promoter`` checks the trace at the end,
+    for writes alone unless it ``ends_trace``.
     """
     own = own_forward(module)
 
@@ -617,8 +619,10 @@ def _wrapped_forward(
         output = original(*args, **kwargs)
         if traced_ends is not None and (replaced := traced_ends[1](module, args, kwargs, output)) is not None:
             output = replaced
-        if checker is not None:
-            checker.check_trace()  # by its name: torch 2.11 cannot trace the bound method itself
+        if promoter is not None and ends_trace:
+            promoter.check_trace()  # by its name: torch 2.11 cannot trace the bound method itself
+        elif promoter is not None:
+            promoter.check_writes()
         return output
 
     return forward

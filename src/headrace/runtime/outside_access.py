@@ -40,6 +40,7 @@ from headrace.model.live_tensors import (
     own_storage,
     resident_rule,
     storage_id,
+    written_in_place,
 )
 from headrace.model.tracing import traced_graph
 from headrace.plan.plan import Plan
@@ -232,21 +233,36 @@ class Promoter(NotCopyable):
             OutsideAccessError: an operator takes a tensor in a slot, or a view of it, before its unit's wait or after
                 its release, or its module returns a view of it.
         """
-        graph = traced_graph()
-        if graph is None:
-            return
+        if (graph := traced_graph()) is not None:
+            by_storage = self._in_slots(graph)
+            tables = {storage for storage, bound in by_storage.items() if bound.on_access == self.on_table_access}
+            _check_graph(graph, by_storage, tables)
+
+    def check_writes(self) -> None:
+        """Check for writes what Dynamo has traced so far: a module that is compiled alone has a graph without hooks.
+
+        Raises:
+            ModelChangedError: an operator writes a tensor in a slot in place.
+        """
+        if (graph := traced_graph()) is not None:
+            by_storage = self._in_slots(graph)
+            for node in graph.nodes:
+                _refuse_writes(node, by_storage)
+
+    # See UnitHook.pin_to_slots.
+    check_trace._dynamo_marked_constant = check_writes._dynamo_marked_constant = True  # type: ignore[attr-defined]
+
+    def _in_slots(self, graph: fx.Graph) -> dict[int, BoundTensor]:
+        """The tensors in slots that ``graph`` takes, by their storages in it."""
         tensors = [tensor for storage in self._bound.values() for tensor in storage.tensors]
         in_slot = {id(tensor.tensor): tensor for tensor in tensors if tensor.in_slot is not None}
-        by_storage: dict[int, BoundTensor] = {}  # of the graph's tensors
+        found: dict[int, BoundTensor] = {}
         for node in graph.find_nodes(op="placeholder"):
             live = getattr(node.meta.get("grapharg"), "example", None)  # the tensor behind this graph input
             storage = _storage_of(node)
             if id(live) in in_slot and storage is not None:
-                by_storage[storage] = in_slot[id(live)]
-        tables = {storage for storage, bound in by_storage.items() if bound.on_access == self.on_table_access}
-        _check_graph(graph, by_storage, tables)
-
-    check_trace._dynamo_marked_constant = True  # type: ignore[attr-defined] # see UnitHook.pin_to_slots
+                found[storage] = in_slot[id(live)]
+        return found
 
     def _promote(self, storage: BoundStorage, tensor: BoundTensor, how: str) -> bool:
         """Make ``storage`` resident; ``False``: it cannot be, see :meth:`_why_lent`.
@@ -335,18 +351,31 @@ def _check_graph(graph: fx.Graph, by_storage: Mapping[int, BoundTensor], tables:
             outside = _storages([node.all_input_nodes]) - open_now
             if node.target in _TRACED_ROW_READS:
                 outside -= tables
-            for storage in _storages([_written_by(node)]) & by_storage.keys() - outside:
-                raise ModelChangedError(
-                    f"{by_storage[storage].name} is written in place by {node.target} while offloaded, in code that "
-                    f"torch.compile traces, and the write would be lost with the next copy: {_fix(by_storage[storage])}"
-                )
+            _refuse_writes(node, {storage: by_storage[storage] for storage in by_storage.keys() - outside})
         for storage in outside & by_storage.keys():
             bound = by_storage[storage]
             raise OutsideAccessError(f"{bound.name} {how} {_OUTSIDE}, in code that torch.compile traces: {_fix(bound)}")
 
 
+def _refuse_writes(node: fx.Node, by_storage: Mapping[int, BoundTensor]) -> None:
+    if node.op not in ("call_function", "call_method", "call_module") or _is_our_own(node):
+        return
+    for storage in _storages([_written_by(node)]) & by_storage.keys():
+        raise ModelChangedError(
+            f"{by_storage[storage].name} is written in place by {node.target} while offloaded, in code that "
+            f"torch.compile traces, and the write would be lost with the next copy: {_fix(by_storage[storage])}"
+        )
+
+
+def _is_our_own(node: fx.Node) -> bool:
+    return any(_calls(node, getattr(torch.ops.headrace, name)) for name in ("begin", "wait", "release", "join"))
+
+
 def _written_by(node: fx.Node) -> list[Any]:
     """What ``node`` writes in place; a graph of Dynamo calls functions and methods as the model does."""
+    function = getattr(node.target, "default", node.target)  # of an operator by its name
+    if isinstance(function, torch._ops.OpOverload):
+        return tree_leaves(written_in_place(function, node.args, node.kwargs))
     name = getattr(node.target, "__name__", str(node.target))
     by_name = name.endswith("_") and not name.endswith("__") and name != "requires_grad_"
     is_operator = getattr(node.target, "__module__", "") == "_operator"  # such as and_

@@ -70,7 +70,7 @@ def measure(folder: Path | None = None, num_bytes: int = 1024 * MIB) -> Probe:
         rates: dict[str, Any] = dict(_disk(folder, num_bytes))
     except OSError as error:
         raise OptionError(
-            f"--folder {str(folder or tempfile.gettempdir())!r}: expected room for a file of {num_bytes} bytes to "
+            f"folder {str(folder or tempfile.gettempdir())!r}: expected room for a file of {num_bytes} bytes to "
             f"measure with, found: {error.strerror}; choose a folder on another disk (--folder)"
         ) from error
     if torch.cuda.is_available():
