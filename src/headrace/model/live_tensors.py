@@ -737,9 +737,9 @@ def written_in_place(operator: torch._ops.OpOverload, args: Sequence[Any], kwarg
     """The arguments that ``operator`` writes in place, such as tensors."""
     targets: list[Any] = []
     is_norm = operator._schema.name in _NORMS
-    is_training = bool(args[5] if len(args) > 5 else kwargs.get("training"))
+    keeps_statistics = is_norm and not (args[5] if len(args) > 5 else kwargs.get("training"))
     for position, name in _written(operator):
-        if is_norm and not is_training and name in _STATISTICS:
+        if keeps_statistics and name in _STATISTICS:
             continue
         target = args[position] if position < len(args) else kwargs.get(name)
         targets += target if isinstance(target, list | tuple) else [target]
