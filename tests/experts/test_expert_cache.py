@@ -6,8 +6,7 @@ import os
 import subprocess
 import sys
 from collections import defaultdict
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from functools import partial
 
@@ -16,6 +15,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from checks import entering
 from headrace.errors import RaceError
 from headrace.experts.cache import CacheCounts, CountsReader, ExpertCache
 from headrace.plan.cached_experts import CachedLayer
@@ -195,14 +195,7 @@ def test_a_fetch_that_does_not_happen_is_found(monkeypatch: pytest.MonkeyPatch) 
 def test_kernels_run_on_the_device_of_their_tensors(monkeypatch: pytest.MonkeyPatch) -> None:
     """Triton launches on the current device, which a caller with a model on another GPU need not have set."""
     rig, current, launched = Rig(8, 4), list[torch.Tensor](), []
-
-    @contextmanager
-    def device_of(tensor: torch.Tensor) -> Iterator[None]:
-        current.append(tensor)
-        yield
-        current.pop()
-
-    monkeypatch.setattr(torch.cuda, "device_of", device_of)
+    monkeypatch.setattr(torch.cuda, "device_of", entering(current))
     for name in ("admit_kernel", "fetch_kernel", "compare_kernel"):
         launch = defaultdict(lambda name=name: lambda *_, **__: launched.append((name, len(current))))  # type: ignore[misc]
         monkeypatch.setattr(f"headrace.experts.cache.{name}", launch)

@@ -6,8 +6,6 @@ import copy
 import gc
 import weakref
 from collections import defaultdict
-from collections.abc import Iterator
-from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -21,7 +19,7 @@ from transformers.quantizers.base import HfQuantizer
 
 import headrace
 import packed_kernels
-from checks import raising
+from checks import entering, raising
 from headrace import Rules
 from headrace.adapters.transformers import load
 from headrace.errors import CheckpointError, OptionError, RaceError
@@ -92,15 +90,8 @@ def test_a_prompt_has_more_tiles_than_one_program_takes() -> None:
 def test_tiles_are_listed_on_their_device(monkeypatch: pytest.MonkeyPatch) -> None:
     """Triton launches on the current device, which a caller with a model on another GPU need not have set."""
     routing, *_ = packed_kernels.route(torch.tensor([[0, 1]]), torch.ones(1, 2), NUM_EXPERTS)
-    current = []
-
-    @contextmanager
-    def device_of(tensor: torch.Tensor) -> Iterator[None]:
-        current.append(tensor)
-        yield
-        current.pop()
-
-    monkeypatch.setattr(torch.cuda, "device_of", device_of)
+    current: list[torch.Tensor] = []
+    monkeypatch.setattr(torch.cuda, "device_of", entering(current))
     kernel = defaultdict(lambda: lambda tiles, *_, **__: launched.append(tiles is current[-1]))  # type: ignore[misc]
     launched: list[bool] = []
     monkeypatch.setattr("headrace.experts.packed.tiles_of_rows_kernel", kernel)

@@ -21,7 +21,7 @@ from transformers import GenerationConfig, LogitsProcessorList, StoppingCriteria
 from transformers.generation.streamers import BaseStreamer
 
 import headrace
-from checks import raising, run_threads
+from checks import entering, raising, run_threads
 from headrace.errors import HeadraceWarning, OptionError
 from headrace.graphs import decoding
 from headrace.graphs.decoding import StepGraph
@@ -522,18 +522,12 @@ def test_a_step_is_captured_on_the_device_of_its_model(monkeypatch: pytest.Monke
     current, captured = [torch.device("cuda", 0)], []
 
     @contextmanager
-    def device(chosen: torch.device) -> Iterator[None]:
-        current.append(chosen)
-        yield
-        current.pop()
-
-    @contextmanager
     def graph(made: Any, stream: torch.device | None = None, **_: Any) -> Iterator[None]:
         captured.append((current[-1], stream))
         yield
 
     for name, value in {
-        "device": device,
+        "device": entering(current),
         "graph": graph,
         "CUDAGraph": lambda: SimpleNamespace(pool=tuple),
         "memory_snapshot": list,

@@ -5,7 +5,8 @@ from __future__ import annotations
 import gc
 import threading
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager
 from typing import Any
 
 import torch
@@ -30,6 +31,18 @@ def raising(error: BaseException | type[BaseException]) -> Callable[..., Any]:
         raise error
 
     return fail
+
+
+def entering(current: list[Any]) -> Callable[[Any], AbstractContextManager[None]]:
+    """Stands for ``torch.cuda.device`` and its like: within, what it is given is the last of ``current``."""
+
+    @contextmanager
+    def enter(chosen: Any) -> Iterator[None]:
+        current.append(chosen)
+        yield
+        current.pop()
+
+    return enter
 
 
 def run_threads(works: Sequence[Callable[[], object]], timeout_s: float = 60.0) -> None:

@@ -6,13 +6,13 @@ from __future__ import annotations
 
 import contextlib
 from collections import defaultdict
-from collections.abc import Iterator
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
 
+from checks import entering
 from headrace.errors import TransferError
 from headrace.plan.plan import SlabEntry, Unit
 from headrace.stores.sharded import DeviceShardedStore, HostShardedStore, PartLayout, ShardedStore
@@ -113,17 +113,10 @@ def test_a_stream_that_another_thread_takes_meanwhile(monkeypatch: pytest.Monkey
 
 def test_a_capture_on_another_gpu_is_none_of_a_link(monkeypatch: pytest.MonkeyPatch) -> None:
     """Copies that are taken for nodes of its graph would overwrite slots at once, and no record would say so."""
-    current, captures = [0], 0
-
-    @contextlib.contextmanager
-    def device(chosen: torch.device) -> Iterator[None]:
-        current.append(chosen.index)
-        yield
-        current.pop()
-
-    monkeypatch.setattr(torch.cuda, "device", device)
-    monkeypatch.setattr(torch.cuda, "current_device", lambda: current[-1])
-    monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: current[-1] == captures)
+    current, captures = [torch.device("cuda", 0)], 0
+    monkeypatch.setattr(torch.cuda, "device", entering(current))
+    monkeypatch.setattr(torch.cuda, "current_device", lambda: current[-1].index)
+    monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: current[-1].index == captures)
     links = [StreamLink(torch.device("cuda", index)) for index in range(2)]
     for captures in range(2):
         assert [link.capturing for link in links] == [index == captures for index in range(2)]
