@@ -334,13 +334,16 @@ def test_a_model_of_other_dtypes_is_refused() -> None:
         headrace.make_plan(Stack(3, DIM), ALL)
 
 
-def test_a_plan_that_reads_everything_in_place_has_no_use_for_a_code() -> None:
+def test_a_code_that_is_stated_is_used_where_reading_in_place_would_take_less_memory() -> None:
     with torch.device("meta"):
         inventory = take_inventory(Stack(3, 1024).to(torch.bfloat16))
     planner = Planner(inventory, NOMINAL_GPU, zero_copy=True)
-    with refused("codec 'exp3' has no effect: what is offloaded is read in place", "give more device memory"):
+    with pytest.raises(BudgetError, match="with everything offloaded and a unit coded headrace still needs") as error:
         planner.plan(Budget("3MiB", codec="exp3"))
+    assert planner.plan(Budget(error.value.minimum_bytes, codec="exp3")).coded_units
     assert planner.plan(Budget("3MiB", codec="auto")).uva
+    with refused("codec 'exp3' has no effect: what is offloaded is read in place", "give more device memory"):
+        planner.plan(Rules([("*.weight", "uva")], codec="exp3"))
 
 
 def test_why_a_code_has_no_effect() -> None:
