@@ -157,10 +157,15 @@ def test_other_words(target: Path, draft: Path, tmp_path: Path) -> None:
     model, handle = load(folders[0], PREFETCH, device="cpu", speculate=speculation)
     assert generated(model) == generated(resident(folders[0], speculation))
     assert handle.stats().speculation.passes > 0  # type: ignore[union-attr]
-    for model_folder, other, count in ((folders[0], folders[2], 64), (target, llama(tmp_path / "other", 1, 96), 96)):
-        with pytest.raises(
-            OptionError, match=rf"the tokens of .* \({count}\) are others than those of the model \(64\)"
-        ):
+    larger = llama(tmp_path / "larger", 1, 96)
+    refused = {
+        (folders[0], folders[2]): "some of the 64 tokens of .* are other words than in the model",
+        (folders[0], draft): rf"model, of 64 tokens, and of its draft, of 64, .* found none in {draft}; copy it there",
+        (target, folders[2]): rf"found none in {target}; copy it there",
+        (target, larger): rf"model, of 64 tokens, and of its draft, of 96, .* found none in {larger}; copy it there",
+    }
+    for (model_folder, other), message in refused.items():
+        with pytest.raises(OptionError, match=message):
             load(model_folder, PREFETCH, device="cpu", speculate=str(other))
 
 
