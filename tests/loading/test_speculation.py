@@ -60,8 +60,8 @@ def guesser(request: pytest.FixtureRequest, draft: Path) -> str:
     return "lookup" if request.param == "lookup" else str(draft)
 
 
-def generated(model: Any, prompt: torch.Tensor = PROMPT, **changes: Any) -> list[int]:
-    torch.manual_seed(0)
+def generated(model: Any, prompt: torch.Tensor = PROMPT, seed: int = 0, **changes: Any) -> list[int]:
+    torch.manual_seed(seed)
     return list(model.generate(prompt, **{**CALL, **changes})[0].tolist())
 
 
@@ -90,6 +90,50 @@ def test_tokens_of_the_resident_model(target: Path, guesser: str, sampled: dict[
     handle.remove()
     assert "generate" not in vars(model)
     assert generated(model) == generated(aligned(LlamaForCausalLM.from_pretrained(target).eval()))
+
+
+def alone(folder: Path, guesser: str) -> tuple[Any, dict[str, Any]]:
+    """The resident model, and what transformers takes to have it guess 3 tokens a pass."""
+    model = aligned(LlamaForCausalLM.from_pretrained(folder).eval())
+    if guesser == "lookup":
+        return model, {"prompt_lookup_num_tokens": 3}
+    assistant = aligned(LlamaForCausalLM.from_pretrained(guesser).eval())
+    config = assistant.generation_config
+    config.num_assistant_tokens, config.num_assistant_tokens_schedule = 3, "constant"
+    config.assistant_confidence_threshold = 0.0
+    return model, {"assistant_model": assistant}
+
+
+SAMPLINGS: list[dict[str, Any]] = [
+    {"temperature": 0.6},
+    {"temperature": 1.3, "top_p": 0.8, "top_k": 0},
+    {"min_p": 0.05, "repetition_penalty": 1.2},
+]
+
+
+@pytest.mark.slow
+@pytest.mark.filterwarnings("ignore::headrace.errors.HeadraceWarning")  # such small models are not faster
+@pytest.mark.parametrize(
+    "policy", [PREFETCH, Budget("1.6MB"), Budget("1.6MB", mode="cpu")], ids=["group", "disk", "cpu"]
+)
+def test_sampled_tokens_of_transformers_alone(target: Path, guesser: str, policy: Any) -> None:
+    """By its own arguments and without any of ours; each sampled guess is accepted or not by a draw.
+
+    With a draft of other words transformers itself draws other tokens in each call of one seed.
+    """
+    expected, options = alone(target, guesser)
+    model, handle = load(target, policy, device="cpu", speculate=Speculation(guesser, 3))
+    answers = set()
+    for sampling in SAMPLINGS:
+        for seed in range(3):
+            found = generated(model, seed=seed, do_sample=True, **sampling)
+            assert found == generated(expected, seed=seed, do_sample=True, **sampling, **options), (sampling, seed)
+            answers.add(tuple(found))
+    stats = handle.stats()
+    assert len(answers) == 9
+    assert stats.bytes_moved > 0
+    assert stats.speculation is not None
+    assert stats.speculation.passes < stats.speculation.tokens == 9 * 40
 
 
 def test_a_draft_that_guesses_all(target: Path) -> None:
