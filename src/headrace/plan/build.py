@@ -297,7 +297,7 @@ class Planner:
 
     def _rates_of(self, codec: str, mode: Mode) -> Rates:
         """Of units in ``codec``, if that is a code, else in the store of ``mode``."""
-        return coded_rates(self.rates, codec) if codec in CODES else split_rates(self.rates, mode, self.num_ranks)
+        return coded_rates(self.rates) if codec in CODES else split_rates(self.rates, mode, self.num_ranks)
 
     def _forecaster(self, plan: Plan, rows: int, context: int, hits: ExpertHits | FixedHits) -> Forecaster:
         """Of plans with the stores of ``plan``."""

@@ -305,9 +305,9 @@ _DECODING_SHARE = 0.55
 _CPU_DECODES = 0.3e9  # bytes of weights per second, two cores of 2 GHz
 
 
-def coded_rates(rates: Rates, codec: str) -> Rates:
-    """``rates`` whose ``copy_bytes_per_s`` is that of units in ``codec``, by bytes of a unit."""
-    share = coded_bytes(1 << 20, codec) / (1 << 20)
+def coded_rates(rates: Rates) -> Rates:
+    """``rates`` whose ``copy_bytes_per_s`` is that of coded units, by bytes of a unit."""
+    share = coded_bytes(1 << 20) / (1 << 20)
     decode_s = (1 + share) / (_DECODING_SHARE * rates.device_bytes_per_s)
     return replace(
         rates,
