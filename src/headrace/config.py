@@ -62,7 +62,7 @@ ALL_MODEL_PARAMS = "ALL_MODEL_PARAMS"
 
 Mode = Literal["cpu", "shm_cpu", "sharded_cpu", "disk", "sharded_gpu", "meta"]
 # How what is prefetched from host memory is coded there and on the link.
-Code = Literal["exp3", "exp4"]
+Code = Literal["exp3"]
 Codec = Literal["none", Code, "auto"]
 CODES: tuple[Code, ...] = get_args(Code)
 # Where a unit is stored: in a store, or beside host memory on a peer, which is another GPU of this process, or there in
@@ -288,7 +288,7 @@ class Prefetch:
             means every parameter of 64 KiB or more.
         mode: the store (``--offload-mode``).
         codec: ``"exp3"``: units of bf16 are coded in 0.70 of their bytes, in host memory and on the link, and decoded
-            on the device; ``"exp4"``: in 0.75, of more exponents. Lossless (``--offload-codec``).
+            on the device. Lossless (``--offload-codec``).
     """
 
     group_size: int = 1

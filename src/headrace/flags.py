@@ -258,7 +258,7 @@ class OffloadFlags:
     )
     offload_codec: str | None = row(
         "NAME",
-        "exp3, exp4: bf16 that is prefetched crosses the link in 0.70 or 0.75 of its bytes; none; auto (default with "
+        "exp3: bf16 that is prefetched crosses the link in 0.70 of its bytes; none; auto (default with "
         "--device-memory): where a step is predicted to be faster with it.",
         codec,
     )

@@ -439,12 +439,12 @@ def test_a_component_of_the_caller_is_not_that_of_the_folder(tmp_path: Path) -> 
 
 def test_coded_units() -> None:
     twin, pipe = (pipelines.build("flux").to(torch.bfloat16) for _ in range(2))
-    policy = headrace.Budget(int(0.5 * weight_bytes(twin)), codec="exp4", params=[headrace.config.ALL_MODEL_PARAMS])
+    policy = headrace.Budget(int(0.5 * weight_bytes(twin)), codec="exp3", params=[headrace.config.ALL_MODEL_PARAMS])
     _, handle = load(pipe, policy)
     for _ in range(2):
         moved, _ = moved_by(handle, lambda: pipelines.call(pipe), pipelines.call(twin))
         assert moved > 0
-    assert "exp4" in {unit.store for unit in handle.plan.units}
+    assert "exp3" in {unit.store for unit in handle.plan.units}
 
 
 def test_a_pipeline_with_its_folder_reads_it(tmp_path: Path) -> None:

@@ -14,6 +14,7 @@ from headrace import Rules
 from headrace.adapters.transformers import load
 from headrace.errors import CheckpointError
 from headrace.testing import assert_same_bits
+from models import aligned
 
 Make = Callable[[], tuple[Any, dict[str, Any]]]
 
@@ -96,12 +97,22 @@ def speecht5() -> tuple[Any, dict[str, Any]]:
     return tf.SpeechT5ForTextToSpeech(config), inputs
 
 
+def zaya() -> tuple[Any, dict[str, Any]]:
+    """Its routers' last bias is set to -1 after loading."""
+    config = tf.ZayaConfig(
+        vocab_size=100, hidden_size=64, num_hidden_layers=3, num_attention_heads=4, num_key_value_heads=2, head_dim=16,
+        moe_intermediate_size=64, num_experts=4, router_hidden_size=32, bos_token_id=1, eos_token_id=2,
+    )  # fmt: skip
+    return tf.ZayaForCausalLM(config), {"input_ids": IDS}
+
+
 def tensors(output: Any) -> dict[str, torch.Tensor]:
     return {name: value for name, value in output.items() if isinstance(value, torch.Tensor)}
 
 
 MODELS: list[Make] = [
     bert, modern_bert, t5_encoder, whisper, wav2vec2, vit, dinov2, siglip, llava, chinese_clip, speecht5,
+    *[zaya] * hasattr(tf, "ZayaConfig"),
 ]  # fmt: skip
 
 
@@ -126,8 +137,25 @@ def test_a_padding_row_that_transformers_would_zero_is_refused(tmp_path: Path) -
     with torch.no_grad():
         model.text_model.embeddings.word_embeddings.weight[0, 159] = 1e-30
     model.save_pretrained(tmp_path)
-    with pytest.raises(CheckpointError, match=r"word_embeddings\.weight: Transformers changes a part of this tensor"):
-        load(tmp_path, "1MiB", device="cpu")
+    with pytest.raises(CheckpointError, match=r"word_embeddings\.weight: Transformers changes .*: keep it resident"):
+        load(tmp_path, Rules([("re:.*word_embeddings.*", "prefetch")]), device="cpu")
+
+
+def test_what_transformers_sets_after_loading_is_set_where_it_is_resident(tmp_path: Path) -> None:
+    """As ``from_pretrained`` sets it, whatever the files say."""
+    torch.manual_seed(4)
+    model, inputs = chinese_clip()
+    model.text_model.embeddings.word_embeddings.weight.data[0, 159] = 1
+    inputs["input_ids"] = torch.zeros_like(inputs["input_ids"])
+    model.save_pretrained(tmp_path)
+    resident = aligned(tf.ChineseCLIPModel.from_pretrained(tmp_path))
+    rules = [("re:.*word_embeddings.*", "resident"), ("re:.*layer.*", "prefetch")]
+    loaded, handle = load(tmp_path, Rules(rules), device="cpu")
+    with handle, torch.inference_mode():
+        assert loaded.get_parameter("text_model.embeddings.word_embeddings.weight")[0].count_nonzero() == 0
+        assert_same_bits(tensors(loaded(**inputs)), tensors(resident(**inputs)))
+        assert handle.stats().bytes_moved > 0
+    assert_same_bits(dict(loaded.state_dict()), dict(resident.state_dict()))
 
 
 @pytest.mark.parametrize(

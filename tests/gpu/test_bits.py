@@ -42,9 +42,9 @@ POLICIES = {
     "step larger than units": lambda model: Prefetch(3, 1, 9),
     "uva": lambda model: UVA(params=["up_proj", "packed", "head", "embed"]),
     "mixed": mixed_plan,
-    "coded, two slots": lambda model: Prefetch(1, 1, 2, CODABLE, codec="exp4"),
-    "coded, one slot": lambda model: Prefetch(1, 1, 1, CODABLE, codec="exp4"),
-    "coded, units mod slots != 0": lambda model: Prefetch(1, 1, 3, CODABLE, codec="exp4"),
+    "coded, two slots": lambda model: Prefetch(1, 1, 2, CODABLE, codec="exp3"),
+    "coded, one slot": lambda model: Prefetch(1, 1, 1, CODABLE, codec="exp3"),
+    "coded, units mod slots != 0": lambda model: Prefetch(1, 1, 3, CODABLE, codec="exp3"),
 }
 
 

@@ -30,6 +30,7 @@ from models import aligned
 PROMPT = torch.tensor([[5, 9, 3, 5, 9, 3, 5, 9]])
 CALL: dict[str, Any] = {"max_new_tokens": 40, "pad_token_id": 0}
 SAMPLED: dict[str, Any] = {"do_sample": True, "temperature": 0.7, "top_k": 20}
+NUCLEUS: dict[str, Any] = {"do_sample": True, "temperature": 1.2, "top_p": 0.8, "repetition_penalty": 1.1}
 GROUP = Prefetch(group_size=2, num_in_group=1, prefetch_step=1)
 
 
@@ -67,18 +68,18 @@ def generated(model: Any, **options: Any) -> list[int]:
 @pytest.mark.parametrize("policy", [GROUP, Budget("4MiB", mode="cpu"), Rules([("re:.*mlp.*", "prefetch")])], ids=str)
 def test_tokens_of_transformers_alone(folder: Path, policy: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     """Greedy and sampled; the heads are read once, and transformers reads them for every call."""
-    expected = [generated(resident(folder), use_mtp=True, **options) for options in ({}, SAMPLED)]
+    expected = [generated(resident(folder), use_mtp=True, **options) for options in ({}, SAMPLED, NUCLEUS)]
     reads, read = [], MtpModel.from_pretrained.__func__  # type: ignore[attr-defined]
     monkeypatch.setattr(MtpModel, "from_pretrained", classmethod(lambda *a, **k: reads.append(1) or read(*a, **k)))
     model, handle = load(folder, policy, device="cpu", speculate="mtp")
     for _ in range(2):
-        assert [generated(model), generated(model, **SAMPLED)] == expected
+        assert [generated(model), generated(model, **SAMPLED), generated(model, **NUCLEUS)] == expected
     stats, counts = handle.stats(), handle.stats().speculation
     assert stats.bytes_moved > 0
     assert counts is not None
-    assert (counts.guesser, counts.guesses, counts.tokens) == ("mtp", 1, 4 * 40)
-    assert 4 * 20 < counts.passes < 4 * 40
-    assert f"{4 * 40 / counts.passes:.2f} tokens a pass" in str(stats)
+    assert (counts.guesser, counts.guesses, counts.tokens) == ("mtp", 1, 6 * 40)
+    assert 6 * 20 < counts.passes < 6 * 40
+    assert f"{6 * 40 / counts.passes:.2f} tokens a pass" in str(stats)
     assert reads == [1]
     assert handle._session.speculating._heads.mtp_cache.get_seq_length() == 0  # type: ignore[union-attr]
     handle.remove()

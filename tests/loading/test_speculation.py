@@ -60,8 +60,8 @@ def guesser(request: pytest.FixtureRequest, draft: Path) -> str:
     return "lookup" if request.param == "lookup" else str(draft)
 
 
-def generated(model: Any, prompt: torch.Tensor = PROMPT, **changes: Any) -> list[int]:
-    torch.manual_seed(0)
+def generated(model: Any, prompt: torch.Tensor = PROMPT, seed: int = 0, **changes: Any) -> list[int]:
+    torch.manual_seed(seed)
     return list(model.generate(prompt, **{**CALL, **changes})[0].tolist())
 
 
@@ -90,6 +90,50 @@ def test_tokens_of_the_resident_model(target: Path, guesser: str, sampled: dict[
     handle.remove()
     assert "generate" not in vars(model)
     assert generated(model) == generated(aligned(LlamaForCausalLM.from_pretrained(target).eval()))
+
+
+def alone(folder: Path, guesser: str) -> tuple[Any, dict[str, Any]]:
+    """The resident model, and what transformers takes to have it guess 3 tokens a pass."""
+    model = aligned(LlamaForCausalLM.from_pretrained(folder).eval())
+    if guesser == "lookup":
+        return model, {"prompt_lookup_num_tokens": 3}
+    assistant = aligned(LlamaForCausalLM.from_pretrained(guesser).eval())
+    config = assistant.generation_config
+    config.num_assistant_tokens, config.num_assistant_tokens_schedule = 3, "constant"
+    config.assistant_confidence_threshold = 0.0
+    return model, {"assistant_model": assistant}
+
+
+SAMPLINGS: list[dict[str, Any]] = [
+    {"temperature": 0.6},
+    {"temperature": 1.3, "top_p": 0.8, "top_k": 0},
+    {"min_p": 0.05, "repetition_penalty": 1.2},
+]
+
+
+@pytest.mark.slow
+@pytest.mark.filterwarnings("ignore::headrace.errors.HeadraceWarning")  # such small models are not faster
+@pytest.mark.parametrize(
+    "policy", [PREFETCH, Budget("1.6MB"), Budget("1.6MB", mode="cpu")], ids=["group", "disk", "cpu"]
+)
+def test_sampled_tokens_of_transformers_alone(target: Path, guesser: str, policy: Any) -> None:
+    """By its own arguments and without any of ours; each sampled guess is accepted or not by a draw.
+
+    With a draft of other words transformers itself draws other tokens in each call of one seed.
+    """
+    expected, options = alone(target, guesser)
+    model, handle = load(target, policy, device="cpu", speculate=Speculation(guesser, 3))
+    answers = set()
+    for sampling in SAMPLINGS:
+        for seed in range(3):
+            found = generated(model, seed=seed, do_sample=True, **sampling)
+            assert found == generated(expected, seed=seed, do_sample=True, **sampling, **options), (sampling, seed)
+            answers.add(tuple(found))
+    stats = handle.stats()
+    assert len(answers) == 9
+    assert stats.bytes_moved > 0
+    assert stats.speculation is not None
+    assert stats.speculation.passes < stats.speculation.tokens == 9 * 40
 
 
 def test_a_draft_that_guesses_all(target: Path) -> None:
@@ -157,10 +201,15 @@ def test_other_words(target: Path, draft: Path, tmp_path: Path) -> None:
     model, handle = load(folders[0], PREFETCH, device="cpu", speculate=speculation)
     assert generated(model) == generated(resident(folders[0], speculation))
     assert handle.stats().speculation.passes > 0  # type: ignore[union-attr]
-    for model_folder, other, count in ((folders[0], folders[2], 64), (target, llama(tmp_path / "other", 1, 96), 96)):
-        with pytest.raises(
-            OptionError, match=rf"the tokens of .* \({count}\) are others than those of the model \(64\)"
-        ):
+    larger = llama(tmp_path / "larger", 1, 96)
+    refused = {
+        (folders[0], folders[2]): "some of the 64 tokens of .* are other words than in the model",
+        (folders[0], draft): rf"model, of 64 tokens, and of its draft, of 64, .* found none in {draft}; copy it there",
+        (target, folders[2]): rf"found none in {target}; copy it there",
+        (target, larger): rf"model, of 64 tokens, and of its draft, of 96, .* found none in {larger}; copy it there",
+    }
+    for (model_folder, other), message in refused.items():
+        with pytest.raises(OptionError, match=message):
             load(model_folder, PREFETCH, device="cpu", speculate=str(other))
 
 
@@ -230,15 +279,12 @@ def test_a_draft_is_part_of_the_budget(target: Path, draft: Path) -> None:
         warnings.simplefilter("ignore", HeadraceWarning)
         _, handle = load(target, budget, device="cpu", speculate=str(draft))
     assert handle.plan.device_bytes <= budget - size < plain.plan.device_bytes
-    for less, message in (
-        (size // 2, r"the draft takes .* of a budget of .*: use a smaller draft"),
-        (
-            size + size // 2,
-            r"the draft takes .* of the budget, and the model needs at least .* beside it: use --device-memory",
-        ),
-    ):
-        with pytest.raises(BudgetError, match=message):
+    message = "the draft takes .* of the budget, and the model needs at least .* beside it: use --device-memory"
+    for less in (size // 2, size + size // 2):
+        with pytest.raises(BudgetError, match=message) as refused:
             load(target, less, device="cpu", speculate=str(draft))
+        _, handle = load(target, refused.value.minimum_bytes, device="cpu", speculate=str(draft))
+        assert handle.plan.device_bytes <= refused.value.minimum_bytes - size
 
 
 def test_a_budget_holds_weights_that_are_used_elsewhere(target: Path) -> None:

@@ -3,16 +3,19 @@
 from __future__ import annotations
 
 import json
+import re
 from dataclasses import replace
 from pathlib import Path
+from random import Random
+from typing import Any
 
 import pytest
 import torch
-from transformers import LlamaConfig, LlamaForCausalLM, Qwen3MoeConfig, Qwen3MoeForCausalLM
+from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedModel, Qwen3MoeConfig, Qwen3MoeForCausalLM
 
-from headrace import Prefetch, Speculation
-from headrace.config import UVA, Budget
-from headrace.errors import OptionError, OptionTypeError
+from headrace import Prefetch, Speculation, planning
+from headrace.config import UVA, Budget, Workload
+from headrace.errors import BudgetError, OptionError, OptionTypeError
 from headrace.plan.plan import Plan
 from headrace.plan.speculation import DraftCost, forecast_speculation
 from headrace.planning import PlanResult, plan_model
@@ -98,6 +101,69 @@ def test_an_eager_pass_takes_python_its_time() -> None:
     assert not found.is_faster
     on_cpu = forecast_speculation(Speculation("lookup", 4), made.planner, made.plan, 0, None, on_gpu=False)
     assert on_cpu.pass_s < found.pass_s
+
+
+def small_model(random: Random) -> PreTrainedModel:
+    """With experts or without, on ``meta``."""
+    sizes: dict[str, Any] = {
+        "hidden_size": random.choice([256, 512]), "num_hidden_layers": random.choice([2, 3, 5]), "head_dim": 64,
+        "num_attention_heads": 4, "num_key_value_heads": 2, "vocab_size": random.choice([256, 8000]),
+    }  # fmt: skip
+    moe = {"num_experts": random.choice([4, 8]), "num_experts_per_tok": 2, "moe_intermediate_size": 256}
+    with torch.device("meta"):
+        if random.random() < 0.5:
+            return Qwen3MoeForCausalLM(Qwen3MoeConfig(**sizes, **moe, experts_implementation="grouped_mm")).bfloat16()
+        return LlamaForCausalLM(LlamaConfig(**sizes, intermediate_size=1024)).bfloat16()
+
+
+def small_budget(random: Random, num_bytes: int, experts: bool) -> Budget:
+    """Mostly too small for a model of so many bytes."""
+    options: dict[str, list[Any]] = {
+        "codec": ["auto", "none", "exp3"],
+        "host_memory": [max(1, int(num_bytes * random.random()))],
+        "workload": [Workload([1], 128), Workload([4], 1024)],
+        "peer_memory": [int(num_bytes * random.uniform(0.05, 0.5))],
+        "rules": [[("lm_head", "resident")], [("re:.*self_attn.*", "uva")], [("re:.*self_attn.*", "resident")]],
+        "params": [("ALL_MODEL_PARAMS",)],
+    }
+    if experts:
+        options["rules"] += [[("experts", "cache")]]
+    chosen = {name: random.choice(values) for name, values in options.items() if random.random() < 0.3}
+    if ("experts", "cache") in chosen.get("rules", ()):
+        chosen["expert_slots"] = random.choice([None, 1, 4])
+    return Budget(max(1, int(num_bytes * random.choice([0, 0.1, 0.4]) * random.random())), **chosen)
+
+
+def refusal(model: PreTrainedModel, budget: Budget, machine: str, draft_bytes: int) -> OptionError | None:
+    speculation = Speculation("mtp") if draft_bytes else None
+    context = planning._context(PlanRequest(model, budget, machine=machine, speculation=speculation))
+    try:
+        context.with_draft(planning._context, lambda _: DraftCost(draft_bytes, 1e-3, 1)).plan()
+    except OptionError as error:
+        return error
+    return None
+
+
+@pytest.mark.filterwarnings("ignore::headrace.errors.HeadraceWarning")
+@pytest.mark.parametrize("block", range(4))
+def test_what_an_error_names_as_the_least_is_accepted(block: int) -> None:
+    """With a draft's or heads' memory, codes, cached experts, and the host memory that is named beside it."""
+    refused = 0
+    for seed in range(25 * block, 25 * block + 25):
+        random = Random(seed)
+        model = small_model(random)
+        num_bytes = sum(parameter.nbytes for parameter in model.parameters())
+        machine, draft_bytes = random.choice(["3060", "4090", "h200"]), random.choice([0, 1, num_bytes // 7])
+        budget = small_budget(random, num_bytes, "Moe" in type(model).__name__)
+        error = refusal(model, budget, machine, draft_bytes)
+        if not isinstance(error, BudgetError):
+            continue
+        refused += 1
+        host = re.search(r"(?:use|with) --host-memory (\d+)MiB or more", str(error))
+        limit = budget.host_memory if host is None else int(host[1]) << 20
+        least = replace(budget, device_memory=error.minimum_bytes, host_memory=limit)
+        assert refusal(model, least, machine, draft_bytes) is None, (seed, budget, str(error))
+    assert refused > 10
 
 
 def test_it_is_printed_with_the_plan() -> None:

@@ -17,9 +17,10 @@ from torch import nn
 from headrace.config import Budget
 from headrace.experts.rows import CachedExperts
 from headrace.model.inventory import take_inventory
+from headrace.model.records import ModelProfile
 from headrace.offloaders.layerwise import EngineOffloader, EngineTraits
-from headrace.plan.cost_model import experts_in
-from headrace.plan.plan import Plan
+from headrace.plan.cost_model import NOMINAL_GPU, Forecaster, experts_in
+from headrace.plan.plan import Plan, assemble
 from headrace.runtime.planner_factory import make_planner
 from headrace.transfer.machine_probe import DeviceName, named_machine
 from published_configs import DEEPSEEK_V2_LITE, GLM_4_5_AIR, GPT_OSS_20B, GPT_OSS_120B, QWEN3_30B_A3B
@@ -125,18 +126,36 @@ class Kernels(CachedExperts):
 
 
 @pytest.mark.parametrize(
-    ("owner", "shape", "count"),
+    ("owner", "shape", "dtype", "count"),
     [
-        ("RoutedExperts", (64, 128, 32), 64),
-        ("MLAAttention", (16, 128, 512), 1),
-        ("ColumnParallelLinear", (8192, 1, 4), 1),  # conv1d of Qwen3-Next
-        ("Conv1d", (64, 32, 3), 1),
+        ("RoutedExperts", (64, 128, 32), torch.bfloat16, 64),
+        ("GptOssExperts", (32, 5760, 90, 16), torch.uint8, 32),  # MXFP4
+        ("Qwen3MoeExperts", (128, 256, 1536), torch.int32, 128),  # GPTQ
+        ("Qwen3MoeExperts", (128, 1572864, 1), torch.uint8, 128),  # bitsandbytes
+        ("Linear", (1572864, 1), torch.uint8, 1),
+        ("MLAAttention", (16, 128, 512), torch.bfloat16, 1),
+        ("ColumnParallelLinear", (8192, 1, 4), torch.bfloat16, 1),  # conv1d of Qwen3-Next
+        ("Conv1d", (64, 32, 3), torch.bfloat16, 1),
+        ("Downsampler", (64, 32, 3, 3), torch.bfloat16, 1),
     ],
 )
-def test_what_counts_as_experts(owner: str, shape: tuple[int, ...], count: int) -> None:
-    module = type(owner, (Holder,), {})(weight=(shape, torch.bfloat16))
+def test_what_counts_as_experts(owner: str, shape: tuple[int, ...], dtype: torch.dtype, count: int) -> None:
+    module = type(owner, (Holder,), {})(weight=(shape, dtype))
     inventory = take_inventory(Holder(layer=module))
     assert experts_in(inventory, inventory.storages[0]) == count
+
+
+def test_experts_with_tensors_of_their_own_count_as_those_of_a_fused_parameter() -> None:
+    """As files have them in GPTQ and AWQ (``experts.0.gate_proj.qweight``), where one expert in so many is read."""
+    fused = Holder(up_proj_qweight=((8, 512, 4096), torch.int32))
+    names = [f"{expert}_up_proj_qweight" for expert in range(8)]
+    apart = Holder(**dict.fromkeys(names, ((512, 4096), torch.int32)))
+    seconds = []
+    for experts in (fused, apart):
+        inventory = take_inventory(Holder(layers=nn.ModuleList(Holder(experts=experts) for _ in range(3))))
+        assert {experts_in(inventory, storage) for storage in inventory.storages} == {8}
+        seconds.append(Forecaster(inventory, NOMINAL_GPU, ModelProfile(2), 1)(assemble(inventory, [], 0, "cpu")).step_s)
+    assert seconds[1] == pytest.approx(seconds[0], rel=0.05)
 
 
 def plan_of(model: Any, policy: Budget, kernels: Any) -> Plan:

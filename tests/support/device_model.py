@@ -194,7 +194,7 @@ class HalfStore(CpuStore):
             return load
         code = torch.full((BYTES // 2,), unit.index, dtype=torch.uint8)
         copy = Copied(ByteRange(MemorySource(code), 0, len(code)), 0)
-        return Load(unit.index, (copy,), code, coded=(Piece(0, BYTES, 3, 0, len(code)),))
+        return Load(unit.index, (copy,), code, coded=(Piece(0, BYTES, True, 0, len(code)),))
 
 
 def plan_and_store(

@@ -50,7 +50,7 @@ def generate(seed: int) -> CaseSpec:
     if policy.kind == "budget" and policy.mode != "disk" and seed % 2:  # beside a peer, which holds some of the units
         policy = dataclasses.replace(policy, mode="cpu", peer=0.3)
     if seed % 3 and model.dtype == "bfloat16" and policy.kind != "uva" and policy.mode != "disk":
-        policy = dataclasses.replace(policy, codec=("exp3", "exp4")[seed // 3 % 2])
+        policy = dataclasses.replace(policy, codec="exp3")
     if seed % 4 == 1:
         model, policy = _with_cached_experts(random.Random(seed), model)
     return CaseSpec(

@@ -254,7 +254,7 @@ def parse_policy(text: str, weight_bytes: int, layer_bytes: int) -> Policy:
         return Prefetch(size, number, step, codec=codec)
     if kind == "even":
         # The budget holds the resident part and two slots of this share of a layer; of its code, and a decoded one.
-        slots = 2.1 if codec == "none" else 2.1 * coded_bytes(layer_bytes, codec) / layer_bytes + 1.05
+        slots = 2.1 if codec == "none" else 2.1 * coded_bytes(layer_bytes) / layer_bytes + 1.05
         return Budget(int(weight_bytes * (1 - float(value)) + slots * float(value) * layer_bytes), codec=codec)
     if kind == "memory":
         return Budget(int(weight_bytes * float(value)), codec=codec)
@@ -283,9 +283,7 @@ def run_cuda(
     """Yield one result per variant and number of rows, in the order of ``rows``; all variants exist side by side."""
     for text in variants:
         if unknown := set(text.split("+")[1:]) - {"eager", *CODES}:
-            raise OptionError(
-                f"variant {text!r}: unknown option {', '.join(sorted(unknown))}; use +eager, +exp3 or +exp4"
-            )
+            raise OptionError(f"variant {text!r}: unknown option {', '.join(sorted(unknown))}; use +eager or +exp3")
     device = torch.device("cuda", torch.cuda.current_device())
     weight_bytes = take_inventory(Stack(shape, torch.bfloat16, "meta")).num_bytes
     policies = {text: parse_policy(text, weight_bytes, weight_bytes // shape.num_layers) for text in variants}

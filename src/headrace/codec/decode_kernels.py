@@ -1,4 +1,4 @@
-"""The kernel that decodes ``exp3`` and ``exp4`` (:mod:`headrace.codec.exponents`) on a GPU."""
+"""The kernel that decodes ``exp3`` (:mod:`headrace.codec.exponents`) on a GPU."""
 
 from __future__ import annotations
 
@@ -7,20 +7,20 @@ import triton
 import triton.language as tl
 
 from headrace.codec.exponents import Piece
-from headrace.codec.layout import BLOCK, parts_of
+from headrace.codec.layout import BLOCK, WIDTH, parts_of
 
 __all__ = ["decode_on_gpu"]
 
 
 def decode_on_gpu(piece: Piece, code: torch.Tensor, into: torch.Tensor) -> None:
     """Decode ``code`` (that of ``piece``, on the device) ``into`` (uint8, 1-D, of its unit), on the current stream."""
-    assert piece.width is not None
+    assert piece.is_coded
     out, count = into[piece.start : piece.start + piece.num_bytes].view(torch.int16), piece.num_bytes // 2
-    parts = parts_of(count, piece.width, 0)
+    parts = parts_of(count, 0)
     table, firsts = code[parts.table : parts.firsts].view(torch.int64), code[parts.firsts : parts.escapes]
     grid = (triton.cdiv(count, BLOCK),)
     escapes = code[parts.escapes :]
-    _decode[grid](code, table, firsts.view(torch.int32), escapes, out, count, piece.width, BLOCK, num_warps=2)
+    _decode[grid](code, table, firsts.view(torch.int32), escapes, out, count, WIDTH, BLOCK, num_warps=2)
 
 
 @triton.jit  # type: ignore[untyped-decorator]
@@ -32,11 +32,8 @@ def _decode(code_ptr, table_ptr, firsts_ptr, escapes_ptr, out_ptr, count, WIDTH:
     index = tl.zeros((BLOCK,), tl.int32)
     for bit in tl.static_range(WIDTH):
         index |= ((tl.load(planes + bit * plane).to(tl.int32) >> (k // plane)) & 1) << bit
-    # The table is in two registers: a byte is shifted out of one faster than it is looked up in memory.
-    word = tl.load(table_ptr)
-    if WIDTH > 3:
-        word = tl.where(index < 8, word, tl.load(table_ptr + 1))
-    exponent = ((word >> ((index & 7) * 8).to(tl.int64)) & 0xFF).to(tl.int32)
+    # The table is in a register: a byte is shifted out of it faster than it is looked up in memory.
+    exponent = ((tl.load(table_ptr) >> (index * 8).to(tl.int64)) & 0xFF).to(tl.int32)
     escaped = index == (1 << WIDTH) - 1
     number = tl.load(firsts_ptr + block) + tl.cumsum(escaped.to(tl.int32), 0) - 1
     exponent = tl.where(escaped, tl.load(escapes_ptr + number, escaped, other=0).to(tl.int32), exponent)

@@ -14,6 +14,7 @@ lists the tensors that view it, each with its own offset, shape and strides.
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Iterable
 from dataclasses import dataclass
 from functools import cached_property, lru_cache
@@ -214,6 +215,14 @@ class Inventory:
     def by_name(self) -> dict[str, StorageInfo]:
         """Storage of every tensor name."""
         return {name: storage for storage in self.storages for name in storage.names}
+
+    @cached_property
+    def separate_experts(self) -> dict[str, int]:
+        """How many experts a module holds in parameters of their own, ``0_gate_proj_qweight``, as files have them."""
+        places = {
+            (place.module, *place.attr.partition("_")[:2]) for s in self.storages for place in s.tensors[0].locations
+        }
+        return Counter(module for module, number, mark in places if number.isdigit() and mark)
 
     def children(self, module: str) -> list[str]:
         """Direct children of ``module`` (``""`` is the root), in order."""

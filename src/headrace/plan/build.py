@@ -297,7 +297,7 @@ class Planner:
 
     def _rates_of(self, codec: str, mode: Mode) -> Rates:
         """Of units in ``codec``, if that is a code, else in the store of ``mode``."""
-        return coded_rates(self.rates, codec) if codec in CODES else split_rates(self.rates, mode, self.num_ranks)
+        return coded_rates(self.rates) if codec in CODES else split_rates(self.rates, mode, self.num_ranks)
 
     def _forecaster(self, plan: Plan, rows: int, context: int, hits: ExpertHits | FixedHits) -> Forecaster:
         """Of plans with the stores of ``plan``."""
@@ -455,9 +455,10 @@ def solve(table: CandidateTable, budget: Budget) -> Plan:
 def _best(table: CandidateTable, device_bytes: int, host_bytes: int | None, codec: Codec) -> Plan | None:
     # The best by number of slots for cached experts: these get the memory that is left, which may change the order.
     best: dict[int, tuple[tuple[float, ...], Family, int]] = {}
+    must_code = codec in CODES and table.has_code
     roomiest: list[tuple[Family, int]] = []  # those that leave the most memory to experts
     for family in table.families:
-        rows, memory = family.fitting(device_bytes, host_bytes), family.memory
+        rows, memory = family.fitting(device_bytes, host_bytes, must_code=must_code), family.memory
         if family.cached and family.num_slots == _DOUBLE_BUFFER and len(rows):
             roomiest.append((family, int(rows[memory.device_bytes[rows].argmin()])))
         expert_slots = family.cached[0].num_slots if family.cached else 0
@@ -515,13 +516,18 @@ def _too_small(table: CandidateTable, budget: Budget) -> BudgetError:
     """The refusal of a budget that no candidate fits, with one that some candidate fits."""
     work, given, families = budget.workload, format_size(budget.num_bytes), table.families
     beside, limit = table.reserved_bytes(budget), table.host_limit(budget)
-    least = beside + min(int(family.memory.device_bytes.min()) for family in families)
-    rows_of = [(family, family.fitting(np.inf, limit)) for family in families]
-    fitting = [int(family.memory.device_bytes[rows].min()) for family, rows in rows_of if len(rows)]
+    must_code = budget.codec in CODES and table.has_code
+
+    def sizes(host_bytes: int | None) -> list[int]:
+        """The least device memory of each family."""
+        rows_of = [(family, family.fitting(np.inf, host_bytes, must_code=must_code)) for family in families]
+        return [int(family.memory.device_bytes[rows].min()) for family, rows in rows_of if len(rows)]
+
+    least, fitting = beside + min(sizes(None)), sizes(limit)
     if not fitting and not budget.rules:  # everything resident needs no host memory
         fitting = [table.inventory.num_bytes]
     enough = max(least, budget.num_bytes)
-    rows_of = [(family, family.fitting(enough - beside)) for family in families]
+    rows_of = [(family, family.fitting(enough - beside, must_code=must_code)) for family in families]
     least_host = int(min(float(family.least_host_bytes[rows].min()) for family, rows in rows_of if len(rows)))
     use = beside + min(fitting) if fitting else enough
     device, host = (
@@ -545,6 +551,7 @@ def _too_small(table: CandidateTable, budget: Budget) -> BudgetError:
     most = "as much offloaded as the rules allow" if budget.rules else "everything offloaded"
     if not table.movable and not budget.rules:
         most = "everything of 64 KiB or more offloaded"
+    most += " and a unit coded" if must_code else ""
     cache, smaller = "", ""
     if beside:
         largest = f"batch {max(work.batch_sizes)} at {work.context} tokens"

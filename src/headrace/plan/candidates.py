@@ -236,6 +236,11 @@ class CandidateTable:
         return list(self._families())
 
     @cached_property
+    def has_code(self) -> bool:
+        """Whether any candidate has a unit in the code of ``rates``."""
+        return any(family.memory.is_coded.any() for family in self.families)
+
+    @cached_property
     def _every_role(self) -> list[str]:
         return list(dict.fromkeys(role for mine in self.roles.values() for role in mine))
 
@@ -403,13 +408,14 @@ class RoleSets:
 
 
 class Memory(NamedTuple):
-    """Memory by candidate."""
+    """Memory by candidate, and whether any of its units has a code."""
 
     num_units: Ints
     num_slots: Ints
     moved_bytes: Floats
     offloaded_bytes: Floats
     device_bytes: Floats
+    is_coded: Bools
 
 
 class Placed(NamedTuple):
@@ -556,7 +562,10 @@ class Family:
             alone = np.arange(wanted)[:, None] + wanted >= num_units
             device_bytes = resident + decoded + sum(largest for of, _, largest in slot_bytes if of == wanted)
             moved_bytes = moved - (first[:wanted] * alone).sum(0)
-            yield wanted, Memory(num_units, np.minimum(wanted, num_units), moved_bytes, offloaded, device_bytes)
+            yield (
+                wanted,
+                Memory(num_units, np.minimum(wanted, num_units), moved_bytes, offloaded, device_bytes, decoded > 0),
+            )
 
     def _uncoded(self) -> dict[str, Bools]:
         """By module: whether its unit has no code, where others have one."""
@@ -619,9 +628,9 @@ class Family:
         found = self._placed(np.inf).host_bytes
         return found if self.table.spill is None else np.minimum(found, self._placed(0).host_bytes)
 
-    def fitting(self, device_bytes: float, host_bytes: int | None = None) -> Ints:
-        """Candidates within both limits."""
-        fits = self.memory.device_bytes <= device_bytes
+    def fitting(self, device_bytes: float, host_bytes: int | None = None, *, must_code: bool = False) -> Ints:
+        """Candidates within both limits; ``must_code``: those alone that have a coded unit."""
+        fits = (self.memory.device_bytes <= device_bytes) & (self.memory.is_coded | (not must_code))
         if host_bytes is not None:
             fits &= self.least_host_bytes <= host_bytes
         # With more slots than units a candidate is the plan of another one with fewer slots.

@@ -305,9 +305,9 @@ _DECODING_SHARE = 0.55
 _CPU_DECODES = 0.3e9  # bytes of weights per second, two cores of 2 GHz
 
 
-def coded_rates(rates: Rates, codec: str) -> Rates:
-    """``rates`` whose ``copy_bytes_per_s`` is that of units in ``codec``, by bytes of a unit."""
-    share = coded_bytes(1 << 20, codec) / (1 << 20)
+def coded_rates(rates: Rates) -> Rates:
+    """``rates`` whose ``copy_bytes_per_s`` is that of coded units, by bytes of a unit."""
+    share = coded_bytes(1 << 20) / (1 << 20)
     decode_s = (1 + share) / (_DECODING_SHARE * rates.device_bytes_per_s)
     return replace(
         rates,
@@ -344,7 +344,7 @@ class Stage:
 
     Attributes:
         module_fqn: its dotted name.
-        storages: that it reads, each with the number of experts in it (1: it is not of experts).
+        storages: that it reads, each with the number of experts (:func:`experts_in`; 1: it is not of experts).
         is_layer: whether it is one of the layers.
     """
 
@@ -377,14 +377,21 @@ _NO_EXPERTS = re.compile(r"^conv|attn|attention", re.IGNORECASE)  # classes of m
 
 
 def experts_in(inventory: Inventory, storage: StorageInfo) -> int:
-    """How many experts share ``storage`` of a layer: the first dimension of a fused parameter [experts, ., .]; else 1.
+    """How many experts share ``storage`` of a layer, or in files that hold one each, how many the layer has; else 1.
+
+    A fused parameter has them in its first dimension: [experts, ., .], and packed ones have more (MXFP4: [experts,
+    rows, blocks, bytes]) or a last one of 1 (bitsandbytes).
 
     A convolution over one dimension has a weight of three as well, and so has latent attention in vLLM, by head, and
     the linear layer that vLLM takes for a convolution by channel [channels, 1, width].
     """
-    shape, owner = storage.tensors[0].shape, storage.tensors[0].locations[0].module
-    is_matrices = len(shape) == 3 and 1 not in shape[1:] and storage.has_parameter
-    return shape[0] if is_matrices and not _NO_EXPERTS.search(inventory.modules[owner]) else 1
+    tensor = storage.tensors[0]
+    shape, owner = tensor.shape, tensor.locations[0].module
+    if tensor.locations[0].attr[:1].isdigit() and len(shape) == 2:
+        return inventory.separate_experts.get(owner, 1)
+    is_packed = tensor.dtype.itemsize == 1 or "int" in str(tensor.dtype)
+    is_matrices = (len(shape) == 3 and 1 not in shape[1:]) or (is_packed and len(shape) in (3, 4) and shape[1] > 1)
+    return shape[0] if is_matrices and storage.has_parameter and not _NO_EXPERTS.search(inventory.modules[owner]) else 1
 
 
 @dataclass(frozen=True)
@@ -467,16 +474,18 @@ def stages_compute_s(
     found = []
     for stage in stages:
         tensors = [(storage.tensors[0], experts) for storage, experts in stage.storages if not storage.is_lookup]
-        kernels: float = KERNELS_PER_TENSOR * len(tensors)
+        # Of an expert that has tensors of its own, one in so many is in use.
+        parts = [1.0 if len(tensor.shape) > 2 else 1 / experts for tensor, experts in tensors]
+        kernels = KERNELS_PER_TENSOR * sum(parts)
         if any(experts > 1 for _, experts in stage.storages):
             kernels += KERNELS_PER_EXPERT_LAYER
         if counted is not None:
             kernels = EAGER_KERNEL * counted * stage.is_layer
         activation_bytes = 0.0
-        for tensor, experts in tensors:
+        for (tensor, experts), part in zip(tensors, parts, strict=True):
             if len(tensor.shape) > 1 and tensor.shape[-1] > 1:  # inputs and outputs of the product with it
                 active = min(profile.experts_per_token or experts, experts) if experts > 1 else 1
-                activation_bytes += rows * active * sum(tensor.shape[-2:]) * tensor.dtype.itemsize
+                activation_bytes += rows * active * part * sum(tensor.shape[-2:]) * tensor.dtype.itemsize
         passes_s = ACTIVATION_PASSES * activation_bytes / rates.device_bytes_per_s
         found.append(kernels * rates.kernel_s + passes_s + attention_s * stage.is_layer)
     if counted is not None:

@@ -124,7 +124,7 @@ class Unit:
     @property
     def link_bytes(self) -> int:
         """The same, or the expected length of its code."""
-        return coded_bytes(self.num_bytes, self.store) if self.store in CODES else self.payload_bytes
+        return coded_bytes(self.num_bytes) if self.store in CODES else self.payload_bytes
 
     @property
     def bytes_in_slot(self) -> int:
@@ -499,7 +499,7 @@ class Plan:
         ``context``     tokens per sequence whose KV cache it leaves memory for, or 0
         ``num_slots``   slots, each of ``slot_bytes``
         ``units``       ``index``, ``module_fqn``, ``slot``, ``num_bytes``, ``store`` (as ``mode``; where that is
-                        ``cpu`` also ``disk``, ``peer``: another GPU, ``exp3`` or ``exp4``: host memory in this
+                        ``cpu`` also ``disk``, ``peer``: another GPU, ``exp3``: host memory in this
                         code), and ``entries`` of ``storage``, ``offset`` and ``num_bytes``
         ``resident``    storage name -> bytes
         ``uva``         the same, of tensors that are read in place

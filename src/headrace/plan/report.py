@@ -51,7 +51,6 @@ _STORE_NAMES: dict[StoreKind, str] = {
     "cpu": "host",
     "peer": "peer GPU",
     "exp3": "host, coded",
-    "exp4": "host, coded",
     "shm_cpu": "host, shared",
     "disk": "file",
     "sharded_cpu": "host, sharded",

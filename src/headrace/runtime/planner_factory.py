@@ -360,13 +360,12 @@ class PlanContext:
             # Each head multiplies with it, and would have it copied once more.
             policy = replace(policy, rules=(("lm_head", "resident"), *policy.rules))
         if isinstance(policy, Budget) and not is_all_resident:
-            if cost.device_bytes >= policy.num_bytes:
-                raise BudgetError(
-                    f"the draft takes {format_size(cost.device_bytes)} of a budget of {format_size(policy.num_bytes)}: "
-                    f"use a smaller draft, a larger --device-memory, or --speculate lookup, which takes none",
-                    cost.device_bytes,
-                )
-            policy = replace(policy, device_memory=policy.num_bytes - cost.device_bytes)
+            left = policy.num_bytes - cost.device_bytes
+            policy = replace(policy, device_memory=max(1, left))
+            if left < 1:
+                least = replace(context, request=replace(request, policy=policy), draft=cost)
+                least.plan()  # raises, unless the least is this one byte
+                raise least._beside_draft(BudgetError("it needs a byte", 1))
         return replace(context, request=replace(request, policy=policy), draft=cost)
 
     def forecast_speculation(self, plan: Plan, speculation: Speculation) -> SpeculationForecast:
@@ -381,13 +380,19 @@ class PlanContext:
         except BudgetError as error:
             if self.draft is None:
                 raise
-            least = error.minimum_bytes + self.draft.device_bytes
-            raise BudgetError(
-                f"the draft takes {format_size(self.draft.device_bytes)} of the budget, and the model needs at least "
-                f"{format_size(error.minimum_bytes)} beside it: use --device-memory {-(-least >> 20)}MiB or more, a "
-                f"smaller draft, or --speculate lookup, which takes none",
-                least,
-            ) from error
+            raise self._beside_draft(error) from error
+
+    def _beside_draft(self, error: BudgetError) -> BudgetError:
+        """``error`` about what a draft leaves of the budget, with all of the budget in its place."""
+        draft_bytes = 0 if self.draft is None else self.draft.device_bytes
+        least = error.minimum_bytes + draft_bytes
+        host = f"; of what the draft leaves, {error}" if "--host-memory" in str(error) else ""
+        return BudgetError(
+            f"the draft takes {format_size(draft_bytes)} of the budget, and the model needs at least "
+            f"{format_size(error.minimum_bytes)} beside it: use --device-memory {-(-least >> 20)}MiB or more, a "
+            f"smaller draft, or --speculate lookup, which takes none{host}",
+            least,
+        )
 
     def _plan(self) -> Plan:
         given, target = self.request.given, self.target

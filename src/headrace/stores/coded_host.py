@@ -1,4 +1,4 @@
-"""The stores ``exp3`` and ``exp4``: units in host memory in such a code (:mod:`headrace.codec.exponents`).
+"""The store ``exp3``: units in host memory in that code (:mod:`headrace.codec.exponents`).
 
 A unit is read into memory of its own, and coded when all of it is there: on the GPU that computes, or where that has no
 room on the CPU. Each piece is decoded again and compared with what it was made of. Memory of the code is of exactly its
@@ -15,7 +15,7 @@ import numpy as np
 import torch
 
 from headrace.codec.exponents import Piece, decode, encode
-from headrace.codec.layout import UNITS_AHEAD, UNITS_AT_ONCE, WIDTHS, cut_pieces
+from headrace.codec.layout import UNITS_AHEAD, UNITS_AT_ONCE, cut_pieces
 from headrace.errors import TransferError, warn_user
 from headrace.formatting import format_size
 from headrace.memory.pages import map_pages, populate_parallel
@@ -86,15 +86,14 @@ class CodedStore(Store):
             )
 
     def _encode(self, unit: int, slab: torch.Tensor) -> None:
-        width = WIDTHS[self._units[unit].store]
         pieces: list[Piece] = []
         parts: list[torch.Tensor] = []  # of the code: where they were made, or of the slab itself
         at = 0
         for start, size in cut_pieces(slab.numel()):
             weights = slab[start : start + size]
-            code = self._code_of(weights, width)
+            code = self._code_of(weights)
             parts.append(weights if code is None else code)
-            pieces.append(Piece(start, size, None if code is None else width, at, parts[-1].numel()))
+            pieces.append(Piece(start, size, code is not None, at, parts[-1].numel()))
             at += slab_bytes([parts[-1].numel()])
         memory = PinnedBuffer(torch.from_numpy(map_pages(at, forks=self._registrar is None)))
         populate_parallel(memory.buffer, touch_threads())
@@ -105,11 +104,11 @@ class CodedStore(Store):
             memory.buffer[piece.code_start : piece.code_start + piece.code_bytes].copy_(part)
         self._coded[unit] = memory, tuple(pieces)
 
-    def _code_of(self, weights: torch.Tensor, width: int) -> torch.Tensor | None:
+    def _code_of(self, weights: torch.Tensor) -> torch.Tensor | None:
         """The code of ``weights`` where it was made: on the device, or if there is no room on the host."""
         for device in (self._device, torch.device("cpu")):
             try:
-                return _verified_code(weights.to(device), width)
+                return _verified_code(weights.to(device))
             except (RuntimeError, MemoryError) as error:
                 if not isinstance(error, _NO_MEMORY) and _NO_HOST_MEMORY not in str(error):
                     raise
@@ -157,11 +156,11 @@ class CodedStore(Store):
         self._coded.clear()
 
 
-def _verified_code(weights: torch.Tensor, width: int) -> torch.Tensor | None:
+def _verified_code(weights: torch.Tensor) -> torch.Tensor | None:
     """The code of ``weights``, once it has been decoded on their device and compared."""
-    if (code := encode(weights, width)) is None:
+    if (code := encode(weights)) is None:
         return None
-    piece, again = Piece(0, weights.numel(), width, 0, code.numel()), torch.empty_like(weights)
+    piece, again = Piece(0, weights.numel(), True, 0, code.numel()), torch.empty_like(weights)
     if weights.is_cuda:
         from headrace.codec.decode_kernels import decode_on_gpu  # needs Triton
 
@@ -193,10 +192,10 @@ class CodedUnit(Source):
 
     def _read_piece(self, piece: Piece, offset: int, into: np.ndarray) -> None:
         code = self._code[piece.code_start : piece.code_start + piece.code_bytes]
-        if piece.width is None:
+        if not piece.is_coded:
             np.copyto(into, code[offset : offset + len(into)])
             return
         first = offset // 2  # whole weights, of which the first and last may be read in part
         weights = np.empty((offset + len(into) + 1) // 2 - first, np.uint16)
-        decode(code, piece.num_bytes // 2, piece.width, first, weights)
+        decode(code, piece.num_bytes // 2, first, weights)
         np.copyto(into, weights.view(np.uint8)[offset - 2 * first :][: len(into)])

@@ -74,9 +74,9 @@ class StreamLink(Link):
 
     def prepare(self, plan: Plan, loads: Sequence[Load]) -> None:
         # Compiled now: a kernel cannot be loaded during a capture.
-        for width in sorted({piece.width for load in loads for piece in load.coded if piece.width is not None}):
+        if any(piece.is_coded for load in loads for piece in load.coded):
             code = self.allocate(4096).zero_()
-            self._decode(Piece(0, 256, width, 0, 2048), code, torch.empty_like(code))
+            self._decode(Piece(0, 256, True, 0, 2048), code, torch.empty_like(code))
 
     def decode(self, load: Load, slot: torch.Tensor, into: torch.Tensor, after: Sequence[ComputeEvent]) -> None:
         wait_for_events(self._compute, after)
@@ -84,7 +84,7 @@ class StreamLink(Link):
             self._decode(piece, slot[piece.code_start : piece.code_start + piece.code_bytes], into)
 
     def _decode(self, piece: Piece, code: torch.Tensor, into: torch.Tensor) -> None:
-        if piece.width is None:
+        if not piece.is_coded:
             into[piece.start : piece.start + piece.num_bytes].copy_(code)
             return
         from headrace.codec.decode_kernels import decode_on_gpu  # needs Triton

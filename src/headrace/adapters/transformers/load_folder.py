@@ -60,6 +60,7 @@ if TYPE_CHECKING:
 __all__ = ["build_meta_model", "differences", "load", "load_matched", "read_json"]
 
 _MANY_LAYERS = 1000
+_SETTERS = (torch.ops.aten.zero_, torch.ops.aten.fill_, torch.ops.aten.copy_)
 # Ends of the names for a number of layers in configurations: num_hidden_layers, n_layer, depth, ...
 _DEPTHS = ("layers", "layer", "depth", "blocks")
 
@@ -413,38 +414,62 @@ def _materialise(model: PreTrainedModel, found: Match, prepared: Prepared) -> No
     for name in loaded:
         setattr(state[name], INITIALISED, True)
     initialise: Any = model.initialize_weights
-    with _RefuseChanges({storage_id(state[name]): name for name in loaded if state[name].is_meta}, found.weights):
+    with _Writes({storage_id(state[name]): name for name in loaded if state[name].is_meta}, prepared, found.weights):
         initialise()
 
 
-class _RefuseChanges(TorchDispatchMode):
-    """Refuses writes to loaded tensors (``names``, by storage) while transformers initialises the others."""
+class _Writes(TorchDispatchMode):
+    """Writes to loaded tensors (``names``, by storage) while transformers initialises the others.
 
-    # Some initialisers write a part of a loaded tensor (ChineseCLIP zeroes its padding rows). from_pretrained then has
-    # other values than the files, unless these are zero already, and streaming would have those of the files.
+    Some initialisers set a part of a loaded tensor (ChineseCLIP zeroes its padding rows, Zaya sets a bias). Where files
+    have that value nothing is to be done; a resident gets it, as from_pretrained sets it; others are refused.
+    """
 
-    def __init__(self, names: dict[int, str], weights: WeightMap) -> None:
+    def __init__(self, names: dict[int, str], prepared: Prepared, weights: WeightMap) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
-        self._names, self._weights = names, weights
+        self._names, self._prepared, self._weights = names, prepared, weights
 
-    def _is_zero(self, name: str, part: torch.Tensor) -> bool:
+    def _stored(self, name: str, part: torch.Tensor) -> torch.Tensor | None:
+        """What the files hold of ``part``; ``None``: it is not there in one run."""
         source = self._weights.sources.get(name)
         if source is None or len(source.parts) > 1 or not part.is_contiguous():
-            return False
+            return None
         stored = source.parts[0].tensor
         start, itemsize = stored.offset + int(part.storage_offset()) * stored.dtype.itemsize, stored.dtype.itemsize
         with opened(stored.path) as (fd, _):
-            return not any(os.pread(fd, part.numel() * itemsize, start))
+            raw = bytearray(os.pread(fd, part.numel() * itemsize, start))
+        return torch.frombuffer(raw, dtype=stored.dtype).to(part.dtype).view(part.shape)
+
+    def _set(self, name: str, part: torch.Tensor, value: torch.Tensor) -> bool:
+        """Read the tensor now and set ``part`` of it; ``False``: it is not resident."""
+        plan, storage = self._prepared.plan, self._prepared.bound[self._prepared.inventory.by_name[name].name]
+        if plan.mode == "meta" or plan.mechanism_of(storage.info.name) != "resident":
+            return plan.mode == "meta"  # which has no bytes
+        is_new = storage.on_meta
+        _allocate(storage)
+        (live,) = [each.tensor.data for each in storage.tensors if name in each.info.names]
+        if is_new:
+            live.copy_(self._weights.checkpoint.read(self._weights.sources[name].parts[0].tensor.name))
+        live.as_strided(part.shape, part.stride(), part.storage_offset()).copy_(value)
+        return True
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
+        if func is torch.ops.aten.scalar_tensor.default:  # the value of `bias[-1] = -1.0`, which torch makes on meta
+            return func(*args, **kwargs | {"device": "cpu"})
         target = args[0] if args and func._schema.is_mutable else None
         name = self._names.get(storage_id(target)) if isinstance(target, torch.Tensor) else None
-        if name is not None and not (func is torch.ops.aten.zero_.default and self._is_zero(name, args[0])):
-            raise CheckpointError(
-                f"{name}: Transformers changes a part of this tensor after it is read ({func}), so it cannot be "
-                f"streamed from the files: build the model with from_pretrained() and give it to headrace.offload()"
-            )
-        return func(*args, **(kwargs or {}))
+        if name is not None:
+            is_known = func.overloadpacket in _SETTERS and not any(getattr(arg, "is_meta", False) for arg in args[1:])
+            stored = self._stored(name, args[0]) if is_known else None
+            value = None if stored is None else func(stored.clone(), *args[1:], **kwargs)
+            if value is None or stored is None or not (torch.equal(value, stored) or self._set(name, args[0], value)):
+                raise CheckpointError(
+                    f"{name}: Transformers changes a part of this tensor after it is read ({func}), so it cannot be "
+                    f"streamed from the files: keep it resident (a rule, --offload-rule {name}=resident), or build the "
+                    f"model with from_pretrained() and give it to headrace.offload()"
+                )
+        return func(*args, **kwargs)
 
 
 def _allocate(storage: BoundStorage) -> None:

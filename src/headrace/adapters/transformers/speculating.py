@@ -133,11 +133,17 @@ class Speculating:
         # transformers takes vocabularies of one size for the same, and translates between others.
         if sizes[0] == sizes[1] and words[0] == words[1]:
             return {"assistant_model": draft}
-        if sizes[0] == sizes[1] or None in tokenizers:
+        if None in tokenizers:
+            lacks = folder if tokenizers[1] is None else self._model.config.name_or_path
             raise OptionError(
-                f"speculate: the tokens of {folder} ({sizes[1]}) are others than those of the model ({sizes[0]}), and "
-                f"transformers translates where the sizes differ and both folders have a tokenizer (tokenizer.json); "
-                f"use another draft, or lookup"
+                f"speculate: expected a tokenizer (tokenizer.json) of the model, of {sizes[0]} tokens, and of its "
+                f"draft, of {sizes[1]}, which say what they mean, found none in {lacks}; copy it there, or use another "
+                f"draft, or lookup"
+            )
+        if sizes[0] == sizes[1]:
+            raise OptionError(
+                f"speculate: some of the {sizes[1]} tokens of {folder} are other words than in the model, and "
+                f"transformers translates only between different numbers of tokens; use another draft, or lookup"
             )
         return {"assistant_model": draft, "tokenizer": tokenizers[0], "assistant_tokenizer": tokenizers[1]}
 
