@@ -5,6 +5,7 @@ The demo's parts are in test_demo.py.
 
 from __future__ import annotations
 
+import ast
 import contextlib
 import fcntl
 import importlib.metadata
@@ -29,7 +30,16 @@ from typing import Any
 import pytest
 import torch
 import typer
-from transformers import AutoModelForCausalLM, AutoTokenizer, BertConfig, BertModel, Qwen3Config, TextStreamer
+from transformers import (
+    AutoModelForCausalLM,
+    AutoTokenizer,
+    BertConfig,
+    BertModel,
+    LlamaConfig,
+    LlamaForCausalLM,
+    Qwen3Config,
+    TextStreamer,
+)
 
 import headrace
 from checks import raising
@@ -47,6 +57,7 @@ from headrace.transfer.machine_probe import Probe
 from models import aligned
 
 model = tiny_model
+ROOT = Path(__file__).parents[2]
 
 GUESSES = ["--speculate", "--guesses", "--accepted", "--accepted-from"]
 FLAGS = {
@@ -1002,3 +1013,58 @@ def test_module_and_exit_code(tmp_path: Path) -> None:
     assert (done.returncode, done.stdout) == (2, "")
     assert done.stderr.startswith("error: ")
     assert done.stderr.count("\n") == 1
+
+
+# -- code of a model's folder ------------------------------------------------------------------------------------------
+
+
+def coded(folder: Path, file: str, auto_class: str, **changes: object) -> Path:
+    """``folder`` with Python code of its own, which leaves a file ``ran``, for ``auto_class`` by its ``file``."""
+    (folder / "code.py").write_text(f"open({str(folder / 'ran')!r}, 'w').close()\nraise ValueError\n")
+    names = ["code.Mine", "code.Mine"] if auto_class == "AutoTokenizer" else "code.Mine"
+    (folder / file).unlink(missing_ok=True)  # perhaps a link
+    (folder / file).write_text(json.dumps({"auto_map": {auto_class: names}, **changes}))
+    return folder
+
+
+def test_no_answer_on_stdin_runs_code_of_a_folder(model: Path, tmp_path: Path) -> None:
+    (tmp_path / "whole").mkdir()
+    (tmp_path / "part").mkdir()
+    whole = coded(tmp_path / "whole", "config.json", "AutoModel", model_type="depth_anything")
+    part = {"model_type": "depth_anything", "auto_map": {"AutoModel": "code.Mine"}}
+    coded(tmp_path / "part", "config.json", "AutoModel", model_type="llava", vision_config=part)
+    sizes = {"hidden_size": 64, "intermediate_size": 64, "num_hidden_layers": 1, "num_attention_heads": 2}
+    words = tmp_path / "words"
+    LlamaForCausalLM(LlamaConfig(vocab_size=512, **sizes)).save_pretrained(words)
+    coded(words, "tokenizer_config.json", "AutoTokenizer", tokenizer_class="Mine")
+    shutil.copy(model / "tokenizer.json", words)
+    for args in (
+        ("plan", whole),
+        ("plan", tmp_path / "part"),
+        ("generate", whole, "--prompt", "a"),
+        ("chat", words),
+        ("serve", words),
+        ("generate", model, "--prompt", "a", "--device-memory", "2MiB", "--speculate", words, "--max-new-tokens", 1),
+    ):
+        assert "Do you wish to run" not in run(*args, stdin="y\n").output, args
+    assert list(tmp_path.glob("*/ran")) == []
+
+
+def test_every_call_of_an_auto_class_refuses_code() -> None:
+    """Of classes that a variable holds, too."""
+    lax, found = [], 0
+    for file in [file for room in ("src", "benchmarks") for file in (ROOT / room).rglob("*.py")]:
+        for call in ast.walk(ast.parse(file.read_text())):
+            if not isinstance(call, ast.Call) or not isinstance(call.func, ast.Attribute):
+                continue
+            owner = ast.unparse(call.func.value).rpartition(".")[2]
+            may_ask = owner.islower() or (owner.startswith("Auto") and owner != "AutoHfQuantizer")
+            if call.func.attr in ("from_pretrained", "from_config") and may_ask:
+                found += 1
+                if not any(
+                    key.arg == "trust_remote_code" and ast.unparse(key.value) == "False" for key in call.keywords
+                ):
+                    lax.append(f"{file.name}:{call.lineno}")
+        assert not re.search(r"getattr\([^)]*from_(pretrained|config)", file.read_text()), file
+    assert lax == []
+    assert found > 8

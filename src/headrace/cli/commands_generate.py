@@ -357,7 +357,7 @@ def open_tokenizer(folder: Path) -> Any:
     from transformers import AutoTokenizer
 
     try:
-        tokenizer: Any = AutoTokenizer.from_pretrained(folder)
+        tokenizer: Any = AutoTokenizer.from_pretrained(folder, trust_remote_code=False)
         if len(tokenizer) <= len(tokenizer.all_special_ids):  # transformers makes one if its files are missing
             raise ValueError("no token of text")
     except (OSError, ValueError) as error:

@@ -315,13 +315,22 @@ def _make_config(folder: Path, raw: dict[str, Any], maker: Any) -> PretrainedCon
         raise OptionTypeError(f"model_class: expected a transformers model class, found {maker!r}")
     reader = AutoConfig if is_auto or maker.config_class is None else maker.config_class
     try:
-        config: PretrainedConfig = reader.from_pretrained(folder, local_files_only=True)
+        config: PretrainedConfig = reader.from_pretrained(folder, local_files_only=True, trust_remote_code=False)
     except Exception as error:  # configuration classes raise errors of any type for values that they do not expect
         raise CheckpointError(
             f"{folder}/config.json: transformers {transformers.__version__} makes no {raw.get('model_type')} "
             f"configuration of it: {error}"
         ) from error
+    _drop_code_of_parts(config)
     return config
+
+
+def _drop_code_of_parts(config: PretrainedConfig) -> None:
+    # Classes build their parts by Auto classes without trust_remote_code, which ask on stdin whether to run such code.
+    for part in vars(config).values():
+        if isinstance(part, PretrainedConfig):
+            vars(part).pop("auto_map", None)
+            _drop_code_of_parts(part)
 
 
 def _refuse_attention(name: str | None) -> None:
@@ -361,11 +370,14 @@ def _choose_dtype(folder: Path, config: PretrainedConfig, asked: torch.dtype | s
 def _build(
     folder: Path, maker: Any, config: PretrainedConfig, dtype: torch.dtype, attention: str | None
 ) -> PreTrainedModel:
-    make = getattr(maker, "from_config", None) or maker._from_config
-    options = {} if attention is None else {"attn_implementation": attention}
+    options: dict[str, Any] = {"dtype": dtype} | ({} if attention is None else {"attn_implementation": attention})
     try:
         with torch.device("meta"), meta_device_safe_creation_ops():
-            model: PreTrainedModel = make(config, dtype=dtype, **options)
+            model: PreTrainedModel = (
+                maker.from_config(config, trust_remote_code=False, **options)
+                if hasattr(maker, "from_config")
+                else maker._from_config(config, **options)
+            )
         if any(tensor.device.type != "meta" for tensor in (*model.parameters(), *model.buffers())):
             # Some classes create a tensor in a way that ignores the default device (`torch.Tensor(size)`).
             nn.Module.to(model, torch.device("meta"))

@@ -122,7 +122,7 @@ class Speculating:
         return self._counts
 
     def _with_draft(self, folder: Path, device: torch.device) -> dict[str, Any]:
-        draft: Any = AutoModelForCausalLM.from_pretrained(folder, dtype="auto")
+        draft: Any = AutoModelForCausalLM.from_pretrained(folder, dtype="auto", trust_remote_code=False)
         draft.to(device).eval()
         config = draft.generation_config
         config.num_assistant_tokens, config.num_assistant_tokens_schedule = self._guesses, "constant"
@@ -314,6 +314,6 @@ def _meta_heads(model: Any, names: Collection[str] = ()) -> Any:
 def _tokenizer(folder: Any) -> Any:
     """``None``: the folder has none."""
     try:
-        return AutoTokenizer.from_pretrained(folder)
+        return AutoTokenizer.from_pretrained(folder, trust_remote_code=False)
     except (OSError, ValueError):
         return None
