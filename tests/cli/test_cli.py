@@ -22,6 +22,7 @@ import struct
 import subprocess
 import sys
 import termios
+import time
 from collections.abc import Sequence
 from dataclasses import fields, replace
 from pathlib import Path
@@ -939,6 +940,28 @@ def test_more_layers_than_files_can_hold(model: Path, tmp_path: Path, place: str
         assert f"found num_hidden_layers = {str(count)[:20]}; correct config.json" in message
         assert "than its safetensors files have tensors (47), or 1000" in message
         assert error_of("generate", folder, "--prompt", "a", "--device-memory", "2MiB") == message
+
+
+BOMBS: dict[str, dict[str, Any]] = {
+    "two levels deep": {"model_type": "llava", "text_config": {"text_config": {"n_layer": 10**6}}},
+    "depths": {"model_type": "swin", "depths": [2, 200_000]},
+    "attention_types": {"model_type": "gpt_neo", "attention_types": [[["global"], 10**9]]},
+    "out_indices": {"model_type": "bert", "out_indices": [10**10]},
+    "num_labels": {"model_type": "bert", "num_labels": 10**9},
+    "modules": {"model_type": "switch_transformers", "num_experts": 10**5},
+    "modules of a part": {"model_type": "mimi", "num_quantizers": 10**6},
+    "products": {"model_type": "nllb-moe", "num_experts": 900, "encoder_layers": 900, "encoder_sparse_step": 1},
+}
+
+
+@pytest.mark.parametrize("config", BOMBS.values(), ids=BOMBS)
+def test_what_transformers_would_make_for_minutes(tmp_path: Path, config: dict[str, Any]) -> None:
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    begin = time.process_time()
+    message = error_of("plan", tmp_path)
+    assert re.search(r"expected (no larger number than|at most \d+ modules, ten for each)", message)
+    assert "; correct config.json, or download it again" in message
+    assert time.process_time() - begin < 5
 
 
 def test_a_config_that_is_nested_too_deeply(model: Path, tmp_path: Path) -> None:

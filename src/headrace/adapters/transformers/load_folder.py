@@ -14,7 +14,10 @@ from __future__ import annotations
 import difflib
 import json
 import os
+import sys
+import threading
 from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import replace
 from itertools import chain
 from pathlib import Path
@@ -23,6 +26,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 import transformers
 from torch import nn
+from torch.nn.modules.module import register_module_module_registration_hook
 from torch.utils._python_dispatch import TorchDispatchMode
 from transformers import AutoConfig, AutoModel, AutoModelForCausalLM, PretrainedConfig, PreTrainedModel
 from transformers.initialization import meta_device_safe_creation_ops
@@ -59,9 +63,9 @@ if TYPE_CHECKING:
 
 __all__ = ["build_meta_model", "differences", "load", "load_matched", "read_json"]
 
-_MANY_LAYERS = 1000
-# Ends of the names for a number of layers in configurations: num_hidden_layers, n_layer, depth, ...
-_DEPTHS = ("layers", "layer", "depth", "blocks")
+_MANY_LAYERS, _MANY_MODULES, _MANY_LABELS, _LARGE = 1000, 20_000, 1_000_000, 10_000_000
+# Ends of the names for a number of layers in configurations: num_hidden_layers, n_layer, depths, ...
+_DEPTHS = ("layers", "layer", "depth", "depths", "blocks", "dense_replace")
 
 
 @instead_of(torch_dtype='dtype, e.g. dtype="bfloat16"')
@@ -218,7 +222,7 @@ def build_meta_model(
             f"file (transformers_weights = {str(raw['transformers_weights'])[:99]!r}): load the model with "
             f'from_pretrained(), and give it to headrace.offload(model, "8GiB")'
         )
-    _refuse_many_layers(folder, raw)
+    _refuse_values(folder, raw)
     if model_class is None or hasattr(model_class, "from_config"):
         _refuse_unknown(folder, raw)
     maker = model_class or _named_class(folder, raw) or _unnamed_class(folder, raw)
@@ -250,19 +254,54 @@ def read_json(file: Path) -> dict[str, Any]:
     return raw
 
 
-def _refuse_many_layers(folder: Path, raw: dict[str, Any]) -> None:
-    """Refuse more layers than there are tensors, in the model and in each part of it."""
-    for part in (raw, *(value for value in raw.values() if isinstance(value, dict))):
-        for key, count in part.items():
-            if not key.endswith(_DEPTHS) or not isinstance(count, int) or count <= _MANY_LAYERS:
-                continue
-            # transformers would build them all, which takes minutes for 100,000 layers.
-            held = len(Checkpoint.open(folder).tensors) if any(folder.glob("*.safetensors")) else 0
-            if count > held:
-                raise CheckpointError(
-                    f"{folder}/config.json: expected no more layers than its safetensors files have tensors ({held}), "
-                    f"or {_MANY_LAYERS}, found {key} = {str(count)[:20]}; correct config.json, or download it again"
-                )
+def _leaves(raw: dict[str, Any]) -> Iterator[tuple[str, Any, bool]]:
+    """The values in all parts of a configuration, the names that they have, and whether they are in a list."""
+    left: list[tuple[str, Any, bool]] = [("", raw, False)]
+    while left:  # no recursion, which a file that is nested deeply would end
+        name, value, in_list = left.pop()
+        if isinstance(value, dict):
+            left += [(key, each, False) for key, each in value.items()]
+        elif isinstance(value, list):
+            left += [(name, each, True) for each in value]
+        else:
+            yield name, value, in_list
+
+
+def _refuse_values(folder: Path, raw: dict[str, Any]) -> None:
+    """Refuse counts of what transformers would make for minutes, in any part of ``raw``."""
+    for name, value, in_list in _leaves(raw):
+        most = _LARGE if in_list else sys.maxsize
+        most = _MANY_LAYERS if name.endswith(_DEPTHS) else _MANY_LABELS if name.endswith("labels") else most
+        if isinstance(value, int) and value > most and value > (held := _tensors_in(folder)):
+            raise CheckpointError(
+                f"{folder}/config.json: expected no larger number than its safetensors files have tensors ({held}), "
+                f"or {most}, found {name} = {str(value)[:20]}; correct config.json, or download it again"
+            )
+
+
+def _tensors_in(folder: Path) -> int:
+    return len(Checkpoint.open(folder).tensors) if any(folder.glob("*.safetensors")) else 0
+
+
+@contextmanager
+def _bounded_modules(folder: Path) -> Iterator[None]:
+    """Refuse a model of many more modules than its files have tensors, while it is built."""
+    built, thread, most = 0, threading.get_ident(), _MANY_MODULES
+
+    def count(*_: Any) -> None:
+        nonlocal built, most
+        built += threading.get_ident() == thread  # the hook is called in all threads
+        if built > most and built > (most := max(most, 10 * _tensors_in(folder))):
+            raise CheckpointError(
+                f"{folder}/config.json: expected at most {most} modules, ten for each tensor in its safetensors files "
+                f"or {_MANY_MODULES}, found more (experts, codebooks, ...); correct config.json, or download it again"
+            )
+
+    hook = register_module_module_registration_hook(count)
+    try:
+        yield
+    finally:
+        hook.remove()
 
 
 def _refuse_unknown(folder: Path, raw: dict[str, Any]) -> None:
@@ -372,7 +411,7 @@ def _build(
 ) -> PreTrainedModel:
     options: dict[str, Any] = {"dtype": dtype} | ({} if attention is None else {"attn_implementation": attention})
     try:
-        with torch.device("meta"), meta_device_safe_creation_ops():
+        with torch.device("meta"), meta_device_safe_creation_ops(), _bounded_modules(folder):
             model: PreTrainedModel = (
                 maker.from_config(config, trust_remote_code=False, **options)
                 if hasattr(maker, "from_config")
@@ -382,6 +421,8 @@ def _build(
             # Some classes create a tensor in a way that ignores the default device (`torch.Tensor(size)`).
             nn.Module.to(model, torch.device("meta"))
             model.tie_weights(recompute_mapping=False)
+    except CheckpointError:
+        raise
     except Exception as error:  # model classes raise errors of any type for configurations that they do not expect
         if attention is not None:
             raise OptionError(
