@@ -964,6 +964,23 @@ def test_what_transformers_would_make_for_minutes(tmp_path: Path, config: dict[s
     assert time.process_time() - begin < 5
 
 
+@pytest.mark.parametrize(
+    "config",
+    [
+        {"attn_implementation": "owner/kernel"},
+        {"_attn_implementation": "paged|owner/kernel@v1:name"},
+        {"experts_implementation": "owner/kernel"},
+        {"attn_implementation": {"text_config": "owner/kernel"}},
+        {"text_config": {"parts": [{"_attn_implementation_internal": "a", "attn_implementation": "owner/kernel"}]}},
+    ],
+)
+def test_a_config_that_names_a_kernel_on_the_hub(model: Path, tmp_path: Path, config: dict[str, Any]) -> None:
+    message = error_of("plan", copied(model, tmp_path / "kernel", **config))
+    assert re.search(
+        "found _?[a-z]+_implementation = '[a-z|]*owner/kernel.*', a kernel on the Hub, .*; remove", message
+    )
+
+
 def test_a_config_that_is_nested_too_deeply(model: Path, tmp_path: Path) -> None:
     folder = copied(model, tmp_path / "deep")
     (folder / "config.json").write_text('{"a":' * 100_000 + "1" + "}" * 100_000)

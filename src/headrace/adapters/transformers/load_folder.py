@@ -65,6 +65,7 @@ __all__ = ["build_meta_model", "differences", "load", "load_matched", "read_json
 
 _MANY_LAYERS, _MANY_MODULES, _MANY_LABELS, _LARGE = 1000, 20_000, 1_000_000, 10_000_000
 # Ends of the names for a number of layers in configurations: num_hidden_layers, n_layer, depths, ...
+_IMPLEMENTATION = "_implementation"  # ends attn_implementation, _experts_implementation, ...
 _DEPTHS = ("layers", "layer", "depth", "depths", "blocks", "dense_replace")
 
 
@@ -259,8 +260,8 @@ def _leaves(raw: dict[str, Any]) -> Iterator[tuple[str, Any, bool]]:
     left: list[tuple[str, Any, bool]] = [("", raw, False)]
     while left:  # no recursion, which a file that is nested deeply would end
         name, value, in_list = left.pop()
-        if isinstance(value, dict):
-            left += [(key, each, False) for key, each in value.items()]
+        if isinstance(value, dict):  # of an implementation: by part of the model
+            left += [(name if name.endswith(_IMPLEMENTATION) else key, each, False) for key, each in value.items()]
         elif isinstance(value, list):
             left += [(name, each, True) for each in value]
         else:
@@ -268,8 +269,13 @@ def _leaves(raw: dict[str, Any]) -> Iterator[tuple[str, Any, bool]]:
 
 
 def _refuse_values(folder: Path, raw: dict[str, Any]) -> None:
-    """Refuse counts of what transformers would make for minutes, in any part of ``raw``."""
+    """Refuse code on the Hub, and counts of what transformers would make for minutes, in any part of ``raw``."""
     for name, value, in_list in _leaves(raw):
+        if name.endswith(_IMPLEMENTATION) and isinstance(value, str) and "/" in value:
+            raise CheckpointError(
+                f"{folder}/config.json: expected an implementation that transformers {transformers.__version__} has, "
+                f"found {name} = {value[:99]!r}, a kernel on the Hub, which it would download and run; remove the entry"
+            )
         most = _LARGE if in_list else sys.maxsize
         most = _MANY_LAYERS if name.endswith(_DEPTHS) else _MANY_LABELS if name.endswith("labels") else most
         if isinstance(value, int) and value > most and value > (held := _tensors_in(folder)):
