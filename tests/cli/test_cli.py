@@ -45,12 +45,13 @@ from transformers import (
 import headrace
 from checks import raising
 from commands import OFFLOAD_FLAGS, TINY, error_of, run, succeed, tiny_model
+from headrace.adapters.transformers.load_folder import read_json
 from headrace.cli import app, terminal
 from headrace.cli.arguments import VERB_FLAGS, requested, target_device
 from headrace.cli.demo_run import ensure_model
 from headrace.cli.terminal import expand_lists
 from headrace.config import RANK_MODES, SHARDED_MODES, UVA, VARIABLES, Budget, Mode, Prefetch, Rules, Workload
-from headrace.errors import HeadraceError, HeadraceWarning, OptionError
+from headrace.errors import CheckpointError, HeadraceError, HeadraceWarning, OptionError
 from headrace.flags import COMMAND_LINE, EXCLUDES, OffloadFlags, engine_surface, flag_of
 from headrace.formatting import format_size
 from headrace.stores.sources import DiskOptions, File
@@ -1053,6 +1054,53 @@ def test_module_and_exit_code(tmp_path: Path) -> None:
     assert (done.returncode, done.stdout) == (2, "")
     assert done.stderr.startswith("error: ")
     assert done.stderr.count("\n") == 1
+
+
+@pytest.mark.parametrize(
+    ("values", "found"),
+    [
+        ({"tokenizer_class": "pipeline"}, "tokenizer_class in tokenizer_config.json is 'pipeline'"),
+        ({"tokenizer_class": "AutoModelForImageClassificationFast"}, "is 'AutoModelForImageClassification'"),
+        ({"tokenizer_class": 5}, "'int' object has no attribute"),
+        ({"eos_token": {"a": 1}}, "eos_token has to be either str"),
+        ({"added_tokens_decoder": [1]}, "no attribute 'items'"),
+        ({"model_max_length": "x"}, "'<' not supported|'>' not supported"),
+    ],
+)
+def test_damaged_values_of_a_tokenizer(model: Path, tmp_path: Path, values: dict[str, Any], found: str) -> None:
+    folder = copied(model, tmp_path / "damaged")
+    (folder / "tokenizer_config.json").unlink(missing_ok=True)
+    (folder / "tokenizer_config.json").write_text(json.dumps(values))
+    message = error_of("generate", folder, "--prompt", "a", "--device-memory", "2MiB")
+    assert re.search(f"a tokenizer that transformers can read .*({found}).*; correct tokenizer_config.json", message)
+
+
+def test_a_key_twice_in_a_config(model: Path, tmp_path: Path) -> None:
+    folder = copied(model, tmp_path / "twice")
+    text = (folder / "config.json").read_text()
+    (folder / "config.json").write_text(text.replace("{", '{"vocab_size": 1, ', 1))
+    assert "found: the key 'vocab_size' twice in one object; download" in error_of("plan", folder)
+
+
+def test_settings_in_what_is_no_file(tmp_path: Path) -> None:
+    """Reading a named pipe would wait for another process."""
+    os.mkfifo(tmp_path / "generation_config.json")
+    with pytest.raises(
+        CheckpointError, match=r"generation_config\.json: expected a JSON object, found: no regular file"
+    ):
+        read_json(tmp_path / "generation_config.json")
+
+
+@pytest.mark.parametrize("path", ["a\0b", "\ud800", "~\0/a", "~\ud800"])
+def test_paths_that_cannot_be(path: str) -> None:
+    for call in (
+        lambda: headrace.make_plan(path, "1GiB"),
+        lambda: headrace.Plan.load(path),
+        lambda: headrace.offload(torch.nn.Linear(2, 2), "1GiB", checkpoint=path),
+    ):
+        with pytest.raises(HeadraceError):
+            call()
+    assert "HEADRACE_DEBUG" not in error_of("plan", path)
 
 
 # -- code of a model's folder ------------------------------------------------------------------------------------------

@@ -157,7 +157,11 @@ def _fault(path: Path, expected: str, found: str, fix: str = _AGAIN) -> Checkpoi
 
 def require_file(path: Path) -> None:
     """Raise CheckpointError for anything but a file or a folder."""
-    if kind := _KINDS.get(stat.S_IFMT(os.stat(path).st_mode)):
+    try:
+        mode = os.stat(path).st_mode
+    except ValueError as error:
+        raise _fault(path, "a path", str(error), "Correct it.") from error
+    if kind := _KINDS.get(stat.S_IFMT(mode)):
         raise _fault(path, "a regular file", kind, "Write the weights to a file, or link to one.")
 
 

@@ -12,7 +12,6 @@ folder is run.
 from __future__ import annotations
 
 import difflib
-import json
 import os
 import sys
 import threading
@@ -45,6 +44,7 @@ from headrace.config import SHARDED_MODES, Policy, instead_of
 from headrace.errors import CheckpointError, OptionError, OptionTypeError, warn_user
 from headrace.formatting import format_size, listed
 from headrace.graphs.decoding import decode_in_graphs
+from headrace.json_files import parse, read_file
 from headrace.memory.system import gc_paused
 from headrace.model.live_tensors import BoundStorage, storage_id
 from headrace.plan.plan import Plan
@@ -247,8 +247,8 @@ def read_json(file: Path) -> dict[str, Any]:
         CheckpointError: there is none.
     """
     try:
-        raw = json.loads(file.read_text(encoding="utf-8"))
-    except (OSError, ValueError, RecursionError) as error:  # ValueError: not UTF-8, or not JSON
+        raw = parse(read_file(file, 1 << 26))
+    except (OSError, ValueError) as error:  # ValueError: not UTF-8, or not JSON
         raise CheckpointError(f"{file}: expected a JSON object, found: {error}; download or copy it again") from error
     if not isinstance(raw, dict):
         raise CheckpointError(f"{file}: expected a JSON object, found {type(raw).__name__}; download it again")
