@@ -314,13 +314,13 @@ def _dtypes() -> dict[str, torch.dtype]:
     """Dtypes by the format's codes."""
     import torch
 
-    # Without the sub-byte F4 and F6: their elements are not whole numbers of bytes.
+    # Without the sub-byte F6, of which torch has no dtype; of F4 it has one for two elements.
     return {
         "BOOL": torch.bool, "U8": torch.uint8, "I8": torch.int8, "I16": torch.int16, "U16": torch.uint16,
         "I32": torch.int32, "U32": torch.uint32, "I64": torch.int64, "U64": torch.uint64, "F16": torch.float16,
         "BF16": torch.bfloat16, "F32": torch.float32, "F64": torch.float64, "C64": torch.complex64,
         "F8_E4M3": torch.float8_e4m3fn, "F8_E4M3FNUZ": torch.float8_e4m3fnuz, "F8_E5M2": torch.float8_e5m2,
-        "F8_E5M2FNUZ": torch.float8_e5m2fnuz, "F8_E8M0": torch.float8_e8m0fnu,
+        "F8_E5M2FNUZ": torch.float8_e5m2fnuz, "F8_E8M0": torch.float8_e8m0fnu, "F4": torch.float4_e2m1fn_x2,
     }  # fmt: skip
 
 
@@ -331,9 +331,13 @@ def _tensor(path: Path, name: str, entry: object, data_start: int) -> FileTensor
         if isinstance(code, str) and _are_counts(shape) and _are_counts(offsets) and len(offsets) == 2:
             begin, end = offsets
             if code not in dtypes:
-                kind = "sub-byte" if code.startswith(("F4", "F6")) else "unknown"
+                kind = "sub-byte" if code.startswith("F6") else "unknown"
                 expected = f"{name!r} of a supported dtype ({', '.join(dtypes)})"
                 raise _fault(path, expected, f"the {kind} {code!r}", "Save it as one of these; packed bytes as U8.")
+            if code == "F4":  # the shape of the file counts elements, of which a byte holds two
+                if not shape or shape[-1] % 2:
+                    raise _fault(path, f"{name!r} of F4 in rows of whole bytes", f"shape {shape}", _REWRITE)
+                shape = [*shape[:-1], shape[-1] // 2]
             num_bytes = math.prod(shape) * dtypes[code].itemsize
             if not num_bytes and math.prod(size or 1 for size in shape) >= 1 << 63:
                 raise _fault(path, f"{name!r} of a shape that torch can have", str(shape), _REWRITE)
