@@ -960,7 +960,7 @@ def test_what_transformers_would_make_for_minutes(tmp_path: Path, config: dict[s
     (tmp_path / "config.json").write_text(json.dumps(config))
     begin = time.process_time()
     message = error_of("plan", tmp_path)
-    assert re.search(r"expected (no larger number than|at most \d+ modules, ten for each)", message)
+    assert re.search(r"expected (no larger number than|ten modules for each tensor)", message)
     assert "; correct config.json, or download it again" in message
     assert time.process_time() - begin < 5
 
@@ -977,9 +977,8 @@ def test_what_transformers_would_make_for_minutes(tmp_path: Path, config: dict[s
 )
 def test_a_config_that_names_a_kernel_on_the_hub(model: Path, tmp_path: Path, config: dict[str, Any]) -> None:
     message = error_of("plan", copied(model, tmp_path / "kernel", **config))
-    assert re.search(
-        "found _?[a-z]+_implementation = '[a-z|]*owner/kernel.*', a kernel on the Hub, .*; remove", message
-    )
+    found = "found _?[a-z]+_implementation = '[a-z|]*owner/kernel.*'; remove the entry"
+    assert re.search(f"expected no kernel on the Hub, {found}", message)
 
 
 def test_a_config_that_is_nested_too_deeply(model: Path, tmp_path: Path) -> None:
@@ -1059,7 +1058,7 @@ def test_module_and_exit_code(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("values", "found"),
     [
-        ({"tokenizer_class": "pipeline"}, "tokenizer_class in tokenizer_config.json is 'pipeline'"),
+        ({"tokenizer_class": "pipeline"}, "tokenizer_class is 'pipeline'"),
         ({"tokenizer_class": "AutoModelForImageClassificationFast"}, "is 'AutoModelForImageClassification'"),
         ({"tokenizer_class": 5}, "'int' object has no attribute"),
         ({"eos_token": {"a": 1}}, "eos_token has to be either str"),
@@ -1072,7 +1071,7 @@ def test_damaged_values_of_a_tokenizer(model: Path, tmp_path: Path, values: dict
     (folder / "tokenizer_config.json").unlink(missing_ok=True)
     (folder / "tokenizer_config.json").write_text(json.dumps(values))
     message = error_of("generate", folder, "--prompt", "a", "--device-memory", "2MiB")
-    assert re.search(f"a tokenizer that transformers can read .*({found}).*; correct tokenizer_config.json", message)
+    assert re.search(f"a tokenizer that transformers can read .*({found}).*; mend it", message)
 
 
 def test_a_key_twice_in_a_config(model: Path, tmp_path: Path) -> None:
@@ -1095,7 +1094,6 @@ def test_settings_in_what_is_no_file(tmp_path: Path) -> None:
 def test_paths_that_cannot_be(path: str) -> None:
     for call in (
         lambda: headrace.make_plan(path, "1GiB"),
-        lambda: headrace.Plan.load(path),
         lambda: headrace.offload(torch.nn.Linear(2, 2), "1GiB", checkpoint=path),
     ):
         with pytest.raises(HeadraceError):

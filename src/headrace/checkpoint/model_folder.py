@@ -136,18 +136,17 @@ def open_tokenizer(folder: Path) -> Any:
     import transformers
 
     try:
-        for file in ("tokenizer_config.json", "config.json"):  # either may name any class that transformers has
-            name = str(_stated(folder / file, "tokenizer_class")).removesuffix("Fast")
-            if hasattr(transformers, name) and not _TOKENIZER.fullmatch(name):
-                raise ValueError(f"tokenizer_class in {file} is {name!r}")
+        files = [folder / "tokenizer_config.json", folder / "config.json"]
+        names = [str(_stated(file, "tokenizer_class")).removesuffix("Fast") for file in files]
+        if other := [name for name in names if hasattr(transformers, name) and not _TOKENIZER.fullmatch(name)]:
+            raise ValueError(f"tokenizer_class is {other[0]!r}")
         tokenizer = transformers.AutoTokenizer.from_pretrained(folder, trust_remote_code=False)
         if len(tokenizer) <= len(tokenizer.all_special_ids):  # transformers makes one if its files are missing
             raise ValueError("no token of text")
         tokenizer("?")  # reads what making it does not
     except Exception as error:  # classes raise errors of any type for values that they do not expect
         raise CheckpointError(
-            f"{folder}: expected a tokenizer that transformers can read (tokenizer.json), found none: {error}; correct "
-            f"tokenizer_config.json, or download it again"
+            f"{folder}: expected a tokenizer that transformers can read (tokenizer.json), found none: {error}; mend it"
         ) from error
     return tokenizer
 

@@ -695,10 +695,7 @@ def _require_same(expected: Any, found: Any, place: str = "") -> None:
 def _as_path(path: str | os.PathLike[str]) -> Path:
     if not isinstance(path, str | os.PathLike):
         raise OptionTypeError(f"path: expected a str or path of a plan file, found {type(path).__name__}")
-    try:
-        return Path(path).expanduser()
-    except (RuntimeError, ValueError) as error:
-        raise OptionError(f"path: expected that of a plan file, found {os.fspath(path)!r}: {error}") from error
+    return Path(path).expanduser()
 
 
 def _digest(storages: Mapping[str, int]) -> str:

@@ -13,12 +13,10 @@ from __future__ import annotations
 
 import difflib
 import os
-import sys
 import threading
-from collections.abc import Iterator
-from contextlib import contextmanager
+from collections.abc import Iterator, Mapping
 from dataclasses import replace
-from itertools import chain
+from itertools import chain, count
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -38,7 +36,7 @@ from headrace.adapters.transformers.quantised import INITIALISED, move_wrappers,
 from headrace.adapters.transformers.speculating import Speculating, heads_cost
 from headrace.api import Handle, start
 from headrace.checkpoint.model_folder import model_folder
-from headrace.checkpoint.safetensors_header import Checkpoint, opened
+from headrace.checkpoint.safetensors_header import Checkpoint, FileTensor, opened
 from headrace.checkpoint.weight_map import WeightMap
 from headrace.config import SHARDED_MODES, Policy, instead_of
 from headrace.errors import CheckpointError, OptionError, OptionTypeError, warn_user
@@ -65,7 +63,6 @@ __all__ = ["build_meta_model", "differences", "load", "load_matched", "read_json
 
 _MANY_LAYERS, _MANY_MODULES, _MANY_LABELS, _LARGE = 1000, 20_000, 1_000_000, 10_000_000
 # Ends of the names for a number of layers in configurations: num_hidden_layers, n_layer, depths, ...
-_IMPLEMENTATION = "_implementation"  # ends attn_implementation, _experts_implementation, ...
 _DEPTHS = ("layers", "layer", "depth", "depths", "blocks", "dense_replace")
 
 
@@ -255,59 +252,45 @@ def read_json(file: Path) -> dict[str, Any]:
     return raw
 
 
-def _leaves(raw: dict[str, Any]) -> Iterator[tuple[str, Any, bool]]:
-    """The values in all parts of a configuration, the names that they have, and whether they are in a list."""
+def _refuse_values(folder: Path, raw: dict[str, Any]) -> None:
+    """Refuse code on the Hub, and counts of what transformers would make for minutes, in any part of ``raw``."""
     left: list[tuple[str, Any, bool]] = [("", raw, False)]
     while left:  # no recursion, which a file that is nested deeply would end
         name, value, in_list = left.pop()
+        most = _LARGE if in_list else value
+        most = _MANY_LAYERS if name.endswith(_DEPTHS) else _MANY_LABELS if name.endswith("labels") else most
         if isinstance(value, dict):  # of an implementation: by part of the model
-            left += [(name if name.endswith(_IMPLEMENTATION) else key, each, False) for key, each in value.items()]
+            left += [(name if name.endswith("_implementation") else key, each, False) for key, each in value.items()]
         elif isinstance(value, list):
             left += [(name, each, True) for each in value]
-        else:
-            yield name, value, in_list
-
-
-def _refuse_values(folder: Path, raw: dict[str, Any]) -> None:
-    """Refuse code on the Hub, and counts of what transformers would make for minutes, in any part of ``raw``."""
-    for name, value, in_list in _leaves(raw):
-        if name.endswith(_IMPLEMENTATION) and isinstance(value, str) and "/" in value:
+        elif isinstance(value, str) and "/" in value and name.endswith("_implementation"):
             raise CheckpointError(
-                f"{folder}/config.json: expected an implementation that transformers {transformers.__version__} has, "
-                f"found {name} = {value[:99]!r}, a kernel on the Hub, which it would download and run; remove the entry"
+                f"{folder}/config.json: expected no kernel on the Hub, found {name} = {value[:99]!r}; remove the entry"
             )
-        most = _LARGE if in_list else sys.maxsize
-        most = _MANY_LAYERS if name.endswith(_DEPTHS) else _MANY_LABELS if name.endswith("labels") else most
-        if isinstance(value, int) and value > most and value > (held := _tensors_in(folder)):
+        elif isinstance(value, int) and value > most and value > (held := len(_tensors(folder))):
             raise CheckpointError(
                 f"{folder}/config.json: expected no larger number than its safetensors files have tensors ({held}), "
                 f"or {most}, found {name} = {str(value)[:20]}; correct config.json, or download it again"
             )
 
 
-def _tensors_in(folder: Path) -> int:
-    return len(Checkpoint.open(folder).tensors) if any(folder.glob("*.safetensors")) else 0
+def _tensors(folder: Path) -> Mapping[str, FileTensor]:
+    return Checkpoint.open(folder).tensors if any(folder.glob("*.safetensors")) else {}
 
 
-@contextmanager
-def _bounded_modules(folder: Path) -> Iterator[None]:
-    """Refuse a model of many more modules than its files have tensors, while it is built."""
-    built, thread, most = 0, threading.get_ident(), _MANY_MODULES
+def _limit_modules(folder: Path) -> Any:
+    """The hook that refuses a model of many more modules than its files have tensors, while it is built."""
+    numbers, thread = count(1), threading.get_ident()
 
-    def count(*_: Any) -> None:
-        nonlocal built, most
-        built += threading.get_ident() == thread  # the hook is called in all threads
-        if built > most and built > (most := max(most, 10 * _tensors_in(folder))):
+    def check(*_: Any) -> None:  # of all threads
+        built = next(numbers) if threading.get_ident() == thread else 0
+        if built > _MANY_MODULES and built % 1000 == 0 and built > (most := 10 * len(_tensors(folder))):
             raise CheckpointError(
-                f"{folder}/config.json: expected at most {most} modules, ten for each tensor in its safetensors files "
-                f"or {_MANY_MODULES}, found more (experts, codebooks, ...); correct config.json, or download it again"
+                f"{folder}/config.json: expected ten modules for each tensor in its safetensors files ({most}), or "
+                f"{_MANY_MODULES}, found more (experts, codebooks, ...); correct config.json, or download it again"
             )
 
-    hook = register_module_module_registration_hook(count)
-    try:
-        yield
-    finally:
-        hook.remove()
+    return register_module_module_registration_hook(check)
 
 
 def _refuse_unknown(folder: Path, raw: dict[str, Any]) -> None:
@@ -348,9 +331,8 @@ def _named_class(folder: Path, raw: dict[str, Any]) -> type[PreTrainedModel] | N
 
 def _unnamed_class(folder: Path, raw: dict[str, Any]) -> ModelClass:
     """The class for a config.json that names none: with a language-model head if the files hold one."""
-    if str(raw.get("model_type")) not in MODEL_FOR_CAUSAL_LM_MAPPING_NAMES or not any(folder.glob("*.safetensors")):
-        return AutoModel
-    return AutoModelForCausalLM if "lm_head.weight" in Checkpoint.open(folder).tensors else AutoModel
+    is_causal = str(raw.get("model_type")) in MODEL_FOR_CAUSAL_LM_MAPPING_NAMES and "lm_head.weight" in _tensors(folder)
+    return AutoModelForCausalLM if is_causal else AutoModel
 
 
 def _make_config(folder: Path, raw: dict[str, Any], maker: Any) -> PretrainedConfig:
@@ -360,22 +342,20 @@ def _make_config(folder: Path, raw: dict[str, Any], maker: Any) -> PretrainedCon
         raise OptionTypeError(f"model_class: expected a transformers model class, found {maker!r}")
     reader = AutoConfig if is_auto or maker.config_class is None else maker.config_class
     try:
-        config: PretrainedConfig = reader.from_pretrained(folder, local_files_only=True, trust_remote_code=False)
+        return _without_code_of_parts(reader.from_pretrained(folder, local_files_only=True, trust_remote_code=False))
     except Exception as error:  # configuration classes raise errors of any type for values that they do not expect
         raise CheckpointError(
             f"{folder}/config.json: transformers {transformers.__version__} makes no {raw.get('model_type')} "
             f"configuration of it: {error}"
         ) from error
-    _drop_code_of_parts(config)
-    return config
 
 
-def _drop_code_of_parts(config: PretrainedConfig) -> None:
+def _without_code_of_parts(config: PretrainedConfig) -> PretrainedConfig:
     # Classes build their parts by Auto classes without trust_remote_code, which ask on stdin whether to run such code.
     for part in vars(config).values():
         if isinstance(part, PretrainedConfig):
-            vars(part).pop("auto_map", None)
-            _drop_code_of_parts(part)
+            vars(_without_code_of_parts(part)).pop("auto_map", None)
+    return config
 
 
 def _refuse_attention(name: str | None) -> None:
@@ -404,11 +384,8 @@ def _choose_dtype(folder: Path, config: PretrainedConfig, asked: torch.dtype | s
     stated: torch.dtype | str | None = config.dtype
     if stated is not None:
         return getattr(torch, stated) if isinstance(stated, str) else stated
-    stored: list[torch.dtype] = []
-    if any(folder.glob("*.safetensors")):
-        checkpoint = Checkpoint.open(folder)
-        first_file = [tensor for tensor in checkpoint.tensors.values() if tensor.path == checkpoint.files[0]]
-        stored = [tensor.dtype for tensor in sorted(first_file, key=lambda tensor: tensor.name)]
+    tensors = sorted(_tensors(folder).values(), key=lambda tensor: (tensor.path, tensor.name))
+    stored = [tensor.dtype for tensor in tensors if tensor.path == tensors[0].path]
     return next((t for t in stored if t.is_floating_point and t.itemsize > 1), torch.get_default_dtype())
 
 
@@ -417,26 +394,23 @@ def _build(
 ) -> PreTrainedModel:
     options: dict[str, Any] = {"dtype": dtype} | ({} if attention is None else {"attn_implementation": attention})
     try:
-        with torch.device("meta"), meta_device_safe_creation_ops(), _bounded_modules(folder):
-            model: PreTrainedModel = (
-                maker.from_config(config, trust_remote_code=False, **options)
-                if hasattr(maker, "from_config")
-                else maker._from_config(config, **options)
-            )
+        with torch.device("meta"), meta_device_safe_creation_ops(), _limit_modules(folder):
+            if hasattr(maker, "from_config"):
+                model: PreTrainedModel = maker.from_config(config, trust_remote_code=False, **options)
+            else:
+                model = maker._from_config(config, **options)
         if any(tensor.device.type != "meta" for tensor in (*model.parameters(), *model.buffers())):
             # Some classes create a tensor in a way that ignores the default device (`torch.Tensor(size)`).
             nn.Module.to(model, torch.device("meta"))
             model.tie_weights(recompute_mapping=False)
-    except CheckpointError:
-        raise
     except Exception as error:  # model classes raise errors of any type for configurations that they do not expect
-        if attention is not None:
+        if attention is not None and not isinstance(error, CheckpointError):
             raise OptionError(
                 f"attn_implementation {attention!r}: {maker.__name__} cannot be built with it here: "
                 f"{str(error).rstrip('.')}; leave it out, or name another"
             ) from error
-        if isinstance(error, ImportError):
-            raise  # a package the architecture needs; its message says which
+        if isinstance(error, ImportError | CheckpointError):
+            raise  # a limit, or a package the architecture needs; its message says which
         raise CheckpointError(
             f"{folder}: {maker.__name__} cannot be built from its config.json: {error}; correct the file, or pass "
             f"another model_class"
