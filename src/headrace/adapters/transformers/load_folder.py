@@ -295,7 +295,7 @@ def _limit_modules(folder: Path) -> Any:
 
 def _refuse_unknown(folder: Path, raw: dict[str, Any]) -> None:
     kind = raw.get("model_type")
-    if kind in CONFIG_MAPPING:
+    if isinstance(kind, str) and kind in CONFIG_MAPPING:
         return
     if kind is None and raw.get("_class_name"):
         raise CheckpointError(
