@@ -1,8 +1,8 @@
 """The metadata that depends on where the repository is published; pyproject.toml holds everything else.
 
 REPOSITORY_URL (https://host/owner/name) makes links of the README absolute, to the tag of the version, and becomes the
-project URLs. Without it, as in an editable install, the links become plain text: they lead nowhere outside the
-repository.
+project URLs; pictures get the address of the file itself. Without it, as in an editable install, links become plain
+text and pictures are left out: they lead nowhere outside the repository.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from pathlib import Path
 from setuptools import setup
 
 ROOT = Path(__file__).parent
-LINK = re.compile(r"\[([^\[\]]+)\]\((?!https?:|#)([^)\s]+)\)")
+LINK = re.compile(r"(!?)\[([^\[\]]+)\]\((?!https?:|#)([^)\s]+)\)")
 
 
 def version() -> str:
@@ -22,7 +22,13 @@ def version() -> str:
 
 
 def readme(url: str) -> str:
-    return LINK.sub(rf"[\1]({url}/blob/v{version()}/\2)" if url else r"\1", (ROOT / "README.md").read_text())
+    def absolute(link: re.Match[str]) -> str:
+        picture, text, path = link.groups()
+        if not url:
+            return "" if picture else text
+        return f"{picture}[{text}]({url}/{'raw' if picture else 'blob'}/v{version()}/{path})"
+
+    return LINK.sub(absolute, (ROOT / "README.md").read_text())
 
 
 def project_urls(url: str) -> dict[str, str]:

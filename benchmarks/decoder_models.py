@@ -232,7 +232,7 @@ def build_model(
         config._experts_implementation = experts
     with torch.device("meta"):
         factory: Any = AutoModelForCausalLM
-        model: nn.Module = factory.from_config(config, dtype=torch.bfloat16)
+        model: nn.Module = factory.from_config(config, dtype=torch.bfloat16, trust_remote_code=False)
     stated = getattr(config, "quantization_config", None)
     if stated is not None and stated["quant_method"] == "bitsandbytes":
         _fill_in_four_bits(model, rest, device)

@@ -227,7 +227,7 @@ def _pin_memory(folder: str, device: torch.device) -> tuple[Any, dict[str, Any]]
         module.to(device, non_blocking=True)
 
     factory: Any = AutoModelForCausalLM
-    model = factory.from_pretrained(folder).eval()
+    model = factory.from_pretrained(folder, trust_remote_code=False).eval()
     offloaded = 0
     for index, layer in enumerate(model.model.layers):
         if index % 2 == 0:
@@ -248,7 +248,8 @@ def _accelerate(folder: str, device: torch.device) -> tuple[Any, dict[str, Any]]
 
     factory: Any = AutoModelForCausalLM
     with init_empty_weights():
-        model = factory.from_config(AutoConfig.from_pretrained(folder), dtype=torch.bfloat16)
+        config = AutoConfig.from_pretrained(folder, trust_remote_code=False)
+        model = factory.from_config(config, dtype=torch.bfloat16, trust_remote_code=False)
     target: Any = 0 if device.type == "cuda" else "cpu"
     where: dict[str, Any] = dict.fromkeys(("model.embed_tokens", "model.norm", "model.rotary_emb", "lm_head"), target)
     layers = len(model.model.layers)

@@ -48,7 +48,7 @@ def predictions(
 ) -> Iterator[tuple[str, float]]:
     """(which budget, geometric mean of the predicted steps in seconds) of one model."""
     with torch.device("meta"):
-        model = AutoModelForCausalLM.from_config(MODELS[name](), dtype=torch.bfloat16)
+        model = AutoModelForCausalLM.from_config(MODELS[name](), dtype=torch.bfloat16, trust_remote_code=False)
     inventory, (_, rates) = take_inventory(model), named_machine("h200")
     for workload in workloads:
         planner = Planner(inventory, rates, profile_of(model, workload.context), zero_copy=True)

@@ -55,9 +55,9 @@ def write_weights(folder: Path, device: str) -> None:
     from transformers import AutoConfig, AutoModelForCausalLM
 
     torch.manual_seed(0)
-    config = AutoConfig.from_pretrained(folder)
+    config = AutoConfig.from_pretrained(folder, trust_remote_code=False)
     with torch.device(device):
-        model = AutoModelForCausalLM.from_config(config, dtype=config.dtype)
+        model = AutoModelForCausalLM.from_config(config, dtype=config.dtype, trust_remote_code=False)
     written = (folder / "config.json").read_text()
     model.save_pretrained(folder)
     (folder / "config.json").write_text(written)  # transformers adds to it

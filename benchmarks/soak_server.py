@@ -60,8 +60,8 @@ def expected_texts(folder: Path) -> dict[str, str]:
     from transformers import AutoModelForCausalLM, AutoTokenizer
 
     device = "cuda" if torch.cuda.is_available() else "cpu"
-    model: Any = AutoModelForCausalLM.from_pretrained(folder).eval().to(device)
-    tokenizer: Any = AutoTokenizer.from_pretrained(folder)
+    model: Any = AutoModelForCausalLM.from_pretrained(folder, trust_remote_code=False).eval().to(device)
+    tokenizer: Any = AutoTokenizer.from_pretrained(folder, trust_remote_code=False)
     texts = {}
     for prompt in PROMPTS:
         for key, text in ((prompt, prompt), (f"chat {prompt}", f"[user]{prompt}")):

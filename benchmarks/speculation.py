@@ -124,7 +124,9 @@ def main() -> None:
     warnings.simplefilter("ignore", HeadraceWarning)  # such small models need not be faster
     if not all((given.folder / name / "model.safetensors").exists() for name in SHAPES):
         train(given.folder, given.steps)
-    tokens = torch.tensor(AutoTokenizer.from_pretrained(given.folder / "target")(texts()).input_ids)
+    tokens = torch.tensor(
+        AutoTokenizer.from_pretrained(given.folder / "target", trust_remote_code=False)(texts()).input_ids
+    )
     starts = torch.linspace(0, len(tokens) - 200, given.prompts).long()
     rows = measure(given.folder, [tokens[start : start + 96][None] for start in starts], given.new_tokens)
     for row in rows:

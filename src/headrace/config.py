@@ -580,8 +580,8 @@ def _switch(name: str) -> bool:
 
 def cache_folder() -> Path | None:
     """The folder of this package's cache: in ``XDG_CACHE_HOME``, else ``~/.cache``; ``None`` without a home."""
-    base = os.environ.get("XDG_CACHE_HOME")
-    try:
-        return (Path(base) if base else Path.home() / ".cache") / "headrace"
+    base = os.environ.get("XDG_CACHE_HOME", "")
+    try:  # a relative path counts as none (https://specifications.freedesktop.org/basedir-spec)
+        return (Path(base) if os.path.isabs(base) else Path.home() / ".cache") / "headrace"
     except RuntimeError:  # neither HOME nor an entry in passwd, as a container with a bare user id has it
         return None

@@ -21,7 +21,9 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from safetensors.torch import load_file, save_file
+from torch import nn
 
+import headrace
 from checks import raising
 from headrace.checkpoint.safetensors_header import Checkpoint, FileFingerprint, FileTensor
 from headrace.errors import CheckpointError
@@ -108,6 +110,17 @@ def sharded(tmp_path: Path) -> Path:
 def write_index(folder: Path, weight_map: object) -> Path:
     (folder / INDEX).write_text(json.dumps({"metadata": {"total_size": 48}, "weight_map": weight_map}))
     return folder / INDEX
+
+
+class FourBits(nn.Module):
+    """Reads all bytes of a weight of 4 bits."""
+
+    def __init__(self, seed: int) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(random_tensor(torch.float4_e2m1fn_x2, (64, 8), seed), requires_grad=False)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return x + self.weight.view(torch.uint8).float().sum(0)
 
 
 class TestOpen:
@@ -233,15 +246,26 @@ class TestOpen:
 
 
 class TestRead:
-    @pytest.mark.parametrize("code", DTYPES)
+    @pytest.mark.parametrize("code", [*DTYPES, "F4"])
     @pytest.mark.parametrize("shape", [(), (0,), (5,), (2, 0, 3), (3, 1, 7)], ids=str)
     def test_every_dtype_to_the_byte(self, tmp_path: Path, code: str, shape: tuple[int, ...]) -> None:
-        expected = random_tensor(DTYPES[code], shape)
+        if code == "F4" and not shape:
+            pytest.skip("half a byte")
+        expected = random_tensor(DTYPES.get(code, torch.float4_e2m1fn_x2), shape)
         save_file({"pad": torch.zeros(3, dtype=torch.uint8), "w": expected}, tmp_path / "x.safetensors")
         checkpoint = Checkpoint.open(tmp_path)
         assert json.loads(header_text(tmp_path / "x.safetensors"))["w"]["dtype"] == code
         assert_same(checkpoint.read("w"), expected)
         assert checkpoint["w"].num_bytes == expected.nbytes
+
+    def test_four_bits_are_offloaded(self, tmp_path: Path) -> None:
+        model = nn.Sequential(FourBits(0), FourBits(1), FourBits(2), FourBits(3)).eval()
+        save_file(model.state_dict(), tmp_path / "model.safetensors")
+        expected = model(torch.ones(2, 8))
+        every = headrace.Prefetch(1, 1, 1, ("ALL_MODEL_PARAMS",), mode="disk")
+        with headrace.offload(model, every, checkpoint=tmp_path) as handle:
+            assert torch.equal(model(torch.ones(2, 8)), expected)
+            assert handle.stats().bytes_moved > 0
 
     def test_new_memory_each_time(self, sound: Path) -> None:
         checkpoint = Checkpoint.open(sound)
@@ -482,7 +506,11 @@ class TestDamagedHeader:
         assert "the unknown 'F128'" in message
         assert all(code in message for code in DTYPES)
 
-    @pytest.mark.parametrize("code", ["F4", "F6_E2M3", "F6_E3M2"])
+    @pytest.mark.parametrize("shape", [[], [16, 3]])
+    def test_four_bits_that_fill_no_bytes(self, damage: Any, shape: list[int]) -> None:
+        assert "the sub-byte 'F4'" in refusal(damage(lambda header: header["a"].update(dtype="F4", shape=shape)))
+
+    @pytest.mark.parametrize("code", ["F6_E2M3", "F6_E3M2"])
     def test_sub_byte_dtype(self, damage: Any, code: str) -> None:
         message = refusal(damage(lambda header: header["a"].update(dtype=code)))
         assert f"the sub-byte {code!r}" in message

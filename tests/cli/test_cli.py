@@ -5,6 +5,7 @@ The demo's parts are in test_demo.py.
 
 from __future__ import annotations
 
+import ast
 import contextlib
 import fcntl
 import importlib.metadata
@@ -21,6 +22,7 @@ import struct
 import subprocess
 import sys
 import termios
+import time
 from collections.abc import Sequence
 from dataclasses import fields, replace
 from pathlib import Path
@@ -29,17 +31,27 @@ from typing import Any
 import pytest
 import torch
 import typer
-from transformers import AutoModelForCausalLM, AutoTokenizer, BertConfig, BertModel, Qwen3Config, TextStreamer
+from transformers import (
+    AutoModelForCausalLM,
+    AutoTokenizer,
+    BertConfig,
+    BertModel,
+    LlamaConfig,
+    LlamaForCausalLM,
+    Qwen3Config,
+    TextStreamer,
+)
 
 import headrace
 from checks import raising
 from commands import OFFLOAD_FLAGS, TINY, error_of, run, succeed, tiny_model
+from headrace.adapters.transformers.load_folder import read_json
 from headrace.cli import app, terminal
 from headrace.cli.arguments import VERB_FLAGS, requested, target_device
 from headrace.cli.demo_run import ensure_model
 from headrace.cli.terminal import expand_lists
 from headrace.config import RANK_MODES, SHARDED_MODES, UVA, VARIABLES, Budget, Mode, Prefetch, Rules, Workload
-from headrace.errors import HeadraceError, HeadraceWarning, OptionError
+from headrace.errors import CheckpointError, HeadraceError, HeadraceWarning, OptionError
 from headrace.flags import COMMAND_LINE, EXCLUDES, OffloadFlags, engine_surface, flag_of
 from headrace.formatting import format_size
 from headrace.stores.sources import DiskOptions, File
@@ -47,6 +59,7 @@ from headrace.transfer.machine_probe import Probe
 from models import aligned
 
 model = tiny_model
+ROOT = Path(__file__).parents[2]
 
 GUESSES = ["--speculate", "--guesses", "--accepted", "--accepted-from"]
 FLAGS = {
@@ -930,6 +943,44 @@ def test_more_layers_than_files_can_hold(model: Path, tmp_path: Path, place: str
         assert error_of("generate", folder, "--prompt", "a", "--device-memory", "2MiB") == message
 
 
+BOMBS: dict[str, dict[str, Any]] = {
+    "two levels deep": {"model_type": "llava", "text_config": {"text_config": {"n_layer": 10**6}}},
+    "depths": {"model_type": "swin", "depths": [2, 200_000]},
+    "attention_types": {"model_type": "gpt_neo", "attention_types": [[["global"], 10**9]]},
+    "out_indices": {"model_type": "bert", "out_indices": [10**10]},
+    "num_labels": {"model_type": "bert", "num_labels": 10**9},
+    "modules": {"model_type": "switch_transformers", "num_experts": 10**5},
+    "modules of a part": {"model_type": "mimi", "num_quantizers": 10**6},
+    "products": {"model_type": "nllb-moe", "num_experts": 900, "encoder_layers": 900, "encoder_sparse_step": 1},
+}
+
+
+@pytest.mark.parametrize("config", BOMBS.values(), ids=BOMBS)
+def test_what_transformers_would_make_for_minutes(tmp_path: Path, config: dict[str, Any]) -> None:
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    begin = time.process_time()
+    message = error_of("plan", tmp_path)
+    assert re.search(r"expected (no larger number than|ten modules for each tensor)", message)
+    assert "; correct config.json, or download it again" in message
+    assert time.process_time() - begin < 5
+
+
+@pytest.mark.parametrize(
+    "config",
+    [
+        {"attn_implementation": "owner/kernel"},
+        {"_attn_implementation": "paged|owner/kernel@v1:name"},
+        {"experts_implementation": "owner/kernel"},
+        {"attn_implementation": {"text_config": "owner/kernel"}},
+        {"text_config": {"parts": [{"_attn_implementation_internal": "a", "attn_implementation": "owner/kernel"}]}},
+    ],
+)
+def test_a_config_that_names_a_kernel_on_the_hub(model: Path, tmp_path: Path, config: dict[str, Any]) -> None:
+    message = error_of("plan", copied(model, tmp_path / "kernel", **config))
+    found = "found _?[a-z]+_implementation = '[a-z|]*owner/kernel.*'; remove the entry"
+    assert re.search(f"expected no kernel on the Hub, {found}", message)
+
+
 def test_a_config_that_is_nested_too_deeply(model: Path, tmp_path: Path) -> None:
     folder = copied(model, tmp_path / "deep")
     (folder / "config.json").write_text('{"a":' * 100_000 + "1" + "}" * 100_000)
@@ -1002,3 +1053,104 @@ def test_module_and_exit_code(tmp_path: Path) -> None:
     assert (done.returncode, done.stdout) == (2, "")
     assert done.stderr.startswith("error: ")
     assert done.stderr.count("\n") == 1
+
+
+@pytest.mark.parametrize(
+    ("values", "found"),
+    [
+        ({"tokenizer_class": "pipeline"}, "tokenizer_class is 'pipeline'"),
+        ({"tokenizer_class": "AutoModelForImageClassificationFast"}, "is 'AutoModelForImageClassification'"),
+        ({"tokenizer_class": 5}, "'int' object has no attribute"),
+        ({"eos_token": {"a": 1}}, "eos_token has to be either str"),
+        ({"added_tokens_decoder": [1]}, "no attribute 'items'"),
+        ({"model_max_length": "x"}, "'<' not supported|'>' not supported"),
+    ],
+)
+def test_damaged_values_of_a_tokenizer(model: Path, tmp_path: Path, values: dict[str, Any], found: str) -> None:
+    folder = copied(model, tmp_path / "damaged")
+    (folder / "tokenizer_config.json").unlink(missing_ok=True)
+    (folder / "tokenizer_config.json").write_text(json.dumps(values))
+    message = error_of("generate", folder, "--prompt", "a", "--device-memory", "2MiB")
+    assert re.search(f"a tokenizer that transformers can read .*({found}).*; mend it", message)
+
+
+def test_a_key_twice_in_a_config(model: Path, tmp_path: Path) -> None:
+    folder = copied(model, tmp_path / "twice")
+    text = (folder / "config.json").read_text()
+    (folder / "config.json").write_text(text.replace("{", '{"vocab_size": 1, ', 1))
+    assert "found: the key 'vocab_size' twice in one object; download" in error_of("plan", folder)
+
+
+def test_settings_in_what_is_no_file(tmp_path: Path) -> None:
+    """Reading a named pipe would wait for another process."""
+    os.mkfifo(tmp_path / "generation_config.json")
+    with pytest.raises(
+        CheckpointError, match=r"generation_config\.json: expected a JSON object, found: no regular file"
+    ):
+        read_json(tmp_path / "generation_config.json")
+
+
+@pytest.mark.parametrize("path", ["a\0b", "\ud800", "~\0/a", "~\ud800"])
+def test_paths_that_cannot_be(path: str) -> None:
+    for call in (
+        lambda: headrace.make_plan(path, "1GiB"),
+        lambda: headrace.offload(torch.nn.Linear(2, 2), "1GiB", checkpoint=path),
+    ):
+        with pytest.raises(HeadraceError):
+            call()
+    assert "HEADRACE_DEBUG" not in error_of("plan", path)
+
+
+# -- code of a model's folder ------------------------------------------------------------------------------------------
+
+
+def coded(folder: Path, file: str, auto_class: str, **changes: object) -> Path:
+    """``folder`` with Python code of its own, which leaves a file ``ran``, for ``auto_class`` by its ``file``."""
+    (folder / "code.py").write_text(f"open({str(folder / 'ran')!r}, 'w').close()\nraise ValueError\n")
+    names = ["code.Mine", "code.Mine"] if auto_class == "AutoTokenizer" else "code.Mine"
+    (folder / file).unlink(missing_ok=True)  # perhaps a link
+    (folder / file).write_text(json.dumps({"auto_map": {auto_class: names}, **changes}))
+    return folder
+
+
+def test_no_answer_on_stdin_runs_code_of_a_folder(model: Path, tmp_path: Path) -> None:
+    (tmp_path / "whole").mkdir()
+    (tmp_path / "part").mkdir()
+    whole = coded(tmp_path / "whole", "config.json", "AutoModel", model_type="depth_anything")
+    part = {"model_type": "depth_anything", "auto_map": {"AutoModel": "code.Mine"}}
+    coded(tmp_path / "part", "config.json", "AutoModel", model_type="llava", vision_config=part)
+    sizes = {"hidden_size": 64, "intermediate_size": 64, "num_hidden_layers": 1, "num_attention_heads": 2}
+    words = tmp_path / "words"
+    LlamaForCausalLM(LlamaConfig(vocab_size=512, **sizes)).save_pretrained(words)
+    coded(words, "tokenizer_config.json", "AutoTokenizer", tokenizer_class="Mine")
+    shutil.copy(model / "tokenizer.json", words)
+    for args in (
+        ("plan", whole),
+        ("plan", tmp_path / "part"),
+        ("generate", whole, "--prompt", "a"),
+        ("chat", words),
+        ("serve", words),
+        ("generate", model, "--prompt", "a", "--device-memory", "2MiB", "--speculate", words, "--max-new-tokens", 1),
+    ):
+        assert "Do you wish to run" not in run(*args, stdin="y\n").output, args
+    assert list(tmp_path.glob("*/ran")) == []
+
+
+def test_every_call_of_an_auto_class_refuses_code() -> None:
+    """Of classes that a variable holds, too."""
+    lax, found = [], 0
+    for file in [file for room in ("src", "benchmarks") for file in (ROOT / room).rglob("*.py")]:
+        for call in ast.walk(ast.parse(file.read_text())):
+            if not isinstance(call, ast.Call) or not isinstance(call.func, ast.Attribute):
+                continue
+            owner = ast.unparse(call.func.value).rpartition(".")[2]
+            may_ask = owner.islower() or (owner.startswith("Auto") and owner != "AutoHfQuantizer")
+            if call.func.attr in ("from_pretrained", "from_config") and may_ask:
+                found += 1
+                if not any(
+                    key.arg == "trust_remote_code" and ast.unparse(key.value) == "False" for key in call.keywords
+                ):
+                    lax.append(f"{file.name}:{call.lineno}")
+        assert not re.search(r"getattr\([^)]*from_(pretrained|config)", file.read_text()), file
+    assert lax == []
+    assert found > 8

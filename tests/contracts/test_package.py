@@ -36,12 +36,18 @@ def metadata(folder: Path, url: str) -> Message:
 def test_links_of_the_readme_work_outside_the_repository(tmp_path: Path, url: str) -> None:
     told = metadata(tmp_path, url)
     assert told["Version"] == headrace.__version__
-    targets = re.findall(r"\]\(([^)\s]+)\)", told.get_payload())
+    text = told.get_payload()
+    targets = re.findall(r"(?<!!)\[[^\[\]]+\]\(([^)\s]+)\)", text)
     inside = f"{url}/blob/v{headrace.__version__}/"
     assert {target for target in targets if not target.startswith("https://")} == set()
     leading = [target.removeprefix(inside).partition("#")[0] for target in targets if url and target.startswith(inside)]
     assert len(leading) > 20 if url else not leading
     assert [path for path in leading if not (ROOT / path).exists()] == []
+    pictures = re.findall(r"!\[[^\[\]]+\]\(([^)\s]+)\)", text)
+    shown = [target.removeprefix(f"{url}/raw/v{headrace.__version__}/") for target in pictures]  # the file, not a page
+    assert shown == re.findall(r"!\[.*?\]\((.+?)\)", (ROOT / "README.md").read_text()) if url else not pictures
+    assert "!Time" not in text
+    assert [path for path in shown if not (ROOT / path).is_file()] == []
     urls = dict(line.split(", ") for line in told.get_all("Project-URL", []))
     assert ("Repository" in urls) == bool(url)
     assert all(value.startswith(url) for value in urls.values())
@@ -63,3 +69,14 @@ def test_what_is_required_is_imported() -> None:
     assert "psutil" not in required
     assert PROJECT["dependency-groups"].keys() == {"test", "docs"}
     assert not PROJECT["project"]["optional-dependencies"].keys() & {"test", "docs"}
+
+
+def test_no_file_names_a_place_on_a_machine() -> None:
+    listed = subprocess.run(["git", "ls-files", "-z"], cwd=ROOT, capture_output=True, text=True)
+    if listed.returncode:
+        pytest.skip("not a checkout of git")
+    place = re.compile(rb"(?<![\w.])/(work|root|home|Users|mnt|tmp|opt|venv)/\w")
+    files = [ROOT / name for name in listed.stdout.split("\0") if name]
+    named = {str(file): place.findall(text) for file in files if b"\0" not in (text := file.read_bytes())}
+    assert len(named) > 500
+    assert {file: found for file, found in named.items() if found} == {}

@@ -598,6 +598,7 @@ class TestErrors:
         [
             ({"model_type": "qwen33"}, r"knows, found 'qwen33' \(the nearest it knows: .*qwen3"),
             ({"model_type": None}, "knows, found None"),
+            ({"model_type": []}, r"knows, found \[\]"),
             ({"model_type": "mine", "auto_map": {"AutoModel": "code.Mine"}}, "code of its own .* does not run"),
             ({"architectures": ["Qwen3ForNothing"]}, "expected an architecture .* found 'Qwen3ForNothing'"),
             ({"quantization_config": {"quant_method": "mine"}}, "quant_method that transformers knows .*found 'mine'"),

@@ -264,6 +264,13 @@ def test_a_file_that_may_not_be_read(place: Path, monkeypatch: pytest.MonkeyPatc
 # -- no home -----------------------------------------------------------------------------------------------------------
 
 
+def test_a_relative_cache_folder_is_ignored(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """It would be another one in each working directory."""
+    monkeypatch.setenv("XDG_CACHE_HOME", "relative")
+    monkeypatch.setenv("HOME", str(tmp_path))
+    assert machine_probe.cache_path().is_relative_to(tmp_path / ".cache")
+
+
 def test_budgets_work_without_a_home(monkeypatch: pytest.MonkeyPatch) -> None:
     """As in a container that runs with a bare user id."""
     monkeypatch.delenv("XDG_CACHE_HOME")

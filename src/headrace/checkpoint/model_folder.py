@@ -13,15 +13,27 @@ import re
 from collections.abc import Sequence
 from contextlib import suppress
 from pathlib import Path
+from typing import Any
 
 from headrace.errors import CheckpointError, OptionError, OptionTypeError
 from headrace.formatting import listed
+from headrace.json_files import read_file
 
-__all__ = ["draft_folder", "indexed_bytes", "is_quantised", "model_folder", "model_name", "model_to_plan"]
+__all__ = [
+    "draft_folder",
+    "indexed_bytes",
+    "is_quantised",
+    "model_folder",
+    "model_name",
+    "model_to_plan",
+    "open_tokenizer",
+]
 
 _REPOSITORY = "models--"  # of the cache's folder for ORGANISATION/NAME: models--ORGANISATION--NAME
 # ORGANISATION/NAME, or NAME alone as in "gpt2" (https://huggingface.co/docs/hub/repositories-getting-started).
 _HUB_NAME = re.compile(r"[A-Za-z0-9][\w.-]*(/[\w.-]+)?")
+# Others load models, or ask whether to run code. By name, since a class whose packages are missing has another base.
+_TOKENIZER = re.compile(r"(?!Auto|Rag)\w+(Tokenizer|Backend)")
 _PICKLES = (".bin", ".pt", ".pth", ".ckpt")
 _WANTED = "expected a folder with config.json and safetensors files"
 
@@ -43,10 +55,10 @@ def model_folder(path: str | os.PathLike[str]) -> Path:
         raise OptionTypeError(f"path: expected a str or path of a folder, found {type(path).__name__}")
     try:
         folder = Path(path).expanduser()
-    except RuntimeError as error:
+    except (RuntimeError, ValueError) as error:  # ValueError: a name that no path can have
         raise OptionError(
-            f"MODEL {os.fspath(path)!r}: user {os.geteuid()} has no home folder for ~ to stand for; write the whole "
-            f"path"
+            f"MODEL {os.fspath(path)!r}: user {os.geteuid()} has no home folder for ~ to stand for ({error}); write "
+            f"the whole path"
         ) from error
     if folder.name == "config.json" and folder.is_file():
         folder = folder.parent
@@ -113,6 +125,30 @@ def indexed_bytes(folder: Path) -> int | None:
 
 def _hub_name(repository: str) -> str:
     return repository.removeprefix(_REPOSITORY).replace("--", "/")
+
+
+def open_tokenizer(folder: Path) -> Any:
+    """The tokenizer of a model's folder.
+
+    Raises:
+        CheckpointError: there is none that transformers can read.
+    """
+    import transformers
+
+    try:
+        files = [folder / "tokenizer_config.json", folder / "config.json"]
+        names = [str(_stated(file, "tokenizer_class")).removesuffix("Fast") for file in files]
+        if other := [name for name in names if hasattr(transformers, name) and not _TOKENIZER.fullmatch(name)]:
+            raise ValueError(f"tokenizer_class is {other[0]!r}")
+        tokenizer = transformers.AutoTokenizer.from_pretrained(folder, trust_remote_code=False)
+        if len(tokenizer) <= len(tokenizer.all_special_ids):  # transformers makes one if its files are missing
+            raise ValueError("no token of text")
+        tokenizer("?")  # reads what making it does not
+    except Exception as error:  # classes raise errors of any type for values that they do not expect
+        raise CheckpointError(
+            f"{folder}: expected a tokenizer that transformers can read (tokenizer.json), found none: {error}; mend it"
+        ) from error
+    return tokenizer
 
 
 # -- the local cache of the Hub ----------------------------------------------------------------------------------------
@@ -246,6 +282,6 @@ def _class_of(folder: Path) -> object:
 
 def _stated(file: Path, key: str) -> object:
     """The value of ``key`` in a JSON file, for advice; ``None`` if it cannot be read."""
-    with suppress(OSError, ValueError, AttributeError):
-        return json.loads(file.read_text()).get(key)
+    with suppress(OSError, ValueError, AttributeError, RecursionError):
+        return json.loads(read_file(file, 1 << 30)).get(key)
     return None

@@ -10,13 +10,12 @@ from __future__ import annotations
 import difflib
 import errno
 import heapq
-import json
 import math
 import os
 import reprlib
 import resource
 import stat
-from collections import Counter, defaultdict
+from collections import defaultdict
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -26,6 +25,7 @@ from typing import TYPE_CHECKING, NamedTuple, TypeGuard
 
 from headrace.errors import CheckpointError
 from headrace.formatting import listed
+from headrace.json_files import parse
 
 # Functions that need torch import it. The process that fills a staging ring uses FileFingerprint and the errors of
 # files from here, and starts faster without torch.
@@ -157,7 +157,11 @@ def _fault(path: Path, expected: str, found: str, fix: str = _AGAIN) -> Checkpoi
 
 def require_file(path: Path) -> None:
     """Raise CheckpointError for anything but a file or a folder."""
-    if kind := _KINDS.get(stat.S_IFMT(os.stat(path).st_mode)):
+    try:
+        mode = os.stat(path).st_mode
+    except ValueError as error:
+        raise _fault(path, "a path", str(error), "Correct it.") from error
+    if kind := _KINDS.get(stat.S_IFMT(mode)):
         raise _fault(path, "a regular file", kind, "Write the weights to a file, or link to one.")
 
 
@@ -289,20 +293,12 @@ def _read_header(path: Path) -> tuple[dict[str, FileTensor], FileFingerprint]:
 
 def _parse_object(path: Path, raw: bytes) -> dict[str, object]:
     try:
-        # decode() is UTF-8, as the format demands; json.loads of bytes would take UTF-16 and UTF-32, too.
-        parsed = json.loads(raw.decode(), object_pairs_hook=_unique)
-    except (ValueError, RecursionError) as error:  # ValueError: not UTF-8, not JSON, or a key given twice
+        parsed = parse(raw)
+    except ValueError as error:  # not UTF-8, not JSON, or a key given twice
         raise _fault(path, "UTF-8 JSON", str(error)) from error
     if not isinstance(parsed, dict):
         raise _fault(path, "a JSON object", reprlib.repr(parsed))
     return parsed
-
-
-def _unique(pairs: list[tuple[str, object]]) -> dict[str, object]:
-    # The format forbids equal keys, and json alone would keep the last of them without an error.
-    if len(result := dict(pairs)) != len(pairs):
-        raise ValueError(f"a key given twice, {Counter(key for key, _ in pairs).most_common(1)}")
-    return result
 
 
 @cache
@@ -310,13 +306,13 @@ def _dtypes() -> dict[str, torch.dtype]:
     """Dtypes by the format's codes."""
     import torch
 
-    # Without the sub-byte F4 and F6: their elements are not whole numbers of bytes.
+    # Without the sub-byte F6, of which torch has no dtype; of F4 it has one for two elements.
     return {
         "BOOL": torch.bool, "U8": torch.uint8, "I8": torch.int8, "I16": torch.int16, "U16": torch.uint16,
         "I32": torch.int32, "U32": torch.uint32, "I64": torch.int64, "U64": torch.uint64, "F16": torch.float16,
         "BF16": torch.bfloat16, "F32": torch.float32, "F64": torch.float64, "C64": torch.complex64,
         "F8_E4M3": torch.float8_e4m3fn, "F8_E4M3FNUZ": torch.float8_e4m3fnuz, "F8_E5M2": torch.float8_e5m2,
-        "F8_E5M2FNUZ": torch.float8_e5m2fnuz, "F8_E8M0": torch.float8_e8m0fnu,
+        "F8_E5M2FNUZ": torch.float8_e5m2fnuz, "F8_E8M0": torch.float8_e8m0fnu, "F4": torch.float4_e2m1fn_x2,
     }  # fmt: skip
 
 
@@ -326,10 +322,12 @@ def _tensor(path: Path, name: str, entry: object, data_start: int) -> FileTensor
         code, shape, offsets = entry.get("dtype"), entry.get("shape"), entry.get("data_offsets")
         if isinstance(code, str) and _are_counts(shape) and _are_counts(offsets) and len(offsets) == 2:
             begin, end = offsets
-            if code not in dtypes:
+            is_packed = code == "F4" and shape and shape[-1] % 2 == 0  # the file counts elements, a byte holds two
+            if code not in dtypes or (code == "F4" and not is_packed):
                 kind = "sub-byte" if code.startswith(("F4", "F6")) else "unknown"
                 expected = f"{name!r} of a supported dtype ({', '.join(dtypes)})"
                 raise _fault(path, expected, f"the {kind} {code!r}", "Save it as one of these; packed bytes as U8.")
+            shape = [*shape[:-1], shape[-1] // 2] if is_packed else shape
             num_bytes = math.prod(shape) * dtypes[code].itemsize
             if not num_bytes and math.prod(size or 1 for size in shape) >= 1 << 63:
                 raise _fault(path, f"{name!r} of a shape that torch can have", str(shape), _REWRITE)

@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 from rich.console import Console
 
-from headrace.checkpoint.model_folder import model_folder
+from headrace.checkpoint.model_folder import model_folder, open_tokenizer
 from headrace.cli.arguments import (
     DTYPE_HELP,
     SpeculationFlags,
@@ -32,7 +32,7 @@ from headrace.cli.arguments import (
 )
 from headrace.cli.terminal import byte_bar, stderr
 from headrace.config import AUTO_CONTEXT, RANK_MODES, SHARDED_MODES, count
-from headrace.errors import CheckpointError, OptionError
+from headrace.errors import OptionError
 from headrace.flags import OffloadFlags, row
 from headrace.formatting import format_rate, format_size, format_time
 from headrace.json_files import encode, write_file
@@ -49,7 +49,7 @@ if TYPE_CHECKING:
     from headrace.planning import PlanResult
     from headrace.stats import Stats
 
-__all__ = ["chat", "generate", "open_tokenizer"]
+__all__ = ["chat", "generate"]
 
 _GREETING = "Hello"  # stands for the first message of a chat until there is one
 
@@ -346,25 +346,6 @@ def _read_prompt(
         )
     messages = _messages(text, system) if chat or system is not None else None
     return tokenizer, _tokenize(tokenizer, opened.folder, text, messages)
-
-
-def open_tokenizer(folder: Path) -> Any:
-    """The tokenizer of a model's folder.
-
-    Raises:
-        CheckpointError: there is none that transformers can read.
-    """
-    from transformers import AutoTokenizer
-
-    try:
-        tokenizer: Any = AutoTokenizer.from_pretrained(folder)
-        if len(tokenizer) <= len(tokenizer.all_special_ids):  # transformers makes one if its files are missing
-            raise ValueError("no token of text")
-    except (OSError, ValueError) as error:
-        raise CheckpointError(
-            f"{folder}: expected a tokenizer that transformers can read (tokenizer.json), found none: {error}"
-        ) from error
-    return tokenizer
 
 
 def _messages(text: str, system: str | None) -> list[dict[str, str]]:

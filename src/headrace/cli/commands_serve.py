@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from headrace.checkpoint.model_folder import is_quantised, model_folder
+from headrace.checkpoint.model_folder import is_quantised, model_folder, open_tokenizer
 from headrace.cli.arguments import (
     DTYPE_HELP,
     VERB_FLAGS,
@@ -23,7 +23,6 @@ from headrace.cli.arguments import (
     target_device,
     with_flags,
 )
-from headrace.cli.commands_generate import open_tokenizer
 from headrace.cli.terminal import byte_bar, stderr
 from headrace.cli.vllm_launcher import KEY_VARIABLE, serve_in_vllm
 from headrace.config import AUTO_CONTEXT, Workload, count, one_of

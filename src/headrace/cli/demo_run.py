@@ -242,13 +242,13 @@ def run(folder: str | Path, budget_bytes: int | None, trace: str | Path, new_tok
     """
     from transformers import AutoModelForCausalLM, AutoTokenizer
 
-    tokenizer: Any = AutoTokenizer.from_pretrained(folder)
+    tokenizer: Any = AutoTokenizer.from_pretrained(folder, trust_remote_code=False)
     # First a run of a tiny model: memory of libraries, thread pools and kernels must not count as weights.
     _generate(ModelSize(64, 128, 2, 4, 2).build().eval(), tokenizer, 2)
     meter, handle = PeakMeter(), None
     model: Any
     if budget_bytes is None:  # the reference for the bits, without any code of headrace
-        model = AutoModelForCausalLM.from_pretrained(folder, dtype="auto")
+        model = AutoModelForCausalLM.from_pretrained(folder, dtype="auto", trust_remote_code=False)
     else:
         model, handle = load(folder, budget_bytes, device="cpu")
     begin = time.perf_counter()

@@ -12,17 +12,18 @@ folder is run.
 from __future__ import annotations
 
 import difflib
-import json
 import os
-from collections.abc import Iterator
+import threading
+from collections.abc import Iterator, Mapping
 from dataclasses import replace
-from itertools import chain
+from itertools import chain, count
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
 import transformers
 from torch import nn
+from torch.nn.modules.module import register_module_module_registration_hook
 from torch.utils._python_dispatch import TorchDispatchMode
 from transformers import AutoConfig, AutoModel, AutoModelForCausalLM, PretrainedConfig, PreTrainedModel
 from transformers.initialization import meta_device_safe_creation_ops
@@ -35,12 +36,13 @@ from headrace.adapters.transformers.quantised import INITIALISED, move_wrappers,
 from headrace.adapters.transformers.speculating import Speculating, heads_cost
 from headrace.api import Handle, start
 from headrace.checkpoint.model_folder import model_folder
-from headrace.checkpoint.safetensors_header import Checkpoint, opened
+from headrace.checkpoint.safetensors_header import Checkpoint, FileTensor, opened
 from headrace.checkpoint.weight_map import WeightMap
 from headrace.config import SHARDED_MODES, Policy, instead_of
 from headrace.errors import CheckpointError, OptionError, OptionTypeError, warn_user
 from headrace.formatting import format_size, listed
 from headrace.graphs.decoding import decode_in_graphs
+from headrace.json_files import parse, read_file
 from headrace.memory.system import gc_paused
 from headrace.model.live_tensors import BoundStorage, storage_id
 from headrace.plan.plan import Plan
@@ -59,10 +61,10 @@ if TYPE_CHECKING:
 
 __all__ = ["build_meta_model", "differences", "load", "load_matched", "read_json"]
 
-_MANY_LAYERS = 1000
 _SETTERS = (torch.ops.aten.zero_, torch.ops.aten.fill_, torch.ops.aten.copy_)
-# Ends of the names for a number of layers in configurations: num_hidden_layers, n_layer, depth, ...
-_DEPTHS = ("layers", "layer", "depth", "blocks")
+_MANY_LAYERS, _MANY_MODULES, _MANY_LABELS, _LARGE = 1000, 20_000, 1_000_000, 10_000_000
+# Ends of the names for a number of layers in configurations: num_hidden_layers, n_layer, depths, ...
+_DEPTHS = ("layers", "layer", "depth", "depths", "blocks", "dense_replace")
 
 
 @instead_of(torch_dtype='dtype, e.g. dtype="bfloat16"')
@@ -219,7 +221,7 @@ def build_meta_model(
             f"file (transformers_weights = {str(raw['transformers_weights'])[:99]!r}): load the model with "
             f'from_pretrained(), and give it to headrace.offload(model, "8GiB")'
         )
-    _refuse_many_layers(folder, raw)
+    _refuse_values(folder, raw)
     if model_class is None or hasattr(model_class, "from_config"):
         _refuse_unknown(folder, raw)
     maker = model_class or _named_class(folder, raw) or _unnamed_class(folder, raw)
@@ -243,32 +245,58 @@ def read_json(file: Path) -> dict[str, Any]:
         CheckpointError: there is none.
     """
     try:
-        raw = json.loads(file.read_text(encoding="utf-8"))
-    except (OSError, ValueError, RecursionError) as error:  # ValueError: not UTF-8, or not JSON
+        raw = parse(read_file(file, 1 << 26))
+    except (OSError, ValueError) as error:  # ValueError: not UTF-8, or not JSON
         raise CheckpointError(f"{file}: expected a JSON object, found: {error}; download or copy it again") from error
     if not isinstance(raw, dict):
         raise CheckpointError(f"{file}: expected a JSON object, found {type(raw).__name__}; download it again")
     return raw
 
 
-def _refuse_many_layers(folder: Path, raw: dict[str, Any]) -> None:
-    """Refuse more layers than there are tensors, in the model and in each part of it."""
-    for part in (raw, *(value for value in raw.values() if isinstance(value, dict))):
-        for key, count in part.items():
-            if not key.endswith(_DEPTHS) or not isinstance(count, int) or count <= _MANY_LAYERS:
-                continue
-            # transformers would build them all, which takes minutes for 100,000 layers.
-            held = len(Checkpoint.open(folder).tensors) if any(folder.glob("*.safetensors")) else 0
-            if count > held:
-                raise CheckpointError(
-                    f"{folder}/config.json: expected no more layers than its safetensors files have tensors ({held}), "
-                    f"or {_MANY_LAYERS}, found {key} = {str(count)[:20]}; correct config.json, or download it again"
-                )
+def _refuse_values(folder: Path, raw: dict[str, Any]) -> None:
+    """Refuse code on the Hub, and counts of what transformers would make for minutes, in any part of ``raw``."""
+    left: list[tuple[str, Any, bool]] = [("", raw, False)]
+    while left:  # no recursion, which a file that is nested deeply would end
+        name, value, in_list = left.pop()
+        most = _LARGE if in_list else value
+        most = _MANY_LAYERS if name.endswith(_DEPTHS) else _MANY_LABELS if name.endswith("labels") else most
+        if isinstance(value, dict):  # of an implementation: by part of the model
+            left += [(name if name.endswith("_implementation") else key, each, False) for key, each in value.items()]
+        elif isinstance(value, list):
+            left += [(name, each, True) for each in value]
+        elif isinstance(value, str) and "/" in value and name.endswith("_implementation"):
+            raise CheckpointError(
+                f"{folder}/config.json: expected no kernel on the Hub, found {name} = {value[:99]!r}; remove the entry"
+            )
+        elif isinstance(value, int) and value > most and value > (held := len(_tensors(folder))):
+            raise CheckpointError(
+                f"{folder}/config.json: expected no larger number than its safetensors files have tensors ({held}), "
+                f"or {most}, found {name} = {str(value)[:20]}; correct config.json, or download it again"
+            )
+
+
+def _tensors(folder: Path) -> Mapping[str, FileTensor]:
+    return Checkpoint.open(folder).tensors if any(folder.glob("*.safetensors")) else {}
+
+
+def _limit_modules(folder: Path) -> Any:
+    """The hook that refuses a model of many more modules than its files have tensors, while it is built."""
+    numbers, thread = count(1), threading.get_ident()
+
+    def check(*_: Any) -> None:  # of all threads
+        built = next(numbers) if threading.get_ident() == thread else 0
+        if built > _MANY_MODULES and built % 1000 == 0 and built > (most := 10 * len(_tensors(folder))):
+            raise CheckpointError(
+                f"{folder}/config.json: expected ten modules for each tensor in its safetensors files ({most}), or "
+                f"{_MANY_MODULES}, found more (experts, codebooks, ...); correct config.json, or download it again"
+            )
+
+    return register_module_module_registration_hook(check)
 
 
 def _refuse_unknown(folder: Path, raw: dict[str, Any]) -> None:
     kind = raw.get("model_type")
-    if kind in CONFIG_MAPPING:
+    if isinstance(kind, str) and kind in CONFIG_MAPPING:
         return
     if kind is None and raw.get("_class_name"):
         raise CheckpointError(
@@ -304,9 +332,8 @@ def _named_class(folder: Path, raw: dict[str, Any]) -> type[PreTrainedModel] | N
 
 def _unnamed_class(folder: Path, raw: dict[str, Any]) -> ModelClass:
     """The class for a config.json that names none: with a language-model head if the files hold one."""
-    if str(raw.get("model_type")) not in MODEL_FOR_CAUSAL_LM_MAPPING_NAMES or not any(folder.glob("*.safetensors")):
-        return AutoModel
-    return AutoModelForCausalLM if "lm_head.weight" in Checkpoint.open(folder).tensors else AutoModel
+    is_causal = str(raw.get("model_type")) in MODEL_FOR_CAUSAL_LM_MAPPING_NAMES and "lm_head.weight" in _tensors(folder)
+    return AutoModelForCausalLM if is_causal else AutoModel
 
 
 def _make_config(folder: Path, raw: dict[str, Any], maker: Any) -> PretrainedConfig:
@@ -316,12 +343,19 @@ def _make_config(folder: Path, raw: dict[str, Any], maker: Any) -> PretrainedCon
         raise OptionTypeError(f"model_class: expected a transformers model class, found {maker!r}")
     reader = AutoConfig if is_auto or maker.config_class is None else maker.config_class
     try:
-        config: PretrainedConfig = reader.from_pretrained(folder, local_files_only=True)
+        return _without_code_of_parts(reader.from_pretrained(folder, local_files_only=True, trust_remote_code=False))
     except Exception as error:  # configuration classes raise errors of any type for values that they do not expect
         raise CheckpointError(
             f"{folder}/config.json: transformers {transformers.__version__} makes no {raw.get('model_type')} "
             f"configuration of it: {error}"
         ) from error
+
+
+def _without_code_of_parts(config: PretrainedConfig) -> PretrainedConfig:
+    # Classes build their parts by Auto classes without trust_remote_code, which ask on stdin whether to run such code.
+    for part in vars(config).values():
+        if isinstance(part, PretrainedConfig):
+            vars(_without_code_of_parts(part)).pop("auto_map", None)
     return config
 
 
@@ -351,34 +385,33 @@ def _choose_dtype(folder: Path, config: PretrainedConfig, asked: torch.dtype | s
     stated: torch.dtype | str | None = config.dtype
     if stated is not None:
         return getattr(torch, stated) if isinstance(stated, str) else stated
-    stored: list[torch.dtype] = []
-    if any(folder.glob("*.safetensors")):
-        checkpoint = Checkpoint.open(folder)
-        first_file = [tensor for tensor in checkpoint.tensors.values() if tensor.path == checkpoint.files[0]]
-        stored = [tensor.dtype for tensor in sorted(first_file, key=lambda tensor: tensor.name)]
+    tensors = sorted(_tensors(folder).values(), key=lambda tensor: (tensor.path, tensor.name))
+    stored = [tensor.dtype for tensor in tensors if tensor.path == tensors[0].path]
     return next((t for t in stored if t.is_floating_point and t.itemsize > 1), torch.get_default_dtype())
 
 
 def _build(
     folder: Path, maker: Any, config: PretrainedConfig, dtype: torch.dtype, attention: str | None
 ) -> PreTrainedModel:
-    make = getattr(maker, "from_config", None) or maker._from_config
-    options = {} if attention is None else {"attn_implementation": attention}
+    options: dict[str, Any] = {"dtype": dtype} | ({} if attention is None else {"attn_implementation": attention})
     try:
-        with torch.device("meta"), meta_device_safe_creation_ops():
-            model: PreTrainedModel = make(config, dtype=dtype, **options)
+        with torch.device("meta"), meta_device_safe_creation_ops(), _limit_modules(folder):
+            if hasattr(maker, "from_config"):
+                model: PreTrainedModel = maker.from_config(config, trust_remote_code=False, **options)
+            else:
+                model = maker._from_config(config, **options)
         if any(tensor.device.type != "meta" for tensor in (*model.parameters(), *model.buffers())):
             # Some classes create a tensor in a way that ignores the default device (`torch.Tensor(size)`).
             nn.Module.to(model, torch.device("meta"))
             model.tie_weights(recompute_mapping=False)
     except Exception as error:  # model classes raise errors of any type for configurations that they do not expect
-        if attention is not None:
+        if attention is not None and not isinstance(error, CheckpointError):
             raise OptionError(
                 f"attn_implementation {attention!r}: {maker.__name__} cannot be built with it here: "
                 f"{str(error).rstrip('.')}; leave it out, or name another"
             ) from error
-        if isinstance(error, ImportError):
-            raise  # a package the architecture needs; its message says which
+        if isinstance(error, ImportError | CheckpointError):
+            raise  # a limit, or a package the architecture needs; its message says which
         raise CheckpointError(
             f"{folder}: {maker.__name__} cannot be built from its config.json: {error}; correct the file, or pass "
             f"another model_class"

@@ -16,14 +16,14 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 import transformers
-from transformers import AutoModelForCausalLM, AutoTokenizer, StaticCache
+from transformers import AutoModelForCausalLM, StaticCache
 from transformers.cache_utils import StaticLayer
 from transformers.generation.candidate_generator import CandidateGenerator, MTPCandidateGenerator
 from transformers.generation.configuration_utils import GenerationMode
 from transformers.initialization import meta_device_safe_creation_ops
 from transformers.modeling_layers import MtpModel
 
-from headrace.checkpoint.model_folder import draft_folder
+from headrace.checkpoint.model_folder import draft_folder, open_tokenizer
 from headrace.errors import CheckpointError, OptionError, warn_user
 from headrace.graphs import decoding
 from headrace.memory.system import round_up
@@ -122,7 +122,7 @@ class Speculating:
         return self._counts
 
     def _with_draft(self, folder: Path, device: torch.device) -> dict[str, Any]:
-        draft: Any = AutoModelForCausalLM.from_pretrained(folder, dtype="auto")
+        draft: Any = AutoModelForCausalLM.from_pretrained(folder, dtype="auto", trust_remote_code=False)
         draft.to(device).eval()
         config = draft.generation_config
         config.num_assistant_tokens, config.num_assistant_tokens_schedule = self._guesses, "constant"
@@ -317,9 +317,9 @@ def _meta_heads(model: Any, names: Collection[str] = ()) -> Any:
     return heads
 
 
-def _tokenizer(folder: Any) -> Any:
+def _tokenizer(folder: str | Path) -> Any:
     """``None``: the folder has none."""
     try:
-        return AutoTokenizer.from_pretrained(folder)
-    except (OSError, ValueError):
+        return open_tokenizer(Path(folder))
+    except CheckpointError:
         return None
