@@ -19,7 +19,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer, TextStreamer
 from typer.testing import CliRunner
 
 from checks import raising
-from commands import error_of, run, succeed, tiny_model
+from commands import error_of, run, succeed, tiny_model, write_llama_tokenizer
 from headrace.cli import app, commands_generate
 from headrace.formatting import format_rate, format_time
 from headrace.plan.plan import Plan
@@ -269,6 +269,27 @@ def test_the_expectation_is_that_of_the_plan(model: Path) -> None:
         assert len(told) == 1
         assert told[0].startswith(f"expected: {expected}{planned['bound']}, by the rates of ")
     assert "expected: " not in generate(model, "--quiet").stderr
+
+
+def test_a_tokenizer_that_strips_the_first_space(model: Path, tmp_path: Path) -> None:
+    """The text goes on behind the prompt, also after a new line; the answer of a chat begins a text."""
+    folder = Path(shutil.copytree(model, tmp_path / "llama"))
+    write_llama_tokenizer(folder)
+    (folder / "chat_template.jinja").write_text(TEMPLATE % "")
+    tokenizer: Any = AutoTokenizer.from_pretrained(folder)
+    resident: Any = aligned(AutoModelForCausalLM.from_pretrained(folder).eval())
+    spaces = 0
+    for prompt in ("The sea is", "x", "one two", "Be here!", "lie"):
+        ids = tokenizer(prompt, return_tensors="pt").input_ids
+        tokens = resident.generate(ids, max_new_tokens=4, do_sample=False)[0].tolist()
+        decoded = [tokenizer.decode(each, skip_special_tokens=True) for each in (tokens, ids[0])]
+        wanted = decoded[0][len(decoded[1]) :]
+        assert generate(folder, "--no-chat", "--max-new-tokens", 4, prompt=prompt).stdout == wanted + "\n"
+        assert generate(folder, "--chat", "--max-new-tokens", 4, prompt=prompt).stdout == chat_text(
+            folder, ("user", prompt), max_new_tokens=4
+        )
+        spaces += wanted.startswith(" ")
+    assert spaces > 1
 
 
 # -- dtype and attention -----------------------------------------------------------------------------------------------

@@ -14,7 +14,7 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
-from commands import TINY
+from commands import TINY, write_llama_tokenizer
 from headrace.cli.demo_run import ensure_model
 from headrace.config import Prefetch
 from models import aligned
@@ -145,6 +145,25 @@ class TestEqualsGenerate:
         choices = [chunk["choices"][0] for chunk in chunks if chunk["choices"]]
         texts = [choice["delta"].get("content") if chat else choice["text"] for choice in choices]
         assert "".join(filter(None, texts)) == text_of(served, expected["chat Water" if chat else "Water"])
+
+
+def test_a_tokenizer_that_strips_the_first_space(tmp_path: Path) -> None:
+    """A completion goes on behind the prompt, whole and streamed: it lost a space at the seam."""
+    ensure_model(tmp_path / "llama", TINY)
+    write_llama_tokenizer(tmp_path / "llama")
+    model: Any = aligned(AutoModelForCausalLM.from_pretrained(tmp_path / "llama").eval())
+    with serving(tmp_path / "llama", "2MiB") as served:
+        decode, spaces, before = served.tokenizer.decode, 0, served.handle.stats().bytes_moved
+        for prompt in ("Water", "The sea is", "a b c", "x", "He, she", "one two", "Be here!", "lie"):
+            ids = served.tokenizer(prompt, return_tensors="pt").input_ids
+            answer = model.generate(ids, max_new_tokens=3, do_sample=False)[0].tolist()
+            wanted = decode(answer, skip_special_tokens=True)[len(decode(ids[0], skip_special_tokens=True)) :]
+            assert served.complete(prompt, max_tokens=3)["choices"][0]["text"] == wanted
+            chunks = served.client().completions.create(model=NAME, prompt=prompt, max_tokens=3, stream=True)
+            assert "".join(chunk.choices[0].text for chunk in chunks if chunk.choices) == wanted
+            spaces += wanted.startswith(" ")
+        assert spaces > 1
+        assert served.handle.stats().bytes_moved > before
 
 
 class TestSampling:

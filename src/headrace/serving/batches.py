@@ -12,14 +12,14 @@ import copy
 import json
 import math
 import secrets
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import fields
+from functools import partial
 from types import SimpleNamespace
 from typing import Any
 
 import torch
-from tokenizers.decoders import DecodeStream
 from transformers import ContinuousBatchingConfig, GenerationConfig, TopKLogitsWarper
 from transformers.cli.serving import utils
 from transformers.generation.continuous_batching import cb_logits_processors
@@ -28,8 +28,9 @@ from transformers.generation.continuous_batching.scheduler import SCHEDULER_MAPP
 from transformers.utils.chat_parsing import ResponseParser
 
 from headrace.errors import OptionError
+from headrace.formatting import TokenText
 from headrace.serving.admission import Admission, Pool
-from headrace.serving.request_body import GenerationRequest, RequestError
+from headrace.serving.request_body import Completion, GenerationRequest, RequestError
 
 __all__ = ["BLOCK_TOKENS", "Batches", "batch_settings", "pool_blocks", "settings_of"]
 
@@ -64,7 +65,8 @@ def settings_of(request: GenerationRequest, default: GenerationConfig) -> Simple
     }
     if samples and request.seed is not None:
         processing["seed"] = request.seed
-    return SimpleNamespace(max_new_tokens=request.max_tokens, stops=request.stop or [], processing=processing)
+    stops, continues = request.stop or [], isinstance(request, Completion)
+    return SimpleNamespace(max_new_tokens=request.max_tokens, stops=stops, continues=continues, processing=processing)
 
 
 def batch_settings(model: Any, default: GenerationConfig) -> GenerationConfig:
@@ -183,8 +185,8 @@ class _Job(utils.CBStreamer):
         self.admitted = asyncio.Event()
         self.ended = asyncio.Future[None]()
         # Special tokens are left to the parser of transformers, if there is one.
-        self._skips = processor.response_template is None
-        self._decode_stream = DecodeStream([], skip_special_tokens=self._skips)
+        decode = partial(tokenizer.decode, skip_special_tokens=processor.response_template is None)
+        self._new_text = TokenText(decode, self.prompt if settings.continues else ())
         # Text that may begin a stop string has to wait for the next tokens.
         self._num_held = max(map(len, settings.stops), default=1) - 1
         self._num_sent = 0
@@ -197,8 +199,10 @@ class _Job(utils.CBStreamer):
             self.ended.set_exception(RequestError(output.error, status=503))
             return
         found: list[int] = []
-        for text in self._texts(output):
-            self.text += text
+        ended: list[int | None] = [None] if output.is_finished() else []
+        for token in [*output.generated_tokens[len(self.tokens) :], *ended]:
+            self.tokens += [] if token is None else [token]
+            self.text += self._new_text.add(token)
             found = [at for stop in self.settings.stops if (at := self.text.find(stop)) >= 0]
             if found:
                 self.text = self.text[: min(found)]
@@ -217,20 +221,6 @@ class _Job(utils.CBStreamer):
             chunks += [None] if parser is None else [*_found(lambda: parser.finalize()[1]), None]
         for chunk in chunks:
             self.queue.put_nowait(chunk)
-
-    def _texts(self, output: Any) -> Iterator[str]:
-        """The texts of the tokens that are new."""
-        for token in output.generated_tokens[len(self.tokens) :]:
-            self.tokens.append(token)
-            try:
-                yield self._decode_stream.step(self._tokenizer, token) or ""
-            except Exception:  # a byte that is no UTF-8 changes the text of the bytes before it, in some tokenizers
-                self._decode_stream = DecodeStream([], skip_special_tokens=self._skips)
-                yield "\ufffd" + (self._decode_stream.step(self._tokenizer, token) or "")
-        if output.is_finished():
-            # The bytes of a character that the last token leaves incomplete.
-            text = self._tokenizer.decode(self.tokens, skip_special_tokens=self._skips)
-            yield text[len(self.text) :] if text.startswith(self.text) else ""
 
 
 def _found(read: Callable[..., Any], *texts: str) -> list[Any]:
