@@ -180,6 +180,26 @@ class TestEnds:
 
 
 class TestTools:
+    @pytest.mark.parametrize("endpoint", ENDPOINTS[1:])
+    def test_one_call_at_a_time(self, served: Served, says: Says, endpoint: str) -> None:
+        says(CALL * 2)
+        tool = TOOL if endpoint == "chat/completions" else {"type": "function", "name": "f", "parameters": {}}
+        for several in (True, False):
+            fields = {"tools": [tool], "parallel_tool_calls": several, "max_tokens": 2 * len(CALL)}
+            whole, streamed = answers(served, endpoint, **fields)
+            assert whole == streamed
+            assert len(whole["calls"]) == (2 if several else 1)
+
+    def test_tools_that_may_not_be_called(self, served: Served) -> None:
+        """The template does not show them."""
+        body = {"messages": [HI], "max_tokens": 1, "tools": [TOOL]}
+        counts = []
+        for more in ({}, {"tool_choice": "none"}):
+            status, text = served.send("/v1/chat/completions", {**body, **more})
+            assert status == 200, text
+            counts.append(json.loads(text)["usage"]["prompt_tokens"])
+        assert counts[0] == counts[1] + 1
+
     @pytest.mark.slow
     @pytest.mark.parametrize("endpoint", ENDPOINTS[1:])
     def test_calls_and_reasoning(self, served: Served, says: Says, endpoint: str) -> None:

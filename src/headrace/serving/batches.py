@@ -51,8 +51,9 @@ def settings_of(request: GenerationRequest, default: GenerationConfig) -> Simple
     """
     given = request.model_dump(include={"temperature", "top_k", "top_p"}, exclude_none=True)
     samples = given.get("temperature", bool(default.do_sample)) > 0
-    if given and not samples and "temperature" not in given:
-        name = next(iter(given))
+    idle = [name for name, value in given.items() if value not in (1, 0, -1)]  # all tokens, or only the likeliest
+    if idle and not samples and "temperature" not in given:
+        name = idle[0]
         raise RequestError(f"{name} has no effect on greedy decoding, the default here; add temperature", name)
     temperature, top_k, top_p = (given.get(name, getattr(default, name)) for name in ("temperature", "top_k", "top_p"))
     if not samples:
@@ -66,7 +67,14 @@ def settings_of(request: GenerationRequest, default: GenerationConfig) -> Simple
     if samples and request.seed is not None:
         processing["seed"] = request.seed
     stops, continues = request.stop or [], isinstance(request, Completion)
-    return SimpleNamespace(max_new_tokens=request.max_tokens, stops=stops, continues=continues, processing=processing)
+    most_calls = 1 if getattr(request, "parallel_tool_calls", None) is False else None
+    return SimpleNamespace(
+        max_new_tokens=request.max_tokens,
+        stops=stops,
+        continues=continues,
+        most_calls=most_calls,
+        processing=processing,
+    )
 
 
 def batch_settings(model: Any, default: GenerationConfig) -> GenerationConfig:
@@ -189,7 +197,7 @@ class _Job(utils.CBStreamer):
         self._new_text = TokenText(decode, self.prompt if settings.continues else ())
         # Text that may begin a stop string has to wait for the next tokens.
         self._num_held = max(map(len, settings.stops), default=1) - 1
-        self._num_sent = 0
+        self._num_sent = self._num_calls = 0
 
     def put(self, output: Any) -> None:
         """Take a further part of the answer from the manager."""
@@ -220,6 +228,10 @@ class _Job(utils.CBStreamer):
             self.ended.set_result(None)
             chunks += [None] if parser is None else [*_found(lambda: parser.finalize()[1]), None]
         for chunk in chunks:
+            if isinstance(chunk, utils.ToolCall):
+                self._num_calls += 1
+                if self._num_calls > (self.settings.most_calls or self._num_calls):
+                    continue
             self.queue.put_nowait(chunk)
 
 
@@ -232,12 +244,12 @@ def _found(read: Callable[..., Any], *texts: str) -> list[Any]:
     return []
 
 
-def _message(texts: list[str], parser: ResponseParser) -> dict[str, Any]:
+def _message(texts: list[str], most_calls: int | None, parser: ResponseParser) -> dict[str, Any]:
     """The message of an answer, read as if ``texts`` were streamed."""
     chunks = _found(lambda: parser.initial_events)
     chunks += [chunk for text in texts for chunk in _found(parser.feed, text)]
     chunks += _found(lambda: parser.finalize()[1])
-    calls = [chunk for chunk in chunks if isinstance(chunk, utils.ToolCall)]
+    calls = [chunk for chunk in chunks if isinstance(chunk, utils.ToolCall)][:most_calls]
     return {
         "thinking": "".join(chunk for chunk in chunks if isinstance(chunk, utils.ReasoningText)) or None,
         "content": "".join(chunk for chunk in chunks if type(chunk) is str),
@@ -306,7 +318,8 @@ class Batches(utils.BaseGenerateManager):
                 raise RequestError(json.loads(f'"{item.msg}"'), status=503)
             texts.append(item)
         # Handlers would parse the tokens, also those behind a stop string, and fail at an incomplete tool call.
-        processor.parse_response = lambda _, template, **options: _message(texts, ResponseParser(template, **options))
+        most = job.settings.most_calls
+        processor.parse_response = lambda _, template, **given: _message(texts, most, ResponseParser(template, **given))
         return job.text, len(job.prompt), job.tokens
 
     def cancel_request(self, request_id: str) -> None:
