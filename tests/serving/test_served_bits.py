@@ -205,6 +205,11 @@ class TestSampling:
         assert served.batches._manager is manager
 
     @pytest.mark.slow
+    def test_the_seed_that_clients_mean_as_random(self, served: Served) -> None:
+        """-1; its answer was always the same."""
+        fields: dict[str, Any] = {"max_tokens": TOKENS, "temperature": 1.5, "seed": -1}
+        assert len({served.complete("Water", **fields)["choices"][0]["text"] for _ in range(3)}) > 1
+
     def test_a_seed_depends_on_nothing_that_was_before(self, served: Served, monkeypatch: pytest.MonkeyPatch) -> None:
         """Neither on draws of cancelled requests, nor on the cache; and what comes later does not depend on it."""
         prompt = "a" * 150

@@ -64,7 +64,7 @@ def settings_of(request: GenerationRequest, default: GenerationConfig) -> Simple
         "top_k": top_k if top_k and top_k > 0 else 2**31 - 1,
         "top_p": float(top_p or 1),
     }
-    if samples and request.seed is not None:
+    if samples and request.seed not in (None, -1):  # -1: a random one
         processing["seed"] = request.seed
     stops, continues = request.stop or [], isinstance(request, Completion)
     most_calls = 1 if getattr(request, "parallel_tool_calls", None) is False else None
