@@ -243,6 +243,60 @@ def test_stdin(with_template: Callable[..., Path], words: tuple[str, ...]) -> No
     assert " is read from stdin, which is closed; start headrace without <&-" in done.stderr
 
 
+# -- generation_config.json --------------------------------------------------------------------------------------------
+
+
+def with_settings(model: Path, tmp_path: Path, **fields: Any) -> Path:
+    folder = Path(shutil.copytree(model, tmp_path / "settings"))
+    file = folder / "generation_config.json"
+    file.write_text(json.dumps({**json.loads(file.read_text()), **fields}))
+    return folder
+
+
+@pytest.mark.usefixtures("nothing_is_loaded")
+@pytest.mark.parametrize(("fields", "message"), [
+    ({"num_beams": 2}, "num_beams = 2: it is not applied here"),
+    ({"num_return_sequences": 2}, "num_return_sequences = 2: it is not applied here"),
+    ({"cache_implementation": "offloaded"}, "cache_implementation = offloaded: it is not applied here"),
+    ({"cache_implementation": "fast"}, "cache_implementation = fast: Invalid `cache_implementation`"),
+    ({"dola_layers": "low"}, "dola_layers = low: it is not applied here"),
+    ({"eos_token_id": "x"}, "eos_token_id = x: expected the number of a token"),
+    ({"eos_token_id": 2**70}, f"eos_token_id = {2**70}: "),
+    ({"pad_token_id": float("nan")}, "pad_token_id = nan: expected the number of a token"),
+    ({"bad_words_ids": [[-1]]}, "bad_words_ids = [[-1]]: "),
+    ({"bad_words_ids": "x"}, "bad_words_ids = x: "),
+    ({"bad_words_ids": [[10**9]]}, "bad_words_ids = [[1000000000]]: "),
+    ({"suppress_tokens": "x"}, "suppress_tokens = x: "),
+    ({"min_new_tokens": "x"}, "min_new_tokens = x: "),
+    ({"min_length": float("nan")}, "min_length = nan: expected a finite number"),
+    ({"repetition_penalty": float("inf")}, "repetition_penalty = inf: expected a finite number"),
+    ({"max_new_tokens": -1}, "max_new_tokens = -1: `max_new_tokens` must be greater than 0"),
+    ({"stop_strings": [5]}, "stop_strings = [5]: "),
+    ({"stop_strings": [""]}, "stop_strings = ['']: "),
+    ({"max_time": "x"}, "max_time = x: "),
+    ({"sequence_bias": {"x": 1}}, "sequence_bias = {'x': 1}: "),
+    ({"watermarking_config": {"x": 1}}, "watermarking_config = {'x': 1}: "),
+    ({"exponential_decay_length_penalty": 3}, "exponential_decay_length_penalty = 3: "),
+])  # fmt: skip
+def test_settings_that_are_refused(model: Path, tmp_path: Path, fields: dict[str, Any], message: str) -> None:
+    """Before weights are loaded, and by name."""
+    found = error_of("generate", with_settings(model, tmp_path, **fields), "--prompt", "a")
+    assert f"/generation_config.json: {message}" in found
+    assert found.endswith("; take it out of the file")
+
+
+@pytest.mark.parametrize("fields", [
+    {"return_dict_in_generate": True, "output_scores": True}, {"stop_strings": ["a", "e", "1"]}, {"min_length": 3},
+    {"repetition_penalty": 1.05, "temperature": 0, "top_k": -1, "top_p": "x"}, {"pad_token_id": -1}, {"unknown": [1]},
+])  # fmt: skip
+def test_settings_that_are_applied(model: Path, tmp_path: Path, fields: dict[str, Any]) -> None:
+    folder = with_settings(model, tmp_path, **fields)
+    shown = {"return_dict_in_generate": False, "tokenizer": AutoTokenizer.from_pretrained(folder)}
+    ids = {"input_ids": AutoTokenizer.from_pretrained(folder)("Water", return_tensors="pt").input_ids}
+    greedy: dict[str, Any] = {"do_sample": False, "temperature": None, "top_k": None, "top_p": None}
+    assert generate(folder).stdout == text_of(folder, ids, max_new_tokens=12, **shown, **greedy)
+
+
 # -- output ------------------------------------------------------------------------------------------------------------
 
 

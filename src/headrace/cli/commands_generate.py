@@ -210,7 +210,7 @@ def _run(model: str, text: str | None, chat: bool | None, options: GenerateOptio
     opened = open_model(folder, options.dtype, options.attn_implementation, device)
     module: Any = opened.module
     opened.require_causal("headrace chat" if text is None else "headrace generate")
-    tokenizer, inputs, chat = _read_prompt(opened, text or _GREETING, options.system, chat, notes)
+    tokenizer, inputs, chat = _read_prompt(opened, text or _GREETING, options.system, chat, notes, sampling)
     length = inputs["input_ids"].shape[1] + options.max_new_tokens
     if policy is None and group is None and device.type == "cuda":
         policy = opened.default_budget(1, max(length, AUTO_CONTEXT))
@@ -332,13 +332,14 @@ def _process_group(mode: str | None, device: torch.device) -> ProcessGroup | Non
 
 
 def _read_prompt(
-    opened: OpenedModel, text: str, system: str | None, chat: bool | None, notes: Console
+    opened: OpenedModel, text: str, system: str | None, chat: bool | None, notes: Console, sampling: Any
 ) -> tuple[Any, dict[str, Any], bool]:
     """Tokenizer, token ids of the prompt, and whether it is in the chat template: if ``chat`` or ``system`` say so.
 
     Without both, the prompt of an instruct model gets its template, and a line in ``notes`` tells so.
     """
     tokenizer = open_tokenizer(opened.folder)
+    opened.check_generation(tokenizer, sampling, "")
     if chat is None and system is None and _is_instruct(tokenizer, opened):
         chat = True
         notes.print(
@@ -484,6 +485,8 @@ def _stream(
         max_new_tokens=max_new_tokens,
         streamer=printer,
         pad_token_id=next(token for token in pad_ids if token is not None),
+        return_dict_in_generate=False,
+        **({} if module.generation_config.stop_strings is None else {"tokenizer": tokenizer}),
         **sampling,
     )
     return output[0, inputs["input_ids"].shape[1] :], time.perf_counter() - begin

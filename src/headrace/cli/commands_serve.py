@@ -174,7 +174,7 @@ def _run_server(model: str, flags: OffloadFlags, options: _ServeOptions) -> None
         )
     opened = open_model(folder, options.dtype, device=device)
     tokenizer = open_tokenizer(folder)
-    settings = _default_settings(opened, greedy=options.generation_config == "none")
+    settings = _default_settings(opened, tokenizer, greedy=options.generation_config == "none")
     if policy is None and device.type == "cuda":
         policy = opened.default_budget(sequences, int(flags.context or AUTO_CONTEXT))
     request = PlanRequest(opened, policy, device=device, disk=disk_options(flags))
@@ -213,30 +213,26 @@ def _run_server(model: str, flags: OffloadFlags, options: _ServeOptions) -> None
     run_app(app, bound)
 
 
-def _default_settings(opened: OpenedModel, *, greedy: bool) -> Any:
+def _default_settings(opened: OpenedModel, tokenizer: Any, *, greedy: bool) -> Any:
     """The generation config that requests start from; ``greedy``: without the sampling of the model's own.
 
     Raises:
-        OptionError: the model generates no text, or in a way that continuous batching does not support.
+        OptionError, CheckpointError: the model generates no text, or in a way that is not supported.
     """
     from transformers import GenerationConfig
 
-    from headrace.serving.batches import batch_settings, pool_blocks
+    from headrace.serving.batches import pool_blocks
 
     opened.require_causal("headrace serve")
     pool_blocks(opened.module.config.get_text_config(), 1)
-    settings = opened.generation_config
     if greedy:
-        ids = ("bos_token_id", "eos_token_id", "pad_token_id")
-        settings = GenerationConfig.from_dict({name: getattr(settings, name) for name in ids})
-    try:
-        batch_settings(opened.module, settings)
-    except OptionError as error:
-        raise OptionError(
-            f"{opened.folder}/generation_config.json: {error}; leave its sampling out with --generation-config none, "
-            f"or use --engine vllm"
-        ) from None
-    return settings
+        kept = ("bos_token_id", "eos_token_id", "pad_token_id")
+        without = dict.fromkeys(opened.generation_settings.keys() - kept)
+        opened.check_generation(tokenizer, without, "", batched=True)
+        return GenerationConfig.from_dict({name: opened.generation_settings.get(name) for name in kept})
+    fix = ", leave its sampling out with --generation-config none, or use --engine vllm"
+    opened.check_generation(tokenizer, {}, fix, batched=True)
+    return opened.generation_config
 
 
 def _longest(flags: OffloadFlags, planned: PlanResult) -> int:

@@ -32,7 +32,7 @@ from headrace.formatting import TokenText
 from headrace.serving.admission import Admission, Pool
 from headrace.serving.request_body import Completion, GenerationRequest, RequestError
 
-__all__ = ["BLOCK_TOKENS", "Batches", "batch_settings", "pool_blocks", "settings_of"]
+__all__ = ["BLOCK_TOKENS", "Batches", "pool_blocks", "settings_of"]
 
 BLOCK_TOKENS = 32
 _STEP_TOKENS = 2048
@@ -66,33 +66,53 @@ def settings_of(request: GenerationRequest, default: GenerationConfig) -> Simple
     }
     if samples and request.seed not in (None, -1):  # -1: a random one
         processing["seed"] = request.seed
-    stops, continues = request.stop or [], isinstance(request, Completion)
-    most_calls = 1 if getattr(request, "parallel_tool_calls", None) is False else None
+    applied = {"repetition_penalty": request.repetition_penalty, "min_new_tokens": request.min_tokens}
+    processing |= {name: value for name, value in applied.items() if value is not None}
+    own = default.stop_strings or []
     return SimpleNamespace(
         max_new_tokens=request.max_tokens,
-        stops=stops,
-        continues=continues,
-        most_calls=most_calls,
+        most_tokens=default.max_new_tokens or _ANSWER_TOKENS,
+        most_calls=1 if getattr(request, "parallel_tool_calls", None) is False else None,
+        stops=[*(request.stop or []), *([own] if isinstance(own, str) else own)],
+        continues=isinstance(request, Completion),
         processing=processing,
     )
 
 
-def batch_settings(model: Any, default: GenerationConfig) -> GenerationConfig:
-    """The generation config of a manager: with a temperature, top_k and top_p that every request replaces.
+class _Processors(cb_logits_processors.ContinuousBatchingLogitsProcessor):
+    """What ``generate`` applies before it samples, to each request with all its tokens.
 
-    Raises:
-        OptionError: continuous batching would not choose tokens as ``generate`` does with ``default``.
+    In a batch transformers has only the last token of each, and drops these processors.
     """
-    settings: Any = copy.deepcopy(default)
-    settings.use_cache = False  # the manager has its own
-    # A value that changes nothing would leave the processor out.
-    settings.do_sample, settings.temperature, settings.top_k, settings.top_p = True, 0.5, 50, 0.5
-    # The manager drops unsupported processors, with a warning in the log.
-    unfit = [each for each in model._get_logits_processor(settings) if not each.supports_continuous_batching]
-    if unfit:
-        names = ", ".join(type(each).__name__ for each in unfit)
-        raise OptionError(f"{names}: transformers does not apply this in a batch of several requests")
-    return settings  # type: ignore[no-any-return]
+
+    supported_kwargs: dict[str, type] = {"repetition_penalty": float, "min_new_tokens": int}  # noqa: RUF012
+    ignored_kwargs = ()
+
+    def __init__(self, model: Any, default: GenerationConfig) -> None:
+        self._model, self._settings = model, copy.deepcopy(default)
+        self._settings.do_sample = False
+        self._states: list[Any] = []
+
+    def fill_defaults(self, int32_tensor: torch.Tensor) -> None:
+        int32_tensor.zero_()  # not read
+
+    def prepare_tensor_args(self, requests_with_new_token: list[Any]) -> torch.Tensor:
+        self._states = [request.state for request in requests_with_new_token]
+        return torch.zeros(len(self._states), dtype=torch.int32)
+
+    def __call__(self, scores: torch.Tensor, tensor_arg: torch.Tensor) -> torch.Tensor:
+        for at, state in enumerate(self._states):
+            settings: Any = copy.copy(self._settings)
+            given = state.logit_processor_kwargs
+            vars(settings).update({name: given[name] for name in self.supported_kwargs if name in given})
+            settings.eos_token_id = sorted(state._eos_token_ids) or None
+            self._model._prepare_special_tokens(settings, device=scores.device)
+            num_prompt = state._true_initial_tokens or len(state.initial_tokens)
+            processors = self._model._get_logits_processor(settings, num_prompt, device=scores.device)
+            if processors:
+                ids = torch.tensor([state.initial_tokens + state.generated_tokens], device=scores.device)
+                scores[at] = processors(ids, scores[at : at + 1])[0]
+        return scores
 
 
 class _TopK(cb_logits_processors.ContinuousBatchingTopKLogitsWarper):
@@ -165,10 +185,16 @@ def _new_manager(model: Any, pool: Pool) -> Any:
         "per_request_processors": True,
         "scheduler_type": "headrace",
     }
+    # A value that changes nothing would leave the processor out.
+    settings = {"do_sample": True, "temperature": 0.5, "top_k": 50, "top_p": 0.5, "use_cache": False}
     manager = model.init_continuous_batching(
-        generation_config=batch_settings(model, model.generation_config),
+        generation_config=GenerationConfig.from_dict(settings),
         continuous_batching_config=ContinuousBatchingConfig(**{k: v for k, v in options.items() if k in known}),
     )
+    applied = manager.logit_processor
+    applied.logits_processor.insert(0, _Processors(model, model.generation_config))
+    applied.tensors_required += 1
+    applied.supported_keys.update(_Processors.supported_kwargs)
     manager.start()
     return manager
 
@@ -292,7 +318,7 @@ class Batches(utils.BaseGenerateManager):
         if largest >= vocabulary:
             raise RequestError(f"token {largest} of the prompt: the model has embeddings for {vocabulary}")
         if settings.max_new_tokens is None:
-            settings.max_new_tokens = max(1, min(_ANSWER_TOKENS, longest - num_tokens))
+            settings.max_new_tokens = max(1, min(settings.most_tokens, longest - num_tokens))
         self._require_alive()
         if self._manager is None:
             self._manager = _new_manager(self.model, self.admission.pool)

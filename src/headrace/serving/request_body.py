@@ -39,8 +39,8 @@ _NEUTRAL: dict[str, tuple[object, ...]] = {
     **dict.fromkeys(("audio", "max_tool_calls", "prediction", "previous_response_id"), ()),
     **dict.fromkeys(("reasoning_effort", "web_search_options"), ()),
     **dict.fromkeys(("allowed_token_ids", "bad_words", "functions", "include", "stop_token_ids"), ([],)),
-    **dict.fromkeys(("frequency_penalty", "min_p", "min_tokens", "presence_penalty", "top_logprobs"), (0,)),
-    **dict.fromkeys(("best_of", "length_penalty", "n", "repetition_penalty"), (1,)),
+    **dict.fromkeys(("frequency_penalty", "min_p", "presence_penalty", "top_logprobs"), (0,)),
+    **dict.fromkeys(("best_of", "length_penalty", "n"), (1,)),
     **dict.fromkeys(("background", "echo", "logprobs", "use_beam_search"), (False,)),
     **dict.fromkeys(("add_generation_prompt", "skip_special_tokens"), (True,)),
     **dict.fromkeys(("logit_bias", "reasoning"), ({},)),
@@ -162,6 +162,8 @@ class GenerationRequest(BaseModel):
     temperature: Annotated[float, Field(ge=0, le=2)] | None = None
     top_p: Annotated[float, Field(gt=0, le=1)] | None = None
     top_k: Annotated[int, Field(ge=-1, lt=2**31)] | None = None
+    repetition_penalty: Annotated[float, Field(gt=0, le=10)] | None = None
+    min_tokens: Annotated[int, Field(ge=0, lt=2**31)] | None = None
     seed: Annotated[int, Field(gt=-(2**63), lt=2**63)] | None = None
     ignore_eos: bool | None = None
     stop: Annotated[
