@@ -118,6 +118,16 @@ def test_settings_that_batches_cannot_have(changed: Callable[..., Path], fields:
         assert run("serve", folder, "--generation-config", "none", "--dry-run").exit_code == 0
 
 
+def test_a_template_that_is_none(changed: Callable[..., Path]) -> None:
+    """It was found in every request to a chat, and not at the start."""
+    folder = changed("generation_config.json")
+    (folder / "chat_template.jinja").write_text("{% for m in messages %}\n{{ m.content }")
+    message = error_of("serve", folder)
+    assert ": expected a chat template that Jinja can read, found: unexpected '}' (line 2); download it" in message
+    (folder / "chat_template.jinja").write_text("{% generation %}{{ messages }}{% endgeneration %}")
+    assert run("serve", folder, "--dry-run").exit_code == 0
+
+
 def test_a_damaged_generation_config(changed: Callable[..., Path]) -> None:
     """It was left out in silence, with the tokens that end an answer."""
     folder = changed("generation_config.json")

@@ -7,6 +7,7 @@ import logging
 import os
 import shlex
 from dataclasses import dataclass, replace
+from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
@@ -27,7 +28,7 @@ from headrace.cli.commands_generate import open_tokenizer
 from headrace.cli.terminal import byte_bar, stderr
 from headrace.cli.vllm_launcher import KEY_VARIABLE, serve_in_vllm
 from headrace.config import AUTO_CONTEXT, Workload, count, one_of
-from headrace.errors import OptionError
+from headrace.errors import CheckpointError, OptionError
 from headrace.flags import OffloadFlags, Surface, counts, row
 from headrace.formatting import format_size
 
@@ -174,6 +175,7 @@ def _run_server(model: str, flags: OffloadFlags, options: _ServeOptions) -> None
         )
     opened = open_model(folder, options.dtype, device=device)
     tokenizer = open_tokenizer(folder)
+    _check_template(folder, tokenizer.chat_template)
     settings = _default_settings(opened, tokenizer, greedy=options.generation_config == "none")
     if policy is None and device.type == "cuda":
         policy = opened.default_budget(sequences, int(flags.context or AUTO_CONTEXT))
@@ -211,6 +213,26 @@ def _run_server(model: str, flags: OffloadFlags, options: _ServeOptions) -> None
     bound.listen()  # requests wait until the server runs
     _print_address(bound.getsockname(), names[0], options.api_key is not None)
     run_app(app, bound)
+
+
+def _check_template(folder: Path, template: str | dict[str, str] | None) -> None:
+    """Refuse a chat template that is none, which would end every request to a chat.
+
+    Raises:
+        CheckpointError: Jinja cannot read it.
+    """
+    from jinja2 import TemplateError
+    from transformers.utils.chat_template_utils import _compile_jinja_template
+
+    for text in template.values() if isinstance(template, dict) else [template] * bool(template):
+        try:
+            _compile_jinja_template(text)
+        except TemplateError as error:
+            line = getattr(error, "lineno", "?")
+            raise CheckpointError(
+                f"{folder}: expected a chat template that Jinja can read, found: {error.message} (line {line}); "
+                f"download it again, or remove it to serve texts alone (/v1/completions)"
+            ) from error
 
 
 def _default_settings(opened: OpenedModel, tokenizer: Any, *, greedy: bool) -> Any:
