@@ -245,8 +245,7 @@ def _run(model: str, text: str | None, chat: bool | None, options: GenerateOptio
     def answer(inputs: dict[str, Any]) -> tuple[Any, float]:
         _check_length(inputs["input_ids"].shape[1], max_new_tokens, longest, plan)
         moved = {name: tensor.to(device) for name, tensor in inputs.items()}
-        printer = _Printer(tokenizer, continues=not chat)
-        return _stream(module, tokenizer, moved, max_new_tokens, sampling, options.seed or 0, printer)
+        return _stream(module, tokenizer, moved, options, _Printer(tokenizer, continues=not chat))
 
     answers = _converse(tokenizer, folder, options.system, answer, notes) if text is None else [answer(inputs)]
     tokens, seconds = sum(len(answer) for answer, _ in answers), sum(taken for _, taken in answers)
@@ -463,18 +462,12 @@ class _Printer:
 
 
 def _stream(
-    module: Any,
-    tokenizer: Any,
-    inputs: dict[str, Any],
-    max_new_tokens: int,
-    sampling: dict[str, Any],
-    seed: int,
-    printer: _Printer,
+    module: Any, tokenizer: Any, inputs: dict[str, Any], options: GenerateOptions, printer: _Printer
 ) -> tuple[Any, float]:
     """Print the text while it is generated; returns the ids of the new tokens and the seconds, prompt included."""
     import torch
 
-    torch.manual_seed(seed)
+    torch.manual_seed(options.seed or 0)
     # One sequence is never padded, but transformers warns without an id; and without a mask of the tokenizer it masks
     # the tokens of the prompt that equal the id.
     eos = module.generation_config.eos_token_id
@@ -482,12 +475,12 @@ def _stream(
     begin = time.perf_counter()
     output = module.generate(
         **inputs,
-        max_new_tokens=max_new_tokens,
+        max_new_tokens=options.max_new_tokens,
         streamer=printer,
         pad_token_id=next(token for token in pad_ids if token is not None),
         return_dict_in_generate=False,
         **({} if module.generation_config.stop_strings is None else {"tokenizer": tokenizer}),
-        **sampling,
+        **options.sampling(),
     )
     return output[0, inputs["input_ids"].shape[1] :], time.perf_counter() - begin
 

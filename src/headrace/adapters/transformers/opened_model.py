@@ -36,15 +36,14 @@ from headrace.runtime.prepare import compute_device
 
 __all__ = ["OpenedModel", "open_model"]
 
-# Settings of generation_config.json that change no token of one text, that batches have, too, and that only
+# Settings of generation_config.json that change no token of one text, or that batches have, too; and that only
 # ``generate`` has.
-_IDLE = """bos_token_id decoder_start_token_id pad_token_id max_length max_new_tokens use_cache cache_implementation
+_BATCHED = """bos_token_id decoder_start_token_id pad_token_id max_length max_new_tokens use_cache cache_implementation
 cache_config max_cache_len prefill_chunk_size disable_compile low_memory early_stopping length_penalty diversity_penalty
 return_dict_in_generate output_attentions output_hidden_states output_scores output_logits num_assistant_tokens
 num_assistant_tokens_schedule assistant_confidence_threshold assistant_lookbehind target_lookbehind
-max_matching_ngram_size transformers_version"""
-_BATCHED = """eos_token_id do_sample temperature top_k top_p repetition_penalty no_repeat_ngram_size bad_words_ids
-min_length min_new_tokens suppress_tokens begin_suppress_tokens stop_strings"""
+max_matching_ngram_size eos_token_id do_sample temperature top_k top_p repetition_penalty no_repeat_ngram_size
+bad_words_ids min_length min_new_tokens suppress_tokens begin_suppress_tokens stop_strings transformers_version"""
 _ALONE = """max_time min_p top_h typical_p epsilon_cutoff eta_cutoff encoder_repetition_penalty renormalize_logits
 encoder_no_repeat_ngram_size exponential_decay_length_penalty forced_bos_token_id forced_eos_token_id sequence_bias
 remove_invalid_values watermarking_config"""
@@ -114,7 +113,7 @@ class OpenedModel:
             CheckpointError: a setting that differs from the default is not applied here, or has an invalid value.
         """
         defaults = GenerationConfig._get_default_generation_params()
-        applied = f"{_IDLE} {_BATCHED} {'' if batched else _ALONE}".split()
+        applied = (_BATCHED if batched else f"{_BATCHED} {_ALONE}").split()
         for name, value in {**self.generation_settings, **given}.items():
             if value is None or value == defaults.get(name) or name.startswith("_") or name not in vars(_NO_SETTINGS):
                 continue
