@@ -1,13 +1,14 @@
-"""Sizes, times and rates as text; :func:`headrace.config.parse_size` reads sizes."""
+"""Sizes, times, rates and tokens as text; :func:`headrace.config.parse_size` reads sizes."""
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable, Sequence
 
-__all__ = ["format_rate", "format_size", "format_time", "in_unit", "listed", "pluralize", "size_unit"]
+__all__ = ["TokenText", "format_rate", "format_size", "format_time", "in_unit", "listed", "pluralize", "size_unit"]
 
 _MOST_NAMES = 3
 _MOST_CHARACTERS = 300  # of a name, which may come from a file
+_CONTEXT_TOKENS = 8  # more than one character takes
 
 # For figures in tables and messages: bytes of the unit, and digits after the point.
 _UNITS = {"GiB": (2**30, 3), "MiB": (2**20, 2), "KiB": (2**10, 1), "B": (1, 0)}
@@ -57,3 +58,30 @@ def format_rate(per_second: float) -> str:
     if per_second >= 10:
         return f"{per_second:,.1f}"
     return f"{per_second:.2f}" if per_second >= 1 else f"{per_second:#.2g}"
+
+
+class TokenText:
+    """Text of tokens that come one by one.
+
+    Args:
+        decode: gives the text of token ids. Those of Llama 2 and others take a space off the first.
+        prompt: ids before the first token, whose space is then kept; none: a text begins with it.
+    """
+
+    def __init__(self, decode: Callable[[list[int]], str], prompt: Sequence[int] = ()) -> None:
+        self._decode, self._ids = decode, list(prompt[-_CONTEXT_TOKENS:])
+        self._num_read = len(self._ids)
+
+    def add(self, token: int | None) -> str:
+        """Text that is complete with ``token``, or with ``None``, the end, that of an incomplete character."""
+        before = self._decode(self._ids[: self._num_read])
+        self._ids += [] if token is None else [token]
+        text = self._decode(self._ids)
+        if token is not None and text.endswith("\ufffd"):
+            return ""
+        alone = self._decode(self._ids[self._num_read :])
+        if alone:  # else the next token would be the first
+            self._ids = self._ids[self._num_read :]
+        self._num_read = len(self._ids)
+        # A byte that is no UTF-8 changes the text of the bytes before it, in some tokenizers.
+        return text[len(before) :] if text.startswith(before) else alone

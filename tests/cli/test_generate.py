@@ -19,7 +19,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer, TextStreamer
 from typer.testing import CliRunner
 
 from checks import raising
-from commands import error_of, run, succeed, tiny_model
+from commands import error_of, run, succeed, tiny_model, write_llama_tokenizer
 from headrace.cli import app, commands_generate
 from headrace.formatting import format_rate, format_time
 from headrace.plan.plan import Plan
@@ -243,6 +243,60 @@ def test_stdin(with_template: Callable[..., Path], words: tuple[str, ...]) -> No
     assert " is read from stdin, which is closed; start headrace without <&-" in done.stderr
 
 
+# -- generation_config.json --------------------------------------------------------------------------------------------
+
+
+def with_settings(model: Path, tmp_path: Path, **fields: Any) -> Path:
+    folder = Path(shutil.copytree(model, tmp_path / "settings"))
+    file = folder / "generation_config.json"
+    file.write_text(json.dumps({**json.loads(file.read_text()), **fields}))
+    return folder
+
+
+@pytest.mark.usefixtures("nothing_is_loaded")
+@pytest.mark.parametrize(("fields", "message"), [
+    ({"num_beams": 2}, "num_beams = 2: it is not applied here"),
+    ({"num_return_sequences": 2}, "num_return_sequences = 2: it is not applied here"),
+    ({"cache_implementation": "offloaded"}, "cache_implementation = offloaded: it is not applied here"),
+    ({"cache_implementation": "fast"}, "cache_implementation = fast: Invalid `cache_implementation`"),
+    ({"dola_layers": "low"}, "dola_layers = low: it is not applied here"),
+    ({"eos_token_id": "x"}, "eos_token_id = x: expected the number of a token"),
+    ({"eos_token_id": 2**70}, f"eos_token_id = {2**70}: "),
+    ({"pad_token_id": float("nan")}, "pad_token_id = nan: expected the number of a token"),
+    ({"bad_words_ids": [[-1]]}, "bad_words_ids = [[-1]]: "),
+    ({"bad_words_ids": "x"}, "bad_words_ids = x: "),
+    ({"bad_words_ids": [[10**9]]}, "bad_words_ids = [[1000000000]]: "),
+    ({"suppress_tokens": "x"}, "suppress_tokens = x: "),
+    ({"min_new_tokens": "x"}, "min_new_tokens = x: "),
+    ({"min_length": float("nan")}, "min_length = nan: expected a finite number"),
+    ({"repetition_penalty": float("inf")}, "repetition_penalty = inf: expected a finite number"),
+    ({"max_new_tokens": -1}, "max_new_tokens = -1: `max_new_tokens` must be greater than 0"),
+    ({"stop_strings": [5]}, "stop_strings = [5]: "),
+    ({"stop_strings": [""]}, "stop_strings = ['']: "),
+    ({"max_time": "x"}, "max_time = x: "),
+    ({"sequence_bias": {"x": 1}}, "sequence_bias = {'x': 1}: "),
+    ({"watermarking_config": {"x": 1}}, "watermarking_config = {'x': 1}: "),
+    ({"exponential_decay_length_penalty": 3}, "exponential_decay_length_penalty = 3: "),
+])  # fmt: skip
+def test_settings_that_are_refused(model: Path, tmp_path: Path, fields: dict[str, Any], message: str) -> None:
+    """Before weights are loaded, and by name."""
+    found = error_of("generate", with_settings(model, tmp_path, **fields), "--prompt", "a")
+    assert f"/generation_config.json: {message}" in found
+    assert found.endswith("; take it out of the file")
+
+
+@pytest.mark.parametrize("fields", [
+    {"return_dict_in_generate": True, "output_scores": True}, {"stop_strings": ["a", "e", "1"]}, {"min_length": 3},
+    {"repetition_penalty": 1.05, "temperature": 0, "top_k": -1, "top_p": "x"}, {"pad_token_id": -1}, {"unknown": [1]},
+])  # fmt: skip
+def test_settings_that_are_applied(model: Path, tmp_path: Path, fields: dict[str, Any]) -> None:
+    folder = with_settings(model, tmp_path, **fields)
+    shown = {"return_dict_in_generate": False, "tokenizer": AutoTokenizer.from_pretrained(folder)}
+    ids = {"input_ids": AutoTokenizer.from_pretrained(folder)("Water", return_tensors="pt").input_ids}
+    greedy: dict[str, Any] = {"do_sample": False, "temperature": None, "top_k": None, "top_p": None}
+    assert generate(folder).stdout == text_of(folder, ids, max_new_tokens=12, **shown, **greedy)
+
+
 # -- output ------------------------------------------------------------------------------------------------------------
 
 
@@ -269,6 +323,27 @@ def test_the_expectation_is_that_of_the_plan(model: Path) -> None:
         assert len(told) == 1
         assert told[0].startswith(f"expected: {expected}{planned['bound']}, by the rates of ")
     assert "expected: " not in generate(model, "--quiet").stderr
+
+
+def test_a_tokenizer_that_strips_the_first_space(model: Path, tmp_path: Path) -> None:
+    """The text goes on behind the prompt, also after a new line; the answer of a chat begins a text."""
+    folder = Path(shutil.copytree(model, tmp_path / "llama"))
+    write_llama_tokenizer(folder)
+    (folder / "chat_template.jinja").write_text(TEMPLATE % "")
+    tokenizer: Any = AutoTokenizer.from_pretrained(folder)
+    resident: Any = aligned(AutoModelForCausalLM.from_pretrained(folder).eval())
+    spaces = 0
+    for prompt in ("The sea is", "x", "one two", "Be here!", "lie"):
+        ids = tokenizer(prompt, return_tensors="pt").input_ids
+        tokens = resident.generate(ids, max_new_tokens=4, do_sample=False)[0].tolist()
+        decoded = [tokenizer.decode(each, skip_special_tokens=True) for each in (tokens, ids[0])]
+        wanted = decoded[0][len(decoded[1]) :]
+        assert generate(folder, "--no-chat", "--max-new-tokens", 4, prompt=prompt).stdout == wanted + "\n"
+        assert generate(folder, "--chat", "--max-new-tokens", 4, prompt=prompt).stdout == chat_text(
+            folder, ("user", prompt), max_new_tokens=4
+        )
+        spaces += wanted.startswith(" ")
+    assert spaces > 1
 
 
 # -- dtype and attention -----------------------------------------------------------------------------------------------

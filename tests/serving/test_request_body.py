@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
+import json
 from contextlib import suppress
 from typing import Any
 
 import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
+from transformers import GenerationConfig
 
 from headrace.serving import request_body
+from headrace.serving.batches import settings_of
 from headrace.serving.request_body import Chat, Completion, GenerationRequest, RequestError, _log_ignored, read
 
 CHAT: dict[str, Any] = {"messages": [{"role": "user", "content": "hi"}]}
@@ -42,21 +45,18 @@ UNSUPPORTED: dict[str, tuple[Any, ...]] = {
     "logit_bias": ({"5": 1}, {}),
     "logprobs": (5, False),
     "min_p": (0.1, 0.0),
-    "min_tokens": (4, 0),
     "modalities": (["audio"], ["text"]),
     "n": (2, 1),
-    "parallel_tool_calls": (False, True),
     "presence_penalty": (0.5, 0),
     "previous_response_id": ("resp_1",),
     "reasoning": ({"effort": "low"}, {}),
     "reasoning_effort": ("low",),
-    "repetition_penalty": (1.05, 1.0, 1),
     "response_format": ({"type": "json_object"}, {"type": "text"}),
     "skip_special_tokens": (False, True),
     "stop_token_ids": ([5], []),
     "suffix": ("x", ""),
     "text": ({"format": {"type": "json_object"}}, {"format": {"type": "text"}}),
-    "tool_choice": ("required", "auto"),
+    "tool_choice": ("required", "auto", "none"),
     "top_logprobs": (2, 0),
     "truncation": ("auto", "disabled"),
     "use_beam_search": (True, False),
@@ -75,7 +75,9 @@ def test_what_no_endpoint_carries_out(kind: type[GenerationRequest], body: dict[
 
 
 @pytest.mark.parametrize(("kind", "body"), KINDS)
-@pytest.mark.parametrize("name", ["user", "cache_prompt", "num_ctx", "store", "metadata"])
+@pytest.mark.parametrize("name", [
+    "user", "cache_prompt", "keep_alive", "num_ctx", "prompt_cache_retention", "store", "metadata", "verbosity",
+])  # fmt: skip
 def test_what_changes_no_answer(
     kind: type[GenerationRequest], body: dict[str, Any], name: str, caplog: pytest.LogCaptureFixture,
 ) -> None:  # fmt: skip
@@ -97,7 +99,8 @@ def test_what_changes_no_answer(
     ({"best_of": 3}, "best_of = 3"),
     ({"presence_penalty": 0.5}, "presence_penalty = 0.5 is not"),
     ({"frequency_penalty": -1}, "frequency_penalty = -1 is not"),
-    ({"repetition_penalty": 1.05}, "repetition_penalty = 1.05 is not"),
+    ({"repetition_penalty": 0}, "repetition_penalty: Input should be greater than 0, found 0"),
+    ({"min_tokens": -1}, "min_tokens: Input should be greater than or equal to 0, found -1"),
     ({"logit_bias": {"5": 1}}, "logit_bias = {\"5\": 1} is not"),
     ({"stop": [""]}, "stop.0: String should have at least 1 character, found \"\""),
     ({"stop": ["x"] * 65}, "stop: List should have at most 64 items"),
@@ -160,6 +163,95 @@ def test_what_a_completion_cannot_have(fields: dict[str, Any], message: str) -> 
 ])  # fmt: skip
 def test_what_a_chat_cannot_have(fields: dict[str, Any], message: str) -> None:
     assert message in refusal({**CHAT, **fields})
+
+
+# -- bodies of clients -------------------------------------------------------------------------------------------------
+
+USER = {"role": "user", "content": "What is in a.txt?"}
+TEXT = {"type": "text", "text": "What is in a.txt?"}
+CACHED = {**TEXT, "cache_control": {"type": "ephemeral"}}
+SCHEMA = {"type": "object", "properties": {"path": {"type": "string"}}, "required": []}
+FUNCTION = {"type": "function", "function": {"name": "read", "description": "", "parameters": SCHEMA}}
+TOOLS = [FUNCTION]
+STRICT = [{"type": "function", "function": {**FUNCTION["function"], "strict": False}}]
+CALL = {"id": "call_1", "type": "function", "function": {"name": "read", "arguments": '{"path": "a.txt"}'}}
+EMPTY = {"id": "call_1", "type": "function", "function": {"name": "read", "arguments": ""}}
+RESULT = {"role": "tool", "tool_call_id": "call_1", "content": "ok"}
+USAGE = {"stream": True, "stream_options": {"include_usage": True}}
+
+
+def turn(**fields: Any) -> list[Any]:
+    """The history of an agent: a question, a message with a call, and its result."""
+    return [USER, {"role": "assistant", "content": None, "tool_calls": [CALL], **fields}, RESULT]
+
+
+def echoed(**fields: Any) -> list[Any]:
+    return [USER, {"role": "assistant", "content": "It is empty.", **fields}, USER]
+
+
+# As each sends them, with what its servers answered put into the next turn.
+CLIENTS: dict[str, dict[str, Any]] = {
+    "openai, a message of an answer": {"messages": turn(refusal=None, annotations=[], audio=None, function_call=None)},
+    "openai, pieces of a stream": {"messages": turn(tool_calls=[{**CALL, "index": 0}]), "tools": TOOLS},
+    "openai, parsed": {"messages": turn(parsed=None), "tools": STRICT, "parallel_tool_calls": False},
+    "openai, labels": {**CHAT, "store": False, "metadata": {"a": "b"}, "prompt_cache_key": "k", "verbosity": "low"},
+    "openai, cache": {**CHAT, "prompt_cache_retention": "24h", "safety_identifier": "u", "service_tier": "auto"},
+    "openai, no tools this time": {"messages": turn(), "tools": TOOLS, "tool_choice": "none"},
+    "openai, agents": {"messages": turn(content=""), "tools": TOOLS, "tool_choice": "auto", "stream": False},
+    "langchain": {"messages": turn(), "model": "m", "stream": False, "temperature": 0.7, "n": 1},
+    "langchain, streamed": {"messages": turn(tool_calls=[EMPTY]), "tools": TOOLS, **USAGE},
+    "langchain, parts": {"messages": [{"role": "user", "content": [{**TEXT, "id": "lc_1", "index": 0}]}]},
+    "langchain, js": {**CHAT, "top_p": 1, "frequency_penalty": 0, "presence_penalty": 0, "n": 1, "stream": False},
+    "langgraph": {"messages": turn(name="agent"), "tools": TOOLS, "parallel_tool_calls": False},
+    "litellm": {"messages": turn(provider_specific_fields=None, reasoning_content="hm"), "tools": TOOLS},
+    "litellm, of anthropic": {"messages": turn(thinking_blocks=[{"type": "thinking", "thinking": "hm"}])},
+    "litellm, cached": {"messages": [{"role": "system", "content": [CACHED]}, USER], "temperature": 0.0},
+    "litellm, of ollama": {**CHAT, "num_ctx": 8192, "keep_alive": "5m"},
+    "open webui": {**CHAT, "model": "m", "stream": True},
+    "open webui, usage": {**CHAT, **USAGE, "temperature": 0.8, "top_p": 0.9, "max_tokens": 128, "stop": ["</s>"]},
+    "open webui, titles": {**CHAT, "stream": False, "max_completion_tokens": 1000, "metadata": {"task": "title"}},
+    "open webui, ids": {"messages": echoed(id="m1")},
+    "continue": {**CHAT, "max_tokens": 4096, "temperature": 0, "stop": ["<|im_end|>"], "stream": True},
+    "continue, tools": {"messages": turn(content=" "), "tools": TOOLS, "tool_choice": "auto", **USAGE},
+    "cline": {"messages": [{"role": "user", "content": [TEXT, CACHED]}], "temperature": 0, **USAGE},
+    "cline, tools": {"messages": turn(reasoning_details=[{"type": "reasoning.text", "text": "hm"}]), "tools": TOOLS},
+    "roo": {"messages": [{"role": "system", "content": "s", "cache_control": {"type": "ephemeral"}}, USER], **USAGE},
+    "aider": {"messages": [USER, {"role": "assistant", "content": "Ok."}, USER], "temperature": 0, "stream": True},
+    "aider, cached": {"messages": [{"role": "user", "content": [CACHED]}], "stream": True},
+    "llamaindex": {"messages": turn(), "model": "m", "stream": False, "temperature": 0.1, "tools": STRICT},
+    "vercel": {"messages": turn(content=""), "tools": TOOLS, "tool_choice": "auto", "max_tokens": 512, **USAGE},
+    "vercel, reasoning": {"messages": echoed(reasoning_content="hm")},
+    "n8n": {"messages": turn(content=""), "tools": TOOLS, "parallel_tool_calls": True, "top_p": 1, "temperature": 0.7},
+    "vllm, its answer": {"messages": turn(reasoning="hm", content=None, refusal=None)},
+    "vllm, both names": {"messages": echoed(reasoning="hm", reasoning_content="hm")},
+    "vllm, cut within reasoning": {"messages": [USER, {"role": "assistant", "content": None, "reasoning": "hm"}, USER]},
+    "vllm, benchmark": {**CHAT, "ignore_eos": True, "request_id": "r", "priority": 0, **USAGE},
+    "llama.cpp": {**CHAT, "cache_prompt": True, "timings_per_token": True, "stream": True},
+    "ollama, arguments": {"messages": turn(tool_calls=[{"function": {"name": "read", "arguments": {"path": "a"}}}])},
+}
+
+
+@pytest.mark.parametrize("body", CLIENTS.values(), ids=CLIENTS)
+def test_bodies_of_clients(body: dict[str, Any]) -> None:
+    wanted = read(Chat, json.loads(json.dumps(body)))
+    assert [message.role for message in wanted.messages] == [message["role"] for message in body["messages"]]
+    assert (wanted.tools or []) == ([] if body.get("tool_choice") == "none" else body.get("tools", []))
+    settings_of(wanted, GenerationConfig())
+
+
+def test_what_clients_send_back_is_read() -> None:
+    read_all = [read(Chat, CLIENTS[name]).messages[1] for name in CLIENTS if len(CLIENTS[name]["messages"]) == 3]
+    calls = [call for message in read_all for call in message.tool_calls or []]
+    assert [call.function.arguments for call in calls].count({}) == 1
+    assert {"path": "a.txt"} in [call.function.arguments for call in calls]
+    assert [message.reasoning_content for message in read_all].count("hm") == 5
+    assert read(Chat, CLIENTS["langgraph"]).model_dump()["parallel_tool_calls"] is False
+
+
+@pytest.mark.parametrize("fields", [{"prefix": True}, {"content": [{**TEXT, "video": "x"}]}, {"tool_calls": [
+    {**CALL, "function": {**CALL["function"], "arguments": "a.txt"}}]}])  # fmt: skip
+def test_what_a_message_cannot_have(fields: dict[str, Any]) -> None:
+    assert "messages.1" in refusal({"messages": echoed(**fields)})
 
 
 @pytest.mark.parametrize("name", ["max_tokens", "max_completion_tokens", "max_output_tokens"])

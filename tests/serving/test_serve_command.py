@@ -97,14 +97,35 @@ def test_a_port_that_is_taken(model: Path) -> None:
         assert f"--port {port}: expected a free address" in error_of("serve", model, "--port", port)
 
 
-@pytest.mark.slow
-def test_sampling_that_batches_cannot_have(changed: Callable[..., Path]) -> None:
-    """A batch of several requests would leave the penalty out, and answer otherwise than ``generate``."""
-    folder = changed("generation_config.json", repetition_penalty=1.05)
+@pytest.mark.parametrize(("fields", "message"), [
+    *(({name: value}, f"{name} = {value}: it is not applied here") for name, value in {
+        "encoder_repetition_penalty": 1.5, "token_healing": True, "max_time": 2.0, "penalty_alpha": 0.6,
+        "dola_layers": "low", "num_beams": 3, "exponential_decay_length_penalty": [2, 1.5], "min_p": 0.1,
+        "num_return_sequences": 2, "guidance_scale": 2.0, "cache_implementation": "offloaded", "use_mtp": True,
+    }.items()),
+    ({"do_sample": True, "temperature": "x"}, "temperature = x: `temperature` (=x) has to be a strictly positive"),
+    ({"top_p": float("nan")}, "top_p = nan: expected a finite number"),
+    ({"repetition_penalty": -1.0}, "repetition_penalty = -1.0: `penalty` has to be a strictly positive float"),
+    ({"eos_token_id": 1.5}, "eos_token_id = 1.5: expected the number of a token"),
+])  # fmt: skip
+def test_settings_that_batches_cannot_have(changed: Callable[..., Path], fields: dict[str, Any], message: str) -> None:
+    """They were left out in silence, or ended the start with errors of transformers."""
+    folder = changed("generation_config.json", **fields)
+    found = error_of("serve", folder)
+    assert f"/generation_config.json: {message}" in found
+    assert "; take it out of the file, leave its sampling out with --generation-config none, or use --eng" in found
+    if "eos_token_id" not in fields:
+        assert run("serve", folder, "--generation-config", "none", "--dry-run").exit_code == 0
+
+
+def test_a_template_that_is_none(changed: Callable[..., Path]) -> None:
+    """It was found in every request to a chat, and not at the start."""
+    folder = changed("generation_config.json")
+    (folder / "chat_template.jinja").write_text("{% for m in messages %}\n{{ m.content }")
     message = error_of("serve", folder)
-    assert "RepetitionPenaltyLogitsProcessor: transformers does not apply this in a batch" in message
-    assert "leave its sampling out with --generation-config none, or use --engine vllm" in message
-    assert run("serve", folder, "--generation-config", "none", "--dry-run").exit_code == 0
+    assert ": expected a chat template that Jinja can read, found: unexpected '}' (line 2); download it" in message
+    (folder / "chat_template.jinja").write_text("{% generation %}{{ messages }}{% endgeneration %}")
+    assert run("serve", folder, "--dry-run").exit_code == 0
 
 
 def test_a_damaged_generation_config(changed: Callable[..., Path]) -> None:

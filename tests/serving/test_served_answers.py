@@ -10,10 +10,13 @@ from typing import Any
 
 import pytest
 import torch
-from tokenizers import decoders
+from hypothesis import given
+from hypothesis import strategies as st
+from tokenizers import Tokenizer, decoders
 
-from commands import TINY
+from commands import TINY, write_llama_tokenizer
 from headrace.cli.demo_run import ensure_model
+from headrace.formatting import TokenText
 from headrace.serving import batches
 from servers import NAME, Served, serving
 
@@ -177,6 +180,26 @@ class TestEnds:
 
 
 class TestTools:
+    @pytest.mark.parametrize("endpoint", ENDPOINTS[1:])
+    def test_one_call_at_a_time(self, served: Served, says: Says, endpoint: str) -> None:
+        says(CALL * 2)
+        tool = TOOL if endpoint == "chat/completions" else {"type": "function", "name": "f", "parameters": {}}
+        for several in (True, False):
+            fields = {"tools": [tool], "parallel_tool_calls": several, "max_tokens": 2 * len(CALL)}
+            whole, streamed = answers(served, endpoint, **fields)
+            assert whole == streamed
+            assert len(whole["calls"]) == (2 if several else 1)
+
+    def test_tools_that_may_not_be_called(self, served: Served) -> None:
+        """The template does not show them."""
+        body = {"messages": [HI], "max_tokens": 1, "tools": [TOOL]}
+        counts = []
+        for more in ({}, {"tool_choice": "none"}):
+            status, text = served.send("/v1/chat/completions", {**body, **more})
+            assert status == 200, text
+            counts.append(json.loads(text)["usage"]["prompt_tokens"])
+        assert counts[0] == counts[1] + 1
+
     @pytest.mark.slow
     @pytest.mark.parametrize("endpoint", ENDPOINTS[1:])
     def test_calls_and_reasoning(self, served: Served, says: Says, endpoint: str) -> None:
@@ -311,3 +334,36 @@ class TestResponses:
         status, text = served.send("/v1/responses", {"input": given, "stream": stream})
         assert status == 400, text
         assert message in json.loads(text)["error"]["message"]
+
+
+@pytest.fixture(scope="module")
+def llama(tmp_path_factory: pytest.TempPathFactory) -> Tokenizer:
+    folder = tmp_path_factory.mktemp("llama")
+    write_llama_tokenizer(folder)
+    return Tokenizer.from_file(str(folder / "tokenizer.json"))
+
+
+class TestTokenText:
+    @given(st.lists(st.integers(3, 198).filter(lambda token: token not in (4, 5, 6))), st.text("ab \n", max_size=9))
+    def test_any_tokens_behind_a_prompt(self, llama: Tokenizer, tokens: list[int], prompt: str) -> None:
+        """The text of all, less that of the prompt."""
+        before = llama.encode(prompt).ids
+        text = TokenText(llama.decode, before)
+        whole = llama.decode([*before, *tokens])[len(llama.decode(before)) :]
+        if before:
+            assert "".join(map(text.add, [*tokens, None])) == whole
+        alone = TokenText(llama.decode)
+        assert "".join(map(alone.add, [*tokens, None])) == llama.decode(tokens)
+
+    @pytest.mark.parametrize(("pieces", "text"), [
+        ("a <0x0A> \u2581b", ["a", "\n", " b"]),
+        ("a <0xC3> <0xA9> \u2581b", ["a", "", "\u00e9", " b"]),
+        ("a <0x0A> <0xFF> \u2581b", ["a", "\n", "", "\ufffd b"]),
+        ("a <0x0A> <0xC3> <0xFF>", ["a", "\n", "", "", "\ufffd\ufffd"]),
+        ("a </s> \u2581b", ["a", "", " b"]),
+    ])  # fmt: skip
+    def test_bytes(self, llama: Tokenizer, pieces: str, text: list[str]) -> None:
+        """A space behind a byte that is no UTF-8 was lost, or the last bytes of an answer."""
+        found = TokenText(llama.decode)
+        tokens = [llama.token_to_id(piece) for piece in pieces.split()]
+        assert [found.add(token) for token in [*tokens, None]] == [*text, ""][: len(tokens) + 1]

@@ -14,7 +14,7 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
-from commands import TINY
+from commands import TINY, write_llama_tokenizer
 from headrace.cli.demo_run import ensure_model
 from headrace.config import Prefetch
 from models import aligned
@@ -147,6 +147,75 @@ class TestEqualsGenerate:
         assert "".join(filter(None, texts)) == text_of(served, expected["chat Water" if chat else "Water"])
 
 
+SETTINGS: list[dict[str, Any]] = [
+    {"repetition_penalty": 0.2},
+    {"min_new_tokens": 9},
+    {"min_length": 12},
+    {"no_repeat_ngram_size": 2, "repetition_penalty": 0.2},
+    {"bad_words_ids": [[at] for at in range(0, 256, 2)]},
+    {"suppress_tokens": list(range(1, 256, 2))},
+    {"begin_suppress_tokens": list(range(0, 256, 2))},
+    {"stop_strings": [")", "]", "<"]},
+]
+
+
+@pytest.mark.parametrize("setting", SETTINGS, ids=lambda setting: next(iter(setting)))
+def test_settings_of_the_model(folder: Path, tmp_path: Path, setting: dict[str, Any]) -> None:
+    """The tokens of ``generate`` with the same generation_config.json, for each of several requests at once."""
+    made = Path(shutil.copytree(folder, tmp_path / "settings"))
+    model: Any = aligned(AutoModelForCausalLM.from_pretrained(made).eval())
+    tokenizer: Any = AutoTokenizer.from_pretrained(made)
+
+    def tokens_of(prompt: str, **given: Any) -> list[int]:
+        ids = tokenizer(prompt, return_tensors="pt").input_ids
+        output = model.generate(ids, max_new_tokens=TOKENS, do_sample=False, tokenizer=tokenizer, **given)
+        return output[0, ids.shape[1] :].tolist()  # type: ignore[no-any-return]
+
+    # Ends that the model chooses early, so that the least numbers of tokens count.
+    ends = {"eos_token_id": sorted({tokens_of(prompt)[2] for prompt in PROMPTS})} if "min" in str(setting) else {}
+    written = json.loads((made / "generation_config.json").read_text())
+    (made / "generation_config.json").write_text(json.dumps({**written, **ends, **setting}))
+    wanted = [tokens_of(prompt, **ends, **setting) for prompt in PROMPTS]
+    assert wanted != [tokens_of(prompt, **ends) for prompt in PROMPTS], "the setting has an effect"
+    with serving(made, "2MiB") as served, ThreadPoolExecutor(len(PROMPTS)) as pool:
+        before = served.handle.stats().bytes_moved
+        answers = list(pool.map(lambda prompt: served.complete(prompt, max_tokens=TOKENS), PROMPTS))
+        for tokens, answer in zip(wanted, answers, strict=True):
+            text, stops = text_of(served, tokens), setting.get("stop_strings", [])
+            cut = min((text.find(stop) for stop in stops if stop in text), default=len(text))
+            assert answer["choices"][0]["text"] == text[:cut]
+            assert answer["usage"]["completion_tokens"] == len(tokens)
+        assert served.handle.stats().bytes_moved > before
+
+
+def test_settings_of_a_request(served: Served) -> None:
+    model: Any = aligned(AutoModelForCausalLM.from_pretrained(served.folder).eval())
+    ids = served.tokenizer("Water", return_tensors="pt").input_ids
+    plain = served.complete("Water", max_tokens=TOKENS)["choices"][0]["text"]
+    wanted = model.generate(ids, max_new_tokens=TOKENS, do_sample=False, repetition_penalty=0.2)[0, ids.shape[1] :]
+    answer = served.complete("Water", max_tokens=TOKENS, repetition_penalty=0.2, min_tokens=TOKENS)
+    assert answer["choices"][0]["text"] == text_of(served, wanted.tolist()) != plain
+
+
+def test_a_tokenizer_that_strips_the_first_space(tmp_path: Path) -> None:
+    """A completion goes on behind the prompt, whole and streamed: it lost a space at the seam."""
+    ensure_model(tmp_path / "llama", TINY)
+    write_llama_tokenizer(tmp_path / "llama")
+    model: Any = aligned(AutoModelForCausalLM.from_pretrained(tmp_path / "llama").eval())
+    with serving(tmp_path / "llama", "2MiB") as served:
+        decode, spaces, before = served.tokenizer.decode, 0, served.handle.stats().bytes_moved
+        for prompt in ("Water", "The sea is", "a b c", "x", "He, she", "one two", "Be here!", "lie"):
+            ids = served.tokenizer(prompt, return_tensors="pt").input_ids
+            answer = model.generate(ids, max_new_tokens=3, do_sample=False)[0].tolist()
+            wanted = decode(answer, skip_special_tokens=True)[len(decode(ids[0], skip_special_tokens=True)) :]
+            assert served.complete(prompt, max_tokens=3)["choices"][0]["text"] == wanted
+            chunks = served.client().completions.create(model=NAME, prompt=prompt, max_tokens=3, stream=True)
+            assert "".join(chunk.choices[0].text for chunk in chunks if chunk.choices) == wanted
+            spaces += wanted.startswith(" ")
+        assert spaces > 1
+        assert served.handle.stats().bytes_moved > before
+
+
 class TestSampling:
     @pytest.mark.slow
     def test_a_seed_gives_the_same_answer_whatever_else_runs(self, served: Served) -> None:
@@ -186,6 +255,11 @@ class TestSampling:
         assert served.batches._manager is manager
 
     @pytest.mark.slow
+    def test_the_seed_that_clients_mean_as_random(self, served: Served) -> None:
+        """-1; its answer was always the same."""
+        fields: dict[str, Any] = {"max_tokens": TOKENS, "temperature": 1.5, "seed": -1}
+        assert len({served.complete("Water", **fields)["choices"][0]["text"] for _ in range(3)}) > 1
+
     def test_a_seed_depends_on_nothing_that_was_before(self, served: Served, monkeypatch: pytest.MonkeyPatch) -> None:
         """Neither on draws of cancelled requests, nor on the cache; and what comes later does not depend on it."""
         prompt = "a" * 150

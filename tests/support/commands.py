@@ -3,9 +3,12 @@
 from __future__ import annotations
 
 from pathlib import Path
+from string import ascii_letters
 from typing import Any
 
 import pytest
+from tokenizers import Tokenizer, decoders, models, normalizers
+from transformers import PreTrainedTokenizerFast
 from typer.testing import CliRunner
 
 from headrace.cli import app
@@ -27,6 +30,23 @@ def tiny_model(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("model") / "tiny"
     ensure_model(folder, TINY)
     return folder
+
+
+def write_llama_tokenizer(folder: Path) -> None:
+    """One as of Llama 2: a text begins with a space that decoding takes off, and some tokens are bytes."""
+    letters = [*ascii_letters, *",.!?'"]
+    tokens = ["<unk>", "<s>", "</s>", *(f"<0x{byte:02X}>" for byte in b"\n\xc3\xa9\xff"), "\u2581", *letters]
+    tokens += ["\u2581" + letter for letter in letters] + [letter + "e" for letter in letters[:40]]
+    tokens += ["\u2581" + letter + "e" for letter in letters[:40]]
+    merges = [(token[:-1], token[-1]) for token in tokens[len(letters) + 8 :]]
+    vocabulary = {token: at for at, token in enumerate(tokens)}
+    tokenizer = Tokenizer(models.BPE(vocabulary, merges, unk_token="<unk>", byte_fallback=True))
+    tokenizer.normalizer = normalizers.Sequence([normalizers.Prepend("\u2581"), normalizers.Replace(" ", "\u2581")])
+    parts = [decoders.Replace("\u2581", " "), decoders.ByteFallback(), decoders.Fuse(), decoders.Strip(" ", 1, 0)]
+    tokenizer.decoder = decoders.Sequence(parts)
+    tokenizer.add_special_tokens(tokens[:3])
+    wrapped: Any = PreTrainedTokenizerFast(tokenizer_object=tokenizer, eos_token="</s>", bos_token="<s>")
+    wrapped.save_pretrained(folder)
 
 
 def run(*args: object, stdin: str | None = None) -> Any:

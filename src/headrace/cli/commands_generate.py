@@ -12,6 +12,7 @@ import warnings
 from collections.abc import Callable, Iterator
 from contextlib import suppress
 from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -34,7 +35,7 @@ from headrace.cli.terminal import byte_bar, stderr
 from headrace.config import AUTO_CONTEXT, RANK_MODES, SHARDED_MODES, count
 from headrace.errors import OptionError
 from headrace.flags import OffloadFlags, row
-from headrace.formatting import format_rate, format_size, format_time
+from headrace.formatting import TokenText, format_rate, format_size, format_time
 from headrace.json_files import encode, write_file
 from headrace.memory.system import PeakMeter, peak_rss_bytes
 
@@ -209,7 +210,7 @@ def _run(model: str, text: str | None, chat: bool | None, options: GenerateOptio
     opened = open_model(folder, options.dtype, options.attn_implementation, device)
     module: Any = opened.module
     opened.require_causal("headrace chat" if text is None else "headrace generate")
-    tokenizer, inputs = _read_prompt(opened, text or _GREETING, options.system, chat, notes)
+    tokenizer, inputs, chat = _read_prompt(opened, text or _GREETING, options.system, chat, notes, sampling)
     length = inputs["input_ids"].shape[1] + options.max_new_tokens
     if policy is None and group is None and device.type == "cuda":
         policy = opened.default_budget(1, max(length, AUTO_CONTEXT))
@@ -244,7 +245,7 @@ def _run(model: str, text: str | None, chat: bool | None, options: GenerateOptio
     def answer(inputs: dict[str, Any]) -> tuple[Any, float]:
         _check_length(inputs["input_ids"].shape[1], max_new_tokens, longest, plan)
         moved = {name: tensor.to(device) for name, tensor in inputs.items()}
-        return _stream(module, tokenizer, moved, max_new_tokens, sampling, options.seed or 0)
+        return _stream(module, tokenizer, moved, options, _Printer(tokenizer, continues=not chat))
 
     answers = _converse(tokenizer, folder, options.system, answer, notes) if text is None else [answer(inputs)]
     tokens, seconds = sum(len(answer) for answer, _ in answers), sum(taken for _, taken in answers)
@@ -330,13 +331,14 @@ def _process_group(mode: str | None, device: torch.device) -> ProcessGroup | Non
 
 
 def _read_prompt(
-    opened: OpenedModel, text: str, system: str | None, chat: bool | None, notes: Console
-) -> tuple[Any, dict[str, Any]]:
-    """The tokenizer, and the token ids of the prompt; in the chat template if ``chat`` or ``system`` are given.
+    opened: OpenedModel, text: str, system: str | None, chat: bool | None, notes: Console, sampling: Any
+) -> tuple[Any, dict[str, Any], bool]:
+    """Tokenizer, token ids of the prompt, and whether it is in the chat template: if ``chat`` or ``system`` say so.
 
     Without both, the prompt of an instruct model gets its template, and a line in ``notes`` tells so.
     """
     tokenizer = open_tokenizer(opened.folder)
+    opened.check_generation(tokenizer, sampling, "")
     if chat is None and system is None and _is_instruct(tokenizer, opened):
         chat = True
         notes.print(
@@ -345,7 +347,7 @@ def _read_prompt(
             soft_wrap=True,
         )
     messages = _messages(text, system) if chat or system is not None else None
-    return tokenizer, _tokenize(tokenizer, opened.folder, text, messages)
+    return tokenizer, _tokenize(tokenizer, opened.folder, text, messages), messages is not None
 
 
 def _messages(text: str, system: str | None) -> list[dict[str, str]]:
@@ -422,26 +424,44 @@ def _converse(
     return answers
 
 
+class _Printer:
+    """A streamer of transformers' ``generate``; its first tokens are the prompt, which ``continues`` in the text."""
+
+    def __init__(self, tokenizer: Any, *, continues: bool) -> None:
+        self._decode, self._continues = partial(tokenizer.decode, skip_special_tokens=True), continues
+        self._text: TokenText | None = None
+
+    def put(self, tokens: torch.Tensor) -> None:
+        ids = tokens.flatten().tolist()
+        if self._text is None:
+            self._text = TokenText(self._decode, ids if self._continues else ())
+        else:
+            print("".join(map(self._text.add, ids)), end="", flush=True)
+
+    def end(self) -> None:
+        print("" if self._text is None else self._text.add(None), flush=True)
+
+
 def _stream(
-    module: Any, tokenizer: Any, inputs: dict[str, Any], max_new_tokens: int, sampling: dict[str, Any], seed: int
+    module: Any, tokenizer: Any, inputs: dict[str, Any], options: GenerateOptions, printer: _Printer
 ) -> tuple[Any, float]:
     """Print the text while it is generated; returns the ids of the new tokens and the seconds, prompt included."""
     import torch
-    from transformers import TextStreamer
 
-    torch.manual_seed(seed)
+    torch.manual_seed(options.seed or 0)
     # One sequence is never padded, but transformers warns without an id; and without a mask of the tokenizer it masks
     # the tokens of the prompt that equal the id.
     eos = module.generation_config.eos_token_id
     pad_ids = [tokenizer.pad_token_id, *(eos if isinstance(eos, list) else [eos]), 0]
-    streamer = TextStreamer(tokenizer, skip_prompt=True, skip_special_tokens=True)
     begin = time.perf_counter()
     output = module.generate(
         **inputs,
-        max_new_tokens=max_new_tokens,
-        streamer=streamer,
+        max_new_tokens=options.max_new_tokens,
+        streamer=printer,
         pad_token_id=next(token for token in pad_ids if token is not None),
-        **sampling,
+        return_dict_in_generate=False,
+        **({} if module.generation_config.stop_strings is None else {"tokenizer": tokenizer}),
+        **options.sampling(),
     )
     return output[0, inputs["input_ids"].shape[1] :], time.perf_counter() - begin
 

@@ -7,6 +7,7 @@ import logging
 import os
 import shlex
 from dataclasses import dataclass, replace
+from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
@@ -26,7 +27,7 @@ from headrace.cli.arguments import (
 from headrace.cli.terminal import byte_bar, stderr
 from headrace.cli.vllm_launcher import KEY_VARIABLE, serve_in_vllm
 from headrace.config import AUTO_CONTEXT, Workload, count, one_of
-from headrace.errors import OptionError
+from headrace.errors import CheckpointError, OptionError
 from headrace.flags import OffloadFlags, Surface, counts, row
 from headrace.formatting import format_size
 
@@ -173,7 +174,8 @@ def _run_server(model: str, flags: OffloadFlags, options: _ServeOptions) -> None
         )
     opened = open_model(folder, options.dtype, device=device)
     tokenizer = open_tokenizer(folder)
-    settings = _default_settings(opened, greedy=options.generation_config == "none")
+    _check_template(folder, tokenizer.chat_template)
+    settings = _default_settings(opened, tokenizer, greedy=options.generation_config == "none")
     if policy is None and device.type == "cuda":
         policy = opened.default_budget(sequences, int(flags.context or AUTO_CONTEXT))
     request = PlanRequest(opened, policy, device=device, disk=disk_options(flags))
@@ -212,30 +214,46 @@ def _run_server(model: str, flags: OffloadFlags, options: _ServeOptions) -> None
     run_app(app, bound)
 
 
-def _default_settings(opened: OpenedModel, *, greedy: bool) -> Any:
+def _check_template(folder: Path, template: str | dict[str, str] | None) -> None:
+    """Refuse a chat template that is none, which would end every request to a chat.
+
+    Raises:
+        CheckpointError: Jinja cannot read it.
+    """
+    from jinja2 import TemplateError
+    from transformers.utils.chat_template_utils import _compile_jinja_template
+
+    for text in template.values() if isinstance(template, dict) else [template] * bool(template):
+        try:
+            _compile_jinja_template(text)
+        except TemplateError as error:
+            line = getattr(error, "lineno", "?")
+            raise CheckpointError(
+                f"{folder}: expected a chat template that Jinja can read, found: {error.message} (line {line}); "
+                f"download it again, or remove it to serve texts alone (/v1/completions)"
+            ) from error
+
+
+def _default_settings(opened: OpenedModel, tokenizer: Any, *, greedy: bool) -> Any:
     """The generation config that requests start from; ``greedy``: without the sampling of the model's own.
 
     Raises:
-        OptionError: the model generates no text, or in a way that continuous batching does not support.
+        OptionError, CheckpointError: the model generates no text, or in a way that is not supported.
     """
     from transformers import GenerationConfig
 
-    from headrace.serving.batches import batch_settings, pool_blocks
+    from headrace.serving.batches import pool_blocks
 
     opened.require_causal("headrace serve")
     pool_blocks(opened.module.config.get_text_config(), 1)
-    settings = opened.generation_config
     if greedy:
-        ids = ("bos_token_id", "eos_token_id", "pad_token_id")
-        settings = GenerationConfig.from_dict({name: getattr(settings, name) for name in ids})
-    try:
-        batch_settings(opened.module, settings)
-    except OptionError as error:
-        raise OptionError(
-            f"{opened.folder}/generation_config.json: {error}; leave its sampling out with --generation-config none, "
-            f"or use --engine vllm"
-        ) from None
-    return settings
+        kept = ("bos_token_id", "eos_token_id", "pad_token_id")
+        without = dict.fromkeys(opened.generation_settings.keys() - kept)
+        opened.check_generation(tokenizer, without, "", batched=True)
+        return GenerationConfig.from_dict({name: opened.generation_settings.get(name) for name in kept})
+    fix = ", leave its sampling out with --generation-config none, or use --engine vllm"
+    opened.check_generation(tokenizer, {}, fix, batched=True)
+    return opened.generation_config
 
 
 def _longest(flags: OffloadFlags, planned: PlanResult) -> int:

@@ -12,14 +12,14 @@ import copy
 import json
 import math
 import secrets
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import fields
+from functools import partial
 from types import SimpleNamespace
 from typing import Any
 
 import torch
-from tokenizers.decoders import DecodeStream
 from transformers import ContinuousBatchingConfig, GenerationConfig, TopKLogitsWarper
 from transformers.cli.serving import utils
 from transformers.generation.continuous_batching import cb_logits_processors
@@ -28,10 +28,11 @@ from transformers.generation.continuous_batching.scheduler import SCHEDULER_MAPP
 from transformers.utils.chat_parsing import ResponseParser
 
 from headrace.errors import OptionError
+from headrace.formatting import TokenText
 from headrace.serving.admission import Admission, Pool
-from headrace.serving.request_body import GenerationRequest, RequestError
+from headrace.serving.request_body import Completion, GenerationRequest, RequestError
 
-__all__ = ["BLOCK_TOKENS", "Batches", "batch_settings", "pool_blocks", "settings_of"]
+__all__ = ["BLOCK_TOKENS", "Batches", "pool_blocks", "settings_of"]
 
 BLOCK_TOKENS = 32
 _STEP_TOKENS = 2048
@@ -50,8 +51,9 @@ def settings_of(request: GenerationRequest, default: GenerationConfig) -> Simple
     """
     given = request.model_dump(include={"temperature", "top_k", "top_p"}, exclude_none=True)
     samples = given.get("temperature", bool(default.do_sample)) > 0
-    if given and not samples and "temperature" not in given:
-        name = next(iter(given))
+    idle = [name for name, value in given.items() if value not in (1, 0, -1)]  # all tokens, or only the likeliest
+    if idle and not samples and "temperature" not in given:
+        name = idle[0]
         raise RequestError(f"{name} has no effect on greedy decoding, the default here; add temperature", name)
     temperature, top_k, top_p = (given.get(name, getattr(default, name)) for name in ("temperature", "top_k", "top_p"))
     if not samples:
@@ -62,27 +64,55 @@ def settings_of(request: GenerationRequest, default: GenerationConfig) -> Simple
         "top_k": top_k if top_k and top_k > 0 else 2**31 - 1,
         "top_p": float(top_p or 1),
     }
-    if samples and request.seed is not None:
+    if samples and request.seed not in (None, -1):  # -1: a random one
         processing["seed"] = request.seed
-    return SimpleNamespace(max_new_tokens=request.max_tokens, stops=request.stop or [], processing=processing)
+    applied = {"repetition_penalty": request.repetition_penalty, "min_new_tokens": request.min_tokens}
+    processing |= {name: value for name, value in applied.items() if value is not None}
+    own = default.stop_strings or []
+    return SimpleNamespace(
+        max_new_tokens=request.max_tokens,
+        most_tokens=default.max_new_tokens or _ANSWER_TOKENS,
+        most_calls=1 if getattr(request, "parallel_tool_calls", None) is False else None,
+        stops=[*(request.stop or []), *([own] if isinstance(own, str) else own)],
+        continues=isinstance(request, Completion),
+        processing=processing,
+    )
 
 
-def batch_settings(model: Any, default: GenerationConfig) -> GenerationConfig:
-    """The generation config of a manager: with a temperature, top_k and top_p that every request replaces.
+class _Processors(cb_logits_processors.ContinuousBatchingLogitsProcessor):
+    """What ``generate`` applies before it samples, to each request with all its tokens.
 
-    Raises:
-        OptionError: continuous batching would not choose tokens as ``generate`` does with ``default``.
+    In a batch transformers has only the last token of each, and drops these processors.
     """
-    settings: Any = copy.deepcopy(default)
-    settings.use_cache = False  # the manager has its own
-    # A value that changes nothing would leave the processor out.
-    settings.do_sample, settings.temperature, settings.top_k, settings.top_p = True, 0.5, 50, 0.5
-    # The manager drops unsupported processors, with a warning in the log.
-    unfit = [each for each in model._get_logits_processor(settings) if not each.supports_continuous_batching]
-    if unfit:
-        names = ", ".join(type(each).__name__ for each in unfit)
-        raise OptionError(f"{names}: transformers does not apply this in a batch of several requests")
-    return settings  # type: ignore[no-any-return]
+
+    supported_kwargs: dict[str, type] = {"repetition_penalty": float, "min_new_tokens": int}  # noqa: RUF012
+    ignored_kwargs = ()
+
+    def __init__(self, model: Any, default: GenerationConfig) -> None:
+        self._model, self._settings = model, copy.deepcopy(default)
+        self._settings.do_sample = False
+        self._states: list[Any] = []
+
+    def fill_defaults(self, int32_tensor: torch.Tensor) -> None:
+        int32_tensor.zero_()  # not read
+
+    def prepare_tensor_args(self, requests_with_new_token: list[Any]) -> torch.Tensor:
+        self._states = [request.state for request in requests_with_new_token]
+        return torch.zeros(len(self._states), dtype=torch.int32)
+
+    def __call__(self, scores: torch.Tensor, tensor_arg: torch.Tensor) -> torch.Tensor:
+        for at, state in enumerate(self._states):
+            settings: Any = copy.copy(self._settings)
+            given = state.logit_processor_kwargs
+            vars(settings).update({name: given[name] for name in self.supported_kwargs if name in given})
+            settings.eos_token_id = sorted(state._eos_token_ids) or None
+            self._model._prepare_special_tokens(settings, device=scores.device)
+            num_prompt = state._true_initial_tokens or len(state.initial_tokens)
+            processors = self._model._get_logits_processor(settings, num_prompt, device=scores.device)
+            if processors:
+                ids = torch.tensor([state.initial_tokens + state.generated_tokens], device=scores.device)
+                scores[at] = processors(ids, scores[at : at + 1])[0]
+        return scores
 
 
 class _TopK(cb_logits_processors.ContinuousBatchingTopKLogitsWarper):
@@ -155,10 +185,16 @@ def _new_manager(model: Any, pool: Pool) -> Any:
         "per_request_processors": True,
         "scheduler_type": "headrace",
     }
+    # A value that changes nothing would leave the processor out.
+    settings = {"do_sample": True, "temperature": 0.5, "top_k": 50, "top_p": 0.5, "use_cache": False}
     manager = model.init_continuous_batching(
-        generation_config=batch_settings(model, model.generation_config),
+        generation_config=GenerationConfig.from_dict(settings),
         continuous_batching_config=ContinuousBatchingConfig(**{k: v for k, v in options.items() if k in known}),
     )
+    applied = manager.logit_processor
+    applied.logits_processor.insert(0, _Processors(model, model.generation_config))
+    applied.tensors_required += 1
+    applied.supported_keys.update(_Processors.supported_kwargs)
     manager.start()
     return manager
 
@@ -183,11 +219,11 @@ class _Job(utils.CBStreamer):
         self.admitted = asyncio.Event()
         self.ended = asyncio.Future[None]()
         # Special tokens are left to the parser of transformers, if there is one.
-        self._skips = processor.response_template is None
-        self._decode_stream = DecodeStream([], skip_special_tokens=self._skips)
+        decode = partial(tokenizer.decode, skip_special_tokens=processor.response_template is None)
+        self._new_text = TokenText(decode, self.prompt if settings.continues else ())
         # Text that may begin a stop string has to wait for the next tokens.
         self._num_held = max(map(len, settings.stops), default=1) - 1
-        self._num_sent = 0
+        self._num_sent = self._num_calls = 0
 
     def put(self, output: Any) -> None:
         """Take a further part of the answer from the manager."""
@@ -197,8 +233,10 @@ class _Job(utils.CBStreamer):
             self.ended.set_exception(RequestError(output.error, status=503))
             return
         found: list[int] = []
-        for text in self._texts(output):
-            self.text += text
+        ended: list[int | None] = [None] if output.is_finished() else []
+        for token in [*output.generated_tokens[len(self.tokens) :], *ended]:
+            self.tokens += [] if token is None else [token]
+            self.text += self._new_text.add(token)
             found = [at for stop in self.settings.stops if (at := self.text.find(stop)) >= 0]
             if found:
                 self.text = self.text[: min(found)]
@@ -216,21 +254,11 @@ class _Job(utils.CBStreamer):
             self.ended.set_result(None)
             chunks += [None] if parser is None else [*_found(lambda: parser.finalize()[1]), None]
         for chunk in chunks:
+            if isinstance(chunk, utils.ToolCall):
+                self._num_calls += 1
+                if self._num_calls > (self.settings.most_calls or self._num_calls):
+                    continue
             self.queue.put_nowait(chunk)
-
-    def _texts(self, output: Any) -> Iterator[str]:
-        """The texts of the tokens that are new."""
-        for token in output.generated_tokens[len(self.tokens) :]:
-            self.tokens.append(token)
-            try:
-                yield self._decode_stream.step(self._tokenizer, token) or ""
-            except Exception:  # a byte that is no UTF-8 changes the text of the bytes before it, in some tokenizers
-                self._decode_stream = DecodeStream([], skip_special_tokens=self._skips)
-                yield "\ufffd" + (self._decode_stream.step(self._tokenizer, token) or "")
-        if output.is_finished():
-            # The bytes of a character that the last token leaves incomplete.
-            text = self._tokenizer.decode(self.tokens, skip_special_tokens=self._skips)
-            yield text[len(self.text) :] if text.startswith(self.text) else ""
 
 
 def _found(read: Callable[..., Any], *texts: str) -> list[Any]:
@@ -242,12 +270,12 @@ def _found(read: Callable[..., Any], *texts: str) -> list[Any]:
     return []
 
 
-def _message(texts: list[str], parser: ResponseParser) -> dict[str, Any]:
+def _message(texts: list[str], most_calls: int | None, parser: ResponseParser) -> dict[str, Any]:
     """The message of an answer, read as if ``texts`` were streamed."""
     chunks = _found(lambda: parser.initial_events)
     chunks += [chunk for text in texts for chunk in _found(parser.feed, text)]
     chunks += _found(lambda: parser.finalize()[1])
-    calls = [chunk for chunk in chunks if isinstance(chunk, utils.ToolCall)]
+    calls = [chunk for chunk in chunks if isinstance(chunk, utils.ToolCall)][:most_calls]
     return {
         "thinking": "".join(chunk for chunk in chunks if isinstance(chunk, utils.ReasoningText)) or None,
         "content": "".join(chunk for chunk in chunks if type(chunk) is str),
@@ -290,7 +318,7 @@ class Batches(utils.BaseGenerateManager):
         if largest >= vocabulary:
             raise RequestError(f"token {largest} of the prompt: the model has embeddings for {vocabulary}")
         if settings.max_new_tokens is None:
-            settings.max_new_tokens = max(1, min(_ANSWER_TOKENS, longest - num_tokens))
+            settings.max_new_tokens = max(1, min(settings.most_tokens, longest - num_tokens))
         self._require_alive()
         if self._manager is None:
             self._manager = _new_manager(self.model, self.admission.pool)
@@ -316,7 +344,8 @@ class Batches(utils.BaseGenerateManager):
                 raise RequestError(json.loads(f'"{item.msg}"'), status=503)
             texts.append(item)
         # Handlers would parse the tokens, also those behind a stop string, and fail at an incomplete tool call.
-        processor.parse_response = lambda _, template, **options: _message(texts, ResponseParser(template, **options))
+        most = job.settings.most_calls
+        processor.parse_response = lambda _, template, **given: _message(texts, most, ResponseParser(template, **given))
         return job.text, len(job.prompt), job.tokens
 
     def cancel_request(self, request_id: str) -> None:

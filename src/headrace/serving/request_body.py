@@ -39,22 +39,30 @@ _NEUTRAL: dict[str, tuple[object, ...]] = {
     **dict.fromkeys(("audio", "max_tool_calls", "prediction", "previous_response_id"), ()),
     **dict.fromkeys(("reasoning_effort", "web_search_options"), ()),
     **dict.fromkeys(("allowed_token_ids", "bad_words", "functions", "include", "stop_token_ids"), ([],)),
-    **dict.fromkeys(("frequency_penalty", "min_p", "min_tokens", "presence_penalty", "top_logprobs"), (0,)),
-    **dict.fromkeys(("best_of", "length_penalty", "n", "repetition_penalty"), (1,)),
+    **dict.fromkeys(("frequency_penalty", "min_p", "presence_penalty", "top_logprobs"), (0,)),
+    **dict.fromkeys(("best_of", "length_penalty", "n"), (1,)),
     **dict.fromkeys(("background", "echo", "logprobs", "use_beam_search"), (False,)),
-    **dict.fromkeys(("add_generation_prompt", "parallel_tool_calls", "skip_special_tokens"), (True,)),
+    **dict.fromkeys(("add_generation_prompt", "skip_special_tokens"), (True,)),
     **dict.fromkeys(("logit_bias", "reasoning"), ({},)),
     "modalities": (["text"],),
     "response_format": ({"type": "text"},),
     "text": ({}, {"format": {"type": "text"}}),
     "suffix": ("",),
     "function_call": ("none",),
-    "tool_choice": ("auto",),
+    "parallel_tool_calls": (True, False),
+    "tool_choice": ("auto", "none"),  # of which the latter leaves tools out
     "truncation": ("disabled",),
 }
-# Labels, and hints for the caches of other servers.
+# Labels, and hints for other servers: their caches, their queues, and how wordy their models are.
 _IGNORED = (
-    "cache_prompt", "metadata", "num_ctx", "prompt_cache_key", "safety_identifier", "service_tier", "store", "user",
+    "cache_prompt", "keep_alive", "metadata", "num_ctx", "priority", "prompt_cache_key", "prompt_cache_retention",
+    "request_id", "safety_identifier", "service_tier", "store", "timings_per_token", "user", "verbosity",
+)  # fmt: skip
+# In messages and their parts: what answers of servers hold, and clients send back with them. Reasoning that has
+# another name, too, is that of its first name.
+_ECHOED = (
+    "annotations", "cache_control", "extra_content", "id", "index", "provider_specific_fields", "reasoning",
+    "reasoning_details", "status", "thinking_blocks",
 )  # fmt: skip
 _LENGTHS = ("max_tokens", "max_completion_tokens", "max_output_tokens")
 _STRICT = ConfigDict(strict=True, allow_inf_nan=False, extra="allow")
@@ -80,7 +88,9 @@ class _Object(BaseModel):
     @model_validator(mode="after")
     def _check_others(self) -> _Object:
         for name, value in (self.model_extra or {}).items():
-            if value not in (None, [], "", False):
+            if name in _ECHOED:
+                _log_ignored(name)
+            elif value not in (None, [], "", False):
                 raise ValueError(f"{name[:80]} = {_shown(value)} is not supported; leave it out")
         return self
 
@@ -92,7 +102,10 @@ class _TextPart(_Object):
 
 class _Function(_Object):
     name: str
-    arguments: Json[Any]  # as objects, which templates read
+    # As objects, which templates read; a call without arguments may have an empty text.
+    arguments: Annotated[
+        Json[Any], BeforeValidator(lambda given: json.dumps(given) if isinstance(given, dict) else given or "{}")
+    ]
 
 
 class _ToolCall(_Object):
@@ -120,13 +133,13 @@ class Message(_Object):
         list[_TextPart] | None,
         BeforeValidator(lambda given: [{"type": "text", "text": given}] if isinstance(given, str) else given),
     ] = None
-    reasoning_content: str | None = None
+    reasoning_content: str | None = Field(None, validation_alias=AliasChoices("reasoning_content", "reasoning"))
     tool_calls: Annotated[list[_ToolCall] | None, BeforeValidator(lambda given: given or None)] = None
     tool_call_id: str | None = None
 
     @model_validator(mode="after")
     def _check(self) -> Message:
-        if self.content is None and not self.tool_calls:
+        if self.content is None and not self.tool_calls and not self.reasoning_content:
             raise ValueError("content: expected a text")
         return self
 
@@ -149,6 +162,8 @@ class GenerationRequest(BaseModel):
     temperature: Annotated[float, Field(ge=0, le=2)] | None = None
     top_p: Annotated[float, Field(gt=0, le=1)] | None = None
     top_k: Annotated[int, Field(ge=-1, lt=2**31)] | None = None
+    repetition_penalty: Annotated[float, Field(gt=0, le=10)] | None = None
+    min_tokens: Annotated[int, Field(ge=0, lt=2**31)] | None = None
     seed: Annotated[int, Field(gt=-(2**63), lt=2**63)] | None = None
     ignore_eos: bool | None = None
     stop: Annotated[
@@ -176,21 +191,29 @@ class Completion(GenerationRequest):
     ]
 
 
-class Chat(GenerationRequest):
+class _Conversation(GenerationRequest):
+    tools: _Tools | None = None
+    parallel_tool_calls: bool | None = None
+    chat_template_kwargs: dict[str, Any] | None = None
+
+    @model_validator(mode="after")
+    def _leave_out_tools(self) -> _Conversation:
+        if (self.model_extra or {}).get("tool_choice") == "none":
+            self.tools = None
+        return self
+
+
+class Chat(_Conversation):
     """A request to ``/v1/chat/completions``."""
 
     messages: Annotated[list[Message], Field(min_length=1)]
-    tools: _Tools | None = None
-    chat_template_kwargs: dict[str, Any] | None = None
 
 
-class Response(GenerationRequest):
+class Response(_Conversation):
     """A request to ``/v1/responses``; transformers' handler makes messages of its input."""
 
     input: str | list[dict[str, Any]]
     instructions: str | None = None
-    tools: _Tools | None = None
-    chat_template_kwargs: dict[str, Any] | None = None
 
 
 _Model = TypeVar("_Model", bound=BaseModel)
@@ -214,7 +237,7 @@ def read(kind: type[_Model], body: Mapping[str, Any]) -> _Model:
     for name, value in (request.model_extra or {}).items():
         if name in _IGNORED:
             _log_ignored(name)
-        else:
+        elif isinstance(request, GenerationRequest):  # parts of one have read theirs
             _require_neutral(name, value, type(request).model_fields)
     return request
 

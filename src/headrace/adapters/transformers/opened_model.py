@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import math
 import os
 import sys
+from collections.abc import Mapping
 from contextlib import suppress
 from dataclasses import dataclass
 from functools import cached_property
@@ -23,7 +25,7 @@ from headrace.checkpoint.model_folder import indexed_bytes, model_folder, model_
 from headrace.checkpoint.safetensors_header import Checkpoint
 from headrace.checkpoint.weight_map import WeightMap
 from headrace.config import AUTO, Budget, Workload
-from headrace.errors import OptionError
+from headrace.errors import CheckpointError, OptionError
 from headrace.formatting import format_size
 from headrace.memory.system import gc_paused
 from headrace.model.inventory import take_inventory
@@ -34,7 +36,22 @@ from headrace.runtime.prepare import compute_device
 
 __all__ = ["OpenedModel", "open_model"]
 
+# Settings of generation_config.json that change no token of one text, or that batches have, too; and that only
+# ``generate`` has.
+_BATCHED = """bos_token_id decoder_start_token_id pad_token_id max_length max_new_tokens use_cache cache_implementation
+cache_config max_cache_len prefill_chunk_size disable_compile low_memory early_stopping length_penalty diversity_penalty
+return_dict_in_generate output_attentions output_hidden_states output_scores output_logits num_assistant_tokens
+num_assistant_tokens_schedule assistant_confidence_threshold assistant_lookbehind target_lookbehind
+max_matching_ngram_size eos_token_id do_sample temperature top_k top_p repetition_penalty no_repeat_ngram_size
+bad_words_ids min_length min_new_tokens suppress_tokens begin_suppress_tokens stop_strings transformers_version"""
+_ALONE = """max_time min_p top_h typical_p epsilon_cutoff eta_cutoff encoder_repetition_penalty renormalize_logits
+encoder_no_repeat_ngram_size exponential_decay_length_penalty forced_bos_token_id forced_eos_token_id sequence_bias
+remove_invalid_values watermarking_config"""
 _CLOSE = 0.01  # files may hold a few more small tensors than the model
+
+
+_SLOW_CACHES = ("offloaded", "quantized")  # or inexact ones
+_NO_SETTINGS = GenerationConfig.from_dict({})
 
 
 @dataclass(frozen=True)
@@ -70,13 +87,63 @@ class OpenedModel:
 
     @property
     def generation_config(self) -> GenerationConfig:
+        """Of :attr:`generation_settings`, which have been checked."""
+        return GenerationConfig.from_dict(self.generation_settings)
+
+    @property
+    def generation_settings(self) -> dict[str, Any]:
         """Of generation_config.json, or else of the module.
 
         Raises:
             CheckpointError: the file is damaged.
         """
         file = self.folder / "generation_config.json"
-        return GenerationConfig.from_dict(read_json(file)) if file.exists() else self.module.generation_config
+        return read_json(file) if file.exists() else self.module.generation_config.to_dict()
+
+    def check_generation(self, tokenizer: Any, given: Mapping[str, Any], fix: str, *, batched: bool = False) -> None:
+        """Refuse settings of generation_config.json that would not be applied, before weights are loaded.
+
+        Args:
+            tokenizer: of the model.
+            given: settings that are used in the place of those in the file.
+            fix: what to do beside taking a setting out of the file.
+            batched: whether several requests are generated together.
+
+        Raises:
+            CheckpointError: a setting that differs from the default is not applied here, or has an invalid value.
+        """
+        defaults = GenerationConfig._get_default_generation_params()
+        applied = (_BATCHED if batched else f"{_BATCHED} {_ALONE}").split()
+        for name, value in {**self.generation_settings, **given}.items():
+            if value is None or value == defaults.get(name) or name.startswith("_") or name not in vars(_NO_SETTINGS):
+                continue
+            try:
+                if name not in applied or (name == "cache_implementation" and str(value).startswith(_SLOW_CACHES)):
+                    raise ValueError("it is not applied here")
+                self._try_setting(name, value, tokenizer)
+            except Exception as error:  # of any type: transformers takes any JSON
+                text = (str(error).splitlines() or [type(error).__name__])[0]
+                raise CheckpointError(
+                    f"{self.folder}/generation_config.json: {name} = {str(value)[:60]}: {text[:300]}; "
+                    f"take it out of the file{fix}"
+                ) from error
+
+    def _try_setting(self, name: str, value: Any, tokenizer: Any) -> None:
+        """Do with one setting what ``generate`` does between two tokens."""
+        for each in value if isinstance(value, list) else [value]:
+            if name.endswith("_token_id") and type(each) is not int:
+                raise ValueError("expected the number of a token")
+            if each == "":
+                raise ValueError("expected a text that is not empty")
+            if isinstance(each, float) and not math.isfinite(each):
+                raise ValueError("expected a finite number")
+        module: Any = self.module
+        config: Any = GenerationConfig.from_dict({"do_sample": True, "eos_token_id": 0, "max_length": 9, name: value})
+        module._prepare_special_tokens(config, device="cpu")
+        ids = torch.zeros(1, 1, dtype=torch.long)
+        scores = torch.zeros(1, module.config.get_text_config().vocab_size)
+        module._get_logits_processor(config, 1, ids, device="cpu")(ids, scores)
+        module._get_stopping_criteria(config, [], tokenizer)(ids, scores)
 
     def require_causal(self, verb: str) -> None:
         """Refuse a model that does not continue text; ``verb``: what needs it."""
