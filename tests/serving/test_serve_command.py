@@ -239,6 +239,29 @@ def test_requests_that_do_not_come(model: Path) -> None:
 
 
 @pytest.mark.slow
+def test_silent_connections_leave_room_for_requests(model: Path) -> None:
+    """More than the process may have descriptors: the oldest silent ones go, none that has sent a request."""
+    few = "import resource; resource.setrlimit(resource.RLIMIT_NOFILE, (200, 256))"
+    body = b'{"prompt": "W", "max_tokens": 500, "ignore_eos": true}'
+    with command(model, "-c", IMPATIENT.format(60, 60, few)) as (process, url):
+        asked = opened(url, HEAD + b"Content-Length: %d\r\n\r\n" % len(body) + body)
+        while b"headrace_running_requests 1.0" not in urllib.request.urlopen(f"{url}/metrics").read():
+            pass
+        heads = [HEAD, HEAD + b"Content-Length: 40\r\n\r\n{"]
+        silent = [opened(url, heads[i % 2]) for i in range(330)]
+        with urllib.request.urlopen(f"{url}/health", timeout=20) as health:
+            assert health.status == 200
+        assert Path(f"/proc/{process.pid}/limits").read_text().split("Max open files")[1].split()[0] == "256"
+        assert asked.recv(12) == b"HTTP/1.1 200"
+        for connection in (asked, *silent):
+            connection.close()
+        process.send_signal(signal.SIGTERM)
+        _, err = process.communicate(timeout=60)
+    assert "Traceback" not in err
+    assert err.count("connections at once are the limit") == 1
+
+
+@pytest.mark.slow
 def test_sigterm_beside_half_a_request(model: Path) -> None:
     """The server ends at once; it used to stay for as long as the client liked."""
     with command(model) as (process, url):

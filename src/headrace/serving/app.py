@@ -11,7 +11,9 @@ import copy
 import faulthandler
 import inspect
 import json
+import logging
 import os
+import resource
 import secrets
 import signal
 import socket
@@ -19,7 +21,7 @@ import time
 import uuid
 from collections.abc import Callable, Iterator
 from contextlib import suppress
-from functools import partial
+from functools import cache, partial
 from types import SimpleNamespace
 from typing import Any
 
@@ -56,6 +58,7 @@ _ROUTES = (*_GENERATES, "/v1/models", "/health", "/metrics")
 _BYTES_PER_TOKEN = 256
 _BODY_BYTES = 2**20
 _RECEIVE_S = 30  # for the head of a request, and then for its body
+_CONNECTIONS = 1024  # and one for each request that may wait
 _STOP_S = 300  # for the requests that run when the server is stopped
 
 
@@ -315,7 +318,7 @@ class RequestMiddleware:
     """The outermost application: checks the key and the length of a request, counts it, and cancels it."""
 
     def __init__(self, app: ASGIApp, batches: Batches, metrics: _Metrics, key: str | None, cors: bool) -> None:
-        self._app, self._batches, self._metrics, self._key = app, batches, metrics, key
+        self._app, self.batches, self._metrics, self._key = app, batches, metrics, key
         self._longest_body = _BODY_BYTES + _BYTES_PER_TOKEN * batches.admission.pool.longest
         self._body_timeouts: set[asyncio.Timeout] = set()
         # Outside the check of the key, which the preflight requests of browsers do not carry.
@@ -327,7 +330,7 @@ class RequestMiddleware:
         for timeout in self._body_timeouts:
             if not timeout.expired():
                 timeout.reschedule(0)
-        asyncio.get_running_loop().call_later(_STOP_S, self._batches.stop)
+        asyncio.get_running_loop().call_later(_STOP_S, self.batches.stop)
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         await (self._entrance if scope["type"] == "http" else self._app)(scope, receive, send)
@@ -365,7 +368,7 @@ class RequestMiddleware:
         except RequestError as refusal:
             await _answer_error(Request(scope), refusal)(scope, receive, observe)
         finally:
-            self._batches.cancel_request(request_id)
+            self.batches.cancel_request(request_id)
             self._metrics.requests.labels(path if path in _ROUTES else "other", status).inc()
             if path in _GENERATES and status == 200:
                 self._metrics.first_byte.observe(first_byte_s)
@@ -419,11 +422,22 @@ def bind(host: str, port: int) -> socket.socket:
 
 
 class _Connection(AutoHTTPProtocol):  # type: ignore[misc,valid-type]
-    """Closes itself if no request comes, for which uvicorn has no limit once a byte has come."""
+    """Closes itself if no request comes, for which uvicorn has no limit once a byte has come.
+
+    At the limit of connections a new one takes the place of the oldest that has not sent its request yet.
+    """
 
     def connection_made(self, transport: Any) -> None:
         super().connection_made(transport)
         self.loop.call_later(_RECEIVE_S, self._check, None)
+        self._opened_s = self.loop.time()
+        if len(self.connections) > (limit := 4 * self.config.backlog):
+            _log_full(limit)
+            min(filter(_Connection._is_silent, self.connections), key=lambda each: each._opened_s).transport.close()
+
+    def _is_silent(self) -> bool:
+        waits = self.cycle is None or self.cycle.response_complete or self.cycle.more_body
+        return waits and not self.transport.is_closing()
 
     def _check(self, last: object) -> None:
         """``last``: the request that had been answered at the previous check; ``self`` if one was running."""
@@ -432,6 +446,13 @@ class _Connection(AutoHTTPProtocol):  # type: ignore[misc,valid-type]
             self.transport.close()
         if not self.transport.is_closing():
             self.loop.call_later(_RECEIVE_S, self._check, request)
+
+
+@cache  # once
+def _log_full(limit: int) -> None:
+    logging.getLogger("uvicorn.error").warning(
+        "%d connections at once are the limit (a quarter of ulimit -n): the oldest without a request are closed", limit
+    )
 
 
 class _Server(uvicorn.Server):
@@ -454,5 +475,11 @@ def run_app(app: RequestMiddleware, bound: socket.socket) -> None:
     LOGGING_CONFIG["handlers"]["access"]["stream"] = "ext://sys.stderr"
     settings = uvicorn.Config(app, http=_Connection, lifespan="on", server_header=False)
     settings.timeout_graceful_shutdown = _STOP_S + 5  # for clients that do not read their answers, complete by then
+    most, (soft, hard) = _CONNECTIONS + app.batches.admission.max_waiting, resource.getrlimit(resource.RLIMIT_NOFILE)
+    soft = max(soft, min(hard, 4 * most))
+    resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
+    # A quarter of the limit: connections are accepted that many at a time, and a new one has to be read before it is
+    # the oldest.
+    settings.backlog = min(most, soft // 4) // 4
     with bound:
         _Server(settings).run(sockets=[bound])
