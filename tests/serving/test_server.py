@@ -8,6 +8,8 @@ import os
 import re
 import shutil
 import socket
+import threading
+import time
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -276,6 +278,43 @@ def test_the_end_of_the_batching_loop_is_reported(folder: Path) -> None:
         assert status == 503
         assert re.search('the batching loop has ended: out of "luck"', text)
         assert metrics(served)["headrace_alive"] == 0
+
+
+@pytest.mark.slow
+@pytest.mark.filterwarnings("ignore::pytest.PytestUnhandledThreadExceptionWarning")
+def test_the_end_of_the_models_thread_is_reported(folder: Path) -> None:
+    """By an exception that its loop does not catch, such as the one of sys.exit()."""
+    with serving(folder, "2MiB") as served:
+        served.complete("hi", max_tokens=2)
+        served.model.forward = raising(SystemExit(3))
+        status, text = error_of(served.send("/v1/completions", {"prompt": "hi"}))
+        assert (status, text) == (503, "the batching loop has ended: its thread is gone")
+        assert error_of(served.send("/health")) == (503, text)
+        assert metrics(served)["headrace_alive"] == 0
+
+
+@pytest.mark.slow
+def test_a_forward_that_hangs_is_reported(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Also after the request that it belongs to was answered, until it ends; an idle server does not hang."""
+    with serving(folder, "2MiB") as served:
+        served.complete("hi", max_tokens=2)
+        monkeypatch.setattr("headrace.serving.batches._STEP_S", 2)
+        time.sleep(3)
+        assert served.send("/health")[0] == 200
+        ends, forward = threading.Event(), served.model.forward
+        served.model.forward = lambda *args, **options: ends.wait(60) and forward(*args, **options)
+        try:
+            status, text = error_of(served.send("/v1/completions", {"prompt": "hi"}))
+            assert status == 503
+            assert text.startswith("the model hangs: its step has run for ")
+            status, text = error_of(served.send("/health"))
+            assert status == 503
+            assert text.startswith("the model hangs: its step has run for ")
+            assert served.send("/v1/completions", {"prompt": "hi"})[0] == 503
+        finally:
+            ends.set()
+        assert eventually(lambda: served.send("/health")[0] == 200, 60)
+        assert served.complete("hi", max_tokens=2)["usage"]["completion_tokens"] == 2
 
 
 @pytest.mark.slow

@@ -97,7 +97,7 @@ def make_app(
         get_model_modality=lambda *_, **__: Modality.LLM,
         use_continuous_batching=lambda *_: True,
         get_manager=lambda *_, **__: batches,
-        is_cb_alive=lambda: batches.dead_reason() is None,
+        is_cb_alive=batches.require_alive,
         shutdown=batches.stop,
     )
     manager.get_gen_models = manager.list_models  # up to transformers 5.23
