@@ -196,7 +196,7 @@ def test_sigterm_lets_requests_finish(model: Path) -> None:
     assert answers[0]["choices"][0]["text"].startswith(short[:-3])
 
 
-HEAD = b"POST /v1/completions HTTP/1.1\r\nHost: h\r\nContent-Type: application/json\r\n"
+HEAD = b"POST /v1/completions HTTP/1.1\r\nHost: localhost\r\nContent-Type: application/json\r\n"
 # The command with shorter limits, in seconds: to receive a request, and to stop.
 IMPATIENT = """
 from headrace.cli import main
@@ -228,7 +228,11 @@ def test_requests_that_do_not_come(model: Path) -> None:
         begin = time.monotonic()
         bodies = [b"", b'{"prompt": "W']
         halves = [opened(url, HEAD + b"Content-Length: 40\r\n\r\n" + body) for body in bodies]
-        heads = [opened(url, b""), opened(url, HEAD), opened(url, b"GET /health HTTP/1.1\r\nHost: h\r\n\r\nGET /he")]
+        heads = [
+            opened(url, b""),
+            opened(url, HEAD),
+            opened(url, b"GET /health HTTP/1.1\r\nHost: localhost\r\n\r\nGET /he"),
+        ]
         for body, half in zip(bodies, halves, strict=True):
             answer = received_from(half)
             assert answer.startswith(b"HTTP/1.1 408 ")

@@ -235,6 +235,31 @@ def test_a_key(folder: Path) -> None:
         assert served.send("/health")[0] == served.send("/metrics")[0] == 200
 
 
+def test_hosts_of_other_sites(folder: Path, served: Served) -> None:
+    """A page whose name leads to this machine (DNS rebinding) reads nothing; with a key it has nothing to gain."""
+    before, asked = served.handle.stats().bytes_moved, {"prompt": "hi", "max_tokens": 2}
+    for host in (
+        "evil.example",
+        "evil.example:8000",
+        "localhost.evil.example",
+        "127.0.0.1.evil.example",
+        "127.0.0.1@e",
+    ):
+        for path, body in (("/v1/completions", asked), ("/health", None), ("/metrics", None), ("/v1/models", None)):
+            status, text = error_of(served.send(path, body, {"Host": host}))
+            assert status == 421
+            assert text.startswith(f"Host: {host.removesuffix(':8000')!r} is none of this server's names")
+    assert served.handle.stats().bytes_moved == before
+    for host in ("localhost", "LOCALHOST:1", "127.0.0.1:8000", "[::1]:8000", "[::1]"):
+        assert served.send("/v1/completions", asked, {"Host": host})[0] == 200
+    with serving(folder, "2MiB", hosts=["Server.example"]) as named:
+        assert named.send("/v1/completions", asked, {"Host": "server.Example:80"})[0] == 200
+        assert error_of(named.send("/v1/completions", asked, {"Host": "evil.example"}))[0] == 421
+    for options in ({"hosts": ["*"]}, {"key": KEY}):
+        with serving(folder, "2MiB", **options) as open_to_all:
+            assert open_to_all.send("/v1/models", None, {"Host": "other.example", **WITH_KEY})[0] == 200
+
+
 @pytest.mark.slow
 def test_pages_of_any_origin(folder: Path, served: Served) -> None:
     """May ask with --cors, and read refusals; a browser asks for leave without the key."""

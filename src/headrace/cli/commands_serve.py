@@ -77,6 +77,11 @@ class _ServeOptions:
     )
     max_queue: int | None = row("N", "Requests that may wait (default 256); others are answered with 429.", count)
     cors: bool = row("", "Allow pages of any origin (Access-Control-Allow-Origin: *); not in vLLM.", off=False)
+    allowed_hosts: list[str] | None = row(
+        "NAME...",
+        "Names in the header Host (default: any with a key or another address, else this machine's); not in vLLM.",
+        _check_blanks,
+    )
     generation_config: str | None = row(
         "auto|none",
         "Sampling of requests that set none: auto (default), as in the model's generation_config.json; none, greedy.",
@@ -207,7 +212,9 @@ def _run_server(model: str, flags: OffloadFlags, options: _ServeOptions) -> None
         logging.getLogger(name).setLevel(logging.ERROR)
     batches = Batches(module, pool, options.max_queue or _MAX_QUEUE)
     names = options.served_model_name or [model]
-    app = make_app(module, handle, tokenizer, names, batches, options.api_key, options.cors)
+    app = make_app(
+        module, handle, tokenizer, names, batches, options.api_key, options.cors, options.allowed_hosts or ()
+    )
     bound.listen()  # requests wait until the server runs
     _print_address(bound.getsockname(), names[0], options.api_key is not None)
     run_app(app, bound)

@@ -35,6 +35,7 @@ LIST_FLAGS = {
     "--offload-params": "mlp",
     "--offload-rule": "experts=uva",
     "--served-model-name": "my-model",
+    "--allowed-hosts": "my-server.example",
 }
 
 # Obey COLUMNS, and else the terminal. 0 is that of a terminal of unknown width; rich would print nothing.

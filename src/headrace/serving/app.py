@@ -13,15 +13,17 @@ import inspect
 import json
 import logging
 import os
+import re
 import resource
 import secrets
 import signal
 import socket
 import time
 import uuid
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Collection, Iterator
 from contextlib import suppress
 from functools import cache, partial
+from ipaddress import ip_address
 from types import SimpleNamespace
 from typing import Any
 
@@ -70,6 +72,7 @@ def make_app(
     batches: Batches,
     key: str | None,
     cors: bool = False,
+    hosts: Collection[str] = (),
 ) -> RequestMiddleware:
     """The server as an ASGI application.
 
@@ -81,6 +84,7 @@ def make_app(
         batches: runs the requests; stopped when the application stops.
         key: requests to ``/v1`` need ``Authorization: Bearer KEY``; ``None``: they need none.
         cors: whether pages of any origin may send requests.
+        hosts: names of the server in requests, besides those of this machine; ``*``: any.
     """
     tokenizer.response_template = _response_template(tokenizer, model)
     tokenizer.apply_chat_template = _rendering(tokenizer.apply_chat_template)
@@ -112,7 +116,7 @@ def make_app(
     app.exception_handlers |= dict.fromkeys(errors, _answer_error)
     metrics = _Metrics(batches, handle)
     app.add_api_route("/metrics", metrics.answer)
-    return RequestMiddleware(app, batches, metrics, key, cors)
+    return RequestMiddleware(app, batches, metrics, key, cors, hosts)
 
 
 # -- the handlers of transformers --------------------------------------------------------------------------------------
@@ -317,8 +321,11 @@ class _Metrics(Collector):
 class RequestMiddleware:
     """The outermost application: checks the key and the length of a request, counts it, and cancels it."""
 
-    def __init__(self, app: ASGIApp, batches: Batches, metrics: _Metrics, key: str | None, cors: bool) -> None:
+    def __init__(
+        self, app: ASGIApp, batches: Batches, metrics: _Metrics, key: str | None, cors: bool, hosts: Collection[str]
+    ) -> None:
         self._app, self.batches, self._metrics, self._key = app, batches, metrics, key
+        self._hosts = {host.lower() for host in hosts}
         self._longest_body = _BODY_BYTES + _BYTES_PER_TOKEN * batches.admission.pool.longest
         self._body_timeouts: set[asyncio.Timeout] = set()
         # Outside the check of the key, which the preflight requests of browsers do not carry.
@@ -374,8 +381,17 @@ class RequestMiddleware:
                 self._metrics.first_byte.observe(first_byte_s)
                 self._metrics.request.observe(time.perf_counter() - begin)
 
+    def _check_host(self, address: str, given: str) -> None:
+        """Refuse a name that a page of another site may have made lead to this machine (DNS rebinding)."""
+        host, local = re.sub(r":\d*$", "", given.lower()), ip_address(address.removeprefix("::ffff:")).is_loopback
+        known = {"", "*", "localhost", "127.0.0.1", "[::1]", address, *self._hosts}
+        if "*" not in self._hosts and host not in known and (self._hosts or (local and self._key is None)):
+            text = "is none of this server's names: use localhost, or start it with --allowed-hosts NAME, or --api-key"
+            raise RequestError(f"Host: {host[:200]!r} {text}", status=421)
+
     async def _read(self, request: Request) -> bytes:
-        """The body of a request, after a check of its key."""
+        """The body of a request, after a check of its host and key."""
+        self._check_host(request.scope["server"][0], request.headers.get("host", ""))
         # Not request.url, on which the header Host has an influence.
         if self._key is not None and request.scope["path"].startswith("/v1"):
             scheme, _, given = dict(request.scope["headers"]).get(b"authorization", b"").partition(b" ")
