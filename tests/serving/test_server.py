@@ -134,6 +134,38 @@ class TestErrors:
 
 
 class TestChats:
+    @pytest.mark.parametrize(("path", "body"), [
+        ("/v1/completions", {"prompt": "hi"}),
+        ("/v1/chat/completions", {"messages": [{"role": "user", "content": "hi"}]}),
+        ("/v1/responses", {"input": "hi"}),
+    ])  # fmt: skip
+    def test_others_are_answered_while_a_prompt_is_tokenised(
+        self, chatting: Served, path: str, body: dict[str, Any], monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        begun, ends, tokenise = threading.Event(), threading.Event(), type(chatting.tokenizer).__call__
+
+        def wait(*args: Any, **options: Any) -> Any:
+            begun.set()
+            assert ends.wait(30)
+            return tokenise(*args, **options)
+
+        monkeypatch.setattr(type(chatting.tokenizer), "__call__", wait)
+        with ThreadPoolExecutor(1) as pool:
+            answer = pool.submit(chatting.send, path, {**body, "ignore_eos": True})
+            assert begun.wait(60)
+            assert chatting.send("/health")[0] == 200
+            assert not answer.done()
+            ends.set()
+            assert answer.result()[0] == 200
+
+    @pytest.mark.parametrize(("path", "field"), [("/v1/chat/completions", "messages"), ("/v1/responses", "input")])
+    def test_more_messages_than_tokens(self, chatting: Served, path: str, field: str) -> None:
+        status, text = error_of(chatting.send(path, {field: [{"role": "user", "content": "hi"}] * 257}))
+        assert (status, text) == (
+            400,
+            f"{field}: 257 items are more than the 256 tokens of a sequence here (--context)",
+        )
+
     @pytest.mark.parametrize(("fields", "message"), [
         ({"messages": [{"role": "\ud800", "content": "hi"}]}, "chat_template_kwargs: TypeError: TextEncodeInput"),
         ({"messages": [{"role": "user", "content": "\ud800"}]}, "chat_template_kwargs: TypeError: TextEncodeInput"),

@@ -56,9 +56,10 @@ __all__ = ["bind", "make_app", "run_app"]
 
 _GENERATES = ("/v1/chat/completions", "/v1/completions", "/v1/responses")
 _ROUTES = (*_GENERATES, "/v1/models", "/health", "/metrics")
-# More than any text of that many tokens has, so that a longer body is neither read nor tokenised.
-_BYTES_PER_TOKEN = 256
-_BODY_BYTES = 2**20
+# More than texts of that many tokens have (an escaped emoji: 12), so that longer ones are neither read nor tokenised.
+_BYTES_PER_TOKEN = 32
+_BODY_BYTES = 2**18
+_LISTS = ("messages", "input", "tools")  # each item takes at least one token
 _RECEIVE_S = 30  # for the head of a request, and then for its body
 _CONNECTIONS = 1024  # and one for each request that may wait
 _STOP_S = 300  # for the requests that run when the server is stopped
@@ -149,6 +150,10 @@ def _rendering(render: Callable[..., Any]) -> Callable[..., Any]:
     return apply_chat_template
 
 
+class _Inputs(Exception):  # noqa: N818 - no error: it ends a handler of transformers where it has the tokens
+    """The inputs of a model."""
+
+
 class _CheckedHandler:
     """Checks a request before the handler of transformers that it is mixed into serves it."""
 
@@ -156,12 +161,23 @@ class _CheckedHandler:
     is_chat = True
     model_manager: Any
     _request: GenerationRequest
+    _inputs: Any = None  # of the model, once they are made
 
     async def handle_request(self, body: dict[str, Any], request_id: str) -> Any:
+        handler, given = await asyncio.to_thread(self._prepare, body)  # seconds for a long body
+        return await super(_CheckedHandler, handler).handle_request(given, request_id)
+
+    def _prepare(self, body: dict[str, Any]) -> tuple[Any, dict[str, Any]]:
+        """A handler of this request alone that has the tokens of its prompt, and the body without the prompt."""
         manager = self.model_manager
         name, tokenizer = manager.names[0], manager.tokenizer
         if self.is_chat and not tokenizer.chat_template:
             raise RequestError(f"{name!r} has no chat template; send texts to /v1/completions", status=404)
+        longest = manager.get_manager().admission.pool.longest
+        for field in _LISTS:
+            if isinstance(items := body.get(field), list) and len(items) > longest:
+                text = f"{field}: {len(items)} items are more than the {longest} tokens of a sequence here (--context)"
+                raise RequestError(text, field)
         request = read(self.kind, body)
         if request.model is not None and request.model not in manager.names:
             raise RequestError(f"model {request.model[:200]!r} is not served here, {name!r} is", "model", 404)
@@ -176,7 +192,11 @@ class _CheckedHandler:
         handler: Any = copy.copy(self)
         handler._request = request
         given["stream"] = bool(request.stream)
-        return await super(_CheckedHandler, handler).handle_request(given, request_id)  # type: ignore[misc]
+        try:
+            super(_CheckedHandler, handler).handle_request(given, "").send(None)  # type: ignore[misc] # to the tokens
+        except _Inputs as made:
+            (handler._inputs,) = made.args
+        return handler, {**given, "messages": [], "input": [], "prompt": ""}
 
     def _validate_request(self, body: Any) -> None:
         """Nothing: :func:`read` has validated it."""
@@ -184,8 +204,17 @@ class _CheckedHandler:
     def _resolve_model(self, body: Any) -> tuple[str, Any, Any]:
         manager = self.model_manager
         tokenizer = copy.copy(manager.tokenizer)  # each request has its own, because Batches changes it, too
-        if not self.is_chat:
-            tokenizer.response_template = None
+        tokenize = tokenizer.apply_chat_template if self.is_chat else manager.tokenizer
+
+        def inputs(*args: Any, **options: Any) -> Any:
+            if self._inputs is None:
+                raise _Inputs(tokenize(*args, **options))
+            return self._inputs
+
+        if self.is_chat:
+            tokenizer.apply_chat_template = inputs
+        else:
+            tokenizer.response_template, tokenizer.tokenizer = None, inputs
         return manager.names[0], manager.model, tokenizer
 
     def _build_generation_config(self, body: Any, default: Any, use_cb: bool = False) -> Any:
@@ -405,8 +434,8 @@ class RequestMiddleware:
                 async for part in request.stream():
                     body += part
                     if len(body) > self._longest_body:
-                        text = f"the body is longer than {self._longest_body} bytes, more than any prompt that fits"
-                        raise RequestError(text, status=413)
+                        text = f"the body is longer than {self._longest_body} bytes"
+                        raise RequestError(f"{text}, 32 for each token of --context and 256 KiB", status=413)
         except TimeoutError:
             text = f"the body is incomplete: {len(body)} bytes came within {_RECEIVE_S} s, or before the server stopped"
             raise RequestError(text, status=408) from None
