@@ -212,9 +212,7 @@ def _run_server(model: str, flags: OffloadFlags, options: _ServeOptions) -> None
         logging.getLogger(name).setLevel(logging.ERROR)
     batches = Batches(module, pool, options.max_queue or _MAX_QUEUE)
     names = options.served_model_name or [model]
-    app = make_app(
-        module, handle, tokenizer, names, batches, options.api_key, options.cors, options.allowed_hosts or ()
-    )
+    app = make_app(module, handle, tokenizer, names, batches, options.api_key, options.cors, options.allowed_hosts)
     bound.listen()  # requests wait until the server runs
     _print_address(bound.getsockname(), names[0], options.api_key is not None)
     run_app(app, bound)

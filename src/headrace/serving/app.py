@@ -73,7 +73,7 @@ def make_app(
     batches: Batches,
     key: str | None,
     cors: bool = False,
-    hosts: Collection[str] = (),
+    hosts: Collection[str] | None = None,
 ) -> RequestMiddleware:
     """The server as an ASGI application.
 
@@ -204,16 +204,15 @@ class _CheckedHandler:
     def _resolve_model(self, body: Any) -> tuple[str, Any, Any]:
         manager = self.model_manager
         tokenizer = copy.copy(manager.tokenizer)  # each request has its own, because Batches changes it, too
-        tokenize = tokenizer.apply_chat_template if self.is_chat else manager.tokenizer
+        tokenize = manager.tokenizer.apply_chat_template if self.is_chat else manager.tokenizer
 
         def inputs(*args: Any, **options: Any) -> Any:
             if self._inputs is None:
                 raise _Inputs(tokenize(*args, **options))
             return self._inputs
 
-        if self.is_chat:
-            tokenizer.apply_chat_template = inputs
-        else:
+        tokenizer.apply_chat_template = inputs
+        if not self.is_chat:
             tokenizer.response_template, tokenizer.tokenizer = None, inputs
         return manager.names[0], manager.model, tokenizer
 
@@ -351,10 +350,10 @@ class RequestMiddleware:
     """The outermost application: checks the key and the length of a request, counts it, and cancels it."""
 
     def __init__(
-        self, app: ASGIApp, batches: Batches, metrics: _Metrics, key: str | None, cors: bool, hosts: Collection[str]
+        self, app: ASGIApp, batches: Batches, metrics: _Metrics, key: str | None, cors: bool, hosts: Any
     ) -> None:
         self._app, self.batches, self._metrics, self._key = app, batches, metrics, key
-        self._hosts = {host.lower() for host in hosts}
+        self._hosts = {host.lower() for host in hosts or ()}
         self._longest_body = _BODY_BYTES + _BYTES_PER_TOKEN * batches.admission.pool.longest
         self._body_timeouts: set[asyncio.Timeout] = set()
         # Outside the check of the key, which the preflight requests of browsers do not carry.
