@@ -16,6 +16,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from transformers.generation.continuous_batching import ContinuousBatchingManager
 
 from checks import eventually, raising
 from commands import TINY
@@ -348,6 +349,17 @@ def test_the_end_of_the_models_thread_is_reported(folder: Path) -> None:
         assert (status, text) == (503, "the batching loop has ended: its thread is gone")
         assert error_of(served.send("/health")) == (503, text)
         assert metrics(served)["headrace_alive"] == 0
+
+
+def test_a_thread_that_the_system_does_not_start(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Is named in the answer, and the next request tries again."""
+    with serving(folder, "2MiB") as served:
+        with monkeypatch.context() as patch:
+            patch.setattr(ContinuousBatchingManager, "start", raising(RuntimeError("can't start new thread")))
+            status, text = error_of(served.send("/v1/completions", {"prompt": "hi"}))
+        assert status == 503
+        assert text.startswith("the server starts no further thread (can't start new thread): raise this process's")
+        assert served.complete("hi", max_tokens=2)["usage"]["completion_tokens"] == 2
 
 
 @pytest.mark.slow

@@ -47,7 +47,7 @@ from uvicorn.config import LOGGING_CONFIG
 from uvicorn.protocols.http.auto import AutoHTTPProtocol
 
 from headrace.api import Handle
-from headrace.errors import OptionError
+from headrace.errors import MORE_THREADS, OptionError
 from headrace.serving import request_body
 from headrace.serving.batches import Batches, settings_of
 from headrace.serving.request_body import GenerationRequest, RequestError, read
@@ -165,7 +165,7 @@ class _CheckedHandler:
 
     async def handle_request(self, body: dict[str, Any], request_id: str) -> Any:
         handler, given = await asyncio.to_thread(self._prepare, body)  # seconds for a long body
-        return await super(_CheckedHandler, handler).handle_request(given, request_id)
+        return await super(_CheckedHandler, handler).handle_request(given, request_id)  # type: ignore[misc]
 
     def _prepare(self, body: dict[str, Any]) -> tuple[Any, dict[str, Any]]:
         """A handler of this request alone that has the tokens of its prompt, and the body without the prompt."""
@@ -298,6 +298,8 @@ def _answer_error(request: Request, error: Exception) -> Response:
             paths = f"; there are {', '.join(_ROUTES)}" if error.status_code == 404 else ""
             message = f"{request.method} {request.url.path}: {error.detail}{paths}"
             refusal = RequestError(message, status=error.status_code)
+        case RuntimeError() if "start new thread" in str(error):
+            refusal = RequestError(f"the server starts no further thread ({error}): {MORE_THREADS}", status=503)
         case _:
             refusal = RequestError(f"{type(error).__name__}: {error}", status=500)
     kind = _ERROR_TYPES.get(refusal.status, "invalid_request_error")
