@@ -32,6 +32,9 @@ import warnings
 # With the separator, because the name of another package may begin with this one's.
 _PACKAGE = os.path.dirname(os.path.abspath(__file__)) + os.sep
 
+# The fix for a RuntimeError of Python that says only "can't start new thread".
+MORE_THREADS = "raise this process's limits of threads (ulimit -u) and of memory (ulimit -v)"
+
 
 class HeadraceError(Exception):
     """Root of the tree."""

@@ -885,6 +885,11 @@ def test_places_that_are_closed(model: Path, tmp_path: Path, monkeypatch: pytest
 
 @pytest.mark.parametrize(("raised", "line"), [
     (RecursionError("maximum recursion depth exceeded"), "error: RecursionError: maximum recursion depth exceeded"),
+    (
+        RuntimeError("can't start new thread"),
+        "error: the system starts no further thread (can't start new thread): raise this process's limits of threads "
+        "(ulimit -u) and of memory (ulimit -v)",
+    ),
     (MemoryError(), "error: no memory is left (MemoryError): free some, or raise this process's limit (ulimit -v)"),
     (
         importlib.metadata.PackageNotFoundError("transformers"),

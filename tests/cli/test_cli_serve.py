@@ -21,8 +21,8 @@ from headrace.cli.vllm_launcher import WORKER
 
 START = ["vllm", "serve", "M", "--worker-cls", "headrace.adapters.vllm.Worker"]
 FLAGS = [
-    "--engine", "--host", "--port", "--api-key", "--served-model-name", "--max-queue", "--cors", "--generation-config",
-    "--dtype", "--additional-config", "--dry-run", *commands.OFFLOAD_FLAGS, "--measure-stalls",
+    "--engine", "--host", "--port", "--api-key", "--served-model-name", "--max-queue", "--cors", "--allowed-hosts",
+    "--generation-config", "--dtype", "--additional-config", "--dry-run", *commands.OFFLOAD_FLAGS, "--measure-stalls",
 ]  # fmt: skip
 
 

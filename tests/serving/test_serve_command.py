@@ -217,7 +217,7 @@ def test_sigterm_lets_requests_finish(model: Path) -> None:
     assert answers[0]["choices"][0]["text"].startswith(short[:-3])
 
 
-HEAD = b"POST /v1/completions HTTP/1.1\r\nHost: h\r\nContent-Type: application/json\r\n"
+HEAD = b"POST /v1/completions HTTP/1.1\r\nHost: localhost\r\nContent-Type: application/json\r\n"
 # The command with shorter limits, in seconds: to receive a request, and to stop.
 IMPATIENT = """
 from headrace.cli import main
@@ -249,7 +249,11 @@ def test_requests_that_do_not_come(model: Path) -> None:
         begin = time.monotonic()
         bodies = [b"", b'{"prompt": "W']
         halves = [opened(url, HEAD + b"Content-Length: 40\r\n\r\n" + body) for body in bodies]
-        heads = [opened(url, b""), opened(url, HEAD), opened(url, b"GET /health HTTP/1.1\r\nHost: h\r\n\r\nGET /he")]
+        heads = [
+            opened(url, b""),
+            opened(url, HEAD),
+            opened(url, b"GET /health HTTP/1.1\r\nHost: localhost\r\n\r\nGET /he"),
+        ]
         for body, half in zip(bodies, halves, strict=True):
             answer = received_from(half)
             assert answer.startswith(b"HTTP/1.1 408 ")
@@ -257,6 +261,29 @@ def test_requests_that_do_not_come(model: Path) -> None:
         assert [len(received_from(head)) > 0 for head in heads] == [False, False, True]
         assert time.monotonic() - begin < 30
         assert ask(url, 4, "")["usage"]["completion_tokens"] == 4
+
+
+@pytest.mark.slow
+def test_silent_connections_leave_room_for_requests(model: Path) -> None:
+    """More than the process may have descriptors: the oldest silent ones go, none that has sent a request."""
+    few = "import resource; resource.setrlimit(resource.RLIMIT_NOFILE, (200, 256))"
+    body = b'{"prompt": "W", "max_tokens": 500, "ignore_eos": true}'
+    with command(model, "-c", IMPATIENT.format(60, 60, few)) as (process, url):
+        asked = opened(url, HEAD + b"Content-Length: %d\r\n\r\n" % len(body) + body)
+        while b"headrace_running_requests 1.0" not in urllib.request.urlopen(f"{url}/metrics").read():
+            pass
+        heads = [HEAD, HEAD + b"Content-Length: 40\r\n\r\n{"]
+        silent = [opened(url, heads[i % 2]) for i in range(330)]
+        with urllib.request.urlopen(f"{url}/health", timeout=20) as health:
+            assert health.status == 200
+        assert Path(f"/proc/{process.pid}/limits").read_text().split("Max open files")[1].split()[0] == "256"
+        assert asked.recv(12) == b"HTTP/1.1 200"
+        for connection in (asked, *silent):
+            connection.close()
+        process.send_signal(signal.SIGTERM)
+        _, err = process.communicate(timeout=60)
+    assert "Traceback" not in err
+    assert err.count("connections at once are the limit") == 1
 
 
 @pytest.mark.slow

@@ -8,12 +8,15 @@ import os
 import re
 import shutil
 import socket
+import threading
+import time
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
 import pytest
+from transformers.generation.continuous_batching import ContinuousBatchingManager
 
 from checks import eventually, raising
 from commands import TINY
@@ -132,6 +135,38 @@ class TestErrors:
 
 
 class TestChats:
+    @pytest.mark.parametrize(("path", "body"), [
+        ("/v1/completions", {"prompt": "hi"}),
+        ("/v1/chat/completions", {"messages": [{"role": "user", "content": "hi"}]}),
+        ("/v1/responses", {"input": "hi"}),
+    ])  # fmt: skip
+    def test_others_are_answered_while_a_prompt_is_tokenised(
+        self, chatting: Served, path: str, body: dict[str, Any], monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        begun, ends, tokenise = threading.Event(), threading.Event(), type(chatting.tokenizer).__call__
+
+        def wait(*args: Any, **options: Any) -> Any:
+            begun.set()
+            assert ends.wait(30)
+            return tokenise(*args, **options)
+
+        monkeypatch.setattr(type(chatting.tokenizer), "__call__", wait)
+        with ThreadPoolExecutor(1) as pool:
+            answer = pool.submit(chatting.send, path, {**body, "ignore_eos": True})
+            assert begun.wait(60)
+            assert chatting.send("/health")[0] == 200
+            assert not answer.done()
+            ends.set()
+            assert answer.result()[0] == 200
+
+    @pytest.mark.parametrize(("path", "field"), [("/v1/chat/completions", "messages"), ("/v1/responses", "input")])
+    def test_more_messages_than_tokens(self, chatting: Served, path: str, field: str) -> None:
+        status, text = error_of(chatting.send(path, {field: [{"role": "user", "content": "hi"}] * 257}))
+        assert (status, text) == (
+            400,
+            f"{field}: 257 items are more than the 256 tokens of a sequence here (--context)",
+        )
+
     @pytest.mark.parametrize(("fields", "message"), [
         ({"messages": [{"role": "\ud800", "content": "hi"}]}, "chat_template_kwargs: TypeError: TextEncodeInput"),
         ({"messages": [{"role": "user", "content": "\ud800"}]}, "chat_template_kwargs: TypeError: TextEncodeInput"),
@@ -233,6 +268,31 @@ def test_a_key(folder: Path) -> None:
         assert served.send("/health")[0] == served.send("/metrics")[0] == 200
 
 
+def test_hosts_of_other_sites(folder: Path, served: Served) -> None:
+    """A page whose name leads to this machine (DNS rebinding) reads nothing; with a key it has nothing to gain."""
+    before, asked = served.handle.stats().bytes_moved, {"prompt": "hi", "max_tokens": 2}
+    for host in (
+        "evil.example",
+        "evil.example:8000",
+        "localhost.evil.example",
+        "127.0.0.1.evil.example",
+        "127.0.0.1@e",
+    ):
+        for path, body in (("/v1/completions", asked), ("/health", None), ("/metrics", None), ("/v1/models", None)):
+            status, text = error_of(served.send(path, body, {"Host": host}))
+            assert status == 421
+            assert text.startswith(f"Host: {host.removesuffix(':8000')!r} is none of this server's names")
+    assert served.handle.stats().bytes_moved == before
+    for host in ("localhost", "LOCALHOST:1", "127.0.0.1:8000", "[::1]:8000", "[::1]"):
+        assert served.send("/v1/completions", asked, {"Host": host})[0] == 200
+    with serving(folder, "2MiB", hosts=["Server.example"]) as named:
+        assert named.send("/v1/completions", asked, {"Host": "server.Example:80"})[0] == 200
+        assert error_of(named.send("/v1/completions", asked, {"Host": "evil.example"}))[0] == 421
+    for options in ({"hosts": ["*"]}, {"key": KEY}):
+        with serving(folder, "2MiB", **options) as open_to_all:
+            assert open_to_all.send("/v1/models", None, {"Host": "other.example", **WITH_KEY})[0] == 200
+
+
 @pytest.mark.slow
 def test_pages_of_any_origin(folder: Path, served: Served) -> None:
     """May ask with --cors, and read refusals; a browser asks for leave without the key."""
@@ -276,6 +336,54 @@ def test_the_end_of_the_batching_loop_is_reported(folder: Path) -> None:
         assert status == 503
         assert re.search('the batching loop has ended: out of "luck"', text)
         assert metrics(served)["headrace_alive"] == 0
+
+
+@pytest.mark.slow
+@pytest.mark.filterwarnings("ignore::pytest.PytestUnhandledThreadExceptionWarning")
+def test_the_end_of_the_models_thread_is_reported(folder: Path) -> None:
+    """By an exception that its loop does not catch, such as the one of sys.exit()."""
+    with serving(folder, "2MiB") as served:
+        served.complete("hi", max_tokens=2)
+        served.model.forward = raising(SystemExit(3))
+        status, text = error_of(served.send("/v1/completions", {"prompt": "hi"}))
+        assert (status, text) == (503, "the batching loop has ended: its thread is gone")
+        assert error_of(served.send("/health")) == (503, text)
+        assert metrics(served)["headrace_alive"] == 0
+
+
+def test_a_thread_that_the_system_does_not_start(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Is named in the answer, and the next request tries again."""
+    with serving(folder, "2MiB") as served:
+        with monkeypatch.context() as patch:
+            patch.setattr(ContinuousBatchingManager, "start", raising(RuntimeError("can't start new thread")))
+            status, text = error_of(served.send("/v1/completions", {"prompt": "hi"}))
+        assert status == 503
+        assert text.startswith("the server starts no further thread (can't start new thread): raise this process's")
+        assert served.complete("hi", max_tokens=2)["usage"]["completion_tokens"] == 2
+
+
+@pytest.mark.slow
+def test_a_forward_that_hangs_is_reported(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Also after the request that it belongs to was answered, until it ends; an idle server does not hang."""
+    with serving(folder, "2MiB") as served:
+        served.complete("hi", max_tokens=2)
+        monkeypatch.setattr("headrace.serving.batches._STEP_S", 2)
+        time.sleep(3)
+        assert served.send("/health")[0] == 200
+        ends, forward = threading.Event(), served.model.forward
+        served.model.forward = lambda *args, **options: ends.wait(60) and forward(*args, **options)
+        try:
+            status, text = error_of(served.send("/v1/completions", {"prompt": "hi"}))
+            assert status == 503
+            assert text.startswith("the model hangs: its step has run for ")
+            status, text = error_of(served.send("/health"))
+            assert status == 503
+            assert text.startswith("the model hangs: its step has run for ")
+            assert served.send("/v1/completions", {"prompt": "hi"})[0] == 503
+        finally:
+            ends.set()
+        assert eventually(lambda: served.send("/health")[0] == 200, 60)
+        assert served.complete("hi", max_tokens=2)["usage"]["completion_tokens"] == 2
 
 
 @pytest.mark.slow

@@ -7,7 +7,7 @@ import threading
 import time
 import urllib.error
 import urllib.request
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -61,13 +61,13 @@ class Served:
 @contextmanager
 def serving(
     folder: Path, policy: Policy | str, *, sequences: int = 4, longest: int = 256, max_waiting: int = 64,
-    key: str | None = None, cors: bool = False,
+    key: str | None = None, cors: bool = False, hosts: Collection[str] = (),
 ) -> Iterator[Served]:  # fmt: skip
     """A server of the model in ``folder``, offloaded as ``policy`` says, on a free port."""
     model, handle = load(folder, policy, device="cpu")
     tokenizer = AutoTokenizer.from_pretrained(folder)
     batches = Batches(model, Pool.of(sequences, longest, BLOCK_TOKENS), max_waiting)
-    app = make_app(model, handle, tokenizer, [NAME, "alias"], batches, key, cors)
+    app = make_app(model, handle, tokenizer, [NAME, "alias"], batches, key, cors, hosts)
     bound = bind("127.0.0.1", 0)
     server = uvicorn.Server(uvicorn.Config(app, log_level="critical", lifespan="on"))
     thread = threading.Thread(target=server.run, kwargs={"sockets": [bound]})

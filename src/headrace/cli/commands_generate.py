@@ -5,7 +5,10 @@ from __future__ import annotations
 import io
 import json
 import logging
+import mmap
+import os
 import re
+import resource
 import sys
 import time
 import warnings
@@ -33,7 +36,7 @@ from headrace.cli.arguments import (
 )
 from headrace.cli.terminal import byte_bar, stderr
 from headrace.config import AUTO_CONTEXT, RANK_MODES, SHARDED_MODES, count
-from headrace.errors import OptionError
+from headrace.errors import CheckpointError, OptionError
 from headrace.flags import OffloadFlags, row
 from headrace.formatting import TokenText, format_rate, format_size, format_time
 from headrace.json_files import encode, write_file
@@ -53,6 +56,10 @@ if TYPE_CHECKING:
 __all__ = ["chat", "generate"]
 
 _GREETING = "Hello"  # stands for the first message of a chat until there is one
+
+_ANSWER = {"role": "assistant", "content": "headrace"}
+_RENDER_S = 10  # of a processor, and _RENDER_BYTES of memory: for a chat template
+_RENDER_BYTES = 2**30
 
 # Names of models that were not tuned to follow instructions: Qwen3-8B-Base, gemma-2-2b-pt.
 _BASE = re.compile(r"(^|[-_.])(base|pt|pretrain(ed)?)([-_.]|$)", re.IGNORECASE)
@@ -337,7 +344,7 @@ def _read_prompt(
 
     Without both, the prompt of an instruct model gets its template, and a line in ``notes`` tells so.
     """
-    tokenizer = open_tokenizer(opened.folder)
+    tokenizer = open_with_template(opened.folder, _messages(text, system))
     opened.check_generation(tokenizer, sampling, "")
     if chat is None and system is None and _is_instruct(tokenizer, opened):
         chat = True
@@ -348,6 +355,42 @@ def _read_prompt(
         )
     messages = _messages(text, system) if chat or system is not None else None
     return tokenizer, _tokenize(tokenizer, opened.folder, text, messages), messages is not None
+
+
+def open_with_template(folder: Path, messages: list[dict[str, str]] | None = None) -> Any:
+    """The tokenizer of a model's folder, whose chat template is tried with ``messages``.
+
+    Raises:
+        CheckpointError: there is none that transformers can read, or its chat template takes much time or memory.
+    """
+    tokenizer, question = open_tokenizer(folder), _messages("?", None)
+    for chat in (messages or question, [*question, _ANSWER], [*question, _ANSWER, *question]):
+        _require_bounded(tokenizer, folder, chat)
+    return tokenizer
+
+
+def _require_bounded(tokenizer: Any, folder: Path, chat: list[dict[str, str]]) -> None:
+    """Refuse a chat template, a program from the model's folder, that takes much time or memory for ``chat``.
+
+    One operation of it can take all memory, or never end, so it is tried in a process that the system ends.
+    """
+    if not (child := os.fork()):
+        status = 0  # templates raise errors of any type, which are reported where they are used
+        try:
+            size = int(Path("/proc/self/statm").read_text().split()[0]) * mmap.PAGESIZE + _RENDER_BYTES
+            for limit, most in (resource.RLIMIT_CORE, 0), (resource.RLIMIT_CPU, _RENDER_S), (resource.RLIMIT_AS, size):
+                resource.setrlimit(limit, (most, most))
+            text = tokenizer.apply_chat_template(chat, tokenize=False, add_generation_prompt=chat[-1] != _ANSWER)
+            status = len(text) > _RENDER_BYTES // 16
+        except MemoryError:
+            status = 1
+        finally:
+            os._exit(status)
+    if os.waitpid(child, 0)[1]:
+        raise CheckpointError(
+            f"{folder}: expected a chat template that renders within {_RENDER_S} s and {format_size(_RENDER_BYTES)}, "
+            f"found one that takes more; correct it (chat_template.jinja, or in tokenizer_config.json), or use another"
+        )
 
 
 def _messages(text: str, system: str | None) -> list[dict[str, str]]:
@@ -362,10 +405,9 @@ def _is_instruct(tokenizer: Any, opened: OpenedModel) -> bool:
     """
     if not getattr(tokenizer, "chat_template", None) or _BASE.search(opened.name):
         return False
-    answer = "headrace"
     try:
-        turns = [*_messages("?", None), {"role": "assistant", "content": answer}]
-        end = tokenizer.apply_chat_template(turns, tokenize=False).rpartition(answer)[2]
+        turns = [*_messages("?", None), _ANSWER]
+        end = tokenizer.apply_chat_template(turns, tokenize=False).rpartition(_ANSWER["content"])[2]
     except Exception:  # templates are programs and raise errors of any type
         return False
     eos = opened.generation_config.eos_token_id

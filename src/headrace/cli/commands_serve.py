@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from headrace.checkpoint.model_folder import is_quantised, model_folder, open_tokenizer
+from headrace.checkpoint.model_folder import is_quantised, model_folder
 from headrace.cli.arguments import (
     DTYPE_HELP,
     VERB_FLAGS,
@@ -77,6 +77,11 @@ class _ServeOptions:
     )
     max_queue: int | None = row("N", "Requests that may wait (default 256); others are answered with 429.", count)
     cors: bool = row("", "Allow pages of any origin (Access-Control-Allow-Origin: *); not in vLLM.", off=False)
+    allowed_hosts: list[str] | None = row(
+        "NAME...",
+        "Names in the header Host (default: any with a key or another address, else this machine's); not in vLLM.",
+        _check_blanks,
+    )
     generation_config: str | None = row(
         "auto|none",
         "Sampling of requests that set none: auto (default), as in the model's generation_config.json; none, greedy.",
@@ -160,6 +165,7 @@ def _run_server(model: str, flags: OffloadFlags, options: _ServeOptions) -> None
     policy = requested(flags, device, _SURFACE)
     from headrace.adapters.transformers.load_folder import load_matched
     from headrace.adapters.transformers.opened_model import open_model
+    from headrace.cli.commands_generate import open_with_template
     from headrace.plan.report import render
     from headrace.planning import plan_model
     from headrace.runtime.planner_factory import PlanRequest
@@ -173,7 +179,7 @@ def _run_server(model: str, flags: OffloadFlags, options: _ServeOptions) -> None
             f"server is not tested with; use headrace serve --engine vllm, or the model's unquantised checkpoint"
         )
     opened = open_model(folder, options.dtype, device=device)
-    tokenizer = open_tokenizer(folder)
+    tokenizer = open_with_template(folder)
     _check_template(folder, tokenizer.chat_template)
     settings = _default_settings(opened, tokenizer, greedy=options.generation_config == "none")
     if policy is None and device.type == "cuda":
@@ -208,7 +214,7 @@ def _run_server(model: str, flags: OffloadFlags, options: _ServeOptions) -> None
         logging.getLogger(name).setLevel(logging.ERROR)
     batches = Batches(module, pool, options.max_queue or _MAX_QUEUE)
     names = options.served_model_name or [model]
-    app = make_app(module, handle, tokenizer, names, batches, options.api_key, options.cors)
+    app = make_app(module, handle, tokenizer, names, batches, options.api_key, options.cors, options.allowed_hosts)
     bound.listen()  # requests wait until the server runs
     _print_address(bound.getsockname(), names[0], options.api_key is not None)
     run_app(app, bound)

@@ -22,7 +22,7 @@ from rich.text import Text
 from typer.core import TyperGroup
 
 from headrace.config import debug_enabled, warn_about_variables
-from headrace.errors import HeadraceError, HeadraceWarning
+from headrace.errors import MORE_THREADS, HeadraceError, HeadraceWarning
 
 __all__ = ["HeadraceGroup", "byte_bar", "expand_lists", "log_lines", "print_error", "stderr", "stdout"]
 
@@ -35,6 +35,7 @@ LIST_FLAGS = {
     "--offload-params": "mlp",
     "--offload-rule": "experts=uva",
     "--served-model-name": "my-model",
+    "--allowed-hosts": "my-server.example",
 }
 
 # Obey COLUMNS, and else the terminal. 0 is that of a terminal of unknown width; rich would print nothing.
@@ -210,6 +211,8 @@ def _line_of(error: Exception) -> str:
         return (
             f"no memory is left ({str(error) or 'MemoryError'}): free some, or raise this process's limit (ulimit -v)"
         )
+    if isinstance(error, RuntimeError) and "start new thread" in str(error):
+        return f"the system starts no further thread ({error}): {MORE_THREADS}"
     if isinstance(error, ModuleNotFoundError) and error.name in _EXTRAS:
         return f"{error.name} is not installed: pip install 'headrace[{error.name}]'"
     return f"{type(error).__name__}: {error}; HEADRACE_DEBUG=1 shows the traceback"

@@ -49,7 +49,9 @@ def serve_in_vllm(
     flags: OffloadFlags,
 ) -> None:
     """Become ``vllm serve`` with headrace as its weight offloader; ``options``: flags of ``headrace serve`` alone."""
-    refuse_idle({flag_of(name): options[name] for name in ("max_queue", "cors")}, "inside vLLM; leave it out")
+    refuse_idle(
+        {flag_of(name): options[name] for name in ("max_queue", "cors", "allowed_hosts")}, "inside vLLM; leave it out"
+    )
     for name in VERB_FLAGS:
         if name not in (*_VLLM_FLAGS, *_OWN_FLAGS, "device"):
             refuse_idle({flag_of(name): getattr(flags, name)}, "inside vLLM; leave it out")

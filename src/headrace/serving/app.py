@@ -11,15 +11,19 @@ import copy
 import faulthandler
 import inspect
 import json
+import logging
 import os
+import re
+import resource
 import secrets
 import signal
 import socket
 import time
 import uuid
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Collection, Iterator
 from contextlib import suppress
-from functools import partial
+from functools import cache, partial
+from ipaddress import ip_address
 from types import SimpleNamespace
 from typing import Any
 
@@ -43,7 +47,7 @@ from uvicorn.config import LOGGING_CONFIG
 from uvicorn.protocols.http.auto import AutoHTTPProtocol
 
 from headrace.api import Handle
-from headrace.errors import OptionError
+from headrace.errors import MORE_THREADS, OptionError
 from headrace.serving import request_body
 from headrace.serving.batches import Batches, settings_of
 from headrace.serving.request_body import GenerationRequest, RequestError, read
@@ -52,10 +56,12 @@ __all__ = ["bind", "make_app", "run_app"]
 
 _GENERATES = ("/v1/chat/completions", "/v1/completions", "/v1/responses")
 _ROUTES = (*_GENERATES, "/v1/models", "/health", "/metrics")
-# More than any text of that many tokens has, so that a longer body is neither read nor tokenised.
-_BYTES_PER_TOKEN = 256
-_BODY_BYTES = 2**20
+# More than texts of that many tokens have (an escaped emoji: 12), so that longer ones are neither read nor tokenised.
+_BYTES_PER_TOKEN = 32
+_BODY_BYTES = 2**18
+_LISTS = ("messages", "input", "tools")  # each item takes at least one token
 _RECEIVE_S = 30  # for the head of a request, and then for its body
+_CONNECTIONS = 1024  # and one for each request that may wait
 _STOP_S = 300  # for the requests that run when the server is stopped
 
 
@@ -67,6 +73,7 @@ def make_app(
     batches: Batches,
     key: str | None,
     cors: bool = False,
+    hosts: Collection[str] | None = None,
 ) -> RequestMiddleware:
     """The server as an ASGI application.
 
@@ -78,6 +85,7 @@ def make_app(
         batches: runs the requests; stopped when the application stops.
         key: requests to ``/v1`` need ``Authorization: Bearer KEY``; ``None``: they need none.
         cors: whether pages of any origin may send requests.
+        hosts: names of the server in requests, besides those of this machine; ``*``: any.
     """
     tokenizer.response_template = _response_template(tokenizer, model)
     tokenizer.apply_chat_template = _rendering(tokenizer.apply_chat_template)
@@ -94,7 +102,7 @@ def make_app(
         get_model_modality=lambda *_, **__: Modality.LLM,
         use_continuous_batching=lambda *_: True,
         get_manager=lambda *_, **__: batches,
-        is_cb_alive=lambda: batches.dead_reason() is None,
+        is_cb_alive=batches.require_alive,
         shutdown=batches.stop,
     )
     manager.get_gen_models = manager.list_models  # up to transformers 5.23
@@ -109,7 +117,7 @@ def make_app(
     app.exception_handlers |= dict.fromkeys(errors, _answer_error)
     metrics = _Metrics(batches, handle)
     app.add_api_route("/metrics", metrics.answer)
-    return RequestMiddleware(app, batches, metrics, key, cors)
+    return RequestMiddleware(app, batches, metrics, key, cors, hosts)
 
 
 # -- the handlers of transformers --------------------------------------------------------------------------------------
@@ -142,6 +150,10 @@ def _rendering(render: Callable[..., Any]) -> Callable[..., Any]:
     return apply_chat_template
 
 
+class _Inputs(Exception):  # noqa: N818 - no error: it ends a handler of transformers where it has the tokens
+    """The inputs of a model."""
+
+
 class _CheckedHandler:
     """Checks a request before the handler of transformers that it is mixed into serves it."""
 
@@ -149,12 +161,23 @@ class _CheckedHandler:
     is_chat = True
     model_manager: Any
     _request: GenerationRequest
+    _inputs: Any = None  # of the model, once they are made
 
     async def handle_request(self, body: dict[str, Any], request_id: str) -> Any:
+        handler, given = await asyncio.to_thread(self._prepare, body)  # seconds for a long body
+        return await super(_CheckedHandler, handler).handle_request(given, request_id)  # type: ignore[misc]
+
+    def _prepare(self, body: dict[str, Any]) -> tuple[Any, dict[str, Any]]:
+        """A handler of this request alone that has the tokens of its prompt, and the body without the prompt."""
         manager = self.model_manager
         name, tokenizer = manager.names[0], manager.tokenizer
         if self.is_chat and not tokenizer.chat_template:
             raise RequestError(f"{name!r} has no chat template; send texts to /v1/completions", status=404)
+        longest = manager.get_manager().admission.pool.longest
+        for field in _LISTS:
+            if isinstance(items := body.get(field), list) and len(items) > longest:
+                text = f"{field}: {len(items)} items are more than the {longest} tokens of a sequence here (--context)"
+                raise RequestError(text, field)
         request = read(self.kind, body)
         if request.model is not None and request.model not in manager.names:
             raise RequestError(f"model {request.model[:200]!r} is not served here, {name!r} is", "model", 404)
@@ -169,7 +192,11 @@ class _CheckedHandler:
         handler: Any = copy.copy(self)
         handler._request = request
         given["stream"] = bool(request.stream)
-        return await super(_CheckedHandler, handler).handle_request(given, request_id)  # type: ignore[misc]
+        try:
+            super(_CheckedHandler, handler).handle_request(given, "").send(None)  # type: ignore[misc] # to the tokens
+        except _Inputs as made:
+            (handler._inputs,) = made.args
+        return handler, {**given, "messages": [], "input": [], "prompt": ""}
 
     def _validate_request(self, body: Any) -> None:
         """Nothing: :func:`read` has validated it."""
@@ -177,8 +204,16 @@ class _CheckedHandler:
     def _resolve_model(self, body: Any) -> tuple[str, Any, Any]:
         manager = self.model_manager
         tokenizer = copy.copy(manager.tokenizer)  # each request has its own, because Batches changes it, too
+        tokenize = manager.tokenizer.apply_chat_template if self.is_chat else manager.tokenizer
+
+        def inputs(*args: Any, **options: Any) -> Any:
+            if self._inputs is None:
+                raise _Inputs(tokenize(*args, **options))
+            return self._inputs
+
+        tokenizer.apply_chat_template = inputs
         if not self.is_chat:
-            tokenizer.response_template = None
+            tokenizer.response_template, tokenizer.tokenizer = None, inputs
         return manager.names[0], manager.model, tokenizer
 
     def _build_generation_config(self, body: Any, default: Any, use_cb: bool = False) -> Any:
@@ -263,6 +298,8 @@ def _answer_error(request: Request, error: Exception) -> Response:
             paths = f"; there are {', '.join(_ROUTES)}" if error.status_code == 404 else ""
             message = f"{request.method} {request.url.path}: {error.detail}{paths}"
             refusal = RequestError(message, status=error.status_code)
+        case RuntimeError() if "start new thread" in str(error):
+            refusal = RequestError(f"the server starts no further thread ({error}): {MORE_THREADS}", status=503)
         case _:
             refusal = RequestError(f"{type(error).__name__}: {error}", status=500)
     kind = _ERROR_TYPES.get(refusal.status, "invalid_request_error")
@@ -314,8 +351,11 @@ class _Metrics(Collector):
 class RequestMiddleware:
     """The outermost application: checks the key and the length of a request, counts it, and cancels it."""
 
-    def __init__(self, app: ASGIApp, batches: Batches, metrics: _Metrics, key: str | None, cors: bool) -> None:
-        self._app, self._batches, self._metrics, self._key = app, batches, metrics, key
+    def __init__(
+        self, app: ASGIApp, batches: Batches, metrics: _Metrics, key: str | None, cors: bool, hosts: Any
+    ) -> None:
+        self._app, self.batches, self._metrics, self._key = app, batches, metrics, key
+        self._hosts = {host.lower() for host in hosts or ()}
         self._longest_body = _BODY_BYTES + _BYTES_PER_TOKEN * batches.admission.pool.longest
         self._body_timeouts: set[asyncio.Timeout] = set()
         # Outside the check of the key, which the preflight requests of browsers do not carry.
@@ -327,7 +367,7 @@ class RequestMiddleware:
         for timeout in self._body_timeouts:
             if not timeout.expired():
                 timeout.reschedule(0)
-        asyncio.get_running_loop().call_later(_STOP_S, self._batches.stop)
+        asyncio.get_running_loop().call_later(_STOP_S, self.batches.stop)
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         await (self._entrance if scope["type"] == "http" else self._app)(scope, receive, send)
@@ -365,14 +405,23 @@ class RequestMiddleware:
         except RequestError as refusal:
             await _answer_error(Request(scope), refusal)(scope, receive, observe)
         finally:
-            self._batches.cancel_request(request_id)
+            self.batches.cancel_request(request_id)
             self._metrics.requests.labels(path if path in _ROUTES else "other", status).inc()
             if path in _GENERATES and status == 200:
                 self._metrics.first_byte.observe(first_byte_s)
                 self._metrics.request.observe(time.perf_counter() - begin)
 
+    def _check_host(self, address: str, given: str) -> None:
+        """Refuse a name that a page of another site may have made lead to this machine (DNS rebinding)."""
+        host, local = re.sub(r":\d*$", "", given.lower()), ip_address(address.removeprefix("::ffff:")).is_loopback
+        known = {"", "*", "localhost", "127.0.0.1", "[::1]", address, *self._hosts}
+        if "*" not in self._hosts and host not in known and (self._hosts or (local and self._key is None)):
+            text = "is none of this server's names: use localhost, or start it with --allowed-hosts NAME, or --api-key"
+            raise RequestError(f"Host: {host[:200]!r} {text}", status=421)
+
     async def _read(self, request: Request) -> bytes:
-        """The body of a request, after a check of its key."""
+        """The body of a request, after a check of its host and key."""
+        self._check_host(request.scope["server"][0], request.headers.get("host", ""))
         # Not request.url, on which the header Host has an influence.
         if self._key is not None and request.scope["path"].startswith("/v1"):
             scheme, _, given = dict(request.scope["headers"]).get(b"authorization", b"").partition(b" ")
@@ -386,8 +435,8 @@ class RequestMiddleware:
                 async for part in request.stream():
                     body += part
                     if len(body) > self._longest_body:
-                        text = f"the body is longer than {self._longest_body} bytes, more than any prompt that fits"
-                        raise RequestError(text, status=413)
+                        text = f"the body is longer than {self._longest_body} bytes"
+                        raise RequestError(f"{text}, 32 for each token of --context and 256 KiB", status=413)
         except TimeoutError:
             text = f"the body is incomplete: {len(body)} bytes came within {_RECEIVE_S} s, or before the server stopped"
             raise RequestError(text, status=408) from None
@@ -419,11 +468,22 @@ def bind(host: str, port: int) -> socket.socket:
 
 
 class _Connection(AutoHTTPProtocol):  # type: ignore[misc,valid-type]
-    """Closes itself if no request comes, for which uvicorn has no limit once a byte has come."""
+    """Closes itself if no request comes, for which uvicorn has no limit once a byte has come.
+
+    At the limit of connections a new one takes the place of the oldest that has not sent its request yet.
+    """
 
     def connection_made(self, transport: Any) -> None:
         super().connection_made(transport)
         self.loop.call_later(_RECEIVE_S, self._check, None)
+        self._opened_s = self.loop.time()
+        if len(self.connections) > (limit := 4 * self.config.backlog):
+            _log_full(limit)
+            min(filter(_Connection._is_silent, self.connections), key=lambda each: each._opened_s).transport.close()
+
+    def _is_silent(self) -> bool:
+        waits = self.cycle is None or self.cycle.response_complete or self.cycle.more_body
+        return waits and not self.transport.is_closing()
 
     def _check(self, last: object) -> None:
         """``last``: the request that had been answered at the previous check; ``self`` if one was running."""
@@ -432,6 +492,13 @@ class _Connection(AutoHTTPProtocol):  # type: ignore[misc,valid-type]
             self.transport.close()
         if not self.transport.is_closing():
             self.loop.call_later(_RECEIVE_S, self._check, request)
+
+
+@cache  # once
+def _log_full(limit: int) -> None:
+    logging.getLogger("uvicorn.error").warning(
+        "%d connections at once are the limit (a quarter of ulimit -n): the oldest without a request are closed", limit
+    )
 
 
 class _Server(uvicorn.Server):
@@ -454,5 +521,11 @@ def run_app(app: RequestMiddleware, bound: socket.socket) -> None:
     LOGGING_CONFIG["handlers"]["access"]["stream"] = "ext://sys.stderr"
     settings = uvicorn.Config(app, http=_Connection, lifespan="on", server_header=False)
     settings.timeout_graceful_shutdown = _STOP_S + 5  # for clients that do not read their answers, complete by then
+    most, (soft, hard) = _CONNECTIONS + app.batches.admission.max_waiting, resource.getrlimit(resource.RLIMIT_NOFILE)
+    soft = max(soft, min(hard, 4 * most))
+    resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
+    # A quarter of the limit: connections are accepted that many at a time, and a new one has to be read before it is
+    # the oldest.
+    settings.backlog = min(most, soft // 4) // 4
     with bound:
         _Server(settings).run(sockets=[bound])

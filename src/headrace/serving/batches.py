@@ -12,6 +12,7 @@ import copy
 import json
 import math
 import secrets
+import time
 from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import fields
@@ -38,6 +39,7 @@ BLOCK_TOKENS = 32
 _STEP_TOKENS = 2048
 _ANSWER_TOKENS = 1024
 _CHECK_S = 1.0
+_STEP_S = 600  # of the longest forward: 2,048 tokens of a model on a slow disk
 
 
 # -- sampling ----------------------------------------------------------------------------------------------------------
@@ -137,6 +139,11 @@ class _Scheduler(FIFOScheduler):
     def __init__(self, cache: Any, *args: Any, **options: Any) -> None:
         super().__init__(cache, *args, **options)
         self._shares_prefixes = cache.use_prefix_sharing
+        self.begin_s = time.monotonic()  # of the step that runs
+
+    def clear_cancelled_requests(self) -> Any:
+        self.begin_s = time.monotonic()  # the batching loop calls this before each step, and ten times a second if idle
+        return super().clear_cancelled_requests()
 
     def add_waiting_request(self, state: Any) -> None:
         # A request with a seed runs alone: nothing is drawn from here to its first token.
@@ -319,7 +326,7 @@ class Batches(utils.BaseGenerateManager):
             raise RequestError(f"token {largest} of the prompt: the model has embeddings for {vocabulary}")
         if settings.max_new_tokens is None:
             settings.max_new_tokens = max(1, min(settings.most_tokens, longest - num_tokens))
-        self._require_alive()
+        self.require_alive()
         if self._manager is None:
             self._manager = _new_manager(self.model, self.admission.pool)
         alone = job.name if "seed" in settings.processing else None
@@ -363,15 +370,22 @@ class Batches(utils.BaseGenerateManager):
 
     def dead_reason(self) -> str | None:
         """Why no request can run any more; ``None``: the engine is alive."""
-        if self._manager is not None and (error := self._manager.background_thread_status.fatal_error) is not None:
+        if (manager := self._manager) is None or self._error is not None:
+            return self._error
+        if not manager.is_running() or manager.background_thread_status.fatal_error is not None:
+            error = manager.background_thread_status.fatal_error or "its thread is gone"
             self._error = f"the batching loop has ended: {error}"
+        elif manager.batch_processor and (s := time.monotonic() - manager.batch_processor.scheduler.begin_s) > _STEP_S:
+            return f"the model hangs: its step has run for {s:.0f} s"
         return self._error
 
-    # -- the life of a request -----------------------------------------------------------------------------------------
-
-    def _require_alive(self) -> None:
+    def require_alive(self) -> bool:
+        """``True``, or a RequestError with the reason why no request can run."""
         if (reason := self.dead_reason()) is not None:
             raise RequestError(reason, status=503)
+        return True
+
+    # -- the life of a request -----------------------------------------------------------------------------------------
 
     def _admit(self) -> None:
         """Reserve cache for requests that wait; at once, so that none that could run counts as waiting."""
@@ -387,7 +401,7 @@ class Batches(utils.BaseGenerateManager):
             manager.add_request(job.prompt, job.name, settings.max_new_tokens, streaming=True, **settings.processing)
             # A request that is added while the batching loop ends with an error may be dropped.
             while not (await asyncio.wait({job.ended}, timeout=_CHECK_S))[0]:
-                self._require_alive()
+                self.require_alive()
             await job.ended
             self.prompt_tokens += len(job.prompt)
             self.generated_tokens += job.total_tokens

@@ -23,7 +23,7 @@ from typing import Any, Protocol
 
 import torch
 
-from headrace.errors import OptionError, StateError, TransferError
+from headrace.errors import MORE_THREADS, OptionError, StateError, TransferError
 from headrace.memory.system import reader_threads
 from headrace.plan.plan import Plan
 from headrace.stats import Recorder, StagingStats
@@ -245,7 +245,7 @@ class ThreadLink(Link):
             self._finish()
             if isinstance(error, RuntimeError):
                 raise OptionError(
-                    f"the system starts no {count} threads to read with ({error}); raise its limit (ulimit -u), or set "
+                    f"the system starts no {count} threads to read with ({error}); {MORE_THREADS}, or set "
                     f"HEADRACE_READERS to fewer"
                 ) from error
             raise
