@@ -35,8 +35,17 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
-from published_configs import DEEPSEEK_V2_LITE, GLM_4_5_AIR, GPT_OSS_20B, GPT_OSS_120B, QWEN3_30B_A3B
-from quantised_models import FORMATS, MXFP4
+from published_configs import (
+    AWQ,
+    DEEPSEEK_V2_LITE,
+    GLM_4_5_AIR,
+    GPT_OSS_20B,
+    GPT_OSS_120B,
+    GPTQ,
+    INT4,
+    MXFP4,
+    QWEN3_30B_A3B,
+)
 from seeded_models import write_config
 from vllm_cases import NO_COPY, ONE_ROUNDING, WORKER
 from vllm_offload import compared, engine_environment, host_memory, prompts, sampling, scored
@@ -53,9 +62,10 @@ HITS = (0.0, 0.5, 0.67, 0.8, 0.9, 1.0)
 QUANTISED: dict[str, Any] = {
     "fp8": {"quant_method": "fp8", "fmt": "e4m3", "activation_scheme": "dynamic", "weight_block_size": [128, 128]},
     "mxfp4": MXFP4,
-    "gptq": FORMATS["gptq"],
-    "awq": {**(FORMATS["awq"] or {}), "modules_to_not_convert": ["mlp.gate"]},
-    "int4": FORMATS["int4"],  # of compressed-tensors
+    "gptq": GPTQ,
+    # Part of a name, and not "gate", as a dense layer has a gate_up_proj.
+    "awq": {**AWQ, "modules_to_not_convert": ["mlp.gate"]},
+    "int4": INT4,
 }
 # Bytes of a weight and its part of the scales and zero points.
 _BYTES_OF_4_BITS = {"mxfp4": 0.5 + 1 / 32, "gptq": 0.5 + 2 / 128, "int4": 0.5 + 2 / 128, "awq": 0.5 + 2.5 / 128}

@@ -62,9 +62,8 @@ def test_hits_of_a_trace_on_a_cpu(
         assert message in capsys.readouterr().err
 
 
-# The tiny model in fp8 has too few pages: a budget holds all of its experts, or is too small.
 @pytest.mark.slow
-@pytest.mark.parametrize("model", [name for name in card_24gb.MODELS if not name.endswith("fp8")])
+@pytest.mark.parametrize("model", card_24gb.MODELS)
 def test_the_rehearsal_of_a_card_on_a_cpu(model: str) -> None:
     """Each case generates with the bits of the resident model, and its bytes are counted; kernels are interpreted."""
     if "nf4" in model and importlib.util.find_spec("bitsandbytes") is None:
