@@ -46,9 +46,18 @@ from published_configs import (
     MXFP4,
     QWEN3_30B_A3B,
 )
-from seeded_models import write_config
-from vllm_cases import NO_COPY, ONE_ROUNDING, WORKER
-from vllm_offload import compared, engine_environment, host_memory, prompts, sampling, scored
+from seeded_models import use_seeded_weights, write_config
+from vllm_offload import (
+    NO_COPY,
+    ONE_ROUNDING,
+    WORKER,
+    compared,
+    engine_environment,
+    host_memory,
+    prompts,
+    sampling,
+    scored,
+)
 
 SHAPES: dict[str, tuple[str, dict[str, Any]]] = {
     "deepseek": ("deepseek-v2-lite", DEEPSEEK_V2_LITE),
@@ -197,7 +206,6 @@ def _measure(given: argparse.Namespace, config: dict[str, Any]) -> None:
 
     from driven_routing import replay_routing
     from headrace.config import debug_enabled
-    from seeded_weights import use_seeded_weights
 
     out, case, share = given.out, given.cases[0], given.share
     turn = None if given.together is None else given.together.open("a")

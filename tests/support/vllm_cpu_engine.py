@@ -21,7 +21,7 @@ from pathlib import Path
 from typing import Any
 
 from published_configs import AWQ, GPTQ, INT4
-from seeded_weights import use_seeded_weights
+from seeded_models import use_seeded_weights
 
 CONFIG = {
     "architectures": ["Qwen3ForCausalLM"], "model_type": "qwen3", "hidden_size": 256, "intermediate_size": 768,
