@@ -27,7 +27,6 @@ import argparse
 import fcntl
 import json
 import statistics
-import subprocess
 import sys
 import time
 from collections.abc import Iterator
@@ -55,6 +54,7 @@ from vllm_offload import (
     engine_environment,
     host_memory,
     prompts,
+    run_logged,
     sampling,
     scored,
 )
@@ -161,16 +161,8 @@ def _run_child(case: str, given: argparse.Namespace) -> None:
     if given.bits == "artifact":
         environment |= {"VLLM_CACHE_ROOT": str(given.out / "cache"), "VLLM_USE_AOT_COMPILE": "0"}
     environment["VLLM_USE_DEEP_GEMM"] = "0"  # it compiles with nvcc when the engine runs
-    with (given.out / f"{case}.log").open("w") as log:
-        try:
-            code: int | str = subprocess.run(
-                command, env=environment, stdout=log, stderr=subprocess.STDOUT, timeout=given.limit_s
-            ).returncode
-        except subprocess.TimeoutExpired:
-            code = f"ended after {given.limit_s:.0f} s"
-    if code:
-        print(f"{case}: exit {code}, see {log.name}", flush=True)
-    elif (given.out / f"{case}.json").exists():
+    has_run = run_logged(case, command, environment, given.out / f"{case}.log", given.limit_s)
+    if has_run and (given.out / f"{case}.json").exists():
         facts = json.loads((given.out / f"{case}.json").read_text())["facts"]
         print(case, {key: value for key, value in facts.items() if key != "offloader"}, flush=True)
 

@@ -26,6 +26,7 @@ import statistics
 import subprocess
 import sys
 import time
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -204,15 +205,24 @@ def _run_cases(given: argparse.Namespace) -> None:
 def _run_child(what: str, case: str, given: argparse.Namespace) -> None:
     options = ["--files"] * given.files + ["--profile"] * given.profile
     command = [sys.executable, __file__, "--child", what, str(given.out), case, *options]
-    with (given.out / f"vllm-{case}{'' if what == 'measure' else '-' + what}.log").open("w") as log:
+    log_path = given.out / f"vllm-{case}{'' if what == 'measure' else '-' + what}.log"
+    run_logged(case, command, _environment(case, given.out), log_path, given.limit_s)
+
+
+def run_logged(
+    case: str, command: Sequence[str], environment: Mapping[str, str], log_path: Path, limit_s: float | None
+) -> bool:
+    """Run an engine in a process of its own, for ``limit_s`` seconds at most; if it fails, print a line."""
+    with log_path.open("w") as log:
         try:
             code: int | str = subprocess.run(
-                command, env=_environment(case, given.out), stdout=log, stderr=subprocess.STDOUT, timeout=given.limit_s
+                command, env=environment, stdout=log, stderr=subprocess.STDOUT, timeout=limit_s
             ).returncode
         except subprocess.TimeoutExpired:
-            code = f"ended after {given.limit_s:.0f} s"
+            code = f"ended after {limit_s:.0f} s"
     if code:
-        print(f"{case}: exit {code}, see {log.name}", flush=True)
+        print(f"{case}: exit {code}, see {log_path}", flush=True)
+    return not code
 
 
 def _environment(case: str, out: Path) -> dict[str, str]:
