@@ -18,8 +18,6 @@ The models have seeded weights of published shapes, drawn layer by layer and in 
 * ``qwen3-30b-a3b``: Qwen3-30B-A3B in bf16. ``budget``: a budget alone, which without ``headrace probe`` does not cache
   experts; ``cache``: the rule ``experts=cache``, which is also what a budget chooses with a probe. Routers follow a
   seeded trace (``plan/routing_traces.py``): random ones send all tokens to the same experts.
-* ``qwen3-30b-a3b-fp8``: the same in fp8 in blocks, with kernels of torch (``plain_fp8.py``), which write each chosen
-  expert in bf16 before they multiply: its times are not those of the kernels that transformers downloads.
 
 ``generate`` is called as users do, greedy; times are those between two tokens. ``eager`` is transformers as it is, with
 a cache that grows; ``graphs`` is what ``load`` gives: a static cache, and steps that are replayed. Every case runs
@@ -96,7 +94,6 @@ MODELS = {
     "qwen3-8b": Model(64, {"every 4th layer": Prefetch(4, 1, 2)}, {**_TINY, "num_hidden_layers": 16}),
     "llama-3.3-70b-nf4": Model(24, {"budget": ()}, _TINY),
     "qwen3-30b-a3b": Model(128, {"cache": (("experts", "cache"),), "budget": ()}, _TINY_EXPERTS),
-    "qwen3-30b-a3b-fp8": Model(64, {"cache": (("experts", "cache"),)}, _TINY_EXPERTS),
 }
 
 

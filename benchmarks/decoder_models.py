@@ -18,7 +18,6 @@ from torch import nn
 from transformers import (
     AutoModelForCausalLM,
     DeepseekV2Config,
-    FineGrainedFP8Config,
     GptOssConfig,
     LlamaConfig,
     PreTrainedConfig,
@@ -26,10 +25,8 @@ from transformers import (
     Qwen3MoeConfig,
     StaticCache,
 )
-from transformers.integrations.finegrained_fp8 import replace_with_fp8_linear
 from transformers.masking_utils import create_masks_for_generate
 
-import plain_fp8
 import published_configs
 from headrace.cli.bench_step import fill
 from headrace.plan.routing_traces import Trace
@@ -193,17 +190,7 @@ MAX_CACHE_TOKENS = 256
 CONFIGS: dict[str, Callable[..., PreTrainedConfig]] = {
     "qwen3-8b": partial(Qwen3Config, **published_configs.QWEN3_8B),
     "deepseek-v2-lite": partial(DeepseekV2Config, **published_configs.DEEPSEEK_V2_LITE),
-    "deepseek-v2-lite-fp8": partial(
-        DeepseekV2Config,
-        **published_configs.DEEPSEEK_V2_LITE,
-        quantization_config={"quant_method": "fp8", "weight_block_size": [128, 128]},
-    ),
     "qwen3-30b-a3b": partial(Qwen3MoeConfig, **published_configs.QWEN3_30B_A3B),
-    "qwen3-30b-a3b-fp8": partial(
-        Qwen3MoeConfig,
-        **published_configs.QWEN3_30B_A3B,
-        quantization_config={"quant_method": "fp8", "weight_block_size": [128, 128]},
-    ),
     "llama-3.3-70b-nf4": partial(
         LlamaConfig,
         **published_configs.LLAMA_3_3_70B,
@@ -223,8 +210,8 @@ def build_model(
 ) -> nn.Module:
     """A bf16 model whose weights rest on ``rest``; random numbers are drawn on ``device``.
 
-    With a ``quantization_config`` its linear layers and experts are in fp8, run by :mod:`plain_fp8`, or the linear
-    layers of its decoder in NF4 of bitsandbytes with quantised scales, layer by layer.
+    With a ``quantization_config`` the linear layers of its decoder are in NF4 of bitsandbytes with quantised scales,
+    layer by layer.
 
     ``experts``: the experts implementation, where the model has any.
     """
@@ -233,14 +220,10 @@ def build_model(
     with torch.device("meta"):
         factory: Any = AutoModelForCausalLM
         model: nn.Module = factory.from_config(config, dtype=torch.bfloat16, trust_remote_code=False)
-    stated = getattr(config, "quantization_config", None)
-    if stated is not None and stated["quant_method"] == "bitsandbytes":
-        _fill_in_four_bits(model, rest, device)
-    else:
-        if stated is not None:
-            plain_fp8.install()
-            replace_with_fp8_linear(model, ["lm_head"], FineGrainedFP8Config(**stated), pre_quantized=True)
+    if getattr(config, "quantization_config", None) is None:
         fill(model, rest, device)
+    else:
+        _fill_in_four_bits(model, rest, device)
     for module in model.modules():
         for name, buffer in list(module._buffers.items()):
             if buffer is not None and buffer.is_meta:

@@ -26,7 +26,7 @@ import torch
 from safetensors.torch import save_file
 
 import headrace
-from harness import LinkProbe, Timing, append, capture, event_times, writable_file, writable_folder
+from harness import LinkProbe, Timing, append, capture, event_times, read_plainly, writable_file, writable_folder
 from headrace.api import start as start_offload
 from headrace.checkpoint.weight_map import WeightMap
 from headrace.cli.bench_step import QWEN3_8B, DecoderShape, Stack, build_stack
@@ -34,7 +34,6 @@ from headrace.config import ALL_MODEL_PARAMS
 from headrace.runtime.planner_factory import PlanRequest
 from headrace.runtime.prepare import prepare as prepare_offload
 from headrace.stores.sources import DiskOptions
-from plain_reads import read_plainly
 
 SECONDS_PER_VARIANT = 6.0
 MIN_STEPS, MAX_STEPS = 4, 40

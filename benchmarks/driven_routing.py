@@ -62,10 +62,10 @@ class Replay:
         num_layers: with experts; a step of the model asks so often.
     """
 
-    def __init__(self, num_layers: int, num_steps: int, top_k: int) -> None:
+    def __init__(self, num_layers: int, num_steps: int, top_k: int, device: str = "cuda") -> None:
         self.num_layers = num_layers
-        self._table = torch.zeros(num_steps, _ROWS, top_k, dtype=torch.int32, device="cuda")
-        self._asked = torch.zeros(1, dtype=torch.int64, device="cuda")
+        self._table = torch.zeros(num_steps, _ROWS, top_k, dtype=torch.int32, device=device)
+        self._asked = torch.zeros(1, dtype=torch.int64, device=device)
 
     def begin(self, choices: torch.Tensor) -> None:
         """Take ``choices``, int [steps, rows, top_k], from the next step on; a shorter table and fewer rows repeat."""
@@ -76,9 +76,9 @@ class Replay:
 
     def route(self, num_tokens: int, dtype: torch.dtype) -> tuple[torch.Tensor, torch.Tensor]:
         """Weights and experts of the tokens of a layer, [tokens, top_k] each."""
-        top_k = self._table.shape[2]
-        ids = torch.empty(num_tokens, top_k, dtype=dtype, device="cuda")
-        weights = torch.empty(num_tokens, top_k, dtype=torch.float32, device="cuda")
+        top_k, device = self._table.shape[2], self._table.device
+        ids = torch.empty(num_tokens, top_k, dtype=dtype, device=device)
+        weights = torch.empty(num_tokens, top_k, dtype=torch.float32, device=device)
         _replay_kernel[(1,)](
             self._table, self._asked, ids, weights, num_tokens * top_k, self.num_layers, len(self._table), _ROWS, top_k
         )

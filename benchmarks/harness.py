@@ -8,15 +8,20 @@ from __future__ import annotations
 
 import argparse
 import json
+import mmap
 import os
 import sys
+import threading
+import time
 from collections.abc import Callable, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
 import torch
 
 from headrace.cli.bench_step import LinkProbe, Timing, capture, event_times, interleave, time_cuda, time_host
+from headrace.memory.system import num_cores
 
 __all__ = [
     "LinkProbe",
@@ -31,6 +36,7 @@ __all__ = [
     "numbers",
     "parser_of",
     "print_step",
+    "read_plainly",
     "time_cuda",
     "time_host",
     "words_of",
@@ -107,6 +113,43 @@ def link_bytes_per_s(device: torch.device, repeats: int) -> float:
         return probe.num_bytes / Timing(tuple(time_cuda(probe.copy, repeats))).ms * 1e3
     source, target = (torch.ones(64 << 20, dtype=torch.uint8) for _ in range(2))
     return source.numel() / Timing(tuple(time_host(lambda: target.copy_(source), repeats))).ms * 1e3
+
+
+def read_plainly(files: Sequence[Path], direct: bool, block_bytes: int) -> float:
+    """Seconds to read all of ``files``, ``block_bytes`` at a time, without headrace: the limit of a disk or page cache.
+
+    One thread per core reads the files front to back, into touched memory.
+
+    Raises:
+        OSError: no direct reads on this file system.
+    """
+    flags = os.O_RDONLY | (os.O_DIRECT if direct else 0)
+    descriptors = [os.open(file, flags) for file in files]
+    sizes = [file.stat().st_size for file in files]
+    left = iter([(fd, at) for fd, size in zip(descriptors, sizes, strict=True) for at in range(0, size, block_bytes)])
+    buffers = [mmap.mmap(-1, block_bytes) for _ in range(num_cores())]
+    for buffer in buffers:
+        buffer[:: mmap.PAGESIZE] = bytes(len(buffer) // mmap.PAGESIZE)
+    lock = threading.Lock()
+
+    def read(buffer: mmap.mmap) -> int:
+        num_bytes = 0
+        while True:
+            with lock:
+                piece = next(left, None)
+            if piece is None:
+                return num_bytes
+            num_bytes += os.preadv(piece[0], [buffer], piece[1])  # Linux reads a local file to the end of the request
+
+    begin = time.perf_counter()
+    with ThreadPoolExecutor(len(buffers)) as pool:
+        found = sum(pool.map(read, buffers))
+    seconds = time.perf_counter() - begin
+    for descriptor in descriptors:
+        os.close(descriptor)
+    if found != sum(sizes):
+        raise OSError(f"expected {sum(sizes)} bytes in {len(files)} files, read {found}")
+    return seconds
 
 
 def append(row: Mapping[str, Any], out: Path | None) -> None:

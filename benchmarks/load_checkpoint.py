@@ -37,11 +37,11 @@ from typing import Any
 import torch
 
 from decoder_models import CONFIGS, build_model
-from harness import append, counts, finish, parser_of, words_of, writable_folder
+from harness import append, counts, finish, parser_of, read_plainly, words_of, writable_folder
 from headrace.config import Mode
-from headrace.memory.system import PeakMeter, rss_bytes
+from headrace.memory.pages import map_pages, populate_parallel
+from headrace.memory.system import PeakMeter, num_cores, rss_bytes
 from headrace.stores.sources import DiskOptions
-from plain_reads import forget, read_plainly, touch_fresh
 
 _HEADRACE: dict[str, tuple[Mode, DiskOptions | None]] = {
     "headrace": ("cpu", None),
@@ -118,6 +118,24 @@ def summary(rows: Sequence[dict[str, Any]]) -> Iterator[str]:
 
 def _plain_direct(size_mib: int, sizes_mib: Sequence[int]) -> str:
     return f"{_PLAIN}, direct" if len(sizes_mib) == 1 else f"{_PLAIN}, direct, {size_mib} MiB"
+
+
+def forget(files: Sequence[Path]) -> None:
+    """Drop the files' pages from the page cache; they were written back before."""
+    for file in files:
+        with file.open("rb") as handle:
+            os.posix_fadvise(handle.fileno(), 0, 0, os.POSIX_FADV_DONTNEED)
+
+
+def touch_fresh(num_bytes: int) -> float:
+    """Seconds until one thread per core has touched ``num_bytes`` of memory for the first time.
+
+    A load into new memory waits for this too, and a virtual machine may have to ask its host for the pages.
+    """
+    memory = torch.from_numpy(map_pages(num_bytes))
+    begin = time.perf_counter()
+    populate_parallel(memory, num_cores())
+    return time.perf_counter() - begin
 
 
 def _plain(files: Sequence[Path], direct: bool, block_mib: int) -> dict[str, Any]:

@@ -1,4 +1,4 @@
-"""config.json of published checkpoints, for models of these shapes with random weights."""
+"""config.json of published checkpoints and of four-bit formats, for models of these shapes with random weights."""
 
 from __future__ import annotations
 
@@ -101,29 +101,19 @@ DEEPSEEK_V2_LITE = {
     "torch_dtype": "bfloat16",
 }
 QWEN3_30B_A3B = {
+    **QWEN3_8B,
     "architectures": ["Qwen3MoeForCausalLM"],
     "model_type": "qwen3_moe",
     "hidden_size": 2048,
     "intermediate_size": 6144,
     "moe_intermediate_size": 768,
     "num_hidden_layers": 48,
-    "num_attention_heads": 32,
     "num_key_value_heads": 4,
-    "head_dim": 128,
     "num_experts": 128,
     "num_experts_per_tok": 8,
     "norm_topk_prob": True,
     "decoder_sparse_step": 1,
     "mlp_only_layers": [],
-    "vocab_size": 151936,
-    "max_position_embeddings": 40960,
-    "rms_norm_eps": 1e-6,
-    "rope_theta": 1000000,
-    "hidden_act": "silu",
-    "tie_word_embeddings": False,
-    "attention_bias": False,
-    "eos_token_id": 151645,
-    "torch_dtype": "bfloat16",
 }
 GPT_OSS_20B = {
     "architectures": ["GptOssForCausalLM"],
@@ -185,4 +175,42 @@ GLM_4_5_AIR = {
     "attention_bias": True,
     "eos_token_id": 151329,
     "torch_dtype": "bfloat16",
+}
+# quantization_config of checkpoints in four bits. int4: of compressed-tensors.
+MXFP4 = {
+    "quant_method": "mxfp4",
+    "modules_to_not_convert": [
+        "model.layers.*.self_attn",
+        "model.layers.*.mlp.router",
+        "model.embed_tokens",
+        "lm_head",
+    ],
+}
+GPTQ = {
+    "quant_method": "gptq",
+    "bits": 4,
+    "group_size": 128,
+    "desc_act": False,
+    "sym": True,
+    "dynamic": {"-:.*mlp.gate$": {}},
+}
+AWQ = {"quant_method": "awq", "bits": 4, "group_size": 128, "zero_point": True, "version": "gemm"}
+INT4 = {
+    "quant_method": "compressed-tensors",
+    "format": "pack-quantized",
+    "quantization_status": "compressed",
+    "config_groups": {
+        "group_0": {
+            "targets": ["Linear"],
+            "weights": {
+                "symmetric": True,
+                "dynamic": False,
+                "num_bits": 4,
+                "type": "int",
+                "strategy": "group",
+                "group_size": 128,
+            },
+        }
+    },
+    "ignore": ["lm_head", "re:.*mlp.gate$"],
 }

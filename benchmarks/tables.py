@@ -22,31 +22,16 @@ ROOT = Path(__file__).resolve().parent.parent
 RESULTS = ROOT / "benchmarks" / "results"
 TABLE = re.compile(r"(<!-- table: (\S+) (\S+)(?: (cases|contest)=(\S+))? -->\n).*?(<!-- end table -->)", re.DOTALL)
 
-STEP_HEADINGS = (
-    "case",
-    "rows",
-    "floor ms",
-    "median ms",
-    "spread ms",
-    "x floor",
-    "resident ms",
-    "GB moved",
-    "same bits",
-)
+
+def columns(headings: str) -> list[str]:
+    """Headings as a table of Markdown has them."""
+    return headings.split(" | ")
 
 
-PLAN_HEADINGS = (
-    "device memory",
-    "case",
-    "rows",
-    "predicted ms",
-    "measured ms",
-    "error",
-    "GB moved",
-    "GB in place",
-    "units / slots",
-    "peak - plan MiB",
-    "same bits",
+STEP_HEADINGS = columns("case | rows | floor ms | median ms | spread ms | x floor | resident ms | GB moved | same bits")
+PLAN_HEADINGS = columns(
+    "device memory | case | rows | predicted ms | measured ms | error | GB moved | GB in place | "
+    "units / slots | peak - plan MiB | same bits"
 )
 
 
@@ -80,17 +65,10 @@ def step_cells(row: dict[str, Any]) -> list[str]:
     ]
 
 
-LOAD_HEADINGS = (
-    "files",
-    "way",
-    "load s",
-    "GB/s",
-    "first step after s",
-    "second step ms",
-    "resident memory - offloaded MiB",
-    "same bits",
+LOAD_HEADINGS = columns(
+    "files | way | load s | GB/s | first step after s | second step ms | resident memory - offloaded MiB | same bits"
 )
-PEER_HEADINGS = ("case", "way", "graph", "ms", "GB/s into each GPU", "host GiB per rank", "same bits")
+PEER_HEADINGS = columns("case | way | graph | ms | GB/s into each GPU | host GiB per rank | same bits")
 
 
 def load_cells(row: dict[str, Any]) -> list[str]:
@@ -119,20 +97,9 @@ def peer_cells(row: dict[str, Any]) -> list[str]:
     ]
 
 
-ENGINE_HEADINGS = (
-    "case",
-    "runner",
-    "sequences",
-    "tokens in / out",
-    "ms / step",
-    "spread ms",
-    "floor ms",
-    "resident ms",
-    "tokens / s",
-    "GB moved",
-    "start s",
-    "host GiB",
-    "same tokens",
+ENGINE_HEADINGS = columns(
+    "case | runner | sequences | tokens in / out | ms / step | spread ms | floor ms | resident ms | "
+    "tokens / s | GB moved | start s | host GiB | same tokens"
 )
 
 
@@ -154,25 +121,16 @@ def engine_cells(row: dict[str, Any]) -> list[str]:
     ]
 
 
-WARM_HEADINGS = (*ENGINE_HEADINGS, "warm start s", "warm host GiB")
+WARM_HEADINGS = [*ENGINE_HEADINGS, "warm start s", "warm host GiB"]
 
 
 def warm_cells(row: dict[str, Any]) -> list[str]:
     return [*engine_cells(row), f"{row['warm_start_s']:.1f}", f"{row['warm_rss_bytes'] / 2**30:.2f}"]
 
 
-RECIPE_HEADINGS = (
-    "case",
-    "recipe",
-    "requests",
-    "tokens / s",
-    "ms / token",
-    "its p99",
-    "first token ms",
-    "its p99 ms",
-    "GB moved / step",
-    "start s",
-    "same texts",
+RECIPE_HEADINGS = columns(
+    "case | recipe | requests | tokens / s | ms / token | its p99 | first token ms | its p99 ms | "
+    "GB moved / step | start s | same texts"
 )
 
 
@@ -191,7 +149,7 @@ def recipe_cells(row: dict[str, Any]) -> list[str]:
     ]
 
 
-SAMPLE_HEADINGS = ("case", "task", "samples", "equal to resident", "different from one another", "score", "GB moved")
+SAMPLE_HEADINGS = columns("case | task | samples | equal to resident | different from one another | score | GB moved")
 
 
 def sample_cells(row: dict[str, Any]) -> list[str]:
@@ -199,14 +157,14 @@ def sample_cells(row: dict[str, Any]) -> list[str]:
     return [row["case"], row["task"], *counts, f"{row['score']:.2f}", f"{row['bytes_moved'] / 1e9:.2f}"]
 
 
-PROFILE_HEADINGS = ("case", "no kernel runs, ms", "kernels ms", "of them products ms", "copies to the device ms")
+PROFILE_HEADINGS = columns("case | no kernel runs, ms | kernels ms | of them products ms | copies to the device ms")
 
 
 def profile_cells(row: dict[str, Any]) -> list[str]:
     return [row["case"], *(f"{row[key]:.1f}" for key in ("idle_ms", "kernels_ms", "products_ms", "copies_ms"))]
 
 
-OVERHEAD_HEADINGS = ("what", "before, ms", "after, ms", "difference within a round, ms", "rounds", "same bits")
+OVERHEAD_HEADINGS = columns("what | before, ms | after, ms | difference within a round, ms | rounds | same bits")
 
 
 def overhead_cells(row: dict[str, Any]) -> list[str]:
@@ -214,24 +172,16 @@ def overhead_cells(row: dict[str, Any]) -> list[str]:
     return [row["case"], *figures, str(row["rounds"]), "yes" if row["bit_equal"] else "no"]
 
 
-FAMILY_HEADINGS = ("way", "equal", "differs", "crashed", "refused", "timeout")
+FAMILY_HEADINGS = columns("way | equal | differs | crashed | refused | timeout")
 
 
 def family_cells(row: dict[str, Any]) -> list[str]:
     return [row["way"], *(str(row[outcome]) for outcome in FAMILY_HEADINGS[1:])]
 
 
-QUANTISED_HEADINGS = (
-    "model",
-    "kernels",
-    "way",
-    "prefetched MB",
-    "in place MB",
-    "moved MB",
-    "host memory",
-    "device while loading",
-    "same bits",
-    "against resident",
+QUANTISED_HEADINGS = columns(
+    "model | kernels | way | prefetched MB | in place MB | moved MB | host memory | "
+    "device while loading | same bits | against resident"
 )
 
 
@@ -250,13 +200,8 @@ def quantised_cells(row: dict[str, Any]) -> list[str]:
     ]
 
 
-RANKS_HEADINGS = (
-    "case",
-    "MB a step, by rank",
-    "GB in the comparison, by rank",
-    "host GiB",
-    "log-probabilities",
-    "same bits",
+RANKS_HEADINGS = columns(
+    "case | MB a step, by rank | GB in the comparison, by rank | host GiB | log-probabilities | same bits"
 )
 
 
@@ -271,13 +216,11 @@ def ranks_cells(row: dict[str, Any]) -> list[str]:
     ]
 
 
-RANKS_STEP_HEADINGS = (
+RANKS_STEP_HEADINGS = [
     *RANKS_HEADINGS[:3],
-    "ms, 1 / 16 sequences",
-    "floor ms",
-    "nothing moves, ms",
+    *("ms, 1 / 16 sequences", "floor ms", "nothing moves, ms"),
     *RANKS_HEADINGS[3:],
-)
+]
 
 
 def ranks_step_cells(row: dict[str, Any]) -> list[str]:
@@ -286,19 +229,9 @@ def ranks_step_cells(row: dict[str, Any]) -> list[str]:
     return [*cells[:3], *times, *cells[3:]]
 
 
-EXPERTS_HEADINGS = (
-    "shape",
-    "layers",
-    "trace",
-    "rows",
-    "case",
-    "hits",
-    "GB missed",
-    "ms",
-    "at 50 GB/s + resident, ms",
-    "ratio",
-    "tokens/s",
-    "same bits",
+EXPERTS_HEADINGS = columns(
+    "shape | layers | trace | rows | case | hits | GB missed | ms | at 50 GB/s + resident, ms | ratio | "
+    "tokens/s | same bits"
 )
 
 
@@ -322,14 +255,8 @@ def experts_cells(row: dict[str, Any]) -> list[str]:
     ]
 
 
-STARTS_HEADINGS = (
-    "case",
-    "GB asked for",
-    "offloaded after s",
-    "prepared after s",
-    "next step ends after s",
-    "GB held",
-    "peak GB until then",
+STARTS_HEADINGS = columns(
+    "case | GB asked for | offloaded after s | prepared after s | next step ends after s | GB held | peak GB until then"
 )
 
 
@@ -343,19 +270,9 @@ def starts_cells(row: dict[str, Any]) -> list[str]:
     ]
 
 
-OFFLOADER_HEADINGS = (
-    "case",
-    "rows",
-    "median ms",
-    "spread ms",
-    "x resident",
-    "GB moved",
-    "held GB",
-    "peak GB",
-    "peak at start GB",
-    "prepared after s",
-    "first step at that speed after s",
-    "same bits",
+OFFLOADER_HEADINGS = columns(
+    "case | rows | median ms | spread ms | x resident | GB moved | held GB | peak GB | "
+    "peak at start GB | prepared after s | first step at that speed after s | same bits"
 )
 
 
@@ -376,7 +293,7 @@ def offloader_cells(row: dict[str, Any]) -> list[str]:
     ]
 
 
-FORMAT_HEADINGS = ("format", "package", "load, CPU", "offload, CPU", "load, H200", "offload, H200")
+FORMAT_HEADINGS = columns("format | package | load, CPU | offload, CPU | load, H200 | offload, H200")
 
 
 def format_cells(row: dict[str, Any]) -> list[str]:
@@ -384,24 +301,9 @@ def format_cells(row: dict[str, Any]) -> list[str]:
     return [row["format"], row["package"] or "none", *(row[way]["what"] for way in ways)]
 
 
-CARD_HEADINGS = (
-    "model",
-    "layers",
-    "case",
-    "decodes",
-    "tokens/s",
-    "floor tokens/s",
-    "ms",
-    "spread ms",
-    "floor ms",
-    "x floor",
-    "resident ms",
-    "GB a token",
-    "experts hit",
-    "peak of card, GB",
-    "first token ms",
-    "offloaded after s",
-    "same bits",
+CARD_HEADINGS = columns(
+    "model | layers | case | decodes | tokens/s | floor tokens/s | ms | spread ms | floor ms | x floor | "
+    "resident ms | GB a token | experts hit | peak of card, GB | first token ms | offloaded after s | same bits"
 )
 
 
@@ -424,19 +326,9 @@ def card_cells(row: dict[str, Any]) -> list[str]:
     ]
 
 
-GUESSES_HEADINGS = (
-    "model",
-    "guesses by",
-    "tokens a pass",
-    "pass ms",
-    "spread ms",
-    "link's floor ms",
-    "GB a pass",
-    "tokens/s",
-    "predicted",
-    "error",
-    "resident tokens/s",
-    "same bits",
+GUESSES_HEADINGS = columns(
+    "model | guesses by | tokens a pass | pass ms | spread ms | link's floor ms | GB a pass | tokens/s | "
+    "predicted | error | resident tokens/s | same bits"
 )
 
 
@@ -455,19 +347,8 @@ def guesses_cells(row: dict[str, Any]) -> list[str]:
     ]
 
 
-OVERLAP_HEADINGS = (
-    "products",
-    "rows",
-    "hits",
-    "case",
-    "ms a layer",
-    "spread",
-    "gain",
-    "sum",
-    "bound",
-    "fetch GB/s",
-    "experts missed",
-    "same bits",
+OVERLAP_HEADINGS = columns(
+    "products | rows | hits | case | ms a layer | spread | gain | sum | bound | fetch GB/s | experts missed | same bits"
 )
 
 
@@ -489,15 +370,9 @@ def overlap_cells(row: dict[str, Any]) -> list[str]:
     ]
 
 
-CARD_PLAN_HEADINGS = (
-    "model",
-    "weights GB",
-    "3060, 12 GB",
-    "4080, 16 GB",
-    "4090, 24 GB",
-    "5090, 32 GB",
-    "h100, 80 GB",
-    "host memory GiB beside a 4090",
+CARD_PLAN_HEADINGS = columns(
+    "model | weights GB | 3060, 12 GB | 4080, 16 GB | 4090, 24 GB | 5090, 32 GB | h100, 80 GB | "
+    "host memory GiB beside a 4090"
 )
 
 
@@ -513,29 +388,12 @@ def card_plan_cells(row: dict[str, Any]) -> list[str]:
     ]
 
 
-TWO_FOUR_HEADINGS = (
-    "case",
-    "GPUs",
-    "recipe",
-    "requests",
-    "",
-    "requests/s and GPU",
-    "tokens/s",
-    "first token ms",
-    "ms / token",
-    "GB counted a rank",
+TWO_FOUR_HEADINGS = columns(
+    "case | GPUs | recipe | requests |  | requests/s and GPU | tokens/s | first token ms | ms / token | "
+    "GB counted a rank"
 )
-LINKS_HEADINGS = (
-    "run",
-    "rank",
-    "rows",
-    "copies GB/s",
-    "beside all-reduces",
-    "slower",
-    "all-reduce ms",
-    "beside copies",
-    "slower",
-    "same bits",
+LINKS_HEADINGS = columns(
+    "run | rank | rows | copies GB/s | beside all-reduces | slower | all-reduce ms | beside copies | slower | same bits"
 )
 
 
@@ -565,7 +423,7 @@ def links_cells(row: dict[str, Any]) -> list[str]:
     ]
 
 
-def layout_of(row: dict[str, Any]) -> tuple[tuple[str, ...], Callable[[dict[str, Any]], list[str]]]:
+def layout_of(row: dict[str, Any]) -> tuple[list[str], Callable[[dict[str, Any]], list[str]]]:
     if "requests_per_s_gpu" in row:
         return TWO_FOUR_HEADINGS, two_four_cells
     if "copy_slower" in row:

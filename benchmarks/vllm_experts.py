@@ -27,7 +27,6 @@ import argparse
 import fcntl
 import json
 import statistics
-import subprocess
 import sys
 import time
 from collections.abc import Iterator
@@ -35,11 +34,30 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
-from published_configs import DEEPSEEK_V2_LITE, GLM_4_5_AIR, GPT_OSS_20B, GPT_OSS_120B, QWEN3_30B_A3B
-from quantised_models import FORMATS, MXFP4
-from seeded_models import write_config
-from vllm_cases import NO_COPY, ONE_ROUNDING, WORKER
-from vllm_offload import compared, engine_environment, host_memory, prompts, sampling, scored
+from published_configs import (
+    AWQ,
+    DEEPSEEK_V2_LITE,
+    GLM_4_5_AIR,
+    GPT_OSS_20B,
+    GPT_OSS_120B,
+    GPTQ,
+    INT4,
+    MXFP4,
+    QWEN3_30B_A3B,
+)
+from seeded_models import use_seeded_weights, write_config
+from vllm_offload import (
+    NO_COPY,
+    ONE_ROUNDING,
+    WORKER,
+    compared,
+    engine_environment,
+    host_memory,
+    prompts,
+    run_logged,
+    sampling,
+    scored,
+)
 
 SHAPES: dict[str, tuple[str, dict[str, Any]]] = {
     "deepseek": ("deepseek-v2-lite", DEEPSEEK_V2_LITE),
@@ -53,9 +71,10 @@ HITS = (0.0, 0.5, 0.67, 0.8, 0.9, 1.0)
 QUANTISED: dict[str, Any] = {
     "fp8": {"quant_method": "fp8", "fmt": "e4m3", "activation_scheme": "dynamic", "weight_block_size": [128, 128]},
     "mxfp4": MXFP4,
-    "gptq": FORMATS["gptq"],
-    "awq": {**(FORMATS["awq"] or {}), "modules_to_not_convert": ["mlp.gate"]},
-    "int4": FORMATS["int4"],  # of compressed-tensors
+    "gptq": GPTQ,
+    # Part of a name, and not "gate", as a dense layer has a gate_up_proj.
+    "awq": {**AWQ, "modules_to_not_convert": ["mlp.gate"]},
+    "int4": INT4,
 }
 # Bytes of a weight and its part of the scales and zero points.
 _BYTES_OF_4_BITS = {"mxfp4": 0.5 + 1 / 32, "gptq": 0.5 + 2 / 128, "int4": 0.5 + 2 / 128, "awq": 0.5 + 2.5 / 128}
@@ -142,16 +161,8 @@ def _run_child(case: str, given: argparse.Namespace) -> None:
     if given.bits == "artifact":
         environment |= {"VLLM_CACHE_ROOT": str(given.out / "cache"), "VLLM_USE_AOT_COMPILE": "0"}
     environment["VLLM_USE_DEEP_GEMM"] = "0"  # it compiles with nvcc when the engine runs
-    with (given.out / f"{case}.log").open("w") as log:
-        try:
-            code: int | str = subprocess.run(
-                command, env=environment, stdout=log, stderr=subprocess.STDOUT, timeout=given.limit_s
-            ).returncode
-        except subprocess.TimeoutExpired:
-            code = f"ended after {given.limit_s:.0f} s"
-    if code:
-        print(f"{case}: exit {code}, see {log.name}", flush=True)
-    elif (given.out / f"{case}.json").exists():
+    has_run = run_logged(case, command, environment, given.out / f"{case}.log", given.limit_s)
+    if has_run and (given.out / f"{case}.json").exists():
         facts = json.loads((given.out / f"{case}.json").read_text())["facts"]
         print(case, {key: value for key, value in facts.items() if key != "offloader"}, flush=True)
 
@@ -187,7 +198,6 @@ def _measure(given: argparse.Namespace, config: dict[str, Any]) -> None:
 
     from driven_routing import replay_routing
     from headrace.config import debug_enabled
-    from seeded_weights import use_seeded_weights
 
     out, case, share = given.out, given.cases[0], given.share
     turn = None if given.together is None else given.together.open("a")

@@ -3,8 +3,8 @@
     python benchmarks/vllm_offload.py OUT_FOLDER CASE... [--files] [--again] [--limit-s S] [--profile]
     python benchmarks/vllm_offload.py OUT_FOLDER --publish TABLE        raw results for benchmarks/results, on stdout
 
-Cases: see vllm_cases.py; one whose results lie in OUT_FOLDER is not run again. Weights are seeded and differ from
-layer to layer (seeded_weights.py), and every case has the same ones; but other offloaders fill those that they keep
+Cases: see ``CASES``; one whose results lie in OUT_FOLDER is not run again. Weights are seeded and differ from
+layer to layer (seeded_models.py), and every case has the same ones; but other offloaders fill those that they keep
 on the host there, slowly and with other values, so ``--files`` loads seeded weights from files, which are written
 once. The greedy tokens of a case, and the log-probabilities of them, are compared to the last bit with those of the
 case that computes the same and moves nothing (``still...``), or without it with the first of its shape. ``ms`` is the
@@ -26,27 +26,135 @@ import statistics
 import subprocess
 import sys
 import time
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from driven_routing import drive_routing
-from published_configs import QWEN3_8B
-from seeded_models import write_config, write_weights
-from seeded_weights import use_seeded_weights
-from vllm_cases import (
-    CASES,
-    DRIVEN_SHAPES,
-    FLEXTENSOR,
-    LOADS,
-    NO_COPY,
-    ONE_ROUNDING,
-    SHAPES,
-    WORKER,
-    python_path,
-    same_memory,
-)
+from published_configs import DEEPSEEK_V2_LITE, QWEN3_8B
+from seeded_models import use_seeded_weights, write_config, write_weights
 
 LINK_BYTES_PER_S = 55.5e9  # H2D of the reference machine
+_SHORT = {**QWEN3_8B, "num_hidden_layers": 8}
+SHAPES = {
+    "qwen": QWEN3_8B,
+    "qwen-12": {**QWEN3_8B, "num_hidden_layers": 12},
+    "experts": {**DEEPSEEK_V2_LITE, "num_hidden_layers": 8},
+    "qwen-short": _SHORT,
+    "qwen-short-tp": _SHORT,
+    "qwen-short-pp": _SHORT,
+}
+WORKER = "headrace.adapters.vllm.Worker"
+NO_COPY = "no_copy.Worker"  # the reference: compiled as WORKER is, and nothing moves
+FLEXTENSOR = "flextensor.contrib.vllm.worker.FlexTensorOffloadWorker"
+CODED: dict[str, Any] = {"additional_config": {"headrace": {"codec": "exp3"}}}
+GROUP: dict[str, Any] = {"offload_group_size": 4, "offload_num_in_group": 1, "offload_prefetch_step": 1}
+# Decoding too, which otherwise is one whole graph.
+SEGMENTS = {"compilation_config": {"cudagraph_mode": "PIECEWISE"}}
+EXPERTS = {"cpu_offload_gb": 40, "cpu_offload_params": {"experts"}}
+DRIVEN = {"compilation_config": {"cudagraph_capture_sizes": [1, 2, 16, 64]}}
+# With TORCHINDUCTOR_DETERMINISTIC=1, two compiles round alike: Inductor tunes a combined kernel by time, and with
+# it the reductions of norms that it holds.
+ONE_ROUNDING = {"inductor_compile_config": {"combo_kernels": False, "benchmark_combo_kernel": False}}
+# Shapes whose router follows a stated distribution (driven_routing.py).
+DRIVEN_SHAPES = {"experts"}
+
+
+def same_memory(config: dict[str, Any]) -> int:
+    """Bytes of the device that a Qwen3 takes under ``GROUP``: what is resident, and the slots."""
+    hidden, heads, layers = config["hidden_size"], config["num_attention_heads"], config["num_hidden_layers"]
+    attention = hidden * config["head_dim"] * 2 * (heads + config["num_key_value_heads"])
+    size = 4 if config["torch_dtype"] == "float32" else 2
+    layer = size * (attention + 3 * hidden * config["intermediate_size"])
+    # By part, the slots take a little more than one layer.
+    return int((layers - layers // 4 + 1 + 1 / 15) * layer) + size * 2 * config["vocab_size"] * hidden
+
+
+def _budget(shape: str, num_bytes: int | None = None) -> dict[str, Any]:
+    size = f"{(num_bytes or same_memory(SHAPES[shape])) >> 10}KiB"
+    batch = sorted({load[0] for load in LOADS[shape] if load[2] > 1})
+    return {"worker_cls": WORKER, "additional_config": {"headrace": {"device_memory": size, "batch": batch}}}
+
+
+# sequences, tokens in, tokens out, repeats
+_LONG = [(1, 128, 64, 2), (16, 128, 64, 2), (256, 128, 64, 2), (256, 128, 1, 3), (64, 2047, 1, 3)]
+LOADS = {
+    "qwen": _LONG,
+    "qwen-12": _LONG,
+    **{name: [(1, 128, 16, 2), (16, 300, 16, 2)] for name in ("qwen-short", "qwen-short-tp", "qwen-short-pp")},
+    "experts": [(2, 16, 32, 2), (16, 16, 32, 2), (64, 16, 32, 2)],
+}
+
+
+def _contest(shape: str, behind: str) -> dict[str, tuple[str, int, dict[str, Any]]]:
+    """What the newest vLLM runs, each in the same device memory."""
+    return {
+        f"resident-v2{behind}": (shape, 2, {}),
+        f"headrace-v2{behind}": (shape, 2, {**GROUP, "worker_cls": WORKER}),
+        f"budget-v2{behind}": (shape, 2, _budget(shape)),
+        f"vllm-v2{behind}": (shape, 2, GROUP),
+        f"still-v2{behind}": (shape, 2, {**GROUP, "worker_cls": NO_COPY}),
+        f"flextensor{behind}": (shape, 2, {"worker_cls": FLEXTENSOR}),
+    }
+
+
+# name: (shape, model runner, arguments of the engine)
+CASES: dict[str, tuple[str, int, dict[str, Any]]] = {
+    "resident": ("qwen", 1, {}),
+    "vllm": ("qwen", 1, GROUP),
+    "headrace": ("qwen", 1, {**GROUP, "worker_cls": WORKER}),
+    "budget": ("qwen", 1, _budget("qwen")),
+    **_contest("qwen", ""),
+    **_contest("qwen-12", "-12"),
+    "still": ("qwen", 1, {**GROUP, "worker_cls": NO_COPY}),
+    "eager": ("qwen-short", 1, {"enforce_eager": True}),
+    "headrace-eager": ("qwen-short", 1, {**GROUP, "worker_cls": WORKER, "enforce_eager": True}),
+    "short": ("qwen-short", 2, {}),
+    "short-v1": ("qwen-short", 1, {}),
+    "headrace-short-v1": ("qwen-short", 1, {**GROUP, "worker_cls": WORKER}),
+    # vLLM measures itself how much memory is left for its cache.
+    "headrace-profiled": (
+        "qwen-short",
+        2,
+        {**GROUP, "worker_cls": WORKER, "kv_cache_memory_bytes": None, "gpu_memory_utilization": 0.5},
+    ),
+    "coded": ("qwen", 2, {**GROUP, **CODED, "worker_cls": WORKER}),
+    "coded-eager": ("qwen-short", 1, {**GROUP, **CODED, "worker_cls": WORKER, "enforce_eager": True}),
+    "headrace-short": ("qwen-short", 2, {**GROUP, "worker_cls": WORKER}),
+    "vllm-short": ("qwen-short", 2, GROUP),
+    "breakable": ("qwen-short", 2, SEGMENTS),
+    "headrace-breakable": ("qwen-short", 2, {**GROUP, **SEGMENTS, "worker_cls": WORKER}),
+    "breakable-full": ("qwen-short", 2, {}),
+    "headrace-breakable-full": ("qwen-short", 2, {**GROUP, "worker_cls": WORKER}),
+    "still-short": ("qwen-short", 2, {**GROUP, "worker_cls": NO_COPY}),
+    "sleep-short": ("qwen-short", 2, {**GROUP, "worker_cls": WORKER, "enable_sleep_mode": True}),
+    # The memory of graphs is saved, too.
+    "sleep-graphs-short": (
+        "qwen-short",
+        2,
+        {**GROUP, "worker_cls": WORKER, "enable_sleep_mode": True, "sleep_mode_offload_cudagraph": True},
+    ),
+    # vLLM raises where a step makes the host wait for the GPU.
+    "sync-check-short": ("qwen-short", 2, {}),
+    "headrace-sync-check-short": ("qwen-short", 2, {**GROUP, "worker_cls": WORKER}),
+    "headrace-sync-check-eager": ("qwen-short", 2, {**GROUP, "worker_cls": WORKER, "enforce_eager": True}),
+    "lora-short": ("qwen-short", 2, {**GROUP, "worker_cls": WORKER, "enable_lora": True, "max_lora_rank": 16}),
+    "fp8-short": ("qwen-short", 1, {"quantization": "fp8"}),
+    "headrace-fp8-short": ("qwen-short", 1, {**GROUP, "worker_cls": WORKER, "quantization": "fp8"}),
+    "tp": ("qwen-short-tp", 2, {"tensor_parallel_size": 2}),
+    "headrace-tp": ("qwen-short-tp", 2, {**GROUP, "worker_cls": WORKER, "tensor_parallel_size": 2}),
+    "budget-tp": ("qwen-short-tp", 2, {**_budget("qwen-short-tp", int(1.4 * 2**30)), "tensor_parallel_size": 2}),
+    "pp": ("qwen-short-pp", 1, {"pipeline_parallel_size": 2}),
+    # Every second layer, so that each of the two stages has more than its slots hold.
+    "headrace-pp": (
+        "qwen-short-pp",
+        1,
+        {**GROUP, "offload_group_size": 2, "worker_cls": WORKER, "pipeline_parallel_size": 2},
+    ),
+    "experts-resident": ("experts", 2, DRIVEN),
+    "experts-headrace": ("experts", 2, {**EXPERTS, **DRIVEN, "worker_cls": WORKER}),
+    "experts-vllm": ("experts", 2, {**EXPERTS, **DRIVEN}),
+    "still-experts": ("experts", 2, {**EXPERTS, **DRIVEN, "worker_cls": NO_COPY}),
+}
 
 
 def main() -> None:
@@ -64,9 +172,7 @@ def main() -> None:
     if given.publish:
         _publish(given.out, given.publish)
     elif given.child == "write":
-        shape, _, arguments = CASES[given.cases[0]]
-        for name in (shape, arguments.get("speculative_config", {}).get("model", shape)):
-            write_weights(_model_folder(given.out, name), "cuda")
+        write_weights(_model_folder(given.out, CASES[given.cases[0]][0]), "cuda")
     elif given.child == "measure":
         _measure(given.out, given.cases[0], given.files, given.profile)
     elif given.child == "warm":
@@ -99,15 +205,24 @@ def _run_cases(given: argparse.Namespace) -> None:
 def _run_child(what: str, case: str, given: argparse.Namespace) -> None:
     options = ["--files"] * given.files + ["--profile"] * given.profile
     command = [sys.executable, __file__, "--child", what, str(given.out), case, *options]
-    with (given.out / f"vllm-{case}{'' if what == 'measure' else '-' + what}.log").open("w") as log:
+    log_path = given.out / f"vllm-{case}{'' if what == 'measure' else '-' + what}.log"
+    run_logged(case, command, _environment(case, given.out), log_path, given.limit_s)
+
+
+def run_logged(
+    case: str, command: Sequence[str], environment: Mapping[str, str], log_path: Path, limit_s: float | None
+) -> bool:
+    """Run an engine in a process of its own, for ``limit_s`` seconds at most; if it fails, print a line."""
+    with log_path.open("w") as log:
         try:
             code: int | str = subprocess.run(
-                command, env=_environment(case, given.out), stdout=log, stderr=subprocess.STDOUT, timeout=given.limit_s
+                command, env=environment, stdout=log, stderr=subprocess.STDOUT, timeout=limit_s
             ).returncode
         except subprocess.TimeoutExpired:
-            code = f"ended after {given.limit_s:.0f} s"
+            code = f"ended after {limit_s:.0f} s"
     if code:
-        print(f"{case}: exit {code}, see {log.name}", flush=True)
+        print(f"{case}: exit {code}, see {log_path}", flush=True)
+    return not code
 
 
 def _environment(case: str, out: Path) -> dict[str, str]:
@@ -134,6 +249,19 @@ def engine_environment(out: Path) -> dict[str, str]:
     }
 
 
+def python_path(out: Path) -> str:
+    """PYTHONPATH with which Python begins without the modules that ``BENCH_WITHOUT`` names."""
+    given = os.environ.get("PYTHONPATH", "")
+    without = [*filter(None, os.environ.get("BENCH_WITHOUT", "").split(","))]
+    if not without:
+        return given
+    folder = out / "without"
+    folder.mkdir(parents=True, exist_ok=True)
+    # Every process of an engine begins with it, its workers too.
+    (folder / "sitecustomize.py").write_text(f"import sys\nsys.modules |= dict.fromkeys({without})\n")
+    return os.pathsep.join([str(folder), given])
+
+
 def _measure(out: Path, case: str, from_files: bool, profile: bool) -> None:
     shape, _, arguments = CASES[case]
     engine, before, start_s = _start(out, case, from_files)
@@ -156,11 +284,10 @@ def _start(out: Path, case: str, from_files: bool) -> tuple[Any, dict[str, int],
 
     shape, _, arguments = CASES[case]
     folder = _model_folder(out, shape)
-    if speculative := arguments.get("speculative_config"):
-        drafter = str(_model_folder(out, speculative["model"]))
-        arguments = {**arguments, "speculative_config": {**speculative, "model": drafter}}
     use_seeded_weights()
     if shape in DRIVEN_SHAPES:
+        from driven_routing import drive_routing  # needs Triton
+
         drive_routing()
     torch.cuda.init()
     if arguments.get("worker_cls") == FLEXTENSOR:

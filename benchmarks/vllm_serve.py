@@ -22,23 +22,44 @@ import argparse
 import json
 import os
 import re
+import signal
+import socket
 import subprocess
 import sys
 import time
-from collections.abc import Sequence
-from contextlib import ExitStack
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager, suppress
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import httpx
 
 from published_configs import QWEN3_8B
 from seeded_models import QWEN3_TINY, write_config, write_weights, write_words
-from vllm_cases import GROUP, NO_COPY, ONE_ROUNDING, RECIPES, WORKER, Recipe, python_path, same_memory
-from vllm_server import VLLM, headrace_stats, started, wait_until_healthy
+from vllm_offload import GROUP, NO_COPY, ONE_ROUNDING, WORKER, python_path, same_memory
 
+# `vllm` itself is not on the path of every machine that can import vLLM.
+VLLM = [sys.executable, "-m", "vllm.entrypoints.cli.main"]
 GROUP_FLAGS = [word for name, value in GROUP.items() for word in ("--" + name.replace("_", "-"), str(value))]
 CASES = ("resident", "headrace", "budget", "vllm", "still", "serve", "serve-budget", "serve-resident")
+
+
+class Recipe(NamedTuple):
+    """What ``vllm bench serve`` asks."""
+
+    tokens_in: int
+    tokens_out: int
+    requests: int
+    at_once: int | None  # None: all
+    warmups: int = 1
+
+
+RECIPES = {
+    "2047 in, 1 out": Recipe(2047, 1, 64, None),
+    "128 in, 128 out; 1 at once": Recipe(128, 128, 4, 1),
+    "128 in, 128 out; 4 at once": Recipe(128, 128, 8, 4),
+    "128 in, 128 out; 16 at once": Recipe(128, 128, 32, 16),
+}
 
 
 def main() -> None:
@@ -130,7 +151,7 @@ def _measure(cases: Sequence[str], folder: Path, out: Path, more: Sequence[str])
         servers = {}
         for case in cases:
             environment = shared | own_caches(out, case)
-            starting = started(_command(case, folder, more), out / f"{case}.log", environment=environment)
+            starting = started(_command(case, folder, more), out / f"{case}.log", environment)
             servers[case] = stack.enter_context(starting)
         healthy = []
         for case, (url, child) in servers.items():
@@ -245,6 +266,71 @@ def _print(rows: Sequence[dict[str, Any]]) -> None:
             f"{row['case']:14s} {row['recipe']:28s} {row['tokens_per_s']:9.1f} tok/s,{step} first after "
             f"{row['median_ttft_ms']:8.1f} ms{start}{same}"
         )
+
+
+# -- a server in a process of its own ----------------------------------------------------------------------------------
+
+
+@contextmanager
+def started(
+    command: Sequence[str], log_path: Path, environment: Mapping[str, str]
+) -> Iterator[tuple[str, subprocess.Popen[bytes]]]:
+    """A server that has begun to start, as its address and its process; it ends with the block.
+
+    Args:
+        command: without a port; a free one is added.
+        log_path: what the server prints.
+        environment: of the server.
+    """
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit("ended by SIGTERM"))  # and the server with it
+    port = _free_port()
+    with log_path.open("w") as log:
+        child = subprocess.Popen(
+            [*command, "--port", str(port)], env=environment, stdout=log, stderr=log, start_new_session=True
+        )
+        try:
+            yield f"http://127.0.0.1:{port}", child
+        finally:
+            _end(child)
+
+
+def wait_until_healthy(url: str, child: subprocess.Popen[bytes], log_path: Path, start_s: float = 300) -> None:
+    """Return when a server answers; exit if it has ended, or does not answer within ``start_s`` seconds."""
+    begin = time.monotonic()
+    while not _is_healthy(url):
+        if child.poll() is not None or time.monotonic() - begin > start_s:
+            raise SystemExit(f"the server did not start within {start_s:.0f} s; see {log_path}")
+        time.sleep(0.5)
+
+
+def headrace_stats(url: str) -> dict[str, Any]:
+    """What headrace's worker counts, from a server that was started with ``VLLM_SERVER_DEV_MODE=1``."""
+    answer = httpx.post(f"{url}/collective_rpc", json={"method": "headrace_stats"}, timeout=60)
+    answer.raise_for_status()
+    found: dict[str, Any] = answer.json()["results"][0]
+    return found
+
+
+def _end(child: subprocess.Popen[bytes]) -> None:
+    """The server and whatever it has started; it may have ended by itself."""
+    with suppress(ProcessLookupError):
+        os.killpg(child.pid, signal.SIGTERM)
+        with suppress(subprocess.TimeoutExpired):
+            child.wait(20)
+        os.killpg(child.pid, signal.SIGKILL)
+
+
+def _is_healthy(url: str) -> bool:
+    try:
+        return httpx.get(f"{url}/health", timeout=2).status_code == 200
+    except httpx.HTTPError:
+        return False
+
+
+def _free_port() -> int:
+    with socket.socket() as finder:
+        finder.bind(("127.0.0.1", 0))
+        return int(finder.getsockname()[1])
 
 
 if __name__ == "__main__":

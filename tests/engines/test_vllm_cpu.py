@@ -137,10 +137,10 @@ def test_models_with_a_vision_tower(engine: Engine, family: str, what: str) -> N
 
 
 @pytest.mark.parametrize("what", ["prefetch", "budget", "uva"])
-@pytest.mark.parametrize("model", ["dense-int4", "dense-gptq", "dense-awq", "dense-fp8-channel"])
-def test_quantised_models(engine: Engine, model: str, what: str) -> None:
+@pytest.mark.parametrize("form", ["int4", "gptq", "awq", "fp8-channel"])
+def test_quantised_models(engine: Engine, form: str, what: str) -> None:
     """Those that vLLM multiplies with as tensors on any CPU; it repacks some of them after loading."""
-    resident, offloaded = engine(f"{model}/resident", "eager"), engine(f"{model}/{what}", "eager")
+    resident, offloaded = engine(f"{form}/resident", "eager"), engine(f"{form}/{what}", "eager")
     assert len({score for scores in resident["logprobs"] for score in scores}) > 20, "weights that tell tokens apart"
     assert offloaded["tokens"] == resident["tokens"]
     assert offloaded["logprobs"] == resident["logprobs"]

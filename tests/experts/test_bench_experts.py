@@ -11,8 +11,6 @@ import torch
 
 import card_24gb
 import expert_steps
-import experts_overlap
-import hinted_routing
 import tables
 from expert_steps import ExpertsShape, driven, run, seeded
 from headrace.plan.routing_traces import lru_hits, save_trace
@@ -64,48 +62,8 @@ def test_hits_of_a_trace_on_a_cpu(
         assert message in capsys.readouterr().err
 
 
-@pytest.mark.parametrize(("rows", "hits"), [(1, 0.67), (4, 0.91)])
-def test_overlaps_are_driven_by_what_they_say(rows: int, hits: float) -> None:
-    """A cache of half of the experts hits the share, and a hint has the share of its misses."""
-    shape, misses = ExpertsShape(2, 128, 8, 8, 8), (1 - hits) * (8 if rows == 1 else 24)
-    routing = hinted_routing.driven(shape, 64, rows, hits, 200)
-    for layer in range(2):
-        used = [[*dict.fromkeys(step.flatten().tolist())] for step in routing.ids[:, layer]]
-        order: list[int] = []  # the most recently used last
-        found: dict[float, list[int]] = {share: [] for share in routing.hints}
-        missed = []
-        for step, experts in enumerate(used):
-            missing = set(experts) - set(order[-64:])
-            missed.append(len(missing))
-            for share, hints in routing.hints.items():
-                found[share].append(len(missing & set(hints[step, layer].flatten().tolist())))
-            order = [expert for expert in order if expert not in experts] + experts
-        assert sum(missed[50:]) / len(missed[50:]) == pytest.approx(misses, rel=0.05)
-        for share, right in found.items():
-            assert sum(right[50:]) / sum(missed[50:]) == pytest.approx(share, rel=0.05)
-
-
 @pytest.mark.slow
-@pytest.mark.parametrize(("rows", "products"), [(2, "grouped"), (1, "pairs")])
-def test_overlaps_have_equal_bits(rows: int, products: str) -> None:
-    """Fetches beside the step are made as late as they may be: products that read what is not there would differ."""
-    found = {
-        row["case"]: row
-        for row in experts_overlap.run(
-            experts_overlap.TINY, 8, [rows], [0.67], [products], 1, 2, 30.0, torch.device("cpu")
-        )
-    }
-    assert list(found) == ["today", "sort-first", "hits-first", "hint 50", "hint 80", "both 80"]
-    for name, row in found.items():
-        assert row["bit_equal"], name
-        assert row["bytes_moved"] > 0
-        assert (row["hinted_per_layer"] > 0) == (name[-1] == "0")
-        assert experts_overlap.describe(row).endswith("same bits")
-
-
-# The tiny model in fp8 has too few pages: a budget holds all of its experts, or is too small.
-@pytest.mark.slow
-@pytest.mark.parametrize("model", [name for name in card_24gb.MODELS if not name.endswith("fp8")])
+@pytest.mark.parametrize("model", card_24gb.MODELS)
 def test_the_rehearsal_of_a_card_on_a_cpu(model: str) -> None:
     """Each case generates with the bits of the resident model, and its bytes are counted; kernels are interpreted."""
     if "nf4" in model and importlib.util.find_spec("bitsandbytes") is None:

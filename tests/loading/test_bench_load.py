@@ -12,8 +12,8 @@ from pathlib import Path
 
 import pytest
 
-from load_checkpoint import summary
-from plain_reads import forget, read_plainly, touch_fresh
+from harness import read_plainly
+from load_checkpoint import forget, summary, touch_fresh
 
 BENCHMARKS = Path(__file__).resolve().parents[2] / "benchmarks"
 

@@ -17,110 +17,82 @@ FIELDS = {
 }  # fmt: skip
 
 
-# Of tables that are no steps.
-_STARTS = {"case", "shape", "asked_device_bytes", "offload_s", "prepared_s", "ready_s", "held_device_bytes"}
-_BEFORE_AFTER = {"case", "before_ms", "after_ms", "difference_ms", "rounds", "bit_equal"}
-_CODED = {"case", "ms", "spread_ms", "floor_ms", "resident_ms", "bytes_moved", "link_gb_per_s", "bit_equal"}
-_ROUND = {"case", "tree", "round", "ms", "bytes_moved", "bit_equal"}
-_EXPERTS = {"shape", "layers", "trace", "case", "rows", "hits", "missed_bytes", "ms", "resident_ms", "bit_equal"}
-_OVERLAP = {
-    "products", "rows", "hits", "case", "layers", "ms", "spread_ms", "gain", "sum_ms", "bound_ms", "fetch_gb_per_s",
-    "bytes_moved", "missed_per_layer", "bit_equal",
-}  # fmt: skip
-_RECIPE = {"case", "recipe", "requests", "failed", "tokens_per_s", "median_ttft_ms", "median_tpot_ms", "start_s"}
-_RANKS = {"case", "moved_a_step_by_rank", "moved_by_rank", "pss_bytes", "logprobs", "bit_equal"}
-_PEERS = {"case", "way", "captured", "ranks", "ms", "gb_per_s", "bytes_moved", "host_bytes", "bit_equal"}
-_ADMISSION = {"trace", "variant", "rows", "layers", "ms", "same"}
+# Of tables that are no steps: names of tables, and the fields of their rows.
 OTHER_FIELDS = {
-    "bits": {"shape", "layers", "case", "trace", "rows", "compiled", "bit_equal"},
-    "captured": {"format", "backend", "captured", "bit_equal"},
-    **dict.fromkeys(("overhead", "overhead-again", "overhead-streams"), _BEFORE_AFTER),
-    **dict.fromkeys(("overhead-rounds", "overhead-again-rounds", "overhead-streams-rounds"), _ROUND),
-    "overhead-streams-vllm-rounds": _ROUND,
-    "vllm": _BEFORE_AFTER,
-    "vllm-rounds": _ROUND,
-    "lm-eval": {"case", "task", "samples", "equal", "distinct", "score", "bytes_moved", "bit_equal"},
-    "recipe": _RECIPE,
-    "recipe-reference": _RECIPE,
-    "recipe-own-caches": _RECIPE,
-    "recipe-cpu": _RECIPE,
-    "soak": {"case", "seconds", "clients", "requests", "generated_tokens", "moved_gb", "memory_mib", "failures"},
-    "quantised": {"case", "kernels", "policy", "bytes_moved", "uva_bytes", "host_ratio", "repeats", "bit_equal"},
-    **dict.fromkeys(("idle", "peers-x2"), _PEERS),
-    "ranks-one-gpu": _RANKS,
-    "ranks-two": {*_RANKS, "ms", "floor_ms", "still_ms"},
-    "ranks-dp-compiled": {"case", "logprobs", "differ", "worst", "flags_has_the_same_two"},
-    **dict.fromkeys(("coded", "coded-patches", "coded-unchained", "coded-second-stream"), _CODED),
-    "coded-predicted": {"case", "rows", "predicted_ms", "ms", "error", "bit_equal"},
-    "coded-start": {"case", "start_s", "store_gb"},
-    "decode-launch": {"case", "block", "warps", "gb_per_s", "bit_equal"},
-    "code-every-bit": {"case", "tensors", "num_bytes", "coded", "code_bytes", "longer", "differ", "bit_equal"},
-    "code-host-decode": {"case", "num_bytes", "gb_per_s", "bit_equal"},
-    "python-calls": {"case", "device", "units", "calls", "resident_calls"},
-    "code-shares": {"case", "num_bytes", "share", "weights_per_escape", "bit_equal"},
-    "decode-blocks": {"case", "block", "warps", "gb_per_s", "share", "bit_equal"},
-    "two-links": {"case", "alone", "together", "bit_equal"},  # bytes per second by bytes of a copy
-    "policies": {"case", "experts", "top_k", "slots", "within_2", "within_8", "lru", "optimum"},
-    "start-phases": {"case", "run", "start_s", "load_model_s", "profile_run_s", "warm_up_and_capture_s"},
-    "host-memory": {"case", "threads", "gb_per_s", "num_bytes"},
-    "ranges": {"case", "ok", "why"},
-    "experts-steps": _EXPERTS,
-    "experts-steps-again": _EXPERTS,
-    "experts-overflow": _EXPERTS,
-    "experts-gpt-oss-24": _EXPERTS,
-    "experts-vllm": _EXPERTS,
-    "experts-vllm-48": _EXPERTS,
-    "experts-vllm-120b": _EXPERTS,
-    "experts-vllm-20b": _EXPERTS,
-    "experts-vllm-gptq": _EXPERTS,
-    "experts-vllm-triton": _EXPERTS,
-    "experts-vllm-20b-triton": _EXPERTS,
-    "experts-vllm-qwen-gptq": _EXPERTS,
-    **dict.fromkeys(("experts-vllm-deepseek-fp8", "experts-vllm-deepseek-fp8-mended"), _EXPERTS),
-    **dict.fromkeys(("experts-vllm-deepseek-bf16", "experts-vllm-glm-awq"), _EXPERTS),
-    **dict.fromkeys(("experts-overlap", "experts-overlap-again"), _OVERLAP),
-    "experts-vllm-glm": _EXPERTS,
-    "experts-vllm-rows": {*_EXPERTS, "format", "steps", "rows_compared", "repeats_itself"},
-    "experts-vllm-gptq-before": _EXPERTS,
-    "experts-vllm-fp8": _EXPERTS,
-    "experts-vllm-fp8-overflow": _EXPERTS,
-    "experts-vllm-prompts": _EXPERTS,
-    "admission": {"case", "experts", "slots", "layers", "admit_and_fetch_us", "admit_us", "same_state"},
-    "admission-kernels": _ADMISSION,
-    "admission-others": _ADMISSION,
-    "admission-host": {"variant", "rows", "layers", "ms"},
-    "experts-vllm-prompt-memory": {"case", "planned_device_bytes", "cache_bytes", "host_pinned_bytes"},
-    "experts-vllm-rounding": {"case", "run", "values"},
-    "experts-vllm-memory": {"case", "planned_device_bytes", "host_pinned_bytes", "experts_bytes", "bytes_moved"},
-    "experts-vllm-starts": {"shape", "layers", "round", "case", "start_s", "added_host_bytes", "added_rss_bytes"},
-    "experts-launch": {"case", "programs", "block", "warps", "us_and_gb_per_s"},
-    "experts-launch-small": {"case", "programs", "block", "warps", "misses", "us", "memcpy_us", "bytes"},
-    "summary": {"way", "equal", "differs", "crashed", "refused", "timeout"},
-    "starts-wan": _STARTS,
-    "starts-flux": _STARTS,
-    "pipelines": {"case", "weight_bytes", "budget_bytes", "step_weight_bytes", "step_moved_bytes"},
-    "smallest": {"case", "weight_bytes", "budget_bytes"},
-    "formats": {"format", "package", "cpu_load", "cpu_offload", "h200_load", "h200_offload"},
-    "card": {
-        "model", "layers", "tokens_per_s", "first_token_ms", "hits", "card_bytes", "within_card", "start_s", *FIELDS
-    },
-    "families": {"family", "way", "what", "detail", "moved_bytes"},
-    "kernel-bits": {"format", "rows", "repeats", "resident_differs", "cached_differs", "largest_difference", "fetched"},
-    "scripted-guesses": {
-        "model", "case", "rows", "tokens_per_pass", "ms", "pass_bytes", "floor_ms", "tokens_per_s",
-        "predicted_tokens_per_s", "resident_tokens_per_s", "bit_equal",
-    },
-    "vllm-speculation": {"case", "rows", "ms", "floor_ms", "passes", "bytes_moved", "planned_bytes", "compared"},
-    "speculation": {"case", "prompts", "tokens_per_pass", "equal", "as_plain", "tokens_per_s", "bytes_moved"},
-    "cards": {"case", "weight_bytes", "host_bytes"},  # and tokens a second, or seconds
-    "card-start": {"tree", "way", "first_s", "total_s", "text"},
-    "card-overhead": {"tree", "case", "round", "ms", "bytes_moved", "bit_equal"},
-    "card-fetch": {"programs", "words", "misses", "us_a_layer", "expert_bytes"},
-    "two-four": {"case", "status", "recipe", "ranks", "requests_per_s_gpu", "median_ttft_ms", "moved_bytes"},
-    "two-four-links": {"case", "rank", "rows", "copy_slower", "all_reduce_slower", "bit_equal"},
-    "two-four-bits": {"case", "bits", "bit_equal"},
-    "two-four-power": {"case", "gpu", "limit_w", "power_w", "sm_clock_mhz"},
-    "card-between": {"model", "layers", "case", "token_ms", "graph_ms", "between_ms"},
+    table: set(fields.split())
+    for tables, fields in {
+        "bits": "case shape bit_equal layers trace rows compiled",
+        "captured": "bit_equal captured format backend",
+        "overhead overhead-again overhead-streams vllm": "case before_ms after_ms difference_ms rounds bit_equal",
+        "overhead-rounds overhead-again-rounds overhead-streams-rounds overhead-streams-vllm-rounds vllm-rounds "
+        "card-overhead": "case bit_equal ms bytes_moved tree round",
+        "lm-eval": "case bit_equal bytes_moved task samples equal distinct score",
+        "recipe recipe-reference recipe-own-caches recipe-cpu": "case recipe requests failed tokens_per_s "
+        "median_ttft_ms median_tpot_ms start_s",
+        "soak": "case requests seconds clients generated_tokens moved_gb memory_mib failures",
+        "quantised": "case bit_equal bytes_moved kernels policy uva_bytes host_ratio repeats",
+        "idle peers-x2": "case bit_equal ms bytes_moved way captured ranks gb_per_s host_bytes",
+        "ranks-one-gpu": "case bit_equal moved_a_step_by_rank moved_by_rank pss_bytes logprobs",
+        "ranks-two": "case bit_equal ms floor_ms moved_a_step_by_rank moved_by_rank pss_bytes logprobs still_ms",
+        "ranks-dp-compiled": "case logprobs differ worst flags_has_the_same_two",
+        "coded coded-patches coded-unchained coded-second-stream": "case bit_equal ms spread_ms floor_ms "
+        "resident_ms bytes_moved link_gb_per_s",
+        "coded-predicted": "case bit_equal ms rows predicted_ms error",
+        "coded-start": "case start_s store_gb",
+        "decode-launch": "case bit_equal gb_per_s block warps",
+        "code-every-bit": "case bit_equal differ coded tensors num_bytes code_bytes longer",
+        "code-host-decode": "case bit_equal gb_per_s num_bytes",
+        "python-calls": "case device units calls resident_calls",
+        "code-shares": "case bit_equal num_bytes share weights_per_escape",
+        "decode-blocks": "case bit_equal gb_per_s block warps share",
+        "two-links": "case bit_equal alone together",
+        "policies": "case experts top_k slots within_2 within_8 lru optimum",
+        "start-phases": "case start_s run load_model_s profile_run_s warm_up_and_capture_s",
+        "host-memory": "case gb_per_s num_bytes threads",
+        "ranges": "case ok why",
+        "experts-steps experts-steps-again experts-overflow experts-gpt-oss-24 experts-vllm experts-vllm-48 "
+        "experts-vllm-120b experts-vllm-20b experts-vllm-gptq experts-vllm-triton experts-vllm-20b-triton "
+        "experts-vllm-qwen-gptq experts-vllm-deepseek-fp8 experts-vllm-deepseek-fp8-mended "
+        "experts-vllm-deepseek-bf16 experts-vllm-glm-awq experts-vllm-glm experts-vllm-gptq-before "
+        "experts-vllm-fp8 experts-vllm-fp8-overflow experts-vllm-prompts": "case shape bit_equal ms resident_ms "
+        "layers trace rows hits missed_bytes",
+        "experts-overlap experts-overlap-again": "case bit_equal ms spread_ms bytes_moved layers rows hits "
+        "products gain sum_ms bound_ms fetch_gb_per_s missed_per_layer",
+        "experts-vllm-rows": "case shape bit_equal ms resident_ms layers trace rows hits missed_bytes format steps "
+        "rows_compared repeats_itself",
+        "admission": "case layers experts slots admit_and_fetch_us admit_us same_state",
+        "admission-kernels admission-others": "ms layers trace rows variant same",
+        "admission-host": "ms layers rows variant",
+        "experts-vllm-prompt-memory": "case planned_device_bytes cache_bytes host_pinned_bytes",
+        "experts-vllm-rounding": "case run values",
+        "experts-vllm-memory": "case bytes_moved planned_device_bytes host_pinned_bytes experts_bytes",
+        "experts-vllm-starts": "case shape round layers start_s added_host_bytes added_rss_bytes",
+        "experts-launch": "case block warps programs us_and_gb_per_s",
+        "experts-launch-small": "case block warps programs misses us memcpy_us bytes",
+        "summary": "way equal differs crashed refused timeout",
+        "starts-wan starts-flux": "case shape asked_device_bytes offload_s prepared_s ready_s held_device_bytes",
+        "pipelines": "case weight_bytes budget_bytes step_weight_bytes step_moved_bytes",
+        "smallest": "case weight_bytes budget_bytes",
+        "formats": "format package cpu_load cpu_offload h200_load h200_offload",
+        "card": "case bit_equal ms spread_ms floor_ms resident_ms bytes_moved table link_gb_per_s "
+        "peak_device_bytes layers rows hits tokens_per_s start_s planned_device_bytes model first_token_ms card_bytes "
+        "within_card",
+        "families": "way family what detail moved_bytes",
+        "kernel-bits": "rows format repeats resident_differs cached_differs largest_difference fetched",
+        "scripted-guesses": "case bit_equal ms floor_ms rows tokens_per_s model tokens_per_pass pass_bytes "
+        "predicted_tokens_per_s resident_tokens_per_s",
+        "vllm-speculation": "case ms floor_ms bytes_moved rows passes planned_bytes compared",
+        "speculation": "case bytes_moved tokens_per_s equal tokens_per_pass prompts as_plain",
+        "cards": "case host_bytes weight_bytes",
+        "card-start": "tree way first_s total_s text",
+        "card-fetch": "programs misses words us_a_layer expert_bytes",
+        "two-four": "case recipe median_ttft_ms ranks moved_bytes status requests_per_s_gpu",
+        "two-four-links": "case bit_equal rows rank copy_slower all_reduce_slower",
+        "two-four-bits": "case bit_equal bits",
+        "two-four-power": "case gpu limit_w power_w sm_clock_mhz",
+        "card-between": "case layers model token_ms graph_ms between_ms",
+    }.items()
+    for table in tables.split()
 }  # fmt: skip
 
 

@@ -20,7 +20,8 @@ from importlib import metadata
 from pathlib import Path
 from typing import Any
 
-from seeded_weights import use_seeded_weights
+from published_configs import AWQ, GPTQ, INT4
+from seeded_models import use_seeded_weights
 
 CONFIG = {
     "architectures": ["Qwen3ForCausalLM"], "model_type": "qwen3", "hidden_size": 256, "intermediate_size": 768,
@@ -71,7 +72,18 @@ WITH_RANKS: dict[str, dict[str, Any]] = {
     "nodes-budget": {**TWO_NODES, "additional_config": {"headrace": SMALL}},
     "ray-budget": {**ON_RAY, "additional_config": {"headrace": SMALL}},
 }
-# Of a quantised model; the case is its format (quantised_models.py), a slash, and one of these.
+_GROUP_0 = {
+    "targets": ["Linear"],
+    "weights": {"symmetric": True, "dynamic": False, "num_bits": 8, "type": "float", "strategy": "channel"},
+    "input_activations": {"symmetric": True, "num_bits": 8, "type": "float", "strategy": "token", "dynamic": True},
+}
+FORMATS: dict[str, dict[str, Any]] = {
+    "fp8-channel": {**INT4, "format": "float-quantized", "config_groups": {"group_0": _GROUP_0}},
+    "int4": INT4,
+    "gptq": GPTQ,
+    "awq": AWQ,
+}
+# Of a quantised model; the case is a format, a slash, and one of these.
 QUANTISED: dict[str, dict[str, Any]] = {
     "resident": {},
     "prefetch": {"offload_group_size": 2},
@@ -194,19 +206,17 @@ def free_port() -> int:
 
 
 def quantised_arguments(folder: Path, case: str, mode: str) -> dict[str, Any]:
-    from quantised_models import MODELS
-
     name, _, what = case.partition("/")
-    config, more = MODELS[name]
+    sizes = {"hidden_size": 512, "intermediate_size": 1024, "head_dim": 128, "num_hidden_layers": 4, "vocab_size": 2048}
+    config = {**CONFIG, **sizes, "num_attention_heads": 8, "torch_dtype": "bfloat16"}
     return {
-        "model": _write_config(folder / name, {**config, "hidden_size": 512, "intermediate_size": 1024}),
+        "model": _write_config(folder / name, {**config, "quantization_config": FORMATS[name]}),
         "load_format": "dummy",
         "skip_tokenizer_init": True,
         "max_model_len": 256,
         "max_num_seqs": 8,
         "enforce_eager": mode == "eager",
         "enable_prefix_caching": False,
-        **more,
         **QUANTISED[what],
         **({} if what in RESIDENT else {"worker_cls": "vllm_cpu_engine.Worker"}),
     }
