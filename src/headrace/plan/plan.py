@@ -394,7 +394,7 @@ class Plan:
             if [layer] != [replace(each, overflow_rows=layer.overflow_rows) for each in there]:
                 raise OptionError(f"the plan caches experts at {layer.module_fqn!r} that are not there; {_REPLAN}")
         for unit in self.units:
-            # Several stores in one plan are host memory and others beside it (TwoStores).
+            # Several stores in one plan are host memory and others beside it (Stores).
             if unit.store != self.mode and (self.mode != "cpu" or unit.store not in _BESIDE_HOST):
                 raise OptionError(
                     f"unit {unit.index} ({unit.module_fqn}) is stored in {unit.store!r}, and the plan has mode "

@@ -34,7 +34,7 @@ from headrace.stores.store import (
     MetaStore,
     Store,
     StoreRequest,
-    TwoStores,
+    Stores,
     new_buffer,
     require_weights,
 )
@@ -82,31 +82,27 @@ def open_store(request: StoreRequest) -> OpenedStore:
         stamp.check()  # offsets come from headers read earlier
     hosts = [] if ranks is None else compare_ranks(request, ranks)
     with ExitStack() as undo:
-        store, on_host = _OPENERS[plan.mode](request, hosts)
-        undo.callback(store.close)
-        ranges = None
+        stores, on_host = _OPENERS[plan.mode](request, hosts)
+        undo.callback(stores.close)
+        made: list[Mapping[str, torch.Tensor]] = [on_host]
+        ranges, on_peer = None, dict[str, torch.Tensor]()
         if plan.cached:
             ranges = ExpertRanges(plan.cached, device, request.pooled)
-            undo.callback(ranges.close)
-            store = TwoStores(store, ranges, [name for layer in plan.cached for name in layer.storages])
-            # Not copied into one dict: to look a destination up may be to wait until its memory is made.
-            destinations = cast("dict[str, torch.Tensor]", ranges.destinations)
-            on_host = ChainMap(dict(on_host), destinations)
-        on_peer: Mapping[str, torch.Tensor] = {}
+            stores.add(ranges, [name for layer in plan.cached for name in layer.storages])
+            made.append(ranges.destinations)
         if request.peer is not None:
             memory = peer_memory(plan.peer_bytes, device, request.peer)
             peer = PeerStore([unit for unit in plan.units if unit.store == "peer"], memory)
-            store, on_peer = TwoStores(store, peer, peer.places), peer.places
+            on_peer = dict(peer.places)
+            stores.add(peer, on_peer)
             _log.info("%s stores %s of units", request.peer, format_size(plan.peer_bytes))
         if plan.coded_units:
             coded = _coded_store(request, plan.coded_units)
-            undo.callback(coded.close)
-            store = TwoStores(store, coded, coded.destinations)
-            on_host = ChainMap(
-                cast("dict[str, torch.Tensor]", coded.destinations), cast("dict[str, torch.Tensor]", on_host)
-            )
+            stores.add(coded, coded.destinations)
+            made.append(coded.destinations)
         undo.pop_all()
-    return OpenedStore(store, on_host, on_peer, ranges)
+    # Not copied into one dict: to look a destination up may be to wait until its memory is made.
+    return OpenedStore(stores.single or stores, ChainMap(*cast("list[dict[str, torch.Tensor]]", made)), on_peer, ranges)
 
 
 # -- by mode ----------------------------------------------------------------------------------------------------------
@@ -122,7 +118,7 @@ def _apart(request: StoreRequest) -> dict[str, BoundStorage]:
     }
 
 
-def _open_cpu(request: StoreRequest, hosts: Sequence[Sequence[str]]) -> tuple[Store, _Host]:
+def _open_cpu(request: StoreRequest, hosts: Sequence[Sequence[str]]) -> tuple[Stores, _Host]:
     plan = request.plan
     staged = {entry.storage for unit in plan.staged_units for entry in unit.entries}
     offloaded = _apart(request)
@@ -136,10 +132,13 @@ def _open_cpu(request: StoreRequest, hosts: Sequence[Sequence[str]]) -> tuple[St
         if files is not None:
             files.close()
         raise
-    return host if files is None else TwoStores(host, files, in_files), destinations
+    stores = Stores(host)
+    if files is not None:
+        stores.add(files, in_files)
+    return stores, destinations
 
 
-def _open_for_ranks(request: StoreRequest, hosts: list[list[str]]) -> tuple[Store, _Host]:
+def _open_for_ranks(request: StoreRequest, hosts: list[list[str]]) -> tuple[Stores, _Host]:
     plan, ranks = request.plan, request.ranks
     if ranks is None:
         raise OptionError(
@@ -147,14 +146,15 @@ def _open_for_ranks(request: StoreRequest, hosts: list[list[str]]) -> tuple[Stor
             f"group=torch.distributed.group.WORLD (after torch.distributed.init_process_group) to headrace.offload"
         )
     if plan.mode == "shm_cpu":
-        return open_shared(plan, _registrar(request.device), ranks, hosts)
-    return open_sharded(request, ranks, hosts), {}
+        store, destinations = open_shared(plan, _registrar(request.device), ranks, hosts)
+        return Stores(store), destinations
+    return Stores(open_sharded(request, ranks, hosts)), {}
 
 
-_OPENERS: dict[Mode, Callable[[StoreRequest, list[list[str]]], tuple[Store, _Host]]] = {
+_OPENERS: dict[Mode, Callable[[StoreRequest, list[list[str]]], tuple[Stores, _Host]]] = {
     "cpu": _open_cpu,
-    "disk": lambda request, hosts: (_disk_store(request, _apart(request)), {}),
-    "meta": lambda request, hosts: (MetaStore({n: b.info.num_bytes for n, b in _apart(request).items()}), {}),
+    "disk": lambda request, hosts: (Stores(_disk_store(request, _apart(request))), {}),
+    "meta": lambda request, hosts: (Stores(MetaStore({n: b.info.num_bytes for n, b in _apart(request).items()})), {}),
     **dict.fromkeys(RANK_MODES, _open_for_ranks),
 }
 

@@ -1,11 +1,12 @@
 """The interface of every store, and the stores that one process fills and reads by itself, without a GPU's driver.
 
-Host memory (``cpu`` on a CPU), files (``disk``), nothing (``meta``), and two stores side by side.
+Host memory (``cpu`` on a CPU), files (``disk``), nothing (``meta``), and several stores side by side.
 """
 
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
+from collections import Counter
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -37,7 +38,7 @@ from headrace.stores.sources import (
 
 __all__ = [
     "AlreadyPinned", "CpuStore", "Destinations", "DiskStore", "Load", "MetaStore", "Store", "StoreRequest",
-    "TwoStores", "new_buffer", "require_weights",
+    "Stores", "new_buffer", "require_weights",
 ]  # fmt: skip
 
 
@@ -398,57 +399,71 @@ class DiskStore(Store):
         return buffer
 
 
-class TwoStores(Store):
-    """Two stores for one plan: most of it in host memory; beside it units in files or on a peer, or cached experts."""
+class Stores(Store):
+    """Several stores for one plan: most of it in one; beside it units in files, on a peer or coded, cached experts."""
 
-    def __init__(self, most: Store, beside: Store, names: Collection[str]) -> None:
-        """``names``: the storages that ``beside`` holds."""
-        self._most = most
-        self._beside = beside
-        self._names = frozenset(names)
+    def __init__(self, most: Store) -> None:
+        self._every, self._store_of = [most], dict[str, Store]()
+
+    def add(self, store: Store, names: Iterable[str]) -> None:
+        """``store`` holds the storages ``names``; this closes it."""
+        self._every.append(store)
+        self._store_of |= dict.fromkeys(names, store)
+
+    @property
+    def single(self) -> Store | None:
+        """The store, if there is one alone."""
+        return self._every[0] if len(self._every) == 1 else None
+
+    def of(self, storage: str) -> Store:
+        """The one that holds ``storage``."""
+        return self._store_of.get(storage, self._every[0])
 
     def takes_over(self, storage: str) -> bool:
-        return self._of(storage).takes_over(storage)
+        return self.of(storage).takes_over(storage)
 
     def adopts(self, storage: str) -> bool:
-        return self._of(storage).adopts(storage)
+        return self.of(storage).adopts(storage)
 
     def on_loaded(self, storage: str) -> None:
-        self._of(storage).on_loaded(storage)
+        self.of(storage).on_loaded(storage)
 
     def finish(self) -> None:
-        self._most.finish()
-        self._beside.finish()
+        for store in self._every:
+            store.finish()
 
     def copies(self, storage: str) -> list[Copy]:
-        return self._of(storage).copies(storage)
+        return self.of(storage).copies(storage)
 
     def load(self, unit: Unit) -> Load:
         # A unit in memory comes with its slab and one in files without: links distinguish them by that.
-        return self._of(unit.entries[0].storage).load(unit)
+        return self.of(unit.entries[0].storage).load(unit)
 
     def in_place(self, storage: str) -> torch.Tensor:
-        return self._of(storage).in_place(storage)
+        return self.of(storage).in_place(storage)
 
     def read(self, storage: str, into: torch.Tensor) -> None:
-        self._of(storage).read(storage, into)
+        self.of(storage).read(storage, into)
+
+    def require_mapped_unchanged(self, storage: str | None = None) -> None:
+        for store in self._every if storage is None else [self.of(storage)]:
+            store.require_mapped_unchanged(storage)
 
     @property
     def host_bytes(self) -> int:
-        return self._most.host_bytes + self._beside.host_bytes
+        return sum(store.host_bytes for store in self._every)
 
     @property
     def account(self) -> dict[str, int]:
-        most, beside = self._most.account, self._beside.account
-        return {name: most.get(name, 0) + beside.get(name, 0) for name in {**most, **beside}}
+        total: Counter[str] = Counter()
+        for store in self._every:
+            total.update(store.account)
+        return dict(total)
 
     def unpin(self) -> None:
-        self._most.unpin()
-        self._beside.unpin()
+        for store in self._every:
+            store.unpin()
 
     def close(self) -> None:
-        self._beside.close()
-        self._most.close()
-
-    def _of(self, storage: str) -> Store:
-        return self._beside if storage in self._names else self._most
+        for store in reversed(self._every):
+            store.close()
