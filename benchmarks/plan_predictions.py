@@ -25,8 +25,9 @@ from headrace.config import UVA, Budget, Prefetch, Workload
 from headrace.model.inventory import Inventory, take_inventory
 from headrace.model.memory_profile import ModelProfile
 from headrace.plan.build import build_plan
-from headrace.plan.cost_model import Forecaster, Rates
+from headrace.plan.cost_model import Forecaster
 from headrace.plan.plan import Plan, assemble
+from headrace.plan.rates import Rates
 from headrace.transfer.machine_probe import Probe, load, save
 from headrace.transfer.measuring import measure
 

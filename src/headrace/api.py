@@ -201,7 +201,7 @@ def start(
     ``repeats``: see :class:`~headrace.runtime.session.SessionOptions`.
     """
     _warn_about_training(prepared)
-    if prepared.ranks is not None and prepared.plan.mode not in RANK_MODES:
+    if prepared.ranks is not None and not prepared.plan.kind.needs_ranks:
         warn_user(
             f"group=... has no effect: mode {prepared.plan.mode!r} is each process's own; use mode "
             f"{', '.join(map(repr, RANK_MODES))}"

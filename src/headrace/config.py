@@ -35,7 +35,7 @@ __all__ = [
     "Prefetch",
     "Rule",
     "Rules",
-    "StoreKind",
+    "StoreName",
     "Workload",
     "as_policy",
     "cache_disabled",
@@ -67,7 +67,7 @@ Codec = Literal["none", Code, "auto"]
 CODES: tuple[Code, ...] = get_args(Code)
 # Where a unit is stored: in a store, or beside host memory on a peer, which is another GPU of this process, or there in
 # a code.
-StoreKind = Literal[Mode, "peer", Code]
+StoreName = Literal[Mode, "peer", Code]
 # Stores of which each rank of a group keeps a part, and all stores that need a group.
 SHARDED_MODES: tuple[Mode, ...] = ("sharded_cpu", "sharded_gpu")
 # Stores whose bytes are host memory; those of shm_cpu exist once for all ranks of a host.

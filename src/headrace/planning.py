@@ -186,7 +186,7 @@ def plan_model(request: PlanRequest) -> PlanResult:
 
 def _check_ranks(request: PlanRequest) -> None:
     num_ranks = count("num_ranks", request.num_ranks)
-    if num_ranks > 1 and getattr(request.given, "mode", None) not in SHARDED_MODES:
+    if num_ranks > 1 and not request.splits_units:
         raise OptionError(
             f"num_ranks = {num_ranks}: expected at least 1, and 1 without mode {' or '.join(SHARDED_MODES)}: in "
             f"other modes no unit is split (--num-ranks)"

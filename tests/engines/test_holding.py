@@ -23,7 +23,8 @@ from headrace.model.inventory import take_inventory
 from headrace.model.live_tensors import bind
 from headrace.plan.build import build_plan
 from headrace.plan.cached_experts import PIECE_BYTES, CachedLayer
-from headrace.plan.plan import Machine, SlabEntry, Unit
+from headrace.plan.kinds import SlabEntry, Unit
+from headrace.plan.plan import Machine
 from headrace.runtime import build_time, planner_factory
 from headrace.runtime import prepare as prepare_module
 from headrace.runtime.build_time import BuildTimeFilter, BuildTimePool, storages_in_engine_memory

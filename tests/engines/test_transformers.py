@@ -41,7 +41,7 @@ from headrace.errors import CheckpointError, HeadraceWarning, OptionError, Optio
 from headrace.model.inventory import take_inventory
 from headrace.model.memory_profile import profile_of
 from headrace.plan.build import Planner
-from headrace.plan.cost_model import NOMINAL_GPU, Curve
+from headrace.plan.rates import NOMINAL_GPU, Curve
 from headrace.planning import make_plan
 from headrace.runtime.prepare import Prepared
 

@@ -18,7 +18,7 @@ import vllm_stand_in as vllm
 import vllm_workers
 from engines import WIDTH
 from headrace.errors import OptionError, OptionTypeError, RaceError, StateError
-from headrace.plan.cost_model import NOMINAL_GPU
+from headrace.plan.rates import NOMINAL_GPU
 from headrace.runtime.planner_factory import make_planner
 from vllm_experts import (
     NUM_EXPERTS,

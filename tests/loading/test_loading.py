@@ -34,10 +34,11 @@ from headrace.plan.plan import Plan
 from headrace.runtime.planner_factory import PlanRequest
 from headrace.runtime.prepare import prepare
 from headrace.runtime.session import OffloadSession, SessionOptions
+from headrace.stores.checkpoint_files import DiskStore
 from headrace.stores.loader import Delivery, Read, WeightLoader, deliver
 from headrace.stores.pinned_host import PinnedStore
 from headrace.stores.sources import ByteRange, Copy, Source, writable_view
-from headrace.stores.store import DiskStore, Load, Store
+from headrace.stores.store import Load, Store
 from headrace.testing import assert_same_bits
 from headrace.transfer.link import ThreadLink
 from models import MoE, all_layers, save

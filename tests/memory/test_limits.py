@@ -29,6 +29,7 @@ from headrace.plan.plan import Machine
 from headrace.runtime import planner_factory
 from headrace.runtime.planner_factory import check_limits, finalize_plan, gpu_memory_kind, needs_of
 from models import Stack, all_layers, on_meta, rows, save, state_of
+from plans import part_bytes
 
 pytestmark = pytest.mark.usefixtures("no_grad")
 
@@ -199,12 +200,12 @@ class TestNeeds:
     def test_units_split_over_ranks(self, mode: str) -> None:
         plan = replace(self.plan(mode), num_ranks=4)
         slabs, slots = sum(unit.num_bytes for unit in plan.units), sum(plan.slot_bytes)
-        assert slabs / 4 <= plan.part_bytes <= slabs / 4 + 256 * len(plan.units)
+        assert slabs / 4 <= part_bytes(plan) <= slabs / 4 + 256 * len(plan.units)
         on_device = mode == "sharded_gpu"
-        parts = 0 if on_device else plan.part_bytes
-        device_parts = plan.part_bytes - parts
+        parts = 0 if on_device else part_bytes(plan)
+        device_parts = part_bytes(plan) - parts
         assert needs_of(plan, on_gpu=True) == Needs(slots + device_parts, parts, parts)
-        assert needs_of(plan, on_gpu=False) == Needs(host_bytes=slots + plan.part_bytes)
+        assert needs_of(plan, on_gpu=False) == Needs(host_bytes=slots + part_bytes(plan))
         assert plan.device_bytes == plan.resident_bytes + slots + device_parts
 
     def test_cpu(self) -> None:

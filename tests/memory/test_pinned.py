@@ -18,7 +18,7 @@ from hypothesis import strategies as st
 from headrace.errors import HeadraceWarning, StateError
 from headrace.memory.pages import map_pages, pack, populate, populate_parallel
 from headrace.memory.pinned import MIN_ADOPTED_BYTES, PinnedBuffer, can_pin_in_place, is_anonymous
-from headrace.plan.plan import Unit
+from headrace.plan.kinds import Unit
 from headrace.stores.pinned_host import AlreadyPinned, PinnedStore
 from headrace.stores.sources import fill, pieces
 from plans import unit

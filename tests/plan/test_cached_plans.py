@@ -31,8 +31,8 @@ from headrace.model.memory_profile import profile_of
 from headrace.model.records import ModelProfile
 from headrace.plan.build import Planner
 from headrace.plan.candidates import mean_log
-from headrace.plan.cost_model import NOMINAL_GPU
 from headrace.plan.plan import Machine
+from headrace.plan.rates import NOMINAL_GPU
 from headrace.plan.routing_traces import ExpertHits, FixedHits, Recorded, seeded_trace
 from headrace.runtime.planner_factory import finalize_plan, make_planner, needs_of
 from headrace.transfer.machine_probe import DeviceName, named_machine

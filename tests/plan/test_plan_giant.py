@@ -26,7 +26,7 @@ from headrace.adapters.transformers.opened_model import OpenedModel, open_model
 from headrace.checkpoint.safetensors_header import Checkpoint
 from headrace.cli import app
 from headrace.config import Budget, Workload
-from headrace.plan.cost_model import NOMINAL_CPU, NOMINAL_GPU
+from headrace.plan.rates import NOMINAL_CPU, NOMINAL_GPU
 from headrace.plan.schedule import RING_BYTES
 from headrace.planning import plan_model
 from headrace.runtime.planner_factory import PlanRequest, make_planner, needs_of

@@ -23,8 +23,9 @@ from headrace.plan.plan import Plan, UnitSpec, assemble
 from headrace.plan.schedule import Schedule, chain, next_in_chain, slot_of
 from headrace.runtime.prefetcher import Prefetcher
 from headrace.stats import Recorder
+from headrace.stores.plain_host import CpuStore
 from headrace.stores.sources import fill
-from headrace.stores.store import CpuStore, Load
+from headrace.stores.store import Load
 from headrace.transfer.link import ComputeEvent, Link, Transfer
 
 MAX_UNITS, MAX_SLOTS, ROUNDS = 12, 8, 3

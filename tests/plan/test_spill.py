@@ -22,8 +22,9 @@ from headrace.model.inventory import Inventory, take_inventory
 from headrace.model.memory_profile import ModelProfile
 from headrace.plan.build import Planner, build_plan
 from headrace.plan.candidates import Spill, spill_order
-from headrace.plan.cost_model import NOMINAL_GPU, Forecaster, Rates
+from headrace.plan.cost_model import Forecaster
 from headrace.plan.plan import Plan, UnitSpec, assemble
+from headrace.plan.rates import NOMINAL_GPU, Rates
 from headrace.plan.schedule import RING_BYTES
 from headrace.runtime import planner_factory
 from headrace.runtime.planner_factory import make_planner, needs_of

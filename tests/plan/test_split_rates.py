@@ -20,11 +20,12 @@ from checks import raising
 from headrace.cli.commands_plan import rates_of as table_of
 from headrace.config import Budget, Workload
 from headrace.errors import HeadraceWarning
+from headrace.kinds.across_ranks import CHUNK_BYTES
 from headrace.model.inventory import take_inventory
 from headrace.model.memory_profile import ModelProfile
 from headrace.plan.build import Planner, build_plan
-from headrace.plan.cost_model import NOMINAL_CPU, NOMINAL_GPU, Curve, Rates, split_rates
-from headrace.plan.plan import CHUNK_BYTES
+from headrace.plan.kinds import kind_of
+from headrace.plan.rates import NOMINAL_CPU, NOMINAL_GPU, Curve, Rates
 from headrace.transfer import measuring
 from headrace.transfer.machine_probe import Probe, read_probe
 from models import Stack, all_layers
@@ -60,7 +61,7 @@ def published(way: str, num_ranks: int) -> float:
 
 
 def predicted(rates: Rates, mode: Any, num_ranks: int) -> float:
-    return split_rates(rates, mode, num_ranks).copy_bytes_per_s(200e6)
+    return kind_of(mode).rates(rates, num_ranks).copy_bytes_per_s(200e6)
 
 
 class TestAgainstMeasurements:
@@ -89,38 +90,38 @@ class TestRates:
     def test_sharded(self) -> None:
         """(N - 1) / N from the peers, by the rate of a copy of so many bytes."""
         rates = replace(SLOW, peer_bytes_per_s=Curve.of({300: 1e8, 3000: 1e9}))
-        curve = split_rates(rates, "sharded_gpu", 4).copy_bytes_per_s
+        curve = kind_of("sharded_gpu").rates(rates, 4).copy_bytes_per_s
         assert curve(400) == pytest.approx(1e8 * 4 / 3)
         assert curve(4000) == pytest.approx(1e9 * 4 / 3)
 
     def test_the_own_part_is_a_device_copy(self) -> None:
         rates = replace(LINKED, device_bytes_per_s=1e9)
-        assert split_rates(rates, "sharded_gpu", 2).copy_bytes_per_s(MIB) == pytest.approx(1e9)
+        assert kind_of("sharded_gpu").rates(rates, 2).copy_bytes_per_s(MIB) == pytest.approx(1e9)
 
     @pytest.mark.parametrize(("peer", "expected"), [(1e12, 4e9), (1.5e9, 2e9)])
     def test_sharded_host_memory_is_the_slower_of_both(self, peer: float, expected: float) -> None:
         rates = replace(SLOW, peer_bytes_per_s=Curve.of({KIB: peer}))
-        assert split_rates(rates, "sharded_cpu", 4).copy_bytes_per_s(64 * MIB) == pytest.approx(expected)
+        assert kind_of("sharded_cpu").rates(rates, 4).copy_bytes_per_s(64 * MIB) == pytest.approx(expected)
 
     @pytest.mark.parametrize("num_ranks", [2, 4])
     def test_peers_over_the_own_link_bring_nothing(self, num_ranks: int) -> None:
         """PCIe has to carry every byte of a unit, whoever sends it."""
         rates = replace(SLOW, peer_bytes_per_s=Curve.of({KIB: 1e9}))
-        assert split_rates(rates, "sharded_cpu", num_ranks).copy_bytes_per_s(64 * MIB) == pytest.approx(1e9)
-        assert split_rates(rates, "sharded_gpu", num_ranks).copy_bytes_per_s(64 * MIB) > 1.3e9
+        assert kind_of("sharded_cpu").rates(rates, num_ranks).copy_bytes_per_s(64 * MIB) == pytest.approx(1e9)
+        assert kind_of("sharded_gpu").rates(rates, num_ranks).copy_bytes_per_s(64 * MIB) > 1.3e9
 
     def test_sharded_host_memory_is_copied_in_chunks(self) -> None:
         """However long the unit: the rate of a larger copy is not to be had."""
         own = Curve.of({CHUNK_BYTES: 1e9, 4 * CHUNK_BYTES: 2e9})
         rates = replace(LINKED, copy_bytes_per_s=own)
-        assert split_rates(rates, "sharded_cpu", 2).copy_bytes_per_s(64 * CHUNK_BYTES) == pytest.approx(2e9)
+        assert kind_of("sharded_cpu").rates(rates, 2).copy_bytes_per_s(64 * CHUNK_BYTES) == pytest.approx(2e9)
 
     @given(st.integers(2, 9), st.sampled_from(["sharded_cpu", "sharded_gpu"]), st.integers(1, 2**33))
     def test_no_faster_than_its_parts(self, num_ranks: int, mode: Any, num_bytes: int) -> None:
         rates = h200()
         peer = rates.peer_bytes_per_s
         assert peer is not None
-        curve = split_rates(rates, mode, num_ranks).copy_bytes_per_s
+        curve = kind_of(mode).rates(rates, num_ranks).copy_bytes_per_s
         most = 394e9 * num_ranks / (num_ranks - 1)
         if mode == "sharded_cpu":
             most = min(most, num_ranks * max(rate for _, rate in rates.copy_bytes_per_s.points))
@@ -129,11 +130,11 @@ class TestRates:
 
     @pytest.mark.parametrize("rates", [SLOW, NOMINAL_GPU, NOMINAL_CPU])
     def test_without_a_measured_peer_the_own_link_counts(self, rates: Rates) -> None:
-        assert split_rates(rates, "sharded_gpu", 4) is rates
-        assert split_rates(rates, "sharded_cpu", 4) is rates
+        assert kind_of("sharded_gpu").rates(rates, 4) is rates
+        assert kind_of("sharded_cpu").rates(rates, 4) is rates
 
     def test_one_rank_splits_nothing(self) -> None:
-        assert split_rates(LINKED, "sharded_cpu", 1) is LINKED
+        assert kind_of("sharded_cpu").rates(LINKED, 1) is LINKED
 
 
 class TestPlanning:

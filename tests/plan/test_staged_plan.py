@@ -14,11 +14,13 @@ from headrace.memory.system import Needs
 from headrace.model.inventory import take_inventory
 from headrace.model.memory_profile import ModelProfile
 from headrace.plan.build import build_plan
-from headrace.plan.cost_model import NOMINAL_GPU, Curve, Forecaster, Rates
-from headrace.plan.plan import Machine, Plan, slab_bytes
+from headrace.plan.cost_model import Forecaster
+from headrace.plan.kinds import slab_bytes
+from headrace.plan.plan import Machine, Plan
+from headrace.plan.rates import NOMINAL_GPU, Curve, Rates
 from headrace.plan.schedule import lay_out_ring
 from headrace.runtime.planner_factory import needs_of
-from headrace.stores.store import DiskStore
+from headrace.stores.checkpoint_files import DiskStore
 from headrace.transfer.machine_probe import Probe
 from models import MoE, Stack, all_layers, save
 from plans import plan_text

@@ -54,7 +54,7 @@ MISTAKES: list[tuple[str, dict[str, Any], dict[str, Any]]] = [
 # While the others wait at a connection, and before there is the second one.
 SPLIT_MISTAKES: list[tuple[str, dict[str, Any], dict[str, Any]]] = [
     ("LimitError: planted", {}, {"headrace.stores.rank_stores._allocate": fail_planned}),
-    ("LimitError: planted", {}, {"headrace.transfer.open_link.sharded_link": fail_planned}),
+    ("LimitError: planted", {}, {"headrace.transfer.sharded_copy.open_link": fail_planned}),
 ]
 
 

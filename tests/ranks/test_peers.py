@@ -29,13 +29,14 @@ from headrace import Prefetch
 from headrace.cli.demo_run import ensure_model
 from headrace.errors import HeadraceWarning, OptionError, PeerError, TransferError
 from headrace.memory.shared import SymmetricMemory
-from headrace.plan.plan import equal_chunk_bytes
+from headrace.plan.kinds import equal_chunk_bytes
 from headrace.ranks.group import RankGroup
 from headrace.stores import rank_stores
 from headrace.stores.rank_stores import checksum
 from headrace.stores.sharded import ShardedStore, Striping
 from headrace.testing import assert_moved, assert_same_bits, boundaries
 from models import MoE, OddStack, ScaledStack, Stack, aligned, all_layers, on_meta, rows, save
+from plans import part_bytes
 from ranks import outcomes, run_ranks
 
 MODES = ["sharded_gpu", "sharded_cpu"]
@@ -436,10 +437,10 @@ def budgets(rank: int) -> None:
         plan, store = handle.plan, store_of(handle)
         assert plan.num_ranks == 2
         assert plan.uva == {}
-        assert plan.part_bytes <= store.host_bytes <= plan.part_bytes + 256 * len(plan.units)
+        assert part_bytes(plan) <= store.host_bytes <= part_bytes(plan) + 256 * len(plan.units)
         own = plan.resident_bytes + sum(plan.slot_bytes)
-        assert plan.device_bytes == own + (plan.part_bytes if mode == "sharded_gpu" else 0) <= budget
-        assert mode == "sharded_cpu" or own + plan.part_bytes > budget - 128 * 128 * 4, (
+        assert plan.device_bytes == own + (part_bytes(plan) if mode == "sharded_gpu" else 0) <= budget
+        assert mode == "sharded_cpu" or own + part_bytes(plan) > budget - 128 * 128 * 4, (
             "memory is left that could hold residents"
         )
         with torch.no_grad():

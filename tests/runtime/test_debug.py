@@ -22,7 +22,8 @@ from headrace.errors import HeadraceWarning, OptionError, OutsideAccessError, Ra
 from headrace.model.inventory import take_inventory
 from headrace.plan.build import build_plan
 from headrace.runtime.debug import POISON, Guard
-from headrace.stores.store import CpuStore, Load
+from headrace.stores.plain_host import CpuStore
+from headrace.stores.store import Load
 from headrace.testing import SlowLink, assert_same_bits, offload_over
 from headrace.transfer.link import ComputeEvent, ThreadLink, ThreadTransfer, Transfer
 from models import DIM, MoE, OddStack, Stack, all_layers, expecting, on_meta, rows, save

@@ -37,8 +37,8 @@ from headrace.flags import OffloadFlags
 from headrace.model.inventory import take_inventory
 from headrace.plan.build import Planner, build_plan
 from headrace.plan.candidates import Spill
-from headrace.plan.cost_model import NOMINAL_GPU
-from headrace.plan.plan import slab_bytes
+from headrace.plan.kinds import slab_bytes
+from headrace.plan.rates import NOMINAL_GPU
 from headrace.runtime.planner_factory import needs_of
 from headrace.stores import sources
 from headrace.stores.coded_host import CodedUnit
@@ -428,7 +428,7 @@ def test_a_limit_of_host_memory_is_for_the_code() -> None:
     plan = build_plan(inventory, Budget(half, host_memory=host, codec="exp3"), rates=NOMINAL_GPU)
     assert plan == build_plan(inventory, Budget(half, host_memory=host), rates=NOMINAL_GPU)  # codec 'auto'
     assert host < sum(unit.num_bytes for unit in plan.units)
-    assert plan.coded_bytes <= host
+    assert sum(unit.link_bytes for unit in plan.coded_units) <= host
     with pytest.raises(BudgetError) as error:
         build_plan(inventory, Budget(half, host_memory=host // 2, codec="exp3"), rates=NOMINAL_GPU)
     assert "in files" not in str(error.value)

@@ -40,9 +40,9 @@ from headrace.memory.pages import whole_pages
 from headrace.planning import plan_model
 from headrace.runtime import planner_factory
 from headrace.runtime.planner_factory import PlanRequest
-from headrace.stores import open_store
-from headrace.stores.open_store import same_bits_at
-from headrace.stores.store import DiskStore
+from headrace.stores import product_bits
+from headrace.stores.checkpoint_files import DiskStore
+from headrace.stores.product_bits import same_bits_at
 from headrace.testing import assert_same_bits
 from models import MoE, save
 
@@ -93,7 +93,7 @@ class TestOffsets:
     def test_same_bits_at_every_offset_that_is_planned(
         self, dtype: torch.dtype, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
     ) -> None:
-        monkeypatch.setattr(open_store, "_TRIED_ROWS", (1,))  # this tries them itself
+        monkeypatch.setattr(product_bits, "_TRIED_ROWS", (1,))  # this tries them itself
         source = MoE(1).to(dtype).eval()
         expected = source(TOKENS)
         file = save(source, tmp_path) / "model.safetensors"
@@ -138,7 +138,7 @@ class TestOffsets:
         model = nn.Sequential(nn.Embedding(64, 96), nn.Linear(96, 96)).eval()
         twin, tokens = copy.deepcopy(model), torch.tensor([5])
         start_data_at(save(model, tmp_path) / "model.safetensors", 8)
-        monkeypatch.setattr(open_store, "same_bits_at", lambda *_: False)
+        monkeypatch.setattr(product_bits, "same_bits_at", lambda *_: False)
         with (
             torch.no_grad(),
             headrace.offload(model, Rules([("0", "uva")], mode="disk"), checkpoint=tmp_path) as handle,
@@ -169,7 +169,7 @@ class TestOffsets:
         model = Tied().eval()
         twin, tokens = copy.deepcopy(model), torch.tensor([5])
         start_data_at(save(model, tmp_path) / "model.safetensors", 8)
-        monkeypatch.setattr(open_store, "same_bits_at", lambda *_: False)  # as on the CPUs that round otherwise
+        monkeypatch.setattr(product_bits, "same_bits_at", lambda *_: False)  # as on the CPUs that round otherwise
         rules = Rules([("embed", "uva"), ("lin", "prefetch" if units else "resident")], mode="disk")
         with torch.no_grad(), headrace.offload(model, rules, checkpoint=tmp_path) as handle:
             if not compiled:
@@ -235,12 +235,12 @@ class TestKernels:
         assert same_bits_at(16, (2, 4, 4), torch.float64)  # which has no grouped products
 
     def test_other_bits_are_found(self, monkeypatch: pytest.MonkeyPatch) -> None:
-        plain = open_store._tried_products
+        plain = product_bits._tried_products
 
         def rounded_by_address(weight: torch.Tensor, apart: int) -> list[torch.Tensor]:
             return [product + weight.data_ptr() % 64 * 1e-3 for product in plain(weight, apart)]
 
-        monkeypatch.setattr(open_store, "_tried_products", rounded_by_address)
+        monkeypatch.setattr(product_bits, "_tried_products", rounded_by_address)
         assert not same_bits_at.__wrapped__(8, (6, 8), torch.float32)
         assert same_bits_at.__wrapped__(0, (6, 8), torch.float32)
 
@@ -271,12 +271,12 @@ class TestKernels:
         dot = torch.dot
         monkeypatch.setattr(torch, "dot", lambda a, b: dot(a, b) + b.data_ptr() % 64)  # as CPUs that round otherwise
         assert not same_bits_at.__wrapped__(16, (101,), torch.float32)
-        monkeypatch.setattr(open_store, "same_bits_at", same_bits_at.__wrapped__)
+        monkeypatch.setattr(product_bits, "same_bits_at", same_bits_at.__wrapped__)
         with pytest.raises(OptionError, match="vector starts 16 bytes after a multiple of 64"):
             headrace.offload(copy.deepcopy(source), rules, checkpoint=file)
 
     def test_they_refuse_it_before_anything_runs(self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-        monkeypatch.setattr(open_store, "same_bits_at", lambda *_: False)
+        monkeypatch.setattr(product_bits, "same_bits_at", lambda *_: False)
         source = MoE(1).eval()
         start_data_at(save(source, tmp_path) / "model.safetensors", 16)
         with pytest.raises(OptionError, match=r"bytes after a multiple of 64 .*--offload-rule 'layers.*=prefetch'"):

@@ -34,13 +34,15 @@ from headrace.model.inventory import take_inventory
 from headrace.model.memory_profile import ModelProfile
 from headrace.plan.build import Planner, build_plan
 from headrace.plan.candidates import Spill, mean_log
-from headrace.plan.cost_model import NOMINAL_GPU, Curve, Forecaster
+from headrace.plan.cost_model import Forecaster
 from headrace.plan.plan import Machine, Plan
+from headrace.plan.rates import NOMINAL_GPU, Curve
 from headrace.plan.units import move_on_demand
 from headrace.runtime import planner_factory
 from headrace.runtime.planner_factory import check_limits, finalize_plan, needs_of, peer_of, require_one_process
-from headrace.stores import open_store
+from headrace.stores import peer, plain_host
 from headrace.stores.pinned_host import open_pinned
+from headrace.stores.store import Opened
 from headrace.testing import assert_moved, assert_same_bits, offload_over
 from models import MoE, OddStack, QuantStack, ScaledStack, Stack, aligned, all_layers, on_meta, rows, save
 from peers import NEAR, on_peer, stand_in
@@ -239,7 +241,7 @@ class TestCarriedOut:
         save(resident, tmp_path)
         expected, ledger = resident(rows()), Ledger()
         monkeypatch.setattr(
-            open_store, "_host_store", lambda plan, bound, device, held: open_pinned(plan, bound, ledger)
+            plain_host, "open_units", lambda request, _, bound: Opened(*open_pinned(request.plan, bound, ledger))
         )
         model = on_meta(QuantStack)
         plan = staged(planned(model, slots, 2), 1, 3)
@@ -303,9 +305,9 @@ class TestCarriedOut:
         model, closed = Stack(6).eval(), []
         before = [parameter.data_ptr() for parameter in model.parameters()]
 
-        close = open_store.CpuStore.close
-        monkeypatch.setattr(open_store.CpuStore, "close", lambda store: (closed.append(store), close(store)))
-        monkeypatch.setattr(open_store, "peer_memory", raising(BudgetError("no room", 1)))
+        close = plain_host.CpuStore.close
+        monkeypatch.setattr(plain_host.CpuStore, "close", lambda store: (closed.append(store), close(store)))
+        monkeypatch.setattr(peer, "peer_memory", raising(BudgetError("no room", 1)))
         with pytest.raises(BudgetError, match="no room"):
             headrace.offload(model, planned(model))
         assert closed

@@ -23,8 +23,9 @@ from headrace.plan.report import PlanPrediction
 from headrace.plan.schedule import lay_out_ring, steady_order
 from headrace.plan.units import move_on_demand
 from headrace.runtime.planner_factory import needs_of
-from headrace.stores import open_store
+from headrace.stores import plain_host
 from headrace.stores.pinned_host import open_pinned
+from headrace.stores.store import Opened
 from headrace.testing import assert_same_bits, offload_over
 from models import MoE, QuantStack, Stack, all_layers, on_meta, rows, save
 from plans import layered, plan_for, plan_text
@@ -191,7 +192,7 @@ class TestCarriedOut:
         expected = resident(rows())
         ledger = Ledger()
         monkeypatch.setattr(
-            open_store, "_host_store", lambda plan, bound, device, held: open_pinned(plan, bound, ledger)
+            plain_host, "open_units", lambda request, _, bound: Opened(*open_pinned(request.plan, bound, ledger))
         )
         with torch.device("meta" if from_meta else "cpu"):
             model = QuantStack().eval()
@@ -216,7 +217,7 @@ class TestCarriedOut:
     ) -> None:
         model = Stack(6).eval()
         before = [parameter.data_ptr() for parameter in model.parameters()]
-        monkeypatch.setattr("headrace.stores.open_store._host_store", lambda *args: pytest.fail("allocates"))
+        monkeypatch.setattr("headrace.stores.plain_host.open_units", lambda *args: pytest.fail("allocates"))
         with pytest.raises(OptionError, match=r"2 of the plan's 6 units \(.* KiB\) are in safetensors.*checkpoint="):
             headrace.offload(model, two_stores(model))
         assert [parameter.data_ptr() for parameter in model.parameters()] == before

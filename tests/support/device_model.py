@@ -11,10 +11,12 @@ import torch
 
 from headrace.codec.exponents import Piece
 from headrace.model.inventory import Inventory, Location, StorageInfo, TensorInfo
-from headrace.plan.plan import Plan, Unit, UnitSpec, assemble
+from headrace.plan.kinds import Unit
+from headrace.plan.plan import Plan, UnitSpec, assemble
+from headrace.stores.plain_host import CpuStore
 from headrace.stores.sources import ByteRange, MemorySource, fill
 from headrace.stores.sources import Copy as Copied
-from headrace.stores.store import CpuStore, Load, Store
+from headrace.stores.store import Load, Store
 from headrace.transfer.link import ComputeEvent, Link, Transfer
 
 BYTES = 256

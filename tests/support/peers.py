@@ -9,8 +9,8 @@ from unittest.mock import patch
 
 import torch
 
-from headrace.plan.cost_model import Curve
 from headrace.plan.plan import Plan
+from headrace.plan.rates import Curve
 from spills import DISK
 
 # Eight times as fast as the link of the same machine.

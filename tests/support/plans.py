@@ -15,14 +15,15 @@ from hypothesis import strategies as st
 from rich.console import Console
 from torch import nn
 
-from headrace.config import CODES, Budget, Mode, Policy
+from headrace.config import Budget, Mode, Policy
 from headrace.errors import HeadraceWarning
 from headrace.model.inventory import take_inventory
 from headrace.model.records import Inventory, StorageInfo, is_within
 from headrace.plan.alternatives import Point, curve
 from headrace.plan.build import Planner, build_plan
-from headrace.plan.cost_model import Curve, Rates
-from headrace.plan.plan import SLAB_ALIGNMENT_BYTES, Plan, SlabEntry, Unit, slab_bytes
+from headrace.plan.kinds import SLAB_ALIGNMENT_BYTES, SlabEntry, Unit, slab_bytes
+from headrace.plan.plan import Plan
+from headrace.plan.rates import Curve, Rates
 from headrace.plan.report import render
 from headrace.plan.units import worth_moving
 from models import Reader
@@ -125,7 +126,7 @@ def check_plan(plan: Plan, inventory: Inventory) -> None:
         assert inventory.ancestors(one).isdisjoint(fqns), "nested on some path"
         assert not any(one != other and is_within(one, other) for other in fqns), "nested fqns"
     assert plan.num_slots <= max(len(plan.units), 0)
-    decoded = max((unit.num_bytes for unit in plan.units if unit.store in CODES), default=0)
+    decoded = max((unit.num_bytes for unit in plan.units if unit.kind.is_coded), default=0)
     assert plan.device_bytes == plan.resident_bytes + sum(plan.slot_bytes) + decoded
     back = json.loads(json.dumps(plan.to_json()))
     assert back == plan.to_json()
@@ -184,3 +185,8 @@ def assignments(inventory: Inventory) -> Iterator[tuple[dict[str, list[StorageIn
                 fqn = ".".join(storage.name.split(".")[:2]) if "layers" in storage.name else "head"
                 drafts.setdefault(fqn, []).append(storage)
         yield drafts, [s for s, mechanism in zip(movable, how, strict=True) if mechanism == "uva"]
+
+
+def part_bytes(plan: Plan) -> int:
+    """Bytes of all units of ``plan`` that one rank stores."""
+    return plan.kind.part_bytes(plan, plan.units)  # type: ignore[attr-defined]

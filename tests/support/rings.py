@@ -22,8 +22,9 @@ from headrace.plan.plan import Plan, UnitSpec, assemble
 from headrace.plan.schedule import WORD_BYTES, RingLayout
 from headrace.runtime.prefetcher import Prefetcher
 from headrace.stats import Recorder, StagingStats
+from headrace.stores.checkpoint_files import DiskStore
 from headrace.stores.sources import ByteRange, Copy, DiskOptions, Source
-from headrace.stores.store import DiskStore, Load, Store
+from headrace.stores.store import Load, Store
 from headrace.transfer.link import ComputeEvent, Link, Transfer
 from headrace.transfer.ring import READ_BYTES, RingServer
 from headrace.transfer.ring_process import RingTask

@@ -29,8 +29,8 @@ from headrace.model.records import Inventory, StorageInfo, is_within
 from headrace.model.semantic_groups import semantic_groups
 from headrace.offloaders.base import BaseOffloader
 from headrace.plan.build import Planner, build_plan
-from headrace.plan.cost_model import NOMINAL_GPU, Rates
 from headrace.plan.plan import Plan
+from headrace.plan.rates import NOMINAL_GPU, Rates
 from headrace.plan.units import TINY_BYTES, move_on_demand, plan_group_rule, selected, worth_moving
 from headrace.ranks.group import RankGroup
 from headrace.runtime.build_time import BuildTimeFilter, BuildTimePool, mark_read_in_place, unmark

@@ -11,8 +11,8 @@ import numpy as np
 
 from headrace.config import Budget
 from headrace.plan.candidates import CandidateTable, Family, mean_log
-from headrace.plan.cost_model import Floats, Ints
 from headrace.plan.plan import Plan
+from headrace.plan.rates import Floats, Ints
 
 __all__ = ["Alternative", "Alternatives", "Point", "curve"]
 

@@ -25,9 +25,6 @@ import numpy as np
 
 from headrace.codec.layout import UNITS_AHEAD, UNITS_AT_ONCE
 from headrace.config import (
-    CODES,
-    HOST_MODES,
-    SHARDED_MODES,
     UVA,
     Budget,
     Codec,
@@ -46,17 +43,10 @@ from headrace.model.records import Inventory, ModelProfile, StorageInfo
 from headrace.plan.alternatives import Alternative, Alternatives
 from headrace.plan.cached_experts import cache_bytes, cached_layers, with_slots
 from headrace.plan.candidates import CandidateTable, Family, MappedFiles, Spill, mean_log
-from headrace.plan.cost_model import (
-    NOMINAL_CPU,
-    NOMINAL_GPU,
-    Forecast,
-    Forecaster,
-    Rates,
-    coded_rates,
-    experts_in,
-    split_rates,
-)
+from headrace.plan.cost_model import Forecast, Forecaster, experts_in
+from headrace.plan.kinds import HOST, StoreKind, kind_of
 from headrace.plan.plan import Plan, assemble, with_code
+from headrace.plan.rates import NOMINAL_CPU, NOMINAL_GPU, Rates
 from headrace.plan.report import CachePoint, PlanPrediction, WorkloadBytes
 from headrace.plan.routing_traces import ExpertHits, FixedHits
 from headrace.plan.schedule import usable_slots
@@ -177,10 +167,10 @@ class Planner:
             plain = self.plan(replace(budget, codec="none"), movable, forced)
         except BudgetError:
             with suppress(BudgetError, OptionError):  # there may be room for the code alone
-                if self.has_triton and (budget.mode or self.default_mode) == "cpu":
+                if self.has_triton and kind_of(budget.mode or self.default_mode) is HOST:
                     return self.plan(replace(budget, codec="exp3"), movable, forced)
             raise
-        on_link = plain.offloaded_bytes and plain.mode == "cpu" and self.has_triton
+        on_link = plain.offloaded_bytes and plain.kind is HOST and self.has_triton
         if not on_link or self.rates.copies_take_cores:  # a CPU decodes more slowly than it copies
             return plain
         if plain.staged_units and self.spill is not None and self.spill.free_bytes is not None:
@@ -221,13 +211,13 @@ class Planner:
 
     def _fixed(self, mode: Mode) -> frozenset[str]:
         """Names of storages that mode ``disk`` keeps resident: in no file unchanged, or in no state dict."""
-        if mode != "disk":
+        if not kind_of(mode).in_files:
             return frozenset()
         return frozenset(self.unstreamable).union(s.name for s in self.inventory.storages if not s.is_saved)
 
     def _refused(self, mode: Mode) -> Mapping[str, str]:
         """Storages that cannot be read in place in ``mode``, with the reason."""
-        return self.mapped.refused if self.mapped is not None and mode == "disk" else {}
+        return self.mapped.refused if self.mapped is not None and kind_of(mode).in_files else {}
 
     # -- budgets -------------------------------------------------------------------------------------------------------
 
@@ -247,8 +237,9 @@ class Planner:
         self, budget: Budget, names: Collection[str] | None = None, unruled: Mapping[str, Mechanism] | None = None
     ) -> CandidateTable:
         workload, mode = budget.workload, budget.mode or self.default_mode
+        kind = kind_of(mode)
         self.profile.check_context(workload.context)
-        if budget.peer_memory is not None and mode != "cpu":
+        if budget.peer_memory is not None and kind is not HOST:
             both = "; leave one of the two out (--peer-memory, --offload-mode)"
             raise OptionError(
                 f"peer_memory: expected mode 'cpu', since it is used before host memory, found {mode!r}"
@@ -260,24 +251,25 @@ class Planner:
         if workload.repeated:
             once: dict[str, Mechanism] = {s.name: "prefetch" for s in self._run_once(movable, workload)}
             forced = once | forced
-        has_bytes = mode != "meta" and mode not in SHARDED_MODES
+        stored_as = self._kind_of_units(budget.codec, mode)
         return CandidateTable(
             self.inventory,
             [s for s in movable if s.name not in forced],
             forced,
-            self._rates_of(budget.codec, mode),
+            stored_as.rates(self.rates, self.num_ranks),
             self.profile,
             # A GPU reads files in place only from pinned memory, so lookups alone save any.
-            zero_copy=self.zero_copy and has_bytes and mode != "disk",
-            lookups_in_place=has_bytes,
-            mapped=self.mapped if mode == "disk" else None,
-            stored_bytes=self.stored_bytes if mode == "disk" else {},
+            zero_copy=self.zero_copy and kind.reads_in_place and not kind.in_files,
+            lookups_in_place=kind.reads_in_place,
+            mapped=self.mapped if kind.in_files else None,
+            stored_bytes=self.stored_bytes if kind.in_files else {},
             batch_sizes=workload.batch_sizes,
             context=workload.context,
-            ranks_on_device=self.num_ranks if mode == "sharded_gpu" else None,
+            ranks_on_device=self.num_ranks if kind.is_split and not kind.on_host else None,
             mode=mode,
-            spill=self.spill if budget.mode is None and mode == "cpu" and budget.codec == "none" else None,
-            cacheable=self.cacheable if mode == "cpu" else (),
+            kind=stored_as,
+            spill=self.spill if budget.mode is None and kind is HOST and budget.codec == "none" else None,
+            cacheable=self.cacheable if kind is HOST else (),
             expert_slots=budget.expert_slots,
             hits=self.hits,
             peer_bytes=budget.peer_limit_bytes,
@@ -295,14 +287,14 @@ class Planner:
         """A step of ``rows`` rows under ``plan``, with ``context`` tokens per sequence in the KV cache."""
         return self._forecaster(plan, rows, context, self.hits)(plan)
 
-    def _rates_of(self, codec: str, mode: Mode) -> Rates:
-        """Of units in ``codec``, if that is a code, else in the store of ``mode``."""
-        return coded_rates(self.rates) if codec in CODES else split_rates(self.rates, mode, self.num_ranks)
+    def _kind_of_units(self, codec: Codec, mode: Mode) -> StoreKind:
+        """The kind of store that most units are in: the code ``codec``, or that of ``mode``."""
+        return kind_of(mode if codec in ("none", "auto") else codec)
 
     def _forecaster(self, plan: Plan, rows: int, context: int, hits: ExpertHits | FixedHits) -> Forecaster:
         """Of plans with the stores of ``plan``."""
-        rates = self._rates_of(plan.codec, plan.mode)
-        stored_bytes = self.stored_bytes if plan.mode == "disk" else {}
+        rates = self._kind_of_units(plan.codec, plan.mode).rates(self.rates, self.num_ranks)
+        stored_bytes = self.stored_bytes if plan.kind.in_files else {}
         return Forecaster(self.inventory, rates, self.profile, rows, context, stored_bytes, hits)
 
     def alternatives(self, budget: Budget, plan: Plan) -> list[Alternative]:
@@ -389,7 +381,7 @@ class Planner:
             yield "no KV cache is counted: the model's forward returns none"
         if plan.cached:
             yield f"expected hit rate of cached experts from {self.hits.source}; misses are fetched before use"
-        if self.mapped is None or plan.mode != "disk":
+        if self.mapped is None or not plan.kind.in_files:
             return
         if joined := {name: self.mapped.joined_bytes[name] for name in plan.uva if name in self.mapped.joined_bytes}:
             num_bytes = sum(joined.values())
@@ -413,7 +405,7 @@ def build_plan(
 ) -> Plan:
     """The plan for ``policy`` by a :class:`Planner` of these facts; without ``rates`` by nominal ones."""
     if rates is None:
-        rates = NOMINAL_CPU if (policy.mode or default_mode) == "disk" else NOMINAL_GPU
+        rates = NOMINAL_CPU if kind_of(policy.mode or default_mode).in_files else NOMINAL_GPU
     return Planner(inventory, rates, default_mode=default_mode, **facts).plan(policy)
 
 
@@ -426,7 +418,7 @@ def solve(table: CandidateTable, budget: Budget) -> Plan:
     Raises:
         BudgetError: even with everything offloaded the budget is too small; carries the minimum.
     """
-    if budget.host_limit_bytes is not None and table.mode not in HOST_MODES:
+    if budget.host_limit_bytes is not None and not table.kind.on_host:
         warn_user(
             f"--host-memory has no effect: mode {table.mode!r} stores no weights in host memory; leave it out, or use "
             f"--offload-mode cpu"
@@ -455,7 +447,7 @@ def solve(table: CandidateTable, budget: Budget) -> Plan:
 def _best(table: CandidateTable, device_bytes: int, host_bytes: int | None, codec: Codec) -> Plan | None:
     # The best by number of slots for cached experts: these get the memory that is left, which may change the order.
     best: dict[int, tuple[tuple[float, ...], Family, int]] = {}
-    must_code = codec in CODES and table.has_code
+    must_code = table.kind.is_coded and table.has_code
     roomiest: list[tuple[Family, int]] = []  # those that leave the most memory to experts
     for family in table.families:
         rows, memory = family.fitting(device_bytes, host_bytes, must_code=must_code), family.memory
@@ -516,7 +508,7 @@ def _too_small(table: CandidateTable, budget: Budget) -> BudgetError:
     """The refusal of a budget that no candidate fits, with one that some candidate fits."""
     work, given, families = budget.workload, format_size(budget.num_bytes), table.families
     beside, limit = table.reserved_bytes(budget), table.host_limit(budget)
-    must_code = budget.codec in CODES and table.has_code
+    must_code = table.kind.is_coded and table.has_code
 
     def sizes(host_bytes: int | None) -> list[int]:
         """The least device memory of each family."""
@@ -539,7 +531,7 @@ def _too_small(table: CandidateTable, budget: Budget) -> BudgetError:
         ring = " with the staging ring, beside units in the checkpoint's files" if table.spill is not None else ""
         files = (
             ""
-            if ring or budget.codec in CODES
+            if ring or table.kind.is_coded
             else ", or leave units in files: checkpoint=FOLDER without a mode (on a CPU mode 'disk')"
         )
         return BudgetError(

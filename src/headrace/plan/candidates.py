@@ -35,12 +35,14 @@ from typing import NamedTuple
 import numpy as np
 import numpy.typing as npt
 
-from headrace.config import HOST_MODES, Budget, Mechanism, Mode, StoreKind
+from headrace.config import Budget, Mechanism, Mode
 from headrace.model.layers import find_layers
 from headrace.model.records import Inventory, ModelProfile, StorageInfo
 from headrace.plan.cached_experts import CachedLayer, cache_bytes, cached_layers
-from headrace.plan.cost_model import Bools, Floats, Forecaster, Ints, Rates, StepModel, experts_in, find_stages
-from headrace.plan.plan import SLAB_ALIGNMENT_BYTES, Plan, UnitSpec, assemble, is_codable, slab_bytes
+from headrace.plan.cost_model import Forecaster, StepModel, UnitStores, experts_in, find_stages
+from headrace.plan.kinds import HOST, SLAB_ALIGNMENT_BYTES, StoreKind, kind_of, slab_bytes
+from headrace.plan.plan import Plan, UnitSpec, assemble
+from headrace.plan.rates import Bools, Floats, Ints, Rates
 from headrace.plan.routing_traces import ExpertHits, FixedHits
 from headrace.plan.schedule import MAX_SLOTS, RING_BYTES
 from headrace.plan.units import TINY_BYTES, outside_units, stranded
@@ -106,7 +108,7 @@ class CandidateTable:
         inventory: of the model.
         movable: storages that may leave the device; the others stay.
         forced: storages whose mechanism a rule decides; not among ``movable``.
-        rates: of the machine, and of the links that units come over (:func:`headrace.plan.cost_model.split_rates`).
+        rates: of the machine, and of the links that units come over (:meth:`StoreKind.rates`).
         profile: of the model beyond names and sizes.
         zero_copy: whether compute may read any tensor in place, and not lookups alone.
         lookups_in_place: whether rows of lookup tables may be; mode ``meta`` has no rows to read.
@@ -116,6 +118,7 @@ class CandidateTable:
         context: tokens per sequence that attention reads from the cache.
         ranks_on_device: ranks over whose devices offloaded units are split; ``None``: they are not on devices.
         mode: the store.
+        kind: of the store of units: that of the codec, if there is one, or of ``mode``.
         spill: files for the units that host memory has no room for; ``None``: all are in the one store.
         cacheable: experts that may be cached, by name.
         expert_slots: of each layer of experts; ``None``: any number.
@@ -148,6 +151,7 @@ class CandidateTable:
     context: int
     ranks_on_device: int | None
     mode: Mode
+    kind: StoreKind
     spill: Spill | None
     cacheable: Collection[str] = ()
     expert_slots: int | None = None
@@ -189,8 +193,8 @@ class CandidateTable:
         self.slabs = {s.name: float(slab_bytes([s.num_bytes])) for s in inventory.storages}
         # With a code: bytes that have none. One of them in a unit, and all of it is stored as it is.
         self.uncodable: dict[str, float] = {}
-        if self.rates.coded_share < 1 and not all(map(is_codable, inventory.storages)):
-            self.uncodable = {s.name: 0.0 if is_codable(s) else float(s.num_bytes) for s in inventory.storages}
+        if not all(map(self.kind.can_hold, inventory.storages)):
+            self.uncodable = {s.name: 0.0 if self.kind.can_hold(s) else float(s.num_bytes) for s in inventory.storages}
         self.read_sizes = self.sizes | {name: float(size) for name, size in self.stored_bytes.items()}
 
     def _role(self, layer: str, storage: StorageInfo) -> str:
@@ -220,7 +224,7 @@ class CandidateTable:
 
     def host_limit(self, budget: Budget) -> int | None:
         """Host memory that weights may take: the budget's, or where units can be left in files, all that is free."""
-        if self.mode not in HOST_MODES:
+        if not self.kind.on_host:
             return None
         if budget.host_limit_bytes is None and self.spill is not None:
             return self.spill.free_bytes
@@ -422,12 +426,11 @@ class Placed(NamedTuple):
     """Stores of units, by candidate.
 
     Attributes:
-        on_peer, in_files: whether a unit is there, by its module; empty where none is.
-        host_bytes: host memory for the others, for tensors that are read in place, and for the staging ring.
+        stores: of all units.
+        host_bytes: host memory for units, for tensors that are read in place, and for the staging ring.
     """
 
-    on_peer: dict[str, Bools]
-    in_files: dict[str, Bools]
+    stores: UnitStores
     host_bytes: Floats
 
 
@@ -539,7 +542,7 @@ class Family:
         parts_bytes, moved, num_units = np.zeros(count), np.zeros(count), np.zeros(count, dtype=np.int64)
         slot_bytes = [(wanted, slot, np.zeros(count)) for wanted in counts for slot in range(wanted)]
         first, decoded, uncoded = np.zeros((MAX_SLOTS, count)), np.zeros(count), self._uncoded()
-        is_coded = self.table.rates.coded_share < 1
+        is_coded = self.table.kind.is_coded
         on_peer = self._on_peer(dict(self._units(self.table.slabs)))[0] if is_coded else {}
         for (fqn, slab), (_, size) in zip(self._units(self.table.slabs), self._units(self.table.sizes), strict=True):
             places, in_slot = {wanted: num_units % wanted for wanted in counts}, slab
@@ -552,7 +555,7 @@ class Family:
             early = np.flatnonzero((slab > 0) & (num_units < MAX_SLOTS))
             first[num_units[early], early] = size[early]
             num_units += slab > 0
-            if ranks is not None:  # as Plan.part_bytes
+            if ranks is not None:  # as Split.part_bytes
                 parts_bytes += np.ceil(slab / (ranks * SLAB_ALIGNMENT_BYTES)) * SLAB_ALIGNMENT_BYTES
             moved += size
         offloaded = moved + self._in_place_bytes(self.table.sizes)
@@ -597,10 +600,9 @@ class Family:
     def _placed(self, host_bytes: float | None) -> Placed:
         """Stores of units: the peer as far as it has room, then host memory, then files."""
         table, spill, on_peer = self.table, self.table.spill, dict[str, Bools]()
-        in_files = {stage.module_fqn: np.ones(len(self.high), dtype=bool) for stage in table.stages}
-        in_files = in_files if table.mode == "disk" else {}
+        uncoded, in_files = self._uncoded(), dict[str, Bools]()
         if not table.peer_bytes and host_bytes is None:
-            return Placed(on_peer, in_files, np.zeros(len(self.high)))
+            return Placed(UnitStores(table.kind, [(HOST, uncoded)]), np.zeros(len(self.high)))
         slabs = dict(self._units(table.slabs))
         order = [fqn for fqn in table.spill_order if fqn in slabs]
         # What memory is left becomes slots, and with their number host memory begins elsewhere in a piece.
@@ -609,8 +611,7 @@ class Family:
         if table.peer_bytes:
             on_peer, left = self._on_peer(slabs)
             on_host -= table.peer_bytes - left
-        uncoded = self._uncoded()
-        for fqn, slab in slabs.items() if table.rates.coded_share < 1 else ():
+        for fqn, slab in slabs.items() if table.kind.is_coded else ():
             on_host -= (slab - self._code_bytes(slab, uncoded.get(fqn))) * np.logical_not(on_peer.get(fqn, False))
         if spill is not None and host_bytes is not None:
             # The ring takes host memory as soon as one unit is in files.
@@ -620,7 +621,8 @@ class Family:
                 off_peer = ((fqn, units[fqn] * ~on_peer[fqn] if on_peer else units[fqn]) for fqn in order)
                 in_files, left = _fill(off_peer, excess, until_full=True)
                 on_host = np.where(excess > 0, host_bytes + left, on_host)
-        return Placed(on_peer, in_files, on_host)
+        others = [(HOST, uncoded), *zip(map(kind_of, ("disk", "peer")), (in_files, on_peer), strict=True)]
+        return Placed(UnitStores(table.kind, others), on_host)
 
     @cached_property
     def least_host_bytes(self) -> Floats:
@@ -656,8 +658,9 @@ class Family:
         """[batch sizes, ``rows``]: seconds of a step of the candidates of these indices."""
         taken, counts = self._take(rows), (self.memory.num_slots[rows], self.memory.num_units[rows])
         units, placed = dict(taken._units(self.table.read_sizes)), taken._placed(host_bytes)
-        places = units, placed.in_files, placed.on_peer, taken._uncoded()
-        return np.array([step.step_s(*places, taken._read_in_place(step), *counts) for step in self.table.steps])
+        return np.array(
+            [step.step_s(units, placed.stores, taken._read_in_place(step), *counts) for step in self.table.steps]
+        )
 
     def _read_in_place(self, step: StepModel) -> list[tuple[Floats | float, Floats | float]]:
         """Per stage, by candidate: seconds that reading in place adds to compute, and that it occupies the link."""
@@ -676,8 +679,8 @@ class Family:
 
     def plan(self, candidate: int, host_bytes: int | None = None) -> Plan:
         """The candidate of this index, laid out."""
-        placed = self._take(np.array([candidate]))._placed(host_bytes)
-        places: list[tuple[StoreKind, dict[str, Bools]]] = [("peer", placed.on_peer), ("disk", placed.in_files)]
+        stores = self._take(np.array([candidate]))._placed(host_bytes).stores
+        table = self.table
         # In the order of the model, as every other policy lays out a unit.
         order = {s.name: index for index, s in enumerate(self.table.inventory.storages)}
         specs, uva = [], list(self.uva)
@@ -690,7 +693,8 @@ class Family:
                 elif self._in_place is not None and role in self.sets.sets[self._in_place[layer, candidate]]:
                     uva.append(storage)
             if storages:
-                store = next((place for place, has in places if fqn in has and has[fqn][0]), None)
+                kind = stores.kind_of(fqn, 0)  # codes are given to units later
+                store = None if kind in (table.kind, HOST) else kind.name
                 specs.append(UnitSpec(fqn, tuple(sorted(storages, key=lambda s: order[s.name])), store))
         num_slots = int(self.memory.num_slots[candidate])
         return assemble(self.table.inventory, specs, num_slots, self.table.mode, uva=uva, cached=self.cached)

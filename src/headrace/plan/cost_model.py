@@ -18,7 +18,8 @@ touches on average
 which then have ``r x k / touched`` rows each; a lookup touches one row per row. Of cached experts a step fetches those
 that the cache misses (:class:`~headrace.plan.routing_traces.ExpertHits`), before its product. Copies take
 bytes / copy rate(bytes), in the order of the schedule, and units in files bytes / file rate before that, a staging ring
-ahead of the link. Units that are split over ranks have a copy rate of their own: :func:`split_rates`.
+ahead of the link. Units that are coded, or split over ranks, have a copy rate of
+their own: :meth:`StoreKind.rates <headrace.plan.kinds.StoreKind.rates>`.
 
 Where the form comes from: decode is bound by reading weights, prefill by arithmetic (roofline, Williams et al. 2009),
 and one curve measured over rows covers both ends and the range between. The numbers of kernels and passes below are not
@@ -45,31 +46,25 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import asdict, dataclass, replace
-from functools import cached_property, partial
+from dataclasses import asdict, dataclass
+from functools import partial
 from typing import Any, Literal, NamedTuple
 
 import numpy as np
-import numpy.typing as npt
 
-from headrace.codec.layout import coded_bytes
-from headrace.config import SHARDED_MODES, Mode
 from headrace.model.layers import find_layers, reader_of
 from headrace.model.records import Inventory, ModelProfile, StorageInfo, dotted_prefixes
 from headrace.plan.cached_experts import CachedLayer
-from headrace.plan.plan import CHUNK_BYTES, Plan, Unit, UnitSpec
+from headrace.plan.kinds import StoreKind, Unit
+from headrace.plan.plan import Plan, UnitSpec
+from headrace.plan.rates import Bools, Floats, Ints, Rates
 from headrace.plan.routing_traces import ExpertHits, FixedHits
 from headrace.plan.schedule import RING_BYTES
 
 __all__ = [
-    "NOMINAL_CPU", "NOMINAL_GPU", "Bools", "Bound", "Curve", "Floats", "Forecast", "Forecaster", "Ints", "Rates",
-    "Stage", "StageTimes", "StepModel", "StorageCost", "cached_cost", "coded_rates", "experts_in", "find_stages",
-    "nominal_rates", "split_rates", "stages_compute_s", "step_s", "storage_cost",
+    "Bound", "Forecast", "Forecaster", "Stage", "StageTimes", "StepModel", "StorageCost", "UnitStores", "cached_cost",
+    "experts_in", "find_stages", "stages_compute_s", "step_s", "storage_cost",
 ]  # fmt: skip
-
-Floats = npt.NDArray[np.float64]
-Ints = npt.NDArray[np.int64]
-Bools = npt.NDArray[np.bool_]
 
 # Beside each weight's own kernel run its second half (split sums) and an activation, a residual sum, a rotation.
 KERNELS_PER_TENSOR = 3
@@ -92,247 +87,6 @@ BETWEEN_TOKENS_S = 0.8e-3
 EAGER_KERNEL = 2.2
 # How often an activation is written or read by the kernels around the product it belongs to.
 ACTIVATION_PASSES = 3.5
-
-
-# -- rates of a machine ------------------------------------------------------------------------------------------------
-
-
-@dataclass(frozen=True)
-class Curve:
-    """A rate or time measured at some sizes, and interpolated between them on logarithmic axes.
-
-    Attributes:
-        points: (size, value), ascending sizes, positive values. Beyond the ends the end values hold.
-    """
-
-    points: tuple[tuple[float, float], ...]
-
-    @classmethod
-    def of(cls, values: Mapping[int, float]) -> Curve:
-        """From a table of measurements."""
-        return cls(tuple(sorted((float(size), value) for size, value in values.items())))
-
-    def __call__(self, size: float) -> float:
-        """The value at ``size``."""
-        # Thousands of tensors have a few sizes.
-        if size not in self._known:
-            self._known[size] = float(self.over(np.array(size)))
-        return self._known[size]
-
-    def over(self, sizes: Floats) -> Floats:
-        """The values at many positive sizes."""
-        values: Floats = np.exp(np.interp(np.log(sizes), *self._logarithms))
-        return values
-
-    @cached_property
-    def _logarithms(self) -> Floats:
-        logarithms: Floats = np.log(np.array(self.points)).T
-        return logarithms
-
-    @cached_property
-    def _known(self) -> dict[float, float]:
-        return {}
-
-
-# Peers with links of their own are at least so many times as fast as the own link. Over PCIe they are as fast, within
-# the error of measurement; a bridge of NVLink between workstation cards has twice the rate of PCIe 4.0.
-_OWN_LINKS = 1.25
-
-
-@dataclass(frozen=True)
-class Rates:
-    """The rates of a machine that planning needs; ``headrace probe`` measures them.
-
-    Attributes:
-        machine: for people.
-        copy_bytes_per_s: from the store into a slot, by bytes of one copy.
-        product_s_per_byte: time of a matrix product per byte of its resident 16-bit weight, by rows; holds both the
-            reading of the weight and the arithmetic.
-        grouped_s_per_byte: the same for a grouped product over experts, by rows per expert.
-        in_place_s_per_byte, in_place_grouped_s_per_byte: the same for weights in host memory that are read in place;
-            ``None`` where only lookups can be (on a CPU dense weights are not: a step reads every page of them).
-        kernel_s: an empty kernel, among others in a graph.
-        device_bytes_per_s: elementwise kernels, bytes read plus bytes written.
-        file_bytes_per_s: reading files with all threads, before the link to a GPU; ``None``: not known, or on a CPU,
-            where ``copy_bytes_per_s`` is the rate of files.
-        peer_bytes_per_s: from the memory of one other device (a peer), by bytes of one copy; ``None``: not known.
-        gather_bytes_per_s: into each of so many devices that copy from all the others at once, large copies, by their
-            number; ``None``: as fast as from one other device.
-        fetch_bytes_per_s: of experts, by kernels that copy many at once into slots; ``None``: not known, and a budget
-            caches no experts unless a rule says so.
-        coded_share: bytes on the link of a byte that is copied.
-        decode_s_per_byte: of compute, to decode a byte of a unit.
-        copies_take_cores: a copy keeps the cores busy that compute needs (reading out of a CPU's page cache).
-        is_measured: false for nominal rates, where no probe was run.
-    """
-
-    machine: str
-    copy_bytes_per_s: Curve
-    product_s_per_byte: Curve
-    grouped_s_per_byte: Curve
-    in_place_s_per_byte: Curve | None
-    in_place_grouped_s_per_byte: Curve | None
-    kernel_s: float
-    device_bytes_per_s: float
-    copies_take_cores: bool = False
-    is_measured: bool = True
-    file_bytes_per_s: float | None = None
-    peer_bytes_per_s: Curve | None = None
-    gather_bytes_per_s: Curve | None = None
-    fetch_bytes_per_s: float | None = None
-    coded_share: float = 1.0
-    decode_s_per_byte: float = 0.0
-
-    @property
-    def file_s_per_byte(self) -> float:
-        """Seconds to read a byte of a file before the link copies it; 0 where nothing is read first."""
-        return 0.0 if self.file_bytes_per_s is None else 1 / self.file_bytes_per_s
-
-    def copy_s(self, num_bytes: float) -> float:
-        """Seconds of one copy over the link."""
-        return num_bytes / self.copy_bytes_per_s(max(num_bytes, 1.0)) if num_bytes > 0 else 0.0
-
-    def copies_s(self, num_bytes: Floats, from_peer: Bools | None = None, uncoded: Bools | None = None) -> Floats:
-        """Seconds of each of many copies; 0 for no bytes."""
-        sizes = np.maximum(num_bytes, 1.0)
-        # The rates of the link are those of bytes that are coded.
-        crossing = sizes if uncoded is None else np.where(uncoded, sizes / self.coded_share, sizes)
-        seconds = crossing / self.copy_bytes_per_s.over(crossing)
-        if from_peer is not None:
-            seconds = np.where(from_peer, sizes / self.from_peer_bytes_per_s.over(sizes), seconds)
-        return np.where(num_bytes > 0, seconds, 0.0)
-
-    @cached_property
-    def from_peer_bytes_per_s(self) -> Curve:
-        """``peer_bytes_per_s``, or if that is not known, the least of a peer with a link of its own."""
-        if self.peer_bytes_per_s is not None:
-            return self.peer_bytes_per_s
-        return Curve(tuple((size, _OWN_LINKS * rate) for size, rate in self.copy_bytes_per_s.points))
-
-
-# A PCIe 4.0 x16 link and a device of 1 TB/s and 150 TFLOP/s: the order of the workstation cards that most people have.
-_NOMINAL_PRODUCT = Curve.of({1: 1.1e-12, 64: 1.2e-12, 256: 2e-12, 1024: 7e-12, 8192: 55e-12})
-_NOMINAL_IN_PLACE = Curve.of({1: 45e-12, 128: 45e-12, 256: 70e-12, 2048: 360e-12, 8192: 1440e-12})
-_FETCH_SHARE = 0.92  # of the link's rate: kernels that fetch experts, by the probe of an H200 (51.2 of 55.5 GB/s)
-NOMINAL_GPU = Rates(
-    machine="a nominal GPU on PCIe 4.0 x16 (no probe was run)",
-    copy_bytes_per_s=Curve.of({2**18: 16e9, 2**20: 21e9, 2**24: 24e9, 2**26: 25e9}),
-    product_s_per_byte=_NOMINAL_PRODUCT,
-    grouped_s_per_byte=_NOMINAL_PRODUCT,
-    in_place_s_per_byte=_NOMINAL_IN_PLACE,
-    in_place_grouped_s_per_byte=_NOMINAL_IN_PLACE,
-    kernel_s=2e-6,
-    device_bytes_per_s=0.8e12,
-    is_measured=False,
-    file_bytes_per_s=3e9,  # one NVMe drive on PCIe 3.0 x4
-    fetch_bytes_per_s=_FETCH_SHARE * 25e9,
-)
-
-
-def nominal_rates(device: str, link_bytes_per_s: float, memory_bytes_per_s: float, flops_per_s: float) -> Rates:
-    """Rates from a GPU's data sheet: of its link, its memory, its bf16 matrix products.
-
-    Kernels get the share of each that the probe of an H200 found of its own (64 GB/s, 4.8 TB/s, 989 TFLOPS).
-    """
-    link, memory, flops = 0.87 * link_bytes_per_s, 0.75 * memory_bytes_per_s, 0.82 * flops_per_s
-    # A byte of a 16-bit weight takes one operation per row: half a multiplication and half an addition.
-    product = Curve.of({rows: max(1 / memory, rows / flops) for rows in (1, 64, 128, 256, 512, 1024, 8192)})
-    # Read in place, a weight crosses the link once per tile of 256 rows.
-    in_place = Curve.of({rows: max(1.0, rows / 256) / (0.93 * link) for rows in (1, 128, 256, 512, 2048, 8192)})
-    return replace(
-        NOMINAL_GPU,
-        machine=f"{device}, nominal",
-        copy_bytes_per_s=Curve.of({2**18: 0.66 * link, 2**20: 0.88 * link, 2**24: link}),
-        product_s_per_byte=product,
-        grouped_s_per_byte=product,
-        in_place_s_per_byte=in_place,
-        in_place_grouped_s_per_byte=in_place,
-        device_bytes_per_s=0.86 * memory_bytes_per_s,
-        kernel_s=1.1e-6,
-        fetch_bytes_per_s=_FETCH_SHARE * link,
-    )
-
-
-_NOMINAL_CPU_PRODUCT = Curve.of({1: 50e-12, 16: 60e-12, 256: 500e-12, 2048: 4e-9})
-NOMINAL_CPU = Rates(
-    machine="a nominal CPU (no probe was run)",
-    copy_bytes_per_s=Curve.of({2**20: 2e9}),
-    product_s_per_byte=_NOMINAL_CPU_PRODUCT,
-    grouped_s_per_byte=_NOMINAL_CPU_PRODUCT,
-    in_place_s_per_byte=None,
-    in_place_grouped_s_per_byte=_NOMINAL_CPU_PRODUCT,  # out of the page cache, which is memory as any other
-    kernel_s=10e-6,
-    device_bytes_per_s=10e9,
-    copies_take_cores=True,
-    is_measured=False,
-)
-
-
-def split_rates(rates: Rates, mode: Mode, num_ranks: int) -> Rates:
-    """``rates`` whose ``copy_bytes_per_s`` is that of units split over ``num_ranks`` ranks, by bytes of a unit.
-
-    Each of N ranks stores 1/N of a unit of b bytes, so (N - 1) / N of it come from peers:
-
-    * ``sharded_gpu``: out of their device memory, all peers at once, beside a copy of the rank's own part;
-    * ``sharded_cpu``: b / N are copied over the own link, chunk by chunk, and each chunk is sent on while the next one
-      is copied.
-
-    A unit takes as long as the slower of the two. The start of a pipeline, its barriers and its last chunk are not
-    counted: the next unit is copied during them.
-
-    Args:
-        rates: of one rank alone.
-        mode: the store.
-        num_ranks: 1: nothing is split.
-
-    Without a measured ``peer_bytes_per_s`` the rates are those of one rank's own link, less than either way has. Peers
-    that are hardly faster than the own link are taken to share it (PCIe, not NVLink): copies from host memory and
-    from peers then run one after the other.
-    """
-    if num_ranks < 2 or mode not in SHARDED_MODES or rates.peer_bytes_per_s is None:
-        return rates
-    link, peer = rates.copy_bytes_per_s, rates.peer_bytes_per_s
-    # Units of which some copy has a measured size.
-    sizes = {num_ranks * size for size, _ in link.points} | {float(num_ranks * CHUNK_BYTES)}
-    sizes |= {size * num_ranks / (num_ranks - 1) for size, _ in peer.points}
-    seconds = {size: _split_unit_s(rates, peer, mode, size / num_ranks, num_ranks) for size in sorted(sizes)}
-    return replace(rates, copy_bytes_per_s=Curve(tuple((size, size / unit_s) for size, unit_s in seconds.items())))
-
-
-# The share of the rate of elementwise kernels at which decoding reads and writes (an H100 decodes 1.0 TB/s of weights:
-# docs/benchmarks/2026-11-26-coded-h200.md).
-_DECODING_SHARE = 0.55
-_CPU_DECODES = 0.3e9  # bytes of weights per second, two cores of 2 GHz
-
-
-def coded_rates(rates: Rates) -> Rates:
-    """``rates`` whose ``copy_bytes_per_s`` is that of coded units, by bytes of a unit."""
-    share = coded_bytes(1 << 20) / (1 << 20)
-    decode_s = (1 + share) / (_DECODING_SHARE * rates.device_bytes_per_s)
-    return replace(
-        rates,
-        copy_bytes_per_s=Curve(tuple((size / share, rate / share) for size, rate in rates.copy_bytes_per_s.points)),
-        peer_bytes_per_s=rates.from_peer_bytes_per_s,  # as it is: what is on a peer is not coded
-        coded_share=share,
-        decode_s_per_byte=1 / _CPU_DECODES if rates.copies_take_cores else decode_s,
-    )
-
-
-def _split_unit_s(rates: Rates, peer: Curve, mode: Mode, part: float, num_ranks: int) -> float:
-    """Seconds of a unit of which each rank stores ``part`` bytes."""
-    link, from_devices = rates.copy_bytes_per_s, mode == "sharded_gpu"
-    chunk = part if from_devices else min(part, CHUNK_BYTES)
-    # Every rank copies from all others at the same time. The copies run side by side, so they take as long to start as
-    # a single one of all their bytes.
-    rate = peer((num_ranks - 1) * chunk)
-    if rates.gather_bytes_per_s is not None:
-        rate *= rates.gather_bytes_per_s(num_ranks) / peer.points[-1][1]
-    peers_s = (num_ranks - 1) * part / rate
-    if from_devices:
-        return max(2 * part / rates.device_bytes_per_s, peers_s)  # the own part is read and written
-    shares_link = peer.points[-1][1] < _OWN_LINKS * link.points[-1][1]
-    own_s = part / link(chunk)
-    return own_s + peers_s if shares_link else max(own_s, peers_s)
 
 
 # -- stages and their costs --------------------------------------------------------------------------------------------
@@ -496,6 +250,38 @@ def stages_compute_s(
 # -- a step, simulated -------------------------------------------------------------------------------------------------
 
 
+@dataclass(frozen=True)
+class UnitStores:
+    """The kinds of store of units, by candidate.
+
+    Attributes:
+        main: the kind of a unit that is in none of the others.
+        others: of a kind, by module, whether its unit is there; a later one counts before an earlier one.
+    """
+
+    main: StoreKind
+    others: Sequence[tuple[StoreKind, Mapping[str, Bools]]] = ()
+
+    def kind_of(self, fqn: str, candidate: int) -> StoreKind:
+        """The kind of the unit at module ``fqn``."""
+        return next((kind for kind, has in reversed(self.others) if fqn in has and has[fqn][candidate]), self.main)
+
+    def seconds(self, rates: Rates, fqn: str, num_bytes: Floats) -> tuple[Floats, Floats, Floats]:
+        """Seconds that units at module ``fqn`` take to be copied, read before and decoded after; 0 for no bytes."""
+        sizes = np.maximum(num_bytes, 1.0)
+        found = [np.asarray(seconds) for seconds in _seconds(self.main, rates, sizes)]
+        for kind, has in self.others:
+            if fqn in has:
+                pairs = zip(_seconds(kind, rates, sizes), found, strict=True)
+                found = [np.where(has[fqn], there, seconds) for there, seconds in pairs]
+        copy_s, read_s, decode_s = (np.where(num_bytes > 0, seconds, 0.0) for seconds in found)
+        return copy_s, read_s, decode_s
+
+
+def _seconds(kind: StoreKind, rates: Rates, sizes: Floats) -> tuple[Floats | float, ...]:
+    return kind.copy_s(rates, sizes), kind.read_s(rates, sizes), kind.decode_s(rates, sizes)
+
+
 class StepModel:
     """A step of ``rows`` rows, by the cost model: of many candidates at once, or of the one that a plan is.
 
@@ -540,9 +326,7 @@ class StepModel:
     def step_s(
         self,
         sizes: Mapping[str, Floats],
-        in_files: Mapping[str, Bools],
-        on_peer: Mapping[str, Bools],
-        uncoded: Mapping[str, Bools],
+        stores: UnitStores,
         in_place: Iterable[tuple[Floats | float, Floats | float]],
         num_slots: Ints,
         num_units: Ints,
@@ -551,19 +335,14 @@ class StepModel:
 
         Args:
             sizes: bytes of units by the module of their stage.
-            in_files: by module, whether they are stored in files.
-            on_peer: the same for the memory of another GPU.
-            uncoded: whether they have no code, where others have one.
+            stores: of the units.
             in_place: as :meth:`read_in_place`, by candidate.
         """
         rates, none, stages = self._rates, np.zeros(len(num_slots)), []
         for stage, resident_s, (extra_s, link_s) in zip(self._stages, self.resident_s, in_place, strict=True):
             fqn = stage.module_fqn
             size = sizes.get(fqn, none)
-            copy_s = rates.copies_s(size, on_peer.get(fqn), uncoded.get(fqn)) if size.any() else none
-            disk_s = size * in_files.get(fqn, False) * rates.file_s_per_byte
-            is_coded = np.logical_not(np.logical_or(on_peer.get(fqn, False), uncoded.get(fqn, False)))
-            decode_s = size * is_coded * rates.decode_s_per_byte
+            copy_s, disk_s, decode_s = stores.seconds(rates, fqn, size) if size.any() else (none, none, none)
             stages.append(StageTimes(resident_s + extra_s + decode_s, link_s, copy_s, disk_s))
         reads_files = any(stage.disk_s.any() for stage in stages)
         ring_s = RING_BYTES * rates.file_s_per_byte if reads_files else 0.0
@@ -746,7 +525,7 @@ class Forecast:
 class Forecaster:
     """Predicts a step under any plan for one model, from sizes and rates alone.
 
-    ``rates`` are those of the links that copy the units; see :func:`split_rates`. ``stored_bytes``: by storage, the
+    ``rates`` are those of the links that copy the units; see :meth:`StoreKind.rates`. ``stored_bytes``: by storage, the
     bytes that are read for it, where that is not its own size.
     """
 
@@ -770,17 +549,18 @@ class Forecaster:
         """The forecast for ``plan``, which is timed as a table of candidates with one row."""
         rates = self._rates
         sizes = {self._fqns[unit.entries[0].storage]: np.array([self._bytes_of(unit)]) for unit in plan.units}
-        in_files, on_peer, uncoded = (
-            {self._fqns[unit.entries[0].storage]: np.array([True]) for unit in plan.units if unit.store == place}
-            for place in ("disk", "peer", "cpu")
-        )
+        there, by_kind = np.array([True]), plan.units_by_kind.items()
+        others = [(kind, {self._fqns[u.entries[0].storage]: there for u in units}) for kind, units in by_kind]
+        stores = UnitStores(plan.kind, others)
         in_place = self._step.read_in_place(plan.uva, plan.cached)
         counts = np.array([plan.num_slots]), np.array([len(plan.units)])
-        step_s = self._step.step_s(sizes, in_files, on_peer, uncoded, in_place, *counts)
+        step_s = self._step.step_s(sizes, stores, in_place, *counts)
         in_place_s = sum(seconds for _, seconds in in_place)
         moved = plan.moved_units
-        near, as_is = (np.array([unit.store == place for unit in moved], dtype=bool) for place in ("peer", "cpu"))
-        link_s = float(rates.copies_s(np.array([float(self._bytes_of(unit)) for unit in moved]), near, as_is).sum())
+        moved_bytes, copies_s = np.array([float(self._bytes_of(unit)) for unit in moved]), np.zeros(len(moved))
+        for kind in plan.units_by_kind if moved else ():
+            copies_s = np.where([unit.kind is kind for unit in moved], kind.copy_s(rates, moved_bytes), copies_s)
+        link_s = float(copies_s.sum())
         disk_s = rates.file_s_per_byte * plan.read_bytes
         resident_s = sum(self._step.resident_s)
         compute_s = resident_s + rates.decode_s_per_byte * sum(map(self._bytes_of, plan.coded_units))

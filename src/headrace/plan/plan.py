@@ -11,46 +11,27 @@ from dataclasses import dataclass, field, replace
 from functools import cached_property, singledispatch
 from itertools import accumulate
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, cast
 
-from headrace.codec.layout import coded_bytes
-from headrace.config import CODES, Codec, Mechanism, Mode, StoreKind
+from headrace.config import Codec, Mechanism, Mode, StoreName
 from headrace.errors import OptionError, OptionTypeError, PlanFileError
 from headrace.formatting import format_size, listed, pluralize
 from headrace.json_files import FormatError, Positive, decode, encode, parse, read_file, require, write_file
-from headrace.memory.system import round_up
 from headrace.model.records import Inventory, StorageInfo
 from headrace.plan.cached_experts import CachedLayer, cache_bytes, cached_layers, why_not_cached
+from headrace.plan.kinds import HOST, SlabEntry, StoreKind, Unit, kind_of, slab_bytes
 from headrace.plan.schedule import ENTRY_BYTES, MAX_ENTRIES, RingLayout, chain, lay_out_ring, slot_of
 
 __all__ = [
-    "CHUNK_BYTES",
     "SCHEMA_VERSION",
-    "SLAB_ALIGNMENT_BYTES",
     "Machine",
     "Placement",
     "Plan",
-    "SlabEntry",
-    "Unit",
     "UnitSpec",
     "assemble",
-    "equal_chunk_bytes",
-    "is_codable",
     "show",
-    "slab_bytes",
     "with_code",
 ]
-
-# Large enough for every vector load and for tensor-map descriptors; matrix kernels may pick another summation order
-# for a less aligned operand, so alignment is part of the promise of equal bits.
-SLAB_ALIGNMENT_BYTES = 256
-
-# Of ``sharded_cpu``: bytes that a rank copies from the host before it sends them on. Nothing runs beside the sending of
-# the last chunk, so few; each costs some microseconds of launches per peer, so not too few. 8 MiB: 150 us on PCIe 5.
-CHUNK_BYTES = 8 << 20
-
-# Stores of units in a plan of mode ``cpu``, beside host memory.
-_BESIDE_HOST: tuple[StoreKind, ...] = ("disk", "peer", *CODES)
 
 # Of :meth:`Plan.to_json`, and so of plan files. Raise it with any change of a key or of its meaning.
 SCHEMA_VERSION = 6
@@ -87,57 +68,17 @@ class Machine:
         return self.device == here.device and (self.device_bytes or 0) <= (here.device_bytes or 0)
 
 
-@dataclass(frozen=True)
-class SlabEntry:
-    """One storage inside a unit's slab: its name, its offset from the start of the slab, its size."""
-
-    storage: str
-    offset: int
-    num_bytes: Positive
-
-
-@dataclass(frozen=True)
-class Unit:
-    """Tensors that are copied to the device in one transfer.
-
-    Attributes:
-        index: position in the order of execution.
-        module_fqn: dotted name of the module whose forward reads the unit; the wait goes before it, the release after.
-        slot: always ``index mod num_slots``.
-        entries: the layout of the slab.
-        num_bytes: size of the slab, alignment gaps included.
-        store: where all of them are stored.
-    """
-
-    index: int
-    module_fqn: str
-    slot: int
-    entries: tuple[SlabEntry, ...]
-    num_bytes: int
-    store: StoreKind
-
-    @property
-    def payload_bytes(self) -> int:
-        """Bytes that one transfer copies, alignment gaps not included."""
-        return sum(entry.num_bytes for entry in self.entries)
-
-    @property
-    def link_bytes(self) -> int:
-        """The same, or the expected length of its code."""
-        return coded_bytes(self.num_bytes) if self.store in CODES else self.payload_bytes
-
-    @property
-    def bytes_in_slot(self) -> int:
-        """What a slot holds of it: its slab or its code."""
-        return slab_bytes([self.link_bytes]) if self.store in CODES else self.num_bytes
-
-
 class Placement(NamedTuple):
     """The mechanism of a storage, its store (``None``: it is resident), and its bytes."""
 
     mechanism: Mechanism
-    store: StoreKind | None
+    store: StoreName | None
     num_bytes: int
+
+    @property
+    def kind(self) -> StoreKind | None:
+        """The kind of ``store``."""
+        return None if self.store is None else kind_of(self.store)
 
 
 @dataclass(frozen=True)
@@ -224,7 +165,7 @@ class Plan:
     @property
     def read_bytes(self) -> int:
         """The part of ``moved_bytes`` that is read from files."""
-        return sum(unit.payload_bytes for unit in self.moved_units if unit.store == "disk")
+        return sum(unit.payload_bytes for unit in self.moved_units if unit.kind.in_files)
 
     @property
     def uva_bytes(self) -> int:
@@ -253,10 +194,9 @@ class Plan:
 
     @property
     def device_bytes(self) -> int:
-        """Device memory for weights: residents, slots with code, cached experts, for ``sharded_gpu`` a part of the
-        units."""
-        parts = self.part_bytes if self.mode == "sharded_gpu" else 0
-        return self.resident_bytes + self.slots_bytes + self.cache_bytes + parts
+        """Device memory for weights: residents, slots with code, cached experts, and a store that is there."""
+        stored = sum(kind.device_bytes(self, units) for kind, units in self.units_by_kind.items())
+        return self.resident_bytes + self.slots_bytes + self.cache_bytes + stored
 
     @property
     def slots_bytes(self) -> int:
@@ -269,19 +209,14 @@ class Plan:
         return max((unit.num_bytes for unit in self.coded_units), default=0)
 
     @property
-    def part_bytes(self) -> int:
-        """Bytes of all units that one rank stores: as :class:`headrace.stores.sharded.Striping` splits them."""
-        return sum(min(equal_chunk_bytes(unit.num_bytes, self.num_ranks), unit.num_bytes) for unit in self.units)
-
-    @property
     def spilled_bytes(self) -> int:
         """Bytes of the units that are stored in files beside another store."""
-        return 0 if self.mode == "disk" else sum(unit.payload_bytes for unit in self.staged_units)
+        return 0 if self.kind.in_files else sum(unit.payload_bytes for unit in self.staged_units)
 
     @property
     def peer_bytes(self) -> int:
         """Memory of another GPU for the units that are stored there."""
-        return sum(unit.num_bytes for unit in self.units if unit.store == "peer")
+        return sum(unit.num_bytes for unit in self.units_by_kind.get(kind_of("peer"), ()))
 
     @property
     def store_bytes(self) -> dict[str, int]:
@@ -289,14 +224,11 @@ class Plan:
 
         Those of ``shm_cpu`` exist once for all ranks of a host.
         """
-        beside = {"disk": self.spilled_bytes}
-        beside["peer"] = sum(unit.payload_bytes for unit in self.units if unit.store == "peer")
         on_device = {"resident": self.resident_bytes, "slots": self.slots_bytes}
         on_device |= {"cache": self.cache_bytes} if self.cached else {}
-        main = self.offloaded_bytes - sum(beside.values()) - sum(unit.payload_bytes for unit in self.coded_units)
-        for codec in CODES:
-            beside[codec] = sum(unit.link_bytes for unit in self.coded_units if unit.store == codec)
-        return {**on_device, self.mode: main, **{name: size for name, size in beside.items() if size}}
+        found = {kind.name: sum(unit.link_bytes for unit in units) for kind, units in self.units_by_kind.items()}
+        main = found.pop(self.mode, 0) + self.uva_bytes + self.cached_bytes
+        return {**on_device, self.mode: main, **{name: found[name] for name in self.kind.beside if name in found}}
 
     # -- storages ------------------------------------------------------------------------------------------------------
 
@@ -306,25 +238,33 @@ class Plan:
         moved = [entry.storage for unit in self.units for entry in unit.entries]
         return [*moved, *self.uva, *(name for layer in self.cached for name in layer.storages)]
 
+    @property
+    def kind(self) -> StoreKind:
+        """The kind of the store ``mode``."""
+        return kind_of(self.mode)
+
+    @cached_property
+    def units_by_kind(self) -> dict[StoreKind, list[Unit]]:
+        """Units by the kind of their store; the kind of ``mode`` always, and first."""
+        found: dict[StoreKind, list[Unit]] = {self.kind: []}
+        for unit in self.units:
+            found.setdefault(unit.kind, []).append(unit)
+        return found
+
     @cached_property
     def coded_units(self) -> tuple[Unit, ...]:
         """Units that are stored in host memory in a code."""
-        return tuple(unit for unit in self.units if unit.store in CODES)
+        return tuple(unit for unit in self.units if unit.kind.is_coded)
 
     @property
     def codec(self) -> Codec:
-        """Of the units that have one."""
-        return next((unit.store for unit in self.units if unit.store in CODES), "none")
-
-    @property
-    def coded_bytes(self) -> int:
-        """Expected host memory of their code."""
-        return sum(unit.link_bytes for unit in self.coded_units)
+        """The codec of the units that have one."""
+        return cast(Codec, self.coded_units[0].store) if self.coded_units else "none"
 
     @cached_property
     def staged_units(self) -> tuple[Unit, ...]:
         """Units that are stored in files; on the way to a GPU they pass through the staging ring."""
-        return tuple(unit for unit in self.units if unit.store == "disk")
+        return tuple(unit for unit in self.units if unit.kind.in_files)
 
     def lay_out_ring(self, entry_bytes: int = ENTRY_BYTES, max_entries: int = MAX_ENTRIES) -> RingLayout:
         """The staging ring for the units that are stored in files, of which there is at least one."""
@@ -339,7 +279,7 @@ class Plan:
     @property
     def reads_files(self) -> bool:
         """Whether steps read checkpoint files."""
-        return self.mode == "disk" or bool(self.staged_units)
+        return self.kind.in_files or bool(self.staged_units)
 
     @cached_property
     def placements(self) -> dict[str, Placement]:
@@ -383,7 +323,7 @@ class Plan:
         for problem in self._misplaced_units(inventory):
             raise OptionError(f"{problem}; {_REPLAN}")
         for layer in self.cached:
-            if self.mode != "cpu":
+            if self.kind is not HOST:
                 raise OptionError(
                     f"experts of {layer.module_fqn} are cached and stored in {self.mode!r}; expected 'cpu', the only "
                     f"store that a cache of experts is filled from (--offload-mode cpu)"
@@ -394,18 +334,14 @@ class Plan:
             if [layer] != [replace(each, overflow_rows=layer.overflow_rows) for each in there]:
                 raise OptionError(f"the plan caches experts at {layer.module_fqn!r} that are not there; {_REPLAN}")
         for unit in self.units:
-            # Several stores in one plan are host memory and others beside it (TwoStores).
-            if unit.store != self.mode and (self.mode != "cpu" or unit.store not in _BESIDE_HOST):
+            # Several stores in one plan are host memory and others beside it (Stores).
+            if unit.store not in (self.mode, *self.kind.beside):
                 raise OptionError(
                     f"unit {unit.index} ({unit.module_fqn}) is stored in {unit.store!r}, and the plan has mode "
-                    f"{self.mode!r}; expected the store of the mode, or one of {', '.join(_BESIDE_HOST)} in mode 'cpu'"
+                    f"{self.mode!r}; expected the store of the mode, or one of {', '.join(HOST.beside)} in mode 'cpu'"
                 )
-            plain = [e.storage for e in unit.entries if not is_codable(inventory.by_name[e.storage])]
-            if unit.store in CODES and (plain or self.staged_units):
-                why = f"{plain[0]} is not bf16" if plain else "other units are stored in files"
-                raise OptionError(
-                    f"unit {unit.index} ({unit.module_fqn}) is coded in {unit.store!r}, and {why}; {_REPLAN}"
-                )
+            if reason := unit.kind.why_not(self, unit, inventory):
+                raise OptionError(f"unit {unit.index} ({unit.module_fqn}) is {reason}; {_REPLAN}")
 
     def _misplaced_units(self, inventory: Inventory) -> Iterator[str]:
         """Why units could be read before they are copied, or overwritten while they are read."""
@@ -535,11 +471,6 @@ class Plan:
         }
 
 
-def is_codable(storage: StorageInfo) -> bool:
-    """Whether codes have a form for it."""
-    return all(str(tensor.dtype) == "torch.bfloat16" for tensor in storage.tensors)
-
-
 def with_code(plan: Plan, inventory: Inventory, codec: Codec) -> Plan:
     """``plan`` with all units in host memory coded in ``codec`` that are bf16; with "none" and "auto" ``plan`` itself.
 
@@ -553,16 +484,17 @@ def with_code(plan: Plan, inventory: Inventory, codec: Codec) -> Plan:
             f"codec {codec!r}: {len(plan.staged_units)} units are stored in files, from which nothing coded is read; "
             f"give it more --host-memory, or leave the codec out (--offload-codec)"
         )
+    code = kind_of(codec)
     units = tuple(
         replace(unit, store=codec)
-        if unit.store == "cpu" and all(is_codable(inventory.by_name[entry.storage]) for entry in unit.entries)
+        if unit.kind is HOST and all(code.can_hold(inventory.by_name[entry.storage]) for entry in unit.entries)
         else unit
         for unit in plan.units
     )
     coded = replace(plan, units=units)
     if plan.offloaded_bytes and not coded.coded_units:
         fix = "leave it out (--offload-codec)"
-        if any(unit.store == "cpu" for unit in plan.units):
+        if HOST in {unit.kind for unit in plan.units}:
             why = "no unit in host memory has bf16 weights alone"
         elif plan.units:
             why, fix = "all units are in the memory of another GPU", f"{fix}, or give less --peer-memory"
@@ -584,7 +516,7 @@ class UnitSpec:
 
     module_fqn: str
     storages: tuple[StorageInfo, ...]
-    store: StoreKind | None = None
+    store: StoreName | None = None
 
 
 def assemble(
@@ -608,7 +540,7 @@ def assemble(
     return Plan(units, slots, mode, resident, in_place, cached=tuple(cached))
 
 
-def _lay_out(index: int, fqn: str, sizes: Mapping[str, int], num_slots: int, store: StoreKind) -> Unit:
+def _lay_out(index: int, fqn: str, sizes: Mapping[str, int], num_slots: int, store: StoreName) -> Unit:
     """The unit of the storages of these sizes, one after the other, each aligned."""
     *offsets, end = accumulate((slab_bytes([size]) for size in sizes.values()), initial=0)
     entries = tuple(SlabEntry(name, at, size) for (name, size), at in zip(sizes.items(), offsets, strict=True))
@@ -624,16 +556,6 @@ def _without_gaps(plan: Plan) -> Plan:
         for index, unit in enumerate(units)
     )
     return replace(plan, num_slots=slots, units=tuple(laid_out))
-
-
-def equal_chunk_bytes(num_bytes: int, num_chunks: int) -> int:
-    """Length of each of ``num_chunks`` equal chunks of a slab, aligned; the last ones may be shorter."""
-    return slab_bytes([-(-num_bytes // num_chunks)])
-
-
-def slab_bytes(sizes: Iterable[int]) -> int:
-    """Size of a slab that holds storages of these sizes, each aligned."""
-    return sum(round_up(size, SLAB_ALIGNMENT_BYTES) for size in sizes)
 
 
 # -- reading a plan's JSON ---------------------------------------------------------------------------------------------
@@ -654,7 +576,7 @@ def _plan_from(data: Any) -> Plan:
     fits = type(num_slots) is int and min(1, count) <= num_slots <= count
     plan: Plan = decode(Plan, {**given, "num_slots": num_slots if fits else 0})
     require(fits, "num_slots", f"1 to {count}, the number of units" if count else "0 without units", num_slots)
-    stores = {plan.mode, *(_BESIDE_HOST if plan.mode == "cpu" else ())}
+    stores = {plan.mode, *plan.kind.beside}
     for unit in plan.units:
         require(bool(unit.entries), f"units[{unit.index}].entries", "at least one entry", [])
         require(unit.store in stores, f"units[{unit.index}].store", f"one of {', '.join(sorted(stores))}", unit.store)

@@ -17,11 +17,11 @@ from rich.measure import Measurement
 from rich.table import Table
 from rich.text import Text
 
-from headrace.config import CODES, RANK_MODES, StoreKind
 from headrace.formatting import format_rate, format_size, format_time, in_unit, pluralize, size_unit
 from headrace.plan.alternatives import Alternative
 from headrace.plan.cost_model import Forecast
-from headrace.plan.plan import Plan, Unit, show
+from headrace.plan.kinds import HOST, StoreKind, Unit, kind_of
+from headrace.plan.plan import Plan, show
 
 __all__ = [
     "CachePoint",
@@ -47,16 +47,6 @@ _LAYERS_WIDTH = 16
 _PIPE_WIDTH = 120
 
 _NUMBER = re.compile(r"(?:(?<=\.)|^)\d+(?=\.|$)")
-_STORE_NAMES: dict[StoreKind, str] = {
-    "cpu": "host",
-    "peer": "peer GPU",
-    "exp3": "host, coded",
-    "shm_cpu": "host, shared",
-    "disk": "file",
-    "sharded_cpu": "host, sharded",
-    "sharded_gpu": "peers",
-    "meta": "nowhere",
-}
 
 
 @dataclass(frozen=True)
@@ -149,11 +139,8 @@ def plan_table(plan: Plan) -> RenderableType:
     if outlook.least_budget_bytes is not None:
         return render_weights(plan, name, outlook.least_budget_bytes)
     refusals = [Text(f"\nThis plan {outlook.shortage}.", style="bold red")] if outlook.shortage else []
-    if plan.mode == "meta":
-        refusals.append(Text("\nMode meta has sizes and no bytes: this plan cannot be carried out."))
-    elif plan.mode in RANK_MODES:
-        start = "pass group= to headrace.offload in each, or start headrace generate with torchrun"
-        refusals.append(Text(f"\nMode {plan.mode} spans several processes: {start}."))
+    if plan.kind.remark:
+        refusals.append(Text(f"\n{plan.kind.remark}"))
     return Group(render(plan, name), render_outlook(outlook), *refusals)
 
 
@@ -246,9 +233,11 @@ def titled_table(title: str, *columns: str) -> Table:
 
 def _places(plan: Plan) -> Table:
     """Bytes by store."""
-    stored = {unit.store for unit in plan.units}
-    beside = [name for store, name in _STORE_NAMES.items() if store in (stored & {"peer", *CODES})]
-    stores = list(dict.fromkeys([*beside, "host", "file", _STORE_NAMES[plan.mode]]))
+    # Host and files always have a column, after those of other stores of units.
+    beside = [kind_of(name).label for name in plan.kind.beside if kind_of(name) in plan.units_by_kind]
+    always = ("host", "file")
+    stores = [*(label for label in beside if label not in always), *always]
+    stores = list(dict.fromkeys([*stores, plan.kind.label]))
     unit = size_unit(plan.weight_bytes)
     table = titled_table(f"Memory, {unit}", "what", "count", "device", *stores)
     totals = dict.fromkeys(("device", *stores), 0)
@@ -266,11 +255,12 @@ def _places(plan: Plan) -> Table:
             add("decoded", "1 unit", "device", plan.decoding_bytes)
         if staged:
             add("staging ring", "", "host", plan.ring_bytes)
-        for store in sorted({unit.store for unit in plan.units}):  # cpu before disk before peer
-            sizes = [unit.link_bytes for unit in plan.units if unit.store == store]
-            add("prefetched", pluralize(len(sizes), "unit"), _STORE_NAMES[store], sum(sizes))
+        for kind, units in sorted(plan.units_by_kind.items(), key=lambda item: item[0].name):  # cpu before disk, peer
+            if units:
+                num_bytes = sum(unit.link_bytes for unit in units)
+                add("prefetched", pluralize(len(units), "unit"), kind.label, num_bytes)
     if plan.uva:
-        place = "host" if staged and plan.mode == "disk" else _STORE_NAMES[plan.mode]
+        place = HOST.label if staged and plan.kind.in_files else plan.kind.label
         add("read in place", pluralize(len(plan.uva), "tensor"), place, plan.uva_bytes)
     if plan.cached:
         counts = sorted({layer.num_slots for layer in plan.cached})
@@ -278,7 +268,7 @@ def _places(plan: Plan) -> Table:
         overflow_rows = max(layer.overflow_rows for layer in plan.cached)
         more = f", {overflow_rows} for overflow" if overflow_rows else ""
         add("slots for experts", f"{slots} of {plan.cached[0].num_experts}{more}", "device", plan.cache_bytes)
-        add("cached experts", pluralize(len(plan.cached), "layer"), _STORE_NAMES[plan.mode], plan.cached_bytes)
+        add("cached experts", pluralize(len(plan.cached), "layer"), plan.kind.label, plan.cached_bytes)
     table.add_section()
     sums = (in_unit(num_bytes, unit) if num_bytes else "" for num_bytes in totals.values())
     table.add_row("total", "", *sums, style="bold")
@@ -288,15 +278,15 @@ def _places(plan: Plan) -> Table:
 def _units(plan: Plan) -> Table:
     alike: defaultdict[tuple[str, int, StoreKind], list[Unit]] = defaultdict(list)
     for unit in plan.units:
-        alike[role_of(unit.module_fqn), len(unit.entries), unit.store].append(unit)
+        alike[role_of(unit.module_fqn), len(unit.entries), unit.kind].append(unit)
     size = size_unit(plan.weight_bytes)
     table = titled_table("Units", "module", "stored in", "units", "layers", "tensors", f"{size} each")
     table.columns[3].max_width = _LAYERS_WIDTH  # it breaks between words, and names would have to inside them
-    for (fqn, tensors, store), units in alike.items():
+    for (fqn, tensors, kind), units in alike.items():
         low, high = (in_unit(bound(unit.num_bytes for unit in units), size) for bound in (min, max))
         table.add_row(
             _Name(fqn or "(the model)"),
-            _STORE_NAMES[store],
+            kind.label,
             str(len(units)),
             # The first number of a name is its layer's; later ones are experts or blocks inside it.
             compress_indices(int(number) for unit in units for number in _NUMBER.findall(unit.module_fqn)[:1]),
@@ -333,7 +323,8 @@ def _reached(plan: Plan, name: str) -> str:
     """The one of ``_REACHED`` for a storage."""
     placement = plan.placements[name]
     if placement.mechanism == "prefetch":
-        return "from files" if placement.store == "disk" != plan.mode else "prefetched"
+        from_files = placement.kind is not None and placement.kind.in_files and not plan.kind.in_files
+        return "from files" if from_files else "prefetched"
     return {"uva": "in place", "cache": "cached"}.get(placement.mechanism, "resident")
 
 

@@ -21,7 +21,8 @@ from headrace.model.patterns import matching, select
 from headrace.model.records import Inventory, StorageInfo, common_prefix
 from headrace.model.semantic_groups import semantic_groups
 from headrace.plan.cached_experts import why_not_cached
-from headrace.plan.plan import Plan, UnitSpec, assemble, slab_bytes, with_code
+from headrace.plan.kinds import slab_bytes
+from headrace.plan.plan import Plan, UnitSpec, assemble, with_code
 from headrace.plan.schedule import usable_slots
 
 __all__ = [

@@ -19,7 +19,8 @@ import torch
 
 from headrace.errors import OutsideAccessError, RaceError
 from headrace.model.live_tensors import BoundTensor, resident_rule
-from headrace.plan.plan import Plan, SlabEntry
+from headrace.plan.kinds import SlabEntry
+from headrace.plan.plan import Plan
 from headrace.runtime.outside_access import address_of
 from headrace.stores.sources import Copy, fill
 from headrace.stores.store import new_buffer

@@ -132,7 +132,8 @@ class Promoter(NotCopyable):
         if not to_store and self._promote(storage, tensor, how):
             return None
         if is_written and not to_store:
-            in_files = self.plan.placements[name].store == "disk"
+            kind = self.plan.placements[name].kind
+            in_files = kind is not None and kind.in_files
             other = ", or offload in mode 'cpu', where host memory takes the write" if in_files else ""
             raise OutsideAccessError(
                 f"{how} {_OUTSIDE}, which writes it in place, and {self._why_lent(storage)}: {_fix(tensor)}{other}"
@@ -182,7 +183,8 @@ class Promoter(NotCopyable):
 
     def _is_offloaded_here(self, name: str) -> bool:
         """Whether a unit brings the storage ``name``, from memory of this process alone."""
-        return self.plan.mechanism_of(name) == "prefetch" and self.plan.placements[name].store in ("cpu", "peer")
+        kind = self.plan.placements[name].kind
+        return self.plan.mechanism_of(name) == "prefetch" and kind is not None and kind.takes_writes
 
     def rebase(self, storage: BoundStorage, output: Any) -> tuple[Any, dict[int, torch.Tensor]]:
         """``output`` of a module, in which views of ``storage`` in its slot become views of it as a resident.

@@ -19,9 +19,6 @@ from headrace.checkpoint.model_folder import draft_folder
 from headrace.checkpoint.weight_map import TensorSource, WeightMap
 from headrace.config import (
     AUTO,
-    CODES,
-    HOST_MODES,
-    SHARDED_MODES,
     Budget,
     Policy,
     Rules,
@@ -37,8 +34,9 @@ from headrace.model.records import Inventory, ModelProfile, StorageInfo
 from headrace.plan.build import Planner
 from headrace.plan.cached_experts import why_not_cached
 from headrace.plan.candidates import MappedFiles, Spill
-from headrace.plan.cost_model import Rates
-from headrace.plan.plan import Machine, Plan, assemble, slab_bytes
+from headrace.plan.kinds import kind_of, slab_bytes
+from headrace.plan.plan import Machine, Plan, assemble
+from headrace.plan.rates import Rates
 from headrace.plan.speculation import LOOKUP, DraftCost, Speculation, SpeculationForecast, forecast_speculation
 from headrace.plan.units import move_on_demand
 from headrace.stores.sources import TENSOR_ALIGN_BYTES, DiskOptions
@@ -142,7 +140,7 @@ def gpu_memory_kind(device: torch.device | DeviceName) -> Literal["own", "shared
 def _warn_of_memory(plan: Plan, device: torch.device) -> None:
     """Warn where offloading to host memory frees nothing, because the GPU computes in it."""
     kind = gpu_memory_kind(device)
-    if kind == "shared" and plan.mode in HOST_MODES and plan.offloaded_bytes > plan.spilled_bytes:
+    if kind == "shared" and plan.kind.on_host and plan.offloaded_bytes > plan.spilled_bytes:
         warn_user(
             f"{device} computes in the host's memory, so offloading weights to host memory frees nothing: store them "
             f"in files (mode 'disk', --offload-mode disk), or leave the model resident"
@@ -235,6 +233,12 @@ class PlanRequest:
         return replace(policy, workload=workload)
 
     @property
+    def splits_units(self) -> bool:
+        """Whether a store was asked for of which each rank has a part of every unit."""
+        mode = getattr(self.given, "mode", None)
+        return mode is not None and kind_of(mode).is_split
+
+    @property
     def expected(self) -> Workload:
         """The workload that predictions are about."""
         return self.given.workload if isinstance(self.given, Budget) else self.workload or Workload()
@@ -286,7 +290,7 @@ class PlanContext:
     def planner(self) -> Planner:
         """Of the model, for the machine."""
         request, target = self.request, self.target
-        split = request.num_ranks if getattr(request.given, "mode", None) in SHARDED_MODES else 1
+        split = request.num_ranks if request.splits_units else 1
         facts = (self.inventory, self.read_profile(), target.device, self.weights, target.rates, request.unstreamable)
         planner = make_planner(*facts, request.disk, split)
         return planner if self.hits is None else replace(planner, hits=self.hits)
@@ -427,9 +431,11 @@ class PlanContext:
         """
         request, given = self.request, self.request.given
         for name, placement in plan.placements.items():
-            if placement.store == "disk" and self.weights is not None:
+            kind = placement.kind
+            if kind is not None and kind.in_files and self.weights is not None:
                 self.weights.source(self.inventory.by_name[name])
-            if placement.store == "meta" and name in self.bound and not self.bound[name].on_meta:
+            loses_bytes = kind is not None and not kind.has_bytes
+            if loses_bytes and name in self.bound and not self.bound[name].on_meta:
                 raise OptionError(
                     f"mode 'meta' keeps no bytes, and {name} has some; build the model under torch.device('meta'), or "
                     f"use mode 'cpu' or 'disk'"
@@ -464,7 +470,7 @@ class PlanContext:
         on_meta = {name for name in names if name not in bound or bound[name].on_meta}
         needs = needs_of(plan, on_gpu=on_gpu, elsewhere=names - here, on_meta=on_meta)
         beside = 0 if on_gpu else workload_bytes
-        if plan.mode == "disk" and not on_gpu and self.weights is not None:
+        if plan.kind.in_files and not on_gpu and self.weights is not None:
             beside += sum(self.weights.source(self.inventory.by_name[name]).joined_bytes for name in plan.uva)
         needs = Needs(
             needs.device_bytes + (workload_bytes if on_gpu else 0),
@@ -645,9 +651,8 @@ def finalize_plan(
         _warn_of_memory(plan, device)
     if plan.peer_bytes and (device.type == "cpu" or not isinstance(device, DeviceName)):
         peer_of(device)
-    split = plan.mode in SHARDED_MODES  # and then no rank has a whole tensor to read in place
-    num_ranks = num_ranks if split else 1
-    if plan.uva and (split or not can_read_in_place(device)):
+    num_ranks = num_ranks if plan.kind.is_split else 1
+    if plan.uva and (plan.kind.is_split or not can_read_in_place(device)):  # split: no rank has a whole tensor
         moved = move_on_demand(inventory, plan)
         plan = replace(moved, model_name=plan.model_name, made_for=plan.made_for, context=plan.context)
     plan = plan if plan.num_ranks == num_ranks else replace(plan, num_ranks=num_ranks)
@@ -685,26 +690,19 @@ def needs_of(plan: Plan, *, on_gpu: bool, elsewhere: Collection[str] = (), on_me
         on_meta: those of them that have no bytes yet and are read from files; others are adopted by a CPU's store.
     """
     moved = [num_bytes for name, num_bytes in plan.resident.items() if name in elsewhere]
+    experts_bytes = sum(layer.host_bytes for layer in plan.cached)
     if not on_gpu:
-        copied = on_meta if plan.mode == "cpu" else dict(_offloaded(plan)) if plan.mode == "shm_cpu" else ()
-        stored = sum(
-            size
-            for name, size in _offloaded(plan)
-            if name in copied and plan.placements[name].store not in ("disk", *CODES)
-        )
-        if plan.mode in SHARDED_MODES:
-            stored = plan.part_bytes  # copied, wherever the tensors lie
-        # Beside what the model came with, which is freed when all of it is coded.
-        stored += plan.coded_bytes
-        stored += plan.cache_bytes + sum(layer.host_bytes for layer in plan.cached)
+        stored = plan.cache_bytes + experts_bytes
+        for kind, units in plan.units_by_kind.items():
+            sizes = {entry.storage: entry.num_bytes for unit in units for entry in unit.entries}
+            stored += kind.host_bytes(plan, units, {**(plan.uva if kind is plan.kind else {}), **sizes}, on_meta)
         return Needs(host_bytes=plan.slots_bytes + sum(moved) + stored)
     in_place = sum(slab_bytes([size]) for size in plan.uva.values())  # a GPU cannot address a mapped file
-    units = sum(unit.num_bytes for unit in plan.units if unit.store in HOST_MODES) + plan.ring_bytes + plan.coded_bytes
-    pinned = units + in_place if plan.mode in (*HOST_MODES, "disk") else 0
-    if plan.mode in SHARDED_MODES:
-        pinned = plan.part_bytes if plan.mode == "sharded_cpu" else 0
-    parts = plan.part_bytes if plan.mode == "sharded_gpu" else 0
-    pinned += sum(layer.host_bytes for layer in plan.cached)
+    pinned = experts_bytes + sum(
+        kind.pinned_bytes(plan, units, in_place if kind is plan.kind else 0)
+        for kind, units in plan.units_by_kind.items()
+    )
+    parts = sum(kind.device_bytes(plan, units) for kind, units in plan.units_by_kind.items())
     staging = max(moved, default=0)  # residents pass through host memory one at a time
     return Needs(
         device_bytes=plan.slots_bytes + slab_bytes(moved) + parts + plan.cache_bytes,
@@ -736,7 +734,7 @@ def check_limits(plan: Plan, limits: Limits, needs: Needs) -> None:
         size = f"{budget // _MIB}MiB" if budget % _MIB == 0 else f"{budget}B"
         which = "larger" if budget > plan.device_bytes else "smaller"
         advice = f"A {which} budget should fit, about --device-memory {size}; use it"
-    if plan.mode in HOST_MODES and not (on_gpu and limit in (DEVICE, PEER)):
+    if plan.kind.on_host and not (on_gpu and limit in (DEVICE, PEER)):
         fix += f", or store the weights in the files (--offload-mode disk{', no codec' if plan.coded_units else ''})"
         fix += ", or what does not fit: pass checkpoint=FOLDER and no mode" if on_gpu else ""
         fix += " or codec" if on_gpu and plan.coded_units else ""
@@ -762,10 +760,10 @@ def _fitting_budget(plan: Plan, limit: str, missing: int, limits: Limits, needs:
     if limit == DEVICE:
         host = (limits.host_available_bytes, limits.cgroup_available_bytes)
         spare = min((found - needs.host_bytes for found in host if found is not None), default=missing)
-        return None if plan.mode in HOST_MODES and spare < missing else smaller
+        return None if plan.kind.on_host and spare < missing else smaller
     # Residents pass through host memory one storage at a time; a rank holds only its part of a split unit.
     staging = max((num_bytes for _, num_bytes in _offloaded(plan)), default=0)
-    more = (missing + staging) * (plan.num_ranks if plan.mode == "sharded_cpu" else 1)
-    if plan.mode not in HOST_MODES or more > min(plan.offloaded_bytes, limits.device_free_bytes - needs.device_bytes):
+    more = (missing + staging) * plan.num_ranks  # 1 where no unit is split
+    if not plan.kind.on_host or more > min(plan.offloaded_bytes, limits.device_free_bytes - needs.device_bytes):
         return None
     return round_up(plan.device_bytes + more, _MIB)

@@ -109,9 +109,8 @@ class Prefetcher:
         self._stopping = False
         self._owns_graphs = self._captures_own = False  # see capturing()
         self._pid = os.getpid()
-        has_bytes = plan.mode != "meta"
         decoded = [store.unit_copies(plan.units[load.unit]) if load.coded else load.copies for load in self._loads]
-        self._guard = Guard(plan, decoded, promoted) if debug and has_bytes else None
+        self._guard = Guard(plan, decoded, promoted) if debug and plan.kind.has_bytes else None
         self.stats = [UnitStats(unit.module_fqn, unit.store) for unit in plan.units]
 
     def slot_memory(self, unit: int) -> Tensor:
@@ -668,7 +667,7 @@ class Prefetcher:
     def _require_open(self, begins: bool) -> None:
         if self._closed:
             raise StateError("this offload was removed while a forward was running; call the model again")
-        if self._plan.mode == "meta":
+        if not self._plan.kind.has_bytes:
             raise StateError(
                 "mode 'meta' keeps no weights, so no forward can be right: it is for sizes and plans; offload with "
                 "mode 'cpu' or 'disk' (--offload-mode) to run the model"

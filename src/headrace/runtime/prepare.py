@@ -23,7 +23,8 @@ from headrace.memory.pinned import PinnedBuffer
 from headrace.model.inventory import Inventory, reject_self_managed_weights, take_inventory
 from headrace.model.live_tensors import bind
 from headrace.model.memory_profile import profile_of
-from headrace.plan.plan import Plan, slab_bytes
+from headrace.plan.kinds import HOST, slab_bytes
+from headrace.plan.plan import Plan
 from headrace.ranks.group import RankGroup
 from headrace.runtime.build_time import storages_in_engine_memory
 from headrace.runtime.planner_factory import PlanContext, PlanRequest, Target, describe_device, peer_of
@@ -163,10 +164,10 @@ def compute_device(model: nn.Module, device: torch.device | str | None = None) -
 
 def _already_pinned_bytes(plan: Plan, pooled: Mapping[str, AlreadyPinned]) -> int:
     """Bytes of ``pooled`` that stay in the pinned memory in which they are."""
-    if plan.mode != "cpu":
+    if plan.kind is not HOST:
         return 0
     # A pinned store adopts tensors that are read in place and units that are all there; a cache, experts that it maps.
-    units = [[entry.storage for entry in unit.entries] for unit in plan.units if unit.store == "cpu"]
+    units = [[entry.storage for entry in unit.entries] for unit in plan.units_by_kind[HOST]]
     names = [name for names in units if all(name in pooled for name in names) for name in names]
     names += [name for name in plan.uva if name in pooled]
     kept = slab_bytes(pooled[name].num_bytes for name in names if isinstance(pooled[name].memory, PinnedBuffer))

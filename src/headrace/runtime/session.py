@@ -27,7 +27,8 @@ from headrace.memory.system import trim_heap
 from headrace.model.live_tensors import BoundStorage, fill_empty, used_elsewhere
 from headrace.model.patterns import compile_pattern
 from headrace.plan.cached_experts import CachedLayer
-from headrace.plan.plan import Plan, slab_bytes
+from headrace.plan.kinds import slab_bytes
+from headrace.plan.plan import Plan
 from headrace.runtime.debug import AddressGuard
 from headrace.runtime.hooks import CalledForwardHook, ForwardHook, UnitHook, new_token, unhooked_modules
 from headrace.runtime.outside_access import NotCopyable, Promoter, StateGuard, TableGuard
@@ -37,7 +38,8 @@ from headrace.runtime.slot import BreakCapture
 from headrace.stats import ExpertStats, ReadStats, Recorder, SpeculationCounts, Stats
 from headrace.stores.expert_ranges import ExpertRanges
 from headrace.stores.loader import Progress, WeightLoader
-from headrace.stores.open_store import OpenedStore, open_store, rounds_in_place
+from headrace.stores.open_store import OpenedStore, open_store
+from headrace.stores.product_bits import rounds_in_place
 from headrace.stores.store import new_buffer
 from headrace.transfer.link import Link
 from headrace.transfer.open_link import open_link
@@ -160,7 +162,7 @@ class OffloadSession(NotCopyable):
             self._undo()
             raise
         self._forget_originals(prepared)
-        if self.plan.mode != "meta":
+        if self.plan.kind.has_bytes:
             fill_empty(self._model, self._device)
         self._prepared = None
         _log.info("%s is offloaded", type(self._model).__name__)
@@ -313,7 +315,7 @@ class OffloadSession(NotCopyable):
         for name, buffer in restored.items():
             bound = self._bound[name]
             # What was read from the files for good stays where it is.
-            stays = buffer is None and name in self.plan.resident and bound.on_meta and self.plan.mode != "meta"
+            stays = buffer is None and name in self.plan.resident and bound.on_meta and self.plan.kind.has_bytes
             if not stays and not bound.is_back:  # is_back: by a call that was interrupted
                 bound.give_back(buffer)
         self._detach()
@@ -337,8 +339,8 @@ class OffloadSession(NotCopyable):
     def _load(self, prepared: Prepared, opened: OpenedStore) -> None:
         moving = [self._bound[name] for name in self.plan.resident if prepared.must_move(name)]
         # To the loader both are memory of the device.
-        places = {**self._resident_places(moving), **opened.on_peer}
-        without_bytes = {b.info.name for b in moving if self.plan.mode == "meta" and b.on_meta}
+        places = {**self._resident_places(moving), **opened.on_device}
+        without_bytes = {b.info.name for b in moving if b.on_meta and not self.plan.kind.has_bytes}
         for name in without_bytes:
             places[name].zero_()  # the memory is used, like that of the slots
         if not opened.on_host and not places:  # as on a CPU, where host memory or files hold everything already
@@ -368,7 +370,7 @@ class OffloadSession(NotCopyable):
         if self._link is not None and plan.units:
             self._attach_units(self._link)
         tables = []  # whose rows are the same at any address, and products with them are not
-        is_mapped = self._device.type == "cpu" and plan.mode == "disk"
+        is_mapped = self._device.type == "cpu" and plan.kind.in_files
         for name in plan.uva:
             buffer, bound = self._store.in_place(name), self._bound[name]
             if is_mapped and bound.info.is_lookup and rounds_in_place(bound, buffer):
@@ -536,7 +538,7 @@ class OffloadSession(NotCopyable):
         is_elsewhere = bound.on_meta or not bound.keeps_original
         if name in self.plan.resident:
             is_elsewhere = not bound.on_meta and bound.home != self._device
-        if self.plan.mode == "meta" or bound.is_back or not is_elsewhere:
+        if not self.plan.kind.has_bytes or bound.is_back or not is_elsewhere:
             return None
         home = self._device if bound.on_meta else bound.home
         try:
@@ -568,7 +570,7 @@ class OffloadSession(NotCopyable):
         if name in self.plan.resident:
             return self._bound[name].current_bytes()
         # May have been written to, unlike what is in slots.
-        if name in self.plan.uva and self.plan.mode != "meta" and not self._bound[name].is_placeholder:
+        if name in self.plan.uva and self.plan.kind.has_bytes and not self._bound[name].is_placeholder:
             self._store.require_mapped_unchanged()
             return self._bound[name].current_bytes().to(home, copy=True)
         buffer = new_buffer(self._bound[name].info.num_bytes)
@@ -579,8 +581,8 @@ class OffloadSession(NotCopyable):
         if self._bound[name].is_back:  # by a remove() that was interrupted
             return self._bound[name].current_bytes()
         # Of shared memory a GPU's tensors see the very pages that other ranks read; a CPU's have pages of their own.
-        store = self.plan.placements[name].store
-        own = store == "cpu" or (store == "shm_cpu" and self._device.type == "cpu")
+        kind = self.plan.placements[name].kind
+        own = kind is not None and kind.state_is_store and not (kind.needs_ranks and self._device.type == "cuda")
         return self._store.in_place(name) if own else self._current_bytes(name)
 
     # -- taking apart -----------------------------------------------------------------------------------------------

@@ -16,20 +16,38 @@ import torch
 
 from headrace.codec.exponents import Piece, decode, encode
 from headrace.codec.layout import UNITS_AHEAD, UNITS_AT_ONCE, cut_pieces
-from headrace.errors import TransferError, warn_user
+from headrace.errors import OptionError, TransferError, warn_user
 from headrace.formatting import format_size
 from headrace.memory.pages import map_pages, populate_parallel
 from headrace.memory.pinned import CudaRegistrar, PinnedBuffer, warn_refused
 from headrace.memory.system import touch_threads, trim_heap
-from headrace.plan.plan import Unit, slab_bytes
+from headrace.model.live_tensors import BoundStorage
+from headrace.plan.kinds import Unit, slab_bytes
+from headrace.stores.pinned_host import registrar_for
 from headrace.stores.sources import ByteRange, Copy, MemorySource, Source, fill_in_threads
-from headrace.stores.store import Destinations, Load, Store
+from headrace.stores.store import Destinations, Load, Opened, Store, StoreRequest, kept_by_others
 
-__all__ = ["CodedStore", "CodedUnit"]
+__all__ = ["CodedStore", "CodedUnit", "open_units"]
 
 # Of a code, beyond what plans expect, without a warning.
 _MOST_LONGER = 8 << 20
 _NO_MEMORY, _NO_HOST_MEMORY = (MemoryError, torch.OutOfMemoryError), "DefaultCPUAllocator"
+
+
+def open_units(request: StoreRequest, units: Sequence[Unit], offloaded: Mapping[str, BoundStorage]) -> Opened:
+    """The store of ``units``, which codes them as they are loaded.
+
+    Raises:
+        OptionError: something else views the memory that the code is to replace.
+    """
+    if kept := kept_by_others(request.bound, {n: b for n, b in offloaded.items() if b.home == request.device}):
+        raise OptionError(
+            f"the memory of {kept[0]} (of {len(kept)} weights) has another user (an alias such as .detach() or a "
+            f"state_dict()), and its code is to replace it, so that a write there would be lost: drop it first (del), "
+            f"or use codec='none' (--offload-codec none)"
+        )
+    store = CodedStore(units, request.device, registrar_for(request.device))
+    return Opened(store, store.destinations)
 
 
 class CodedStore(Store):

@@ -31,8 +31,9 @@ from headrace.memory.pinned import MIN_ADOPTED_BYTES, CudaRegistrar, PinnedBuffe
 from headrace.memory.system import cpus_near, touch_threads, trim_heap
 from headrace.model.live_tensors import BoundStorage
 from headrace.stats import ReadStats
+from headrace.stores.checkpoint_files import DiskStore
 from headrace.stores.sources import ALIGN_BYTES, ByteRange, Copy, DiskOptions, ReadCounter, writable_view
-from headrace.stores.store import DiskStore, Store, new_buffer, require_weights
+from headrace.stores.store import Store, new_buffer, require_weights
 
 __all__ = [
     "PIECE_BYTES",

@@ -2,19 +2,37 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import logging
+from collections.abc import Mapping, Sequence
 from itertools import accumulate
 
 import torch
 
+from headrace.formatting import format_size
 from headrace.memory.split_range import MappedMemory
 from headrace.memory.system import round_up
+from headrace.model.live_tensors import BoundStorage
 from headrace.plan.cached_experts import PIECE_BYTES
-from headrace.plan.plan import Unit
+from headrace.plan.kinds import Unit
 from headrace.stores.sources import ByteRange, Copy, Source
-from headrace.stores.store import Load, Store
+from headrace.stores.store import Load, Opened, Store, StoreRequest
 
-__all__ = ["PeerStore", "peer_memory"]
+__all__ = ["PeerStore", "open_units", "peer_memory"]
+
+_log = logging.getLogger(__name__)
+
+
+def open_units(request: StoreRequest, units: Sequence[Unit], offloaded: Mapping[str, BoundStorage]) -> Opened:
+    """The store of ``units``, in the memory of ``request.peer``.
+
+    Raises:
+        BudgetError: it has no room.
+    """
+    assert request.peer is not None
+    num_bytes = sum(unit.num_bytes for unit in units)
+    store = PeerStore(units, peer_memory(num_bytes, request.device, request.peer))
+    _log.info("%s stores %s of units", request.peer, format_size(num_bytes))
+    return Opened(store, on_device=dict(store.places))
 
 
 def peer_memory(num_bytes: int, device: torch.device, peer: torch.device) -> torch.Tensor:

@@ -23,16 +23,18 @@ from headrace.memory.pinned import (
     CudaRegistrar,
     PinnedBuffer,
     can_pin_in_place,
+    pinning_disabled,
     refuse_capture,
     warn_refused,
 )
 from headrace.memory.system import touch_threads
 from headrace.model.live_tensors import BoundStorage
-from headrace.plan.plan import SLAB_ALIGNMENT_BYTES, Plan, SlabEntry, Unit, slab_bytes
+from headrace.plan.kinds import SLAB_ALIGNMENT_BYTES, SlabEntry, Unit, slab_bytes
+from headrace.plan.plan import Plan
 from headrace.stores.sources import ByteRange, Copy
 from headrace.stores.store import AlreadyPinned, Load, Store
 
-__all__ = ["PinnedStore", "SlabRange", "open_pinned", "slab_sizes"]
+__all__ = ["PinnedStore", "SlabRange", "open_pinned", "registrar_for", "slab_sizes"]
 
 # One registration: large enough to cost nothing by itself, small enough that the last one is short.
 SLAB_BYTES = 1 << 30
@@ -284,3 +286,8 @@ def open_pinned(
     if registrar is not None and any(storage.home.type == "cuda" for storage in offloaded.values()):
         store.pin_now()
     return store, {name: store.destination(name) for name in offloaded if name not in store.adopted | store.kept}
+
+
+def registrar_for(device: torch.device) -> CudaRegistrar | None:
+    """What pins memory for ``device``; ``None`` where nothing does."""
+    return CudaRegistrar(device) if device.type == "cuda" and not pinning_disabled() else None

@@ -7,7 +7,7 @@ rank reads an equal share of the bytes, from the model's tensors or from the fil
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import closing, nullcontext
 from dataclasses import asdict
@@ -16,28 +16,50 @@ from functools import cache, partial
 import torch
 
 from headrace.checkpoint.weight_map import WeightMap
-from headrace.config import RANK_MODES, debug_enabled
+from headrace.config import debug_enabled
 from headrace.errors import OptionError, PeerError, warn_user
+from headrace.kinds.across_ranks import CHUNK_BYTES
 from headrace.memory.pinned import CudaRegistrar, pinned_region, pinning_disabled
 from headrace.memory.shared import SharedMemory, SymmetricMemory
 from headrace.memory.system import cpus_near, touch_threads
 from headrace.model.live_tensors import BoundStorage
 from headrace.model.records import StorageInfo
-from headrace.plan.plan import CHUNK_BYTES, Plan
+from headrace.plan.kinds import Unit
+from headrace.plan.plan import Plan
 from headrace.ranks.group import GlooChannel, RankGroup, json_digest, this_host
+from headrace.stores.checkpoint_files import DiskStore
 from headrace.stores.loader import CudaUploader, Delivery, deliver
+from headrace.stores.pinned_host import registrar_for
 from headrace.stores.sharded import DeviceShardedStore, HostShardedStore, PartLayout, ShardedStore
 from headrace.stores.shared_host import SharedStore, shared_bytes
 from headrace.stores.sources import ByteRange, Copy, clip
-from headrace.stores.store import DiskStore, StoreRequest, new_buffer, require_weights
+from headrace.stores.store import Opened, StoreRequest, new_buffer, require_weights
 
-__all__ = ["checksum", "compare_ranks", "open_sharded", "open_shared"]
+__all__ = ["checksum", "compare_ranks", "open_sharded", "open_shared", "open_units"]
 
 _SHOWN_DIFFERENCES = 3
 
 # Of checksums: 8-byte words per block, and the prime that the blocks are combined by.
 _WORDS = 1 << 20
 _PRIME = (1 << 61) - 1
+
+
+def open_units(request: StoreRequest, units: Sequence[Unit], offloaded: Mapping[str, BoundStorage]) -> Opened:
+    """The store of the plan of ``request``, which spans ranks that have been compared.
+
+    Raises:
+        OptionError: no process group.
+        PeerError: see :func:`open_shared` and :func:`open_sharded`.
+    """
+    plan, ranks, hosts = request.plan, request.ranks, request.hosts
+    if ranks is None:
+        raise OptionError(
+            f"mode {plan.mode!r} spans processes and no process group was given: pass "
+            f"group=torch.distributed.group.WORLD (after torch.distributed.init_process_group) to headrace.offload"
+        )
+    if plan.kind.is_split:
+        return Opened(open_sharded(request, ranks, hosts))
+    return Opened(*open_shared(plan, registrar_for(request.device), ranks, hosts))
 
 
 # -- what ranks compare ------------------------------------------------------------------------------------------------
@@ -53,11 +75,11 @@ def compare_ranks(request: StoreRequest, ranks: RankGroup) -> list[list[str]]:
         CheckpointError: tensors on ``meta`` and no files for them.
         PeerError: another rank failed, ended or did not come in time.
     """
-    mode = request.plan.mode
-    mine = {"mode": mode, **(_summary(request) if mode in RANK_MODES else {})}
+    kind = request.plan.kind
+    mine = {"mode": kind.name, "spans ranks": kind.needs_ranks, **(_summary(request) if kind.needs_ranks else {})}
     everything = ranks.exchange("plan", {"host": this_host(), "plan": mine})
     hosts: list[list[str]] = [other["host"] for other in everything]
-    if any(other["plan"]["mode"] in RANK_MODES for other in everything):
+    if any(other["plan"]["spans ranks"] for other in everything):
         for rank, other in enumerate(everything):
             _require_same(mine, other["plan"], ranks.rank, rank, hosts[ranks.rank] == hosts[rank])
     return hosts
@@ -155,7 +177,7 @@ def _require_same(
 
 
 def open_shared(
-    plan: Plan, registrar: CudaRegistrar | None, ranks: RankGroup, hosts: list[list[str]]
+    plan: Plan, registrar: CudaRegistrar | None, ranks: RankGroup, hosts: Sequence[Sequence[str]]
 ) -> tuple[SharedStore, dict[str, torch.Tensor]]:
     """The store of all ranks of this host, and the buffers in it that this rank has to fill.
 
@@ -205,7 +227,7 @@ def _join_memory(plan: Plan, ranks: RankGroup, leader: int) -> SharedMemory:
 # -- a part of every unit in each rank ---------------------------------------------------------------------------------
 
 
-def open_sharded(request: StoreRequest, ranks: RankGroup, hosts: list[list[str]]) -> ShardedStore:
+def open_sharded(request: StoreRequest, ranks: RankGroup, hosts: Sequence[Sequence[str]]) -> ShardedStore:
     """This rank's part of every unit, filled. Collective; the model is not touched.
 
     Args:
@@ -236,8 +258,8 @@ def open_sharded(request: StoreRequest, ranks: RankGroup, hosts: list[list[str]]
 
 def _allocate(plan: Plan, device: torch.device, ranks: RankGroup) -> ShardedStore:
     # One run per unit and rank, or chunks of which each is passed on while the next one comes from the host.
-    layout = PartLayout(plan.units, ranks.size, CHUNK_BYTES if plan.mode == "sharded_cpu" else None)
-    if device.type == "cuda" and plan.mode == "sharded_gpu":
+    layout = PartLayout(plan.units, ranks.size, CHUNK_BYTES if plan.kind.on_host else None)
+    if device.type == "cuda" and not plan.kind.on_host:
         return DeviceShardedStore(plan.units, layout, ranks, SymmetricMemory(layout.num_bytes, device, ranks))
     if device.type == "cuda" and not pinning_disabled():
         memory = pinned_region(layout.num_bytes, near=device)

@@ -23,7 +23,7 @@ from headrace.memory.pages import collapse_parallel, whole_pages
 from headrace.memory.pinned import CudaRegistrar, PinnedBuffer, pin_shared
 from headrace.memory.shared import SharedMemory
 from headrace.memory.system import touch_threads
-from headrace.plan.plan import Unit
+from headrace.plan.kinds import Unit
 from headrace.ranks.group import RankGroup
 from headrace.stores.pinned_host import SLAB_BYTES, PinnedStore, SlabRange, slab_sizes
 

@@ -1,43 +1,34 @@
-"""The interface of every store, and the stores that one process fills and reads by itself, without a GPU's driver.
-
-Host memory (``cpu`` on a CPU), files (``disk``), nothing (``meta``), and two stores side by side.
-"""
+"""The interface of every store, what one is opened for, and several stores side by side."""
 
 from __future__ import annotations
 
+import gc
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
+from collections import Counter
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from pathlib import Path
 from typing import ClassVar
 
 import torch
 
-from headrace.checkpoint.safetensors_header import FileFingerprint, FileTensor
-from headrace.checkpoint.weight_map import TensorSource, WeightMap
+from headrace.checkpoint.weight_map import WeightMap
 from headrace.codec.exponents import Piece
-from headrace.errors import CheckpointError, OptionError
-from headrace.memory.pages import map_parts
-from headrace.memory.pinned import PinnedBuffer, pinned_region
+from headrace.errors import OptionError
+from headrace.memory.pinned import PinnedBuffer
 from headrace.memory.split_range import MappedMemory
-from headrace.model.live_tensors import BoundStorage
-from headrace.plan.plan import Plan, Unit
+from headrace.model.live_tensors import BoundStorage, used_elsewhere
+from headrace.plan.kinds import Unit
+from headrace.plan.plan import Plan
 from headrace.ranks.group import RankGroup
 from headrace.stores.sources import (
-    ByteRange,
-    ConvertedFile,
     Copy,
     DiskOptions,
-    File,
-    ReadCounter,
-    Source,
     fill,
-    fill_in_threads,
 )
 
 __all__ = [
-    "AlreadyPinned", "CpuStore", "Destinations", "DiskStore", "Load", "MetaStore", "Store", "StoreRequest",
-    "TwoStores", "new_buffer", "require_weights",
+    "AlreadyPinned", "Destinations", "Load", "Opened", "Store", "StoreRequest", "Stores", "kept_by_others",
+    "new_buffer", "require_weights",
 ]  # fmt: skip
 
 
@@ -63,6 +54,7 @@ class StoreRequest:
         ranks: of the same offload, for stores and links that span processes.
         pooled: storages that are in pinned memory already; those that are offloaded stay there.
         peer: the GPU whose memory holds the units of store ``peer``; ``None``: there are none.
+        hosts: those of all ranks, once the ranks have been compared.
     """
 
     plan: Plan
@@ -73,6 +65,7 @@ class StoreRequest:
     ranks: RankGroup | None = None
     pooled: Mapping[str, AlreadyPinned] = field(default_factory=dict, repr=False)
     peer: torch.device | None = None
+    hosts: Sequence[Sequence[str]] = ()
 
     @property
     def offloaded(self) -> dict[str, BoundStorage]:
@@ -226,229 +219,97 @@ def require_weights(weights: WeightMap | None) -> WeightMap:
     return weights
 
 
-class CpuStore(Store):
-    """``cpu`` for compute on the CPU: keeps the given tensors alive and reads from them; copies nothing."""
+@dataclass(frozen=True)
+class Opened:
+    """A store before it is filled.
 
-    def __init__(self, buffers: Mapping[str, torch.Tensor], made: Collection[str] = ()) -> None:
-        """``buffers``: per storage name its bytes (uint8, 1-D, CPU). ``made``: those allocated for this store."""
-        self._buffers = dict(buffers)
-        self._made = frozenset(made)
-
-    def adopts(self, storage: str) -> bool:
-        return storage not in self._made
-
-    def copies(self, storage: str) -> list[Copy]:
-        return [Copy(ByteRange.of(self._buffers[storage]), 0)]
-
-    def in_place(self, storage: str) -> torch.Tensor:
-        return self._buffers[storage]
-
-    @property
-    def host_bytes(self) -> int:
-        return sum(buffer.numel() for buffer in self._buffers.values())
-
-    @property
-    def account(self) -> dict[str, int]:
-        made = sum(self._buffers[name].numel() for name in self._made & self._buffers.keys())
-        return {"host": made, "adopted": self.host_bytes - made}
-
-    def close(self) -> None:
-        self._buffers.clear()
-
-
-class _Nothing(Source):
-    def read(self, offset: int, into: memoryview) -> None:
-        """Leave the destination unchanged."""
-
-
-class MetaStore(Store):
-    """``meta``, no bytes at all: schedules, hooks and memory can be sized without weights; outputs mean nothing."""
-
-    def __init__(self, sizes: Mapping[str, int]) -> None:
-        """``sizes``: bytes per storage name."""
-        self._sizes = dict(sizes)
-
-    def copies(self, storage: str) -> list[Copy]:
-        return [Copy(ByteRange(_Nothing(), 0, self._sizes[storage]), 0)]
-
-    def in_place(self, storage: str) -> torch.Tensor:
-        return new_buffer(self._sizes[storage])  # never touched, so a large one takes no memory
-
-    @property
-    def host_bytes(self) -> int:
-        return 0
-
-    @property
-    def account(self) -> dict[str, int]:
-        return {}
-
-    def close(self) -> None:
-        """Nothing to free."""
-
-
-class DiskStore(Store):
-    """``disk``: the unmodified safetensors files that the storages came in, read by position straight into the slot.
-
-    What the files hold in another dtype is converted by the thread that reads it.
+    Attributes:
+        store: closed by the caller.
+        on_host: by storage name, the memory of the store that is still to be filled (uint8, 1-D, host).
+        on_device: the same in memory of a GPU, as seen from the device that computes.
     """
 
-    def __init__(
-        self,
-        sources: Mapping[str, TensorSource],
-        options: DiskOptions | None = None,
-        *,
-        stamps: Iterable[FileFingerprint] = (),
-        pin_in_place: bool = False,
-        lookups: Collection[str] = (),
-        adopted: Mapping[str, torch.Tensor] | None = None,
-        counter: ReadCounter | None = None,
-    ) -> None:
-        """Open the files; nothing is read.
+    store: Store
+    on_host: Mapping[str, torch.Tensor] = field(default_factory=dict)
+    on_device: Mapping[str, torch.Tensor] = field(default_factory=dict)
 
-        Args:
-            sources: per storage name where its bytes are.
-            options: how files are read.
-            stamps: what files have to be; those without may change.
-            pin_in_place: what is read in place is copied into pinned memory first, because a GPU cannot address a
-                mapped file.
-            lookups: of what is read in place, tables of which single rows are looked up.
-            adopted: storages whose bytes are read from the memory that they came in (uint8, 1-D, CPU).
-            counter: of what is read; default one of its own.
-        """
-        self._sources = dict(sources)
-        options = options or DiskOptions()
-        paths = {part.tensor.path for source in self._sources.values() for part in source.parts}
-        # Of the files that the plan was made from: offsets of their headers are not valid in others.
-        expected = {stamp.path: stamp for stamp in stamps}
-        counter = counter or ReadCounter()
-        self._files = {path: File(path, options, expected.get(path), counter) for path in sorted(paths)}
-        self._lookups = frozenset(lookups)
-        self._adopted = dict(adopted or {})
-        self._mapped: dict[str, torch.Tensor] = {}
-        self._mapped_paths: dict[str, set[Path]] = {}
-        self._pin_in_place = pin_in_place
-        self._pinned: dict[str, torch.Tensor] = {}
 
-    def adopts(self, storage: str) -> bool:
-        return storage in self._adopted
+class Stores(Store):
+    """Several stores for one plan, such as host memory and beside it files, a peer, codes or cached experts."""
 
-    def copies(self, storage: str) -> list[Copy]:
-        if storage in self._adopted:
-            return [Copy(ByteRange.of(self._adopted[storage]), 0)]
-        return [
-            Copy(self._range(part.tensor, self._sources[storage].dtype), part.offset)
-            for part in self._sources[storage].parts
-        ]
+    def __init__(self) -> None:
+        self._every: list[Store] = []
+        self._store_of: dict[str, Store] = {}
 
-    def _range(self, tensor: FileTensor, dtype: torch.dtype) -> ByteRange:
-        """The bytes of a file tensor as elements of ``dtype``."""
-        file = self._files[tensor.path]
-        if tensor.dtype == dtype:
-            return ByteRange(file, tensor.offset, tensor.num_bytes)
-        converted = ConvertedFile(file, tensor.offset, tensor.dtype, dtype)
-        return ByteRange(converted, 0, tensor.num_bytes // tensor.dtype.itemsize * dtype.itemsize)
-
-    def in_place(self, storage: str) -> torch.Tensor:
-        if storage in self._adopted:
-            return self._adopted[storage]
-        if self._pin_in_place:
-            if storage not in self._pinned:
-                self._pinned[storage] = self._read_pinned(storage)
-            return self._pinned[storage]
-        source = self._sources[storage]
-        if why := source.why_not_mappable:
-            raise CheckpointError(f"{storage} {why} and cannot be read in place; prefetch it instead")
-        if storage not in self._mapped:
-            parts = [(self._files[p.tensor.path].fd, p.tensor.offset, p.tensor.num_bytes) for p in source.parts]
-            self._mapped[storage] = torch.from_numpy(map_parts(parts, at_random=storage in self._lookups))
-            self._mapped_paths[storage] = {part.tensor.path for part in source.parts}
-        return self._mapped[storage]
-
-    def require_mapped_unchanged(self, storage: str | None = None) -> None:
-        names = self._mapped_paths if storage is None else [storage]
-        for path in set().union(*(self._mapped_paths.get(name, ()) for name in names)):
-            self._files[path].require_unchanged()
+    def add(self, store: Store, names: Iterable[str]) -> None:
+        """``store`` holds the storages ``names``; this closes it."""
+        self._every.append(store)
+        self._store_of |= dict.fromkeys(names, store)
 
     @property
-    def host_bytes(self) -> int:
-        joined = sum(self._sources[name].joined_bytes for name in self._mapped)
-        return joined + sum(buffer.numel() for buffer in self._pinned.values())
+    def single(self) -> Store | None:
+        """The store, if there is one alone."""
+        return self._every[0] if len(self._every) == 1 else None
 
-    @property
-    def account(self) -> dict[str, int]:
-        joined = sum(self._sources[name].joined_bytes for name in self._mapped)
-        in_files = sum(source.file_bytes for source in self._sources.values())
-        adopted = sum(buffer.numel() for buffer in self._adopted.values())
-        return {"file": in_files - adopted} | {
-            name: size for name, size in (("host", joined), ("adopted", adopted)) if size
-        }
-
-    def close(self) -> None:
-        for file in self._files.values():
-            file.close()
-        self._mapped.clear()  # tensors may view a mapping, which ends with the last of them
-        self._adopted.clear()
-        self._pinned.clear()
-
-    def _read_pinned(self, storage: str) -> torch.Tensor:
-        """A copy of ``storage`` in pinned memory, read by several threads."""
-        copies = self.copies(storage)
-        buffer = pinned_region(sum(copy.num_bytes for copy in copies))
-        fill_in_threads(buffer, copies)
-        return buffer
-
-
-class TwoStores(Store):
-    """Two stores for one plan: most of it in host memory; beside it units in files or on a peer, or cached experts."""
-
-    def __init__(self, most: Store, beside: Store, names: Collection[str]) -> None:
-        """``names``: the storages that ``beside`` holds."""
-        self._most = most
-        self._beside = beside
-        self._names = frozenset(names)
+    def of(self, storage: str) -> Store:
+        """The store that holds ``storage``."""
+        return self._store_of[storage]
 
     def takes_over(self, storage: str) -> bool:
-        return self._of(storage).takes_over(storage)
+        return self.of(storage).takes_over(storage)
 
     def adopts(self, storage: str) -> bool:
-        return self._of(storage).adopts(storage)
+        return self.of(storage).adopts(storage)
 
     def on_loaded(self, storage: str) -> None:
-        self._of(storage).on_loaded(storage)
+        self.of(storage).on_loaded(storage)
 
     def finish(self) -> None:
-        self._most.finish()
-        self._beside.finish()
+        for store in self._every:
+            store.finish()
 
     def copies(self, storage: str) -> list[Copy]:
-        return self._of(storage).copies(storage)
+        return self.of(storage).copies(storage)
 
     def load(self, unit: Unit) -> Load:
         # A unit in memory comes with its slab and one in files without: links distinguish them by that.
-        return self._of(unit.entries[0].storage).load(unit)
+        return self.of(unit.entries[0].storage).load(unit)
 
     def in_place(self, storage: str) -> torch.Tensor:
-        return self._of(storage).in_place(storage)
+        return self.of(storage).in_place(storage)
 
     def read(self, storage: str, into: torch.Tensor) -> None:
-        self._of(storage).read(storage, into)
+        self.of(storage).read(storage, into)
+
+    def require_mapped_unchanged(self, storage: str | None = None) -> None:
+        for store in self._every if storage is None else [self.of(storage)]:
+            store.require_mapped_unchanged(storage)
 
     @property
     def host_bytes(self) -> int:
-        return self._most.host_bytes + self._beside.host_bytes
+        return sum(store.host_bytes for store in self._every)
 
     @property
     def account(self) -> dict[str, int]:
-        most, beside = self._most.account, self._beside.account
-        return {name: most.get(name, 0) + beside.get(name, 0) for name in {**most, **beside}}
+        total: Counter[str] = Counter()
+        for store in self._every:
+            total.update(store.account)
+        return dict(total)
 
     def unpin(self) -> None:
-        self._most.unpin()
-        self._beside.unpin()
+        for store in self._every:
+            store.unpin()
 
     def close(self) -> None:
-        self._beside.close()
-        self._most.close()
+        for store in reversed(self._every):
+            store.close()
 
-    def _of(self, storage: str) -> Store:
-        return self._beside if storage in self._names else self._most
+
+def kept_by_others(bound: Mapping[str, BoundStorage], in_files: Mapping[str, BoundStorage]) -> list[str]:
+    """Storages of ``in_files`` whose live memory something else views, and may write to."""
+    names: list[str] = []
+    for _ in range(2):
+        names = [storage.info.name for storage in used_elsewhere(bound.values()) if storage.info.name in in_files]
+        if not names or not gc.collect():
+            break
+    return names

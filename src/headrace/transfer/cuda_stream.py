@@ -26,10 +26,11 @@ import torch
 from headrace.codec.exponents import Piece
 from headrace.errors import StateError, TransferError
 from headrace.plan.plan import Plan
-from headrace.stores.store import Load
+from headrace.stats import Recorder
+from headrace.stores.store import Load, Store
 from headrace.transfer.link import ComputeEvent, Link, Transfer
 
-__all__ = ["StreamLink", "StreamTransfer", "is_capturing", "wait_for_events"]
+__all__ = ["StreamLink", "StreamTransfer", "is_capturing", "open_link", "wait_for_events"]
 
 # Streams of closed links, for the next ones. They are not destroyed: a finalizer would need a weak reference, and torch
 # frees CUDA stream objects without clearing those, which crashes the garbage collector (torch 2.11, at exit).
@@ -54,6 +55,11 @@ class StreamTransfer:
     @property
     def done(self) -> bool:
         return self.capture is None and bool(self.event.query())
+
+
+def open_link(store: Store, device: torch.device, recorder: Recorder, measure_stalls: bool) -> Link:
+    """The link for slabs and codes in pinned memory."""
+    return StreamLink(device, measure_stalls=measure_stalls)
 
 
 class StreamLink(Link):

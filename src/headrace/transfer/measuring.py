@@ -24,7 +24,7 @@ from headrace.errors import OptionError, warn_user
 from headrace.memory.pinned import device_view, pinned_region
 from headrace.memory.system import num_cores
 from headrace.plan.cached_experts import CachedLayer
-from headrace.plan.cost_model import Curve, Rates
+from headrace.plan.rates import Curve, Rates
 from headrace.ranks.group import this_host
 from headrace.stores.expert_ranges import ExpertRanges
 from headrace.stores.sources import DiskOptions, File

@@ -35,21 +35,26 @@ from headrace.memory.shared import SharedMemory
 from headrace.memory.system import reader_threads, touch_threads
 from headrace.plan.plan import Plan
 from headrace.plan.schedule import ENTRY_BYTES, MAX_ENTRIES, WORD_BYTES, RingLayout, cut
-from headrace.stats import StagingStats
+from headrace.stats import Recorder, StagingStats
 from headrace.stores.sources import Copy, clip
-from headrace.stores.store import Load
+from headrace.stores.store import Load, Store
 from headrace.transfer.cuda_stream import StreamLink
-from headrace.transfer.link import ComputeEvent, Transfer
+from headrace.transfer.link import ComputeEvent, Link, Transfer
 from headrace.transfer.ring import MAX_READERS, READ_BYTES, SPARE_ONE_CORE_IN, STUCK_S, WANTED, RingMemory
 from headrace.transfer.ring_process import RingTask
 from headrace.transfer.ring_readers import ReaderProcess
 
-__all__ = ["CudaCopyStream", "RingLink", "StagingRing", "reads_of"]
+__all__ = ["CudaCopyStream", "RingLink", "StagingRing", "open_link", "reads_of"]
 
 _WAIT_VALUE_EQUAL = 1  # CU_STREAM_WAIT_VALUE_EQ (cuda.h, CUstreamWaitValue_flags)
 _WRITE_VALUE_DEFAULT = 0  # CU_STREAM_WRITE_VALUE_DEFAULT: fenced
 _TRIAL_S = 10.0
 _FIX = "use mode 'cpu', which holds the weights in pinned host memory (--offload-mode cpu)"
+
+
+def open_link(store: Store, device: torch.device, recorder: Recorder, measure_stalls: bool) -> Link:
+    """The link for a plan with units in files."""
+    return RingLink(device, measure_stalls=measure_stalls)
 
 
 class RingLink(StreamLink):

@@ -37,7 +37,7 @@ from headrace.errors import OptionError, OutsideAccessError, PeerError, StateErr
 from headrace.experts.rows import ExpertKernels
 from headrace.model.inventory import without_lora
 from headrace.offloaders.layerwise import EngineOffloader, EngineTraits, lookup_rule
-from headrace.plan.cost_model import Rates
+from headrace.plan.rates import Rates
 from headrace.ranks.group import GRACE_S, RankGroup, call_within, json_digest
 from headrace.runtime.prepare import open_ranks
 from headrace.transfer.measuring import COPY_SIZES, rates_among
