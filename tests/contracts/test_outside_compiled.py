@@ -263,6 +263,19 @@ def test_reads_after_compiled_forwards(how: str, backend: str) -> None:
     assert torch.allclose(found, model(x), atol=1e-6)
 
 
+@pytest.mark.filterwarnings("ignore:.*It is resident from now on:headrace.HeadraceWarning")
+def test_a_weight_that_was_promoted_before() -> None:
+    """Our ops count as writes of what they are given, and a promoted weight was taken for one that its user writes."""
+    model, x, expected = expecting(Stack(4))
+    with headrace.offload(model, all_layers(1)) as handle:
+        weight = model.layers[2].linear.weight
+        assert_same_bits(weight.sum(), weight.clone().sum())
+        step = compiled(model, "eager")
+        assert_same_bits([step(x), step(x), step(x)], [expected] * 3)
+        assert handle.stats().bytes_moved > 0
+        assert "layers.2.linear.weight" in handle.plan.resident
+
+
 @torch.library.custom_op("contracts::stumble", mutates_args=())
 def _stumble(x: torch.Tensor) -> torch.Tensor:
     if _stumbles:

@@ -340,7 +340,7 @@ class BoundTensor:
             raise error
 
     def _change(self) -> ModelChangedError | None:
-        if self._find_loss():
+        if self.in_slot is None or self._find_loss():  # promoted, or lost
             return None
         if torch.Tensor.data_ptr(self.tensor) != self._address:
             return self._moved()
