@@ -639,6 +639,16 @@ class _Geometry(torch.Tensor):
 class _PlaceholderStorage(torch.UntypedStorage):
     """Without bytes, so that what copies it would copy nothing, and find nothing wrong."""
 
+    def nbytes(self) -> int:
+        """The size of what the placeholder stands for."""
+        owner = _owners.get(int(self._cdata))
+        memory = (
+            None if owner is None else (owner.in_slot if owner.in_slot is not None else owner.tensor).untyped_storage()
+        )
+        return super().nbytes() if memory is None or memory._cdata == self._cdata else memory.nbytes()
+
+    size = __len__ = nbytes
+
     def _refuse(self, name: str, *args: Any, **kwargs: Any) -> Any:
         owner = _owners.get(int(self._cdata))
         if owner is not None and owner.is_pinned and (owner.is_read_here or not is_placeholder(owner.tensor)):
