@@ -730,6 +730,16 @@ class TestOthers:
             assert weight.data_ptr(), "it is resident now"
         assert "data_ptr" not in vars(weight)
 
+    def test_the_size_of_a_storage_without_bytes_is_the_weights(self) -> None:
+        model, x, expected = expecting(Stack(3))
+        with headrace.offload(model, all_layers(1)) as handle:
+            weight = model.layers[1].linear.weight
+            storages = [weight.untyped_storage(), weight.data.untyped_storage()]
+            sizes = [(storage.nbytes(), storage.size(), len(storage)) for storage in storages]
+            assert sizes == [(weight.nbytes,) * 3] * 2
+            assert_same_bits(model(x), expected)
+            assert handle.stats().bytes_moved > 0
+
     @pytest.mark.parametrize(
         "take",
         [

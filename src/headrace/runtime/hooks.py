@@ -27,7 +27,7 @@ from torch.utils.hooks import RemovableHandle
 
 from headrace.errors import ModelChangedError, OutsideAccessError, StateError
 from headrace.model.live_tensors import BoundStorage, BoundTensor, Saved, live_tensors, own_forward, resident_rule
-from headrace.model.tracing import refuse_export, refuse_tracers
+from headrace.model.tracing import refuse_export, refuse_tracers, traced_graph
 from headrace.runtime.compile_ops import (
     END_OF_GRADIENTS,
     HOOK_BY_TAG,
@@ -284,15 +284,16 @@ class UnitHook(_ModuleHook):
     # The compiler runs this while it traces the hooks, and keeps the (absent) result as a constant. The attribute is
     # what torch.compiler.assume_constant_result sets; that function would import all of the compiler here.
     def pin_to_slots(self) -> None:
-        """Compiled code relies on addresses: from now on the tensors always view their slots.
+        """Compiled code relies on addresses: from now on the tensors have those of their slots.
 
-        Nor do those of modules of the same class, which may share the code: its guards compare dispatch keys.
+        So have those of modules of the same class, which may share the code: its guards compare dispatch keys.
         """
+        traced_graph(waits=True)
         with self._lock:
             for hook in self._siblings:
-                if type(hook._module) is type(self._module):
+                if type(hook._module) is type(self._module) and hook._prefetcher is not None:
                     for bound in hook._tensors:
-                        bound.pin_to_slot()
+                        bound.pin_to_slot(functools.partial(hook._prefetcher.is_read_here, hook._unit))
 
     pin_to_slots._dynamo_marked_constant = True  # type: ignore[attr-defined]
 

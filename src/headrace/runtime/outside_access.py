@@ -35,7 +35,7 @@ from headrace.formatting import format_size
 from headrace.model.live_tensors import (
     BoundStorage,
     BoundTensor,
-    GiveBack,
+    Loan,
     is_placeholder,
     own_storage,
     resident_rule,
@@ -115,9 +115,7 @@ class Promoter(NotCopyable):
         self.rewriting = lambda name: nullcontext()  # holds the prefetcher
         self._bound, self._storage_of = {}, {}
 
-    def on_outside_access(
-        self, tensor: BoundTensor, operator: torch._ops.OpOverload, is_written: bool
-    ) -> GiveBack | None:
+    def on_outside_access(self, tensor: BoundTensor, operator: torch._ops.OpOverload, is_written: bool) -> Loan | None:
         """An ``operator`` used a placeholder outside its module: make it resident, or give it a temporary copy.
 
         What is written is lent and goes back to the store, where it can.
@@ -140,46 +138,25 @@ class Promoter(NotCopyable):
             )
         if not to_store:
             self._warn_of_loan(storage, tensor, how)
-        with self.tensor_lock:  # nothing is written between the read and the loan
-            buffer = self._on_device(storage)
-            end_loan = self._lend(tensor, buffer, to_store)
+        buffer = self._on_device(storage)
         if not to_store:
-            return end_loan
+            return tensor.copy_of(buffer), None
 
-        def write_back(output: Any) -> Any:
-            end_loan(output)
+        def write_back() -> None:
             if self.store is not None:
                 with self.rewriting(name):
                     self.store.in_place(name).copy_(buffer)
                     if self._device.type == "cuda":  # a copy out of a peer's memory is ordered by nothing else
                         torch.cuda.current_stream(self._device).synchronize()
-            return output
 
-        return write_back
+        with torch.inference_mode(tensor.original.is_inference()):
+            return tensor.view_of(buffer), write_back
 
-    def on_table_access(
-        self, tensor: BoundTensor, operator: torch._ops.OpOverload, is_written: bool
-    ) -> GiveBack | None:
+    def on_table_access(self, tensor: BoundTensor, operator: torch._ops.OpOverload, is_written: bool) -> Loan | None:
         """:meth:`on_outside_access` for a table that is read in place where products would round differently."""
         if is_written or operator.overloadpacket not in _ROW_READS or self.store is None:
             return self.on_outside_access(tensor, operator, is_written)
-        return self._lend(tensor, self.store.in_place(self._storage_of[id(tensor)].info.name))
-
-    def _lend(self, tensor: BoundTensor, buffer: torch.Tensor, is_written: bool = False) -> GiveBack:
-        """Make ``tensor`` a view of ``buffer`` until the operator has run: it views one place at a time."""
-        self.tensor_lock.acquire()
-        try:
-            tensor.lend(buffer, is_written)
-        except BaseException:
-            self.tensor_lock.release()
-            raise
-
-        def end_loan(output: Any) -> Any:
-            tensor.end_loan()
-            self.tensor_lock.release()
-            return output
-
-        return end_loan
+        return tensor.copy_of(self.store.in_place(self._storage_of[id(tensor)].info.name)), None
 
     def _is_offloaded_here(self, name: str) -> bool:
         """Whether a unit brings the storage ``name``, from memory of this process alone."""
@@ -235,7 +212,7 @@ class Promoter(NotCopyable):
             OutsideAccessError: an operator takes a tensor in a slot, or a view of it, before its unit's wait or after
                 its release, or its module returns a view of it.
         """
-        if (graph := traced_graph()) is not None:
+        if (graph := traced_graph(waits=True)) is not None:
             by_storage = self._in_slots(graph)
             tables = {storage for storage, bound in by_storage.items() if bound.on_access == self.on_table_access}
             _check_graph(graph, by_storage, tables)
@@ -246,7 +223,7 @@ class Promoter(NotCopyable):
         Raises:
             ModelChangedError: an operator writes a tensor in a slot in place.
         """
-        if (graph := traced_graph()) is not None:
+        if (graph := traced_graph(waits=True)) is not None:
             by_storage = self._in_slots(graph)
             for node in graph.nodes:
                 _refuse_writes(node, by_storage)
@@ -279,7 +256,7 @@ class Promoter(NotCopyable):
             self._require_allowed(tensor, how)
             needed = self.plan.device_bytes + storage.info.num_bytes
             is_over = self.budget_bytes is not None and needed > self.budget_bytes
-            if is_over or self.plan.mechanism_of(name) == "cache":
+            if is_over or self.plan.mechanism_of(name) == "cache" or tensor.is_pinned:
                 return False
             # In the memory that the model came with, if that still exists: views kept elsewhere share it.
             if storage.home != self._device or not storage.return_to_original():
@@ -305,6 +282,8 @@ class Promoter(NotCopyable):
         """Why it is not made resident, as a clause."""
         if self.plan.mechanism_of(storage.info.name) == "cache":
             return "its module reads its experts through a cache (headrace.expert_rows)"
+        if storage.tensors[0].is_pinned:
+            return "compiled code reads it at the address of its slot"
         return f"making it resident would exceed the budget of {self.budget_bytes} bytes, which can be raised"
 
     def _require_allowed(self, tensor: BoundTensor, how: str) -> None:
@@ -420,7 +399,7 @@ def _fix(tensor: BoundTensor) -> str:
 class TableGuard(NotCopyable):
     """Makes placeholders of ``tables``, which are read in place where products with them would round differently.
 
-    Compiled code relies on addresses: for it they view their memory, and :meth:`Promoter.check_trace` finds
+    Compiled code relies on addresses: for it they have those of their memory, and :meth:`Promoter.check_trace` finds
     the products.
 
     Args:
@@ -450,7 +429,7 @@ class TableGuard(NotCopyable):
             self.stay()
 
     def stay(self) -> None:
-        """From now on the tensors view their memory."""
+        """From now on the tensors have the addresses of their memory."""
         with self._promoter.tensor_lock:
             for tensor in self._tensors:
                 tensor.pin_to_slot()
@@ -597,7 +576,7 @@ def _dlpack(tensor: torch.Tensor, **options: Any) -> Any:
 
 def address_of(bound: BoundTensor) -> int:
     """``data_ptr()`` of an offloaded tensor; it bypasses the dispatcher, and torch's own error would name no tensor."""
-    if is_placeholder(bound.tensor):
+    if is_placeholder(bound.tensor) and not bound.is_read_here:
         raise OutsideAccessError(
             f"data_ptr() of {bound.name} was called {_OUTSIDE}, where it has no address: {_fix(bound)}"
         )

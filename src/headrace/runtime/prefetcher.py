@@ -362,6 +362,13 @@ class Prefetcher:
                 self._refill(unit, slot)
                 self._free.notify_all()
 
+    def is_read_here(self, unit: int) -> bool:
+        """Whether the calling thread runs a module that reads ``unit``, or an error ended it and ``unit`` is left."""
+        # Without the lock: it runs beside others, and only this thread ends its own readers.
+        graphs = self._graphs
+        slots = self._live if graphs.slots is None or self._link.capture_id != graphs.capture else graphs.slots
+        return any(slot.unit == unit and slot.latest_reader() is not None for slot in slots)
+
     def _drop_stale_readers(self, slot: Slot) -> None:
         """Take the slot from runs of this thread that an error or interrupt ended before they could release it."""
         stale = slot.stale_readers(self._forwards.get(threading.get_ident())) if slot.readers else []

@@ -270,7 +270,7 @@ class OffloadSession(NotCopyable):
             yield
         finally:
             for tensor in tensors:
-                tensor.pin_to_slot()
+                tensor.stay_in_slot()
 
     def remove(self, graphs_released: bool = False) -> None:
         """Give the model its tensors back, where they were, and everything else to the system. Idempotent.
