@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from plain_reads import forget
 
 import headrace
 from contest_readers import LAYERS_PER_FILE, Ground, Read, Setting, bind, meta_stack, open_reader, open_tensors
@@ -25,7 +26,6 @@ from headrace.memory.system import cpus_near, touch_threads
 from headrace.stores.loader import CudaUploader, Delivery, deliver
 from headrace.stores.sources import DiskOptions
 from headrace.stores.store import DiskStore
-from plain_reads import forget
 
 __all__ = ["Contestant", "HeadraceRing", "Load", "Offload", "ReaderLoad", "ReaderRing", "TensorLoad", "TensorRing"]
 

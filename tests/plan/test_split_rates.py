@@ -151,7 +151,7 @@ class TestPlanning:
         assert found.link_s == pytest.approx(plan.moved_bytes / predicted(h200(), mode, 4), rel=0.02)
         assert alone / found.link_s > 3.8
         # What is shown and offered; a plan from a file says itself how many ranks it is for.
-        assert planner.outlook(budget, plan).forecasts == planner.outlook(plan, plan).forecasts == (found,)
+        assert planner.predict(budget, plan).forecasts == planner.predict(plan, plan).forecasts == (found,)
         within = [point.step_s[0] for point in memory_curve(planner, budget) if point.device_bytes <= budget.num_bytes]
         assert within[-1] == pytest.approx(found.step_s)
 
