@@ -113,7 +113,7 @@ class Plan:
         try:
             text: str = import_module(_TABLES).text_of(self)
         except ModuleNotFoundError as error:
-            if error.name != "rich":
+            if (error.name or "").partition(".")[0] != "rich":
                 raise
             shortage = getattr(self.prediction, "shortage", None)
             refusal = f"\nThis plan {shortage}." if shortage else ""
