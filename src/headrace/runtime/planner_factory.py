@@ -50,7 +50,7 @@ if TYPE_CHECKING:
     from headrace.model.live_tensors import BoundStorage
     from headrace.plan.routing_traces import ExpertHits
     from headrace.ranks.group import RankGroup
-    from headrace.runtime.build_time import BuildTimePool
+    from headrace.stores.store import Pool
 
 __all__ = [
     "PlanContext",
@@ -216,7 +216,7 @@ class PlanRequest:
     inventory: Inventory | None = None
     unstreamable: Collection[str] = ()
     ranks: RankGroup | None = None
-    pool: BuildTimePool | None = None
+    pool: Pool | None = None
     speculation: Speculation | None = None
     budget_bytes: int | None = None
 

@@ -26,7 +26,6 @@ from headrace.model.memory_profile import profile_of
 from headrace.plan.kinds import HOST, slab_bytes
 from headrace.plan.plan import Plan
 from headrace.ranks.group import RankGroup
-from headrace.runtime.build_time import storages_in_engine_memory
 from headrace.runtime.planner_factory import PlanContext, PlanRequest, Target, describe_device, peer_of
 from headrace.stores.expert_ranges import mappable
 from headrace.stores.store import AlreadyPinned, StoreRequest
@@ -95,7 +94,7 @@ def prepare(request: PlanRequest, *, allocates: bool = True) -> Prepared:
         budget_bytes=context.budget_bytes,
     )
     if pool is not None:
-        on_host = storages_in_engine_memory(bound)
+        on_host = pool.find_in_engine_memory(bound)
         prepared = replace(prepared, pooled=pool.find_storages(bound), on_host=on_host)
     if allocates:
         context.require_room(plan, {*prepared.pooled, *prepared.on_host}, _already_pinned_bytes(plan, prepared.pooled))

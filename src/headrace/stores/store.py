@@ -7,7 +7,7 @@ from abc import ABC, abstractmethod
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import ClassVar
+from typing import ClassVar, Protocol
 
 import torch
 
@@ -27,7 +27,7 @@ from headrace.stores.sources import (
 )
 
 __all__ = [
-    "AlreadyPinned", "Destinations", "Load", "Opened", "Store", "StoreRequest", "Stores", "kept_by_others",
+    "AlreadyPinned", "Destinations", "Load", "Opened", "Pool", "Store", "StoreRequest", "Stores", "kept_by_others",
     "new_buffer", "require_weights",
 ]  # fmt: skip
 
@@ -39,6 +39,16 @@ class AlreadyPinned:
     memory: PinnedBuffer | MappedMemory
     start: int
     num_bytes: int
+
+
+class Pool(Protocol):
+    """Memory in which an engine's weights were put while their model was built."""
+
+    def find_storages(self, bound: Mapping[str, BoundStorage]) -> Mapping[str, AlreadyPinned]:
+        """The storages of ``bound`` that lie in it, by name."""
+
+    def find_in_engine_memory(self, bound: Mapping[str, BoundStorage]) -> frozenset[str]:
+        """Names of the storages of a GPU that lie in pinned memory of the engine's own."""
 
 
 @dataclass(frozen=True)
