@@ -37,11 +37,11 @@ if TYPE_CHECKING:
     from headrace.checkpoint.weight_map import WeightMap
     from headrace.model.records import Inventory
     from headrace.plan.build import Planner
+    from headrace.plan.plan import DeviceName
     from headrace.plan.prediction import PlanPrediction
     from headrace.plan.routing_traces import ExpertHits
     from headrace.plan.speculation import DraftCost, SpeculationForecast
     from headrace.stores.sources import DiskOptions
-    from headrace.transfer.machine_probe import DeviceName
 
 __all__ = ["PlanResult", "make_plan", "plan_model"]
 
@@ -280,7 +280,8 @@ def _hits_of(expert_trace: str | os.PathLike[str], inventory: Inventory) -> Expe
 
 
 def _target(request: PlanRequest, module: nn.Module | None = None) -> Target:
-    from headrace.transfer.machine_probe import DeviceName, may_have_gpu, named_machine
+    from headrace.plan.plan import DeviceName
+    from headrace.transfer.machine_probe import may_have_gpu, named_machine
 
     device, disk = request.device, request.disk
     if request.machine is None:

@@ -19,13 +19,13 @@ from headrace.errors import HeadraceWarning, OptionError, SizeError
 from headrace.flags import OffloadFlags, engine_surface
 from headrace.memory.system import Limits
 from headrace.model import memory_profile
-from headrace.plan.plan import Machine
+from headrace.plan.plan import DeviceName, Machine
 from headrace.plan.speculation import Speculation
 from headrace.planning import plan_model
 from headrace.runtime import planner_factory
 from headrace.runtime.planner_factory import PlanRequest
 from headrace.runtime.prepare import open_ranks
-from headrace.transfer.machine_probe import DeviceName, named_machine
+from headrace.transfer.machine_probe import named_machine
 from ranks import outcomes
 
 model = tiny_model

@@ -31,11 +31,11 @@ from headrace.model.memory_profile import profile_of
 from headrace.model.records import ModelProfile
 from headrace.plan.build import Planner
 from headrace.plan.candidates import mean_log
-from headrace.plan.plan import Machine
+from headrace.plan.plan import DeviceName, Machine
 from headrace.plan.rates import NOMINAL_GPU
 from headrace.plan.routing_traces import ExpertHits, FixedHits, Recorded, seeded_trace
 from headrace.runtime.planner_factory import finalize_plan, make_planner, needs_of
-from headrace.transfer.machine_probe import DeviceName, named_machine
+from headrace.transfer.machine_probe import named_machine
 from models import Stack
 
 MIB = 2**20

@@ -31,7 +31,7 @@ from headrace.flags import OffloadFlags, row
 if TYPE_CHECKING:
     import torch
 
-    from headrace.transfer.machine_probe import DeviceName
+    from headrace.plan.plan import DeviceName
 
 __all__ = ["plan", "probe"]
 
@@ -109,7 +109,8 @@ def plan(
 
 def _planned_device(flags: OffloadFlags, machine: str | None) -> torch.device | DeviceName:
     """The device of this machine, or the kind of device of ``machine``; does not import torch for a CPU."""
-    from headrace.transfer.machine_probe import DeviceName, may_have_gpu, named_machine
+    from headrace.plan.plan import DeviceName
+    from headrace.transfer.machine_probe import may_have_gpu, named_machine
 
     if machine is None:
         if flags.device == "cpu" or (flags.device is None and not may_have_gpu()):

@@ -25,6 +25,7 @@ from headrace.plan.schedule import ENTRY_BYTES, MAX_ENTRIES, RingLayout, chain, 
 
 __all__ = [
     "SCHEMA_VERSION",
+    "DeviceName",
     "Machine",
     "Placement",
     "Plan",
@@ -63,6 +64,14 @@ class Machine:
     def suits(self, here: Machine) -> bool:
         """Whether a plan made for this machine may run on ``here``: the same device, no less memory."""
         return self.device == here.device and (self.device_bytes or 0) <= (here.device_bytes or 0)
+
+
+@dataclass(frozen=True)
+class DeviceName:
+    """Stands for the ``torch.device`` of that type and index where torch is not needed otherwise."""
+
+    type: str
+    index: int | None = None
 
 
 class Placement(NamedTuple):

@@ -7,29 +7,34 @@ from abc import ABC, abstractmethod
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import ClassVar, Protocol
+from typing import TYPE_CHECKING, ClassVar, Protocol
 
 import torch
 
-from headrace.checkpoint.weight_map import WeightMap
-from headrace.codec.exponents import Piece
 from headrace.errors import OptionError
 from headrace.memory.pinned import PinnedBuffer
-from headrace.memory.split_range import MappedMemory
 from headrace.model.live_tensors import BoundStorage, used_elsewhere
 from headrace.plan.kinds import Unit
 from headrace.plan.plan import Plan
-from headrace.ranks.group import RankGroup
 from headrace.stores.sources import (
     Copy,
     DiskOptions,
     fill,
 )
 
+if TYPE_CHECKING:
+    from headrace.checkpoint.weight_map import WeightMap
+    from headrace.codec.exponents import Piece
+    from headrace.memory.split_range import MappedMemory
+    from headrace.ranks.group import RankGroup
+
 __all__ = [
-    "AlreadyPinned", "Destinations", "Load", "Opened", "Pool", "Store", "StoreRequest", "Stores", "kept_by_others",
-    "new_buffer", "require_weights",
+    "AlreadyPinned", "Destinations", "Load", "Opened", "Pool", "Progress", "Store", "StoreRequest", "Stores",
+    "kept_by_others", "new_buffer", "require_weights",
 ]  # fmt: skip
+
+# Called with (bytes loaded, bytes to load).
+Progress = Callable[[int, int], None]
 
 
 @dataclass(frozen=True)
