@@ -78,7 +78,7 @@ _HOMES = {
     "headrace.experts.rows": ("expert_rows",),
     "headrace.graphs.decoding": ("decode_in_graphs",),
     "headrace.api": ("Handle", "offload"),
-    "headrace.plan.report": ("Plan",),  # with its tables
+    "headrace.plan.plan": ("Plan",),
     "headrace.plan.speculation": ("Speculation",),
     "headrace.planning": ("make_plan",),
     "headrace.stores.sources": ("DiskOptions",),

@@ -24,7 +24,6 @@ from fnmatch import translate
 from headrace.config import ALL_MODEL_PARAMS, check_pattern
 from headrace.errors import SelectionError
 from headrace.model.records import Inventory, StorageInfo
-from headrace.model.semantic_groups import GROUPS, semantic_groups
 
 __all__ = ["compile_pattern", "is_segments", "matching", "select"]
 
@@ -78,6 +77,8 @@ def matching(inventory: Inventory, pattern: str) -> frozenset[str]:
     matches = compile_pattern(pattern)
     if found := frozenset(s.name for s in inventory.storages if any(map(matches, s.names))):
         return found
+    from headrace.model.semantic_groups import GROUPS, semantic_groups
+
     groups = semantic_groups(inventory)
     if found := groups.get(pattern, frozenset()):
         return found
@@ -96,6 +97,8 @@ def matching(inventory: Inventory, pattern: str) -> frozenset[str]:
 
 
 def _group(inventory: Inventory, word: str) -> frozenset[str]:
+    from headrace.model.semantic_groups import GROUPS, semantic_groups
+
     groups = semantic_groups(inventory)
     if word not in groups:
         raise SelectionError(f"'@{word}': expected one of the groups {', '.join('@' + group for group in GROUPS)}")

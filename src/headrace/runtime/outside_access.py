@@ -45,7 +45,6 @@ from headrace.model.live_tensors import (
 from headrace.model.tracing import traced_graph
 from headrace.plan.plan import Plan
 from headrace.stores.store import Store, new_buffer
-from headrace.transfer.cuda_stream import is_capturing
 
 __all__ = ["NotCopyable", "Promoter", "StateGuard", "TableGuard", "address_of", "place_of"]
 
@@ -289,8 +288,10 @@ class Promoter(NotCopyable):
     def _require_allowed(self, tensor: BoundTensor, how: str) -> None:
         """Raise ``OutsideAccessError`` if nothing may be brought to the device here and now."""
         reason = self._refusal
-        if reason is None and self._device.type == "cuda" and is_capturing(self._device):
-            reason = "nothing can be loaded while a graph is captured"
+        if reason is None and self._device.type == "cuda":
+            from headrace.transfer.cuda_stream import is_capturing
+
+            reason = "nothing can be loaded while a graph is captured" if is_capturing(self._device) else None
         if reason is not None:
             raise OutsideAccessError(f"{how} {_OUTSIDE}, and {reason}: {_fix(tensor)}")
 
