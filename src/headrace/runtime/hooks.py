@@ -35,7 +35,7 @@ from headrace.runtime.compile_ops import (
     mark_whole_forward,
     tensors_in,
 )
-from headrace.runtime.outside_access import NotCopyable, Promoter
+from headrace.runtime.outside_access import NotCopyable, Promoter, is_on_stack
 from headrace.runtime.prefetcher import Prefetcher, release_left
 from headrace.runtime.slot import Reader
 
@@ -478,12 +478,7 @@ class ForwardHook(_ModuleHook):
     def runs_here(self) -> bool:
         """Whether the calling thread is inside a forward of the model."""
         # From the stack: a list of running forwards would need a line at their end, which an interrupt may skip.
-        frame: types.FrameType | None = sys._getframe()
-        while frame is not None:
-            if frame.f_code is ForwardHook._forward.__code__ and frame.f_locals.get("self") is self:
-                return True
-            frame = frame.f_back
-        return False
+        return is_on_stack(ForwardHook._forward, [self])
 
     def _trace_before(self, module: nn.Module, args: Any, kwargs: Any = None) -> None:
         refuse_export()
