@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.distributed as dist
@@ -105,7 +105,7 @@ def prepare(request: PlanRequest, *, allocates: bool = True) -> Prepared:
 def module_context(request: PlanRequest, target: Target) -> PlanContext:
     """A request about a module, with the module as names and sizes."""
     model = request.model
-    weights = None if request.checkpoint is None else _open_weights(request)
+    weights = None if request.checkpoint is None else _open_weights(request.checkpoint)
     inventory = take_inventory(model) if request.inventory is None else request.inventory
 
     def read_profile() -> ModelProfile:
@@ -119,10 +119,10 @@ def module_context(request: PlanRequest, target: Target) -> PlanContext:
     return PlanContext(request, target, inventory, read_profile, weights, name, model, bound)
 
 
-def _open_weights(request: PlanRequest) -> WeightMap:
+def _open_weights(checkpoint: Any) -> WeightMap:
     from headrace.checkpoint.weight_map import WeightMap
 
-    return WeightMap.open(request.checkpoint)
+    return WeightMap.open(checkpoint)
 
 
 # -- arguments --------------------------------------------------------------------------------------------------------
