@@ -46,11 +46,15 @@ __all__ = [
     "live_tensors",
     "own_forward",
     "own_storage",
+    "refuse_reload",
     "resident_rule",
     "storage_id",
     "used_elsewhere",
     "written_in_place",
 ]  # fmt: skip
+
+if "refuse_reload" in globals():  # this module is being reloaded
+    globals()["refuse_reload"]()
 
 # Ends a loan of bytes: takes the output of the operator (None if it has failed), returns what its caller gets.
 GiveBack = Callable[[Any], Any]
@@ -69,6 +73,16 @@ def bind(model: nn.Module, storages: Iterable[StorageInfo]) -> dict[str, BoundSt
 
 
 _bound: weakref.WeakSet[BoundTensor] = weakref.WeakSet()  # all of this process
+
+
+def refuse_reload() -> None:
+    """Raise ``StateError`` while any tensor is offloaded: its hooks and dispatch keys have functions of these modules."""
+    for bound in tuple(_bound):
+        if place := vars(bound.tensor).get("_headrace_offloaded"):
+            raise StateError(
+                f"headrace was reloaded (importlib.reload) while {bound.name} of {place} is offloaded, whose hooks and "
+                f"dispatch keys belong to the modules as they are: call handle.remove() first, then reload"
+            )
 
 
 class BoundTensor:
