@@ -623,8 +623,8 @@ def _wrapped_forward(
 
     # A method, which libraries take apart and bind again. They would unwrap it to a forward without headrace.
     vars(forward).pop("__wrapped__")
-    if hasattr(own, "__wrapped__"):
-        forward.__wrapped__ = own.__wrapped__  # type: ignore[attr-defined]
+    if (within := getattr(own, "__wrapped__", None)) is not None:
+        forward.__wrapped__ = within  # type: ignore[attr-defined]
     with contextlib.suppress(TypeError, ValueError):  # of what has no signature
         given = inspect.signature(module.forward)
         bound_to = inspect.Parameter("self", inspect.Parameter.POSITIONAL_ONLY)
