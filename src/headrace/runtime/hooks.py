@@ -624,7 +624,7 @@ def _wrapped_forward(
     # A method, which libraries take apart and bind again. They would unwrap it to a forward without headrace.
     vars(forward).pop("__wrapped__")
     if (within := getattr(own, "__wrapped__", None)) is not None:
-        forward.__wrapped__ = within  # type: ignore[attr-defined]
+        forward.__wrapped__ = within
     with contextlib.suppress(TypeError, ValueError):  # of what has no signature
         given = inspect.signature(module.forward)
         bound_to = inspect.Parameter("self", inspect.Parameter.POSITIONAL_ONLY)
