@@ -68,6 +68,9 @@ def step_cells(row: dict[str, Any]) -> list[str]:
 LOAD_HEADINGS = columns(
     "files | way | load s | GB/s | first step after s | second step ms | resident memory - offloaded MiB | same bits"
 )
+FILES_HEADINGS = columns(
+    "contest | way | setting | median ms | least to most ms | rounds | GB/s | x headrace | same bits"
+)
 PEER_HEADINGS = columns("case | way | graph | ms | GB/s into each GPU | host GiB per rank | same bits")
 
 
@@ -82,6 +85,20 @@ def load_cells(row: dict[str, Any]) -> list[str]:
         f"{1e3 * row['second_step_takes_s']:.0f}" if "second_step_takes_s" in row else "",
         "" if beyond is None else f"{beyond:+.0f}",
         "yes" if row.get("bit_equal") else "" if beyond is None else "NO",
+    ]
+
+
+def files_cells(row: dict[str, Any]) -> list[str]:
+    return [
+        row["contest"],
+        row["way"],
+        row["setting"],
+        f"{row['ms']:.1f}",
+        f"{row['least_ms']:.1f} to {row['most_ms']:.1f}",
+        str(row["rounds"]),
+        f"{row['gb_per_s']:.1f}",
+        f"{row['ratio']:.2f}",
+        "yes" if row["bit_equal"] else "NO",
     ]
 
 
@@ -424,6 +441,8 @@ def links_cells(row: dict[str, Any]) -> list[str]:
 
 
 def layout_of(row: dict[str, Any]) -> tuple[list[str], Callable[[dict[str, Any]], list[str]]]:
+    if row["table"].startswith("files-"):
+        return FILES_HEADINGS, files_cells
     if "requests_per_s_gpu" in row:
         return TWO_FOUR_HEADINGS, two_four_cells
     if "copy_slower" in row:

@@ -60,6 +60,8 @@ OTHER_FIELDS = {
         "products gain sum_ms bound_ms fetch_gb_per_s missed_per_layer",
         "experts-vllm-rows": "case shape bit_equal ms resident_ms layers trace rows hits missed_bytes format steps "
         "rows_compared repeats_itself",
+        "files-contest files-trial": "case contest way setting ms least_ms most_ms rounds gb_per_s ratio bit_equal",
+        "files-contest-rounds files-trial-rounds": "case contest way phase ms gb_per_s bit_equal",
         "admission": "case layers experts slots admit_and_fetch_us admit_us same_state",
         "admission-kernels admission-others": "ms layers trace rows variant same",
         "admission-host": "ms layers rows variant",
