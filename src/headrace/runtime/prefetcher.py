@@ -32,7 +32,8 @@ from headrace.runtime.debug import Guard
 from headrace.runtime.slot import BreakCapture, GraphRecord, Reader, Slot, SlotState
 from headrace.stats import Recorder, UnitStats
 from headrace.stores.store import Store
-from headrace.transfer.link import ComputeEvent, Link
+from headrace.transfer.decoding import DecodingMemory
+from headrace.transfer.link import Link
 
 __all__ = ["Prefetcher", "release_left"]
 
@@ -78,20 +79,19 @@ class Prefetcher:
         self._recorder = recorder
         self._loads = [store.load(unit) for unit in plan.units]
         link.prepare(plan, self._loads)
-        self._coded = frozenset(load.unit for load in self._loads if load.coded)
         self._copy_bytes = [
             unit.payload_bytes if load.coded_bytes is None else load.coded_bytes
             for unit, load in zip(plan.units, self._loads, strict=True)
         ]
         sizes = list(plan.slot_bytes)
-        for unit in self._coded:  # whose code may be longer than the plan expects
-            slot = slot_of(unit, len(sizes))
-            sizes[slot] = max(sizes[slot], sum(part.numel() for _, part in self._loads[unit].in_memory))
+        for load in self._loads:
+            if load.coded:  # the code may be longer than the plan expects
+                slot = slot_of(load.unit, len(sizes))
+                sizes[slot] = max(sizes[slot], sum(part.numel() for _, part in load.in_memory))
         self.slots_bytes = sum(sizes) + plan.decoding_bytes
         self._live = [Slot(index, link.allocate(num_bytes)) for index, num_bytes in enumerate(sizes)]
-        # Of one coded unit at a time, for as long as it is read; slots hold the code of these.
-        self._decoded = link.allocate(plan.decoding_bytes) if self._coded else None
-        self._uses: list[tuple[int | None, ComputeEvent]] = []  # the latest of that memory: their captures and ends
+        self._decoding = DecodingMemory(link, self._loads, plan.decoding_bytes)
+        self._coded = self._decoding.units
         self._num_units, self._num_slots = len(plan.units), len(self._live)
         self._schedule = Schedule(tuple(range(self._num_units)), self._num_slots)
         self._position = -1  # in the expected order, of the latest run
@@ -115,8 +115,8 @@ class Prefetcher:
 
     def slot_memory(self, unit: int) -> Tensor:
         """Where compute reads ``unit``: uint8, 1-D, fixed for the life of the prefetcher."""
-        if self._decoded is not None and unit in self._coded:
-            return self._decoded
+        if self._decoding.memory is not None and unit in self._coded:
+            return self._decoding.memory
         return self._live[slot_of(unit, self._num_slots)].memory
 
     # -- a forward --------------------------------------------------------------------------------------------------
@@ -162,7 +162,7 @@ class Prefetcher:
                 if first is not None and slot.state in (SlotState.EMPTY, SlotState.HELD_BACK):
                     self._start(first, slot, behind_compute=True)
                     if self._is_loose:  # a graph of a part that is replayed next waits for no copy outside of it
-                        self._wait_for(slot)
+                        slot.wait_for_copy(self._link)
 
     def finish_forward(self, whole: bool = True) -> None:
         """The model has returned: make the slots ready for the next forward, eager or replayed.
@@ -188,7 +188,7 @@ class Prefetcher:
                 graphs.of_whole_forwards = True
             else:
                 if (index := graphs.held_back) is not None and not slots[index].readers:
-                    self._wait_for(slots[index])  # of a forward that was cut short or skipped its last unit
+                    slots[index].wait_for_copy(self._link)  # of a forward that was cut short or skipped its last unit
                     slots[index].to_held_back()
                 self.prefetch_first()
             if self._capturing or (graphs.exist and not graphs.announced):
@@ -317,7 +317,7 @@ class Prefetcher:
                 slot = self._slots()[index]  # while this one waited, another may have ended or begun a capture
             if self._is_loose and not slot.readers:
                 slot.to_empty()
-                self._record_read(slot)
+                slot.record_read(self._link)
             self._bring(unit, slot)
             reader = reader or Reader(forward)
             slot.to_in_use(reader)
@@ -434,7 +434,7 @@ class Prefetcher:
         if slot.unit != following:
             self._start(following, slot)
         if is_loose:
-            self._wait_for(slot)
+            slot.wait_for_copy(self._link)
 
     def _following(self, slot: Slot, unit: int) -> int:
         """What ``slot`` has to hold after this run of ``unit``; ``unit`` itself if it has the slot alone."""
@@ -455,7 +455,7 @@ class Prefetcher:
         # A replay that was not announced records no event, and those from before it do not cover its reads.
         events_are_old = self._graphs.exist and not self._graphs.announced and not capturing
         if behind_compute or events_are_old or not slot.events:
-            self._record_read(slot)
+            slot.record_read(self._link)
         events, slot.events = slot.events, []
         slot.to_copying(unit, self._link.copy(self._loads[unit], slot.memory, events))
         if capturing:
@@ -474,9 +474,9 @@ class Prefetcher:
         """Let compute wait for ``unit``, which its module needs now."""
         begin = time.perf_counter_ns()
         try:
-            stalled_s = self._wait_for(slot, measure=True)
+            stalled_s = slot.wait_for_copy(self._link, measure=True)
             if unit in self._coded:
-                self._decode(unit, slot)
+                self._decoding.make_readable(self._loads[unit], slot.memory, slot.events)
             if self._guard and slot.transfer is not None and not self._capturing:
                 self._guard.copied(unit, self.slot_memory(unit))
         except BaseException:
@@ -490,38 +490,18 @@ class Prefetcher:
             self.stats[unit].stall_s += stalled_s
             self._recorder.add("stall", unit, begin)
 
-    def _wait_for(self, slot: Slot, measure: bool = False) -> float:
-        if slot.transfer is None:
-            return 0.0
-        stalled_s = self._link.wait(slot.transfer, measure)
-        if slot.state is SlotState.COPYING:
-            slot.to_ready()
-        return stalled_s
-
     def _wait_for_copies(self, slots: list[Slot]) -> None:
         for slot in slots:
-            self._wait_for(slot)
+            slot.wait_for_copy(self._link)
             if self._capturing:
                 slot.transfer = None  # its event means nothing to the graph of the next piece
-
-    def _decode(self, unit: int, slot: Slot) -> None:
-        capture = self._link.capture_id
-        after = [event for captured, event in self._uses if captured == capture]
-        self._link.decode(self._loads[unit], slot.memory, self.slot_memory(unit), after)
-        self._record_read(slot)  # the code is not read after this
-        self._uses = [(capture, event) for event in slot.events[-1:]]  # it comes after those before
 
     def _end_read(self, unit: int, slot: Slot) -> None:
         """What is written next to where compute read ``unit`` waits for all compute submitted so far."""
         if unit not in self._coded:
-            self._record_read(slot)
-        elif (event := self._link.record_compute()) is not None:
-            self._uses.append((self._link.capture_id, event))
-
-    def _record_read(self, slot: Slot) -> None:
-        """The next copy into ``slot`` waits for all compute submitted so far."""
-        if (event := self._link.record_compute()) is not None:
-            slot.events.append(event)
+            slot.record_read(self._link)
+        else:
+            self._decoding.note_read()
 
     def _slots(self) -> list[Slot]:
         """The slots of the timeline that compute is on now; asked first in every call, since it follows graphs."""
@@ -588,7 +568,7 @@ class Prefetcher:
             if slot.unit == unit and slot.latest_reader() is None:
                 what = f"a weight of {self._plan.units[unit].module_fqn} (unit {unit}) is written, which"
                 self._wait_until(lambda: slot.unit != unit or not slot.readers, what)
-            self._wait_for(slot)
+            slot.wait_for_copy(self._link)
             yield
             if slot.unit == unit and not slot.readers:
                 slot.to_empty()
@@ -647,8 +627,7 @@ class Prefetcher:
             # Views of the store and slots: a handle kept after remove() must not keep them alive.
             self._loads.clear()
             self._live = []
-            self._decoded = None
-            self._uses.clear()
+            self._decoding.close()
             self._graphs.end_capture()
             self._guard = None
 

@@ -160,6 +160,20 @@ class Slot:
         self._require(self.state is SlotState.COPYING, SlotState.READY)
         self._state = SlotState.READY
 
+    def wait_for_copy(self, link: Link, measure: bool = False) -> float:
+        """Let compute wait for the latest copy; seconds the caller was held (:meth:`Link.wait`)."""
+        if self.transfer is None:
+            return 0.0
+        stalled_s = link.wait(self.transfer, measure)
+        if self.state is SlotState.COPYING:
+            self.to_ready()
+        return stalled_s
+
+    def record_read(self, link: Link) -> None:
+        """The next copy waits for all compute submitted so far."""
+        if (event := link.record_compute()) is not None:
+            self.events.append(event)
+
     def to_in_use(self, reader: Reader) -> None:
         """``reader`` begins; others may be reading the same unit."""
         self._require(self.state in (SlotState.READY, SlotState.IN_USE), SlotState.IN_USE)
