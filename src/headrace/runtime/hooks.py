@@ -35,8 +35,9 @@ from headrace.runtime.compile_ops import (
     mark_whole_forward,
     tensors_in,
 )
+from headrace.runtime.forwards import release_left
 from headrace.runtime.outside_access import NotCopyable, Promoter
-from headrace.runtime.prefetcher import Prefetcher, release_left
+from headrace.runtime.prefetcher import Prefetcher
 from headrace.runtime.slot import Reader
 
 __all__ = ["CalledForwardHook", "ForwardHook", "UnitHook", "new_token", "unhooked_modules"]
@@ -229,7 +230,7 @@ class UnitHook(_ModuleHook):
             return
         given = [tensor.data_ptr() for tensor in tensors]
         for bound in self._tensors:
-            if self._prefetcher.in_capture:
+            if self._prefetcher.replays.in_capture:
                 bound.note_replays()
             bound.note_version(known=False)  # the ops count as writes, before (torch 2.11) or after they run
             bound.check()

@@ -30,11 +30,12 @@ from headrace.plan.cached_experts import CachedLayer
 from headrace.plan.kinds import slab_bytes
 from headrace.plan.plan import Plan
 from headrace.runtime.debug import AddressGuard
+from headrace.runtime.forwards import release_left
 from headrace.runtime.hooks import CalledForwardHook, ForwardHook, UnitHook, new_token, unhooked_modules
 from headrace.runtime.outside_access import NotCopyable, Promoter, StateGuard, TableGuard
-from headrace.runtime.prefetcher import Prefetcher, release_left
+from headrace.runtime.prefetcher import Prefetcher
 from headrace.runtime.prepare import Prepared
-from headrace.runtime.slot import BreakCapture
+from headrace.runtime.replays import BreakCapture, capturing, replaying
 from headrace.stats import ExpertStats, ReadStats, Recorder, SpeculationCounts, Stats
 from headrace.stores.expert_ranges import ExpertRanges
 from headrace.stores.loader import Progress, WeightLoader
@@ -75,7 +76,7 @@ class SessionOptions:
         measure_stalls: on a GPU, time every wait (two event records each); a CPU always does.
         replays_announced: :meth:`OffloadSession.wait_all` is called before every capture and every replay of a whole
             forward, and :meth:`OffloadSession.reset` soon after it.
-        break_capture: see ``[Note: breakable captures]`` in slot.py.
+        break_capture: see ``[Note: breakable captures]`` in replays.py.
         keeps_addresses: an engine compiles or captures the model: tensors view their slots all the time.
         never_promotes: why a tensor that is used outside of its module's forward is an error; ``None``: it is promoted.
         repeats: a forward may run modules several times, or not at all, in an order that is learned; no graphs.
@@ -238,22 +239,22 @@ class OffloadSession(NotCopyable):
         if self._prefetcher is not None:
             self._prefetcher.wait_all()
 
-    def may_own_graphs(self) -> bool:
+    def can_capture(self) -> bool:
         """Whether no other code has captured graphs over this offload."""
-        return self._prefetcher is None or self._prefetcher.may_own_graphs()
+        return self._prefetcher is None or self._prefetcher.replays.can_capture()
 
-    def disown_graphs(self) -> None:
+    def release_graphs(self) -> None:
         """The graphs of :meth:`capturing` are freed."""
         if self._prefetcher is not None:
-            self._prefetcher.disown_graphs()
+            self._prefetcher.replays.release_graphs()
 
     def capturing(self) -> AbstractContextManager[list[int]]:
-        """Within, this project captures a whole forward (:meth:`Prefetcher.capturing`)."""
-        return nullcontext([]) if self._prefetcher is None else self._prefetcher.capturing()
+        """Within, this project captures a whole forward (:func:`headrace.runtime.replays.capturing`)."""
+        return nullcontext([]) if self._prefetcher is None else capturing(self._prefetcher)
 
     def replaying(self, copied: Sequence[int]) -> AbstractContextManager[None]:
         """Within, a graph of :meth:`capturing` is replayed, which has given ``copied``."""
-        return nullcontext() if self._prefetcher is None else self._prefetcher.replaying(copied)
+        return nullcontext() if self._prefetcher is None else replaying(self._prefetcher, copied)
 
     @contextmanager
     def as_placeholders(self) -> Iterator[None]:
@@ -309,7 +310,7 @@ class OffloadSession(NotCopyable):
                 restored = {name: self._bring_back(name) for name in names}
         except Exception:
             if self._prefetcher is not None:
-                self._prefetcher.resume()
+                self._prefetcher.forwards.resume()
             raise
         # Tensors before hooks: an interrupt here leaves a model that refuses to run, not one that runs without waiting.
         for name, buffer in restored.items():

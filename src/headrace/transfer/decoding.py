@@ -6,10 +6,22 @@ from collections.abc import Sequence
 
 import torch
 
+from headrace.plan.plan import Plan
+from headrace.plan.schedule import slot_of
 from headrace.stores.store import Load
 from headrace.transfer.link import ComputeEvent, Link
 
-__all__ = ["DecodingMemory"]
+__all__ = ["DecodingMemory", "slot_sizes"]
+
+
+def slot_sizes(plan: Plan, loads: Sequence[Load]) -> list[int]:
+    """Bytes of each slot: as planned, or more, for a code may be longer than the plan expects."""
+    sizes = list(plan.slot_bytes)
+    for load in loads:
+        if load.coded:
+            slot = slot_of(load.unit, len(sizes))
+            sizes[slot] = max(sizes[slot], sum(part.numel() for _, part in load.in_memory))
+    return sizes
 
 
 class DecodingMemory:
