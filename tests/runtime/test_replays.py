@@ -19,8 +19,8 @@ from hypothesis import strategies as st
 from device_model import BYTES, Device, DeviceLink, Graph, Op, plan_and_store
 from headrace.errors import HeadraceWarning, SlotConflictError, StateError
 from headrace.runtime import forwards
+from headrace.runtime.own_graphs import capturing, replaying
 from headrace.runtime.prefetcher import Prefetcher
-from headrace.runtime.replays import capturing, replaying
 from headrace.runtime.slot import SlotState
 from headrace.stats import Recorder
 from headrace.stores.store import Load

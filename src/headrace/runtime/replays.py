@@ -44,9 +44,7 @@ submitted, and then its slot is refilled with what replays expect there, and wai
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
-from typing import TYPE_CHECKING
+from collections.abc import Callable, Sequence
 
 from headrace.errors import StateError, warn_user
 from headrace.plan.schedule import Schedule, slot_of
@@ -54,10 +52,7 @@ from headrace.runtime.forwards import Forwards
 from headrace.runtime.slot import Slot
 from headrace.transfer.link import Link, Transfer
 
-if TYPE_CHECKING:
-    from headrace.runtime.prefetcher import Prefetcher
-
-__all__ = ["BreakCapture", "Replays", "capturing", "replaying"]
+__all__ = ["BreakCapture", "Replays"]
 
 # Given an action during a capture in segments: end the segment, run the action, now and in every replay, begin the next
 # segment, return True. At any other time: return False.
@@ -77,7 +72,7 @@ class Replays:
         partial: one holds a part of a forward: ``[Note: partial graphs]``. Never with ``announced``.
         in_part: the present capture is one of a part of a forward.
         is_due: a replay was announced, and the live slots do not show yet what it leaves in them.
-        are_own: they were captured within :func:`capturing`. Then other code captures none: a replay that is
+        are_own: this project has captured them (own_graphs.py). Then other code captures none: a replay that is
             not announced would find other units in the slots.
     """
 
@@ -319,7 +314,7 @@ class Replays:
         return self.are_own or not self.exist
 
     def own(self) -> None:
-        """From here to :meth:`end_own` a graph is captured that is replayed within :func:`replaying`."""
+        """From here to :meth:`end_own` a graph of our own is captured (own_graphs.py)."""
         assert self.can_capture()
         self.are_own = self.announced = self._captures_own = True
         for slot in self.live:  # so that every graph finds the events, and so waits for them
@@ -355,38 +350,3 @@ class Replays:
         """Let go of the slots."""
         self.live = []
         self._end_capture()
-
-
-@contextmanager
-def capturing(prefetcher: Prefetcher) -> Iterator[list[int]]:
-    """Within, a whole forward is captured that is replayed within :func:`replaying` alone.
-
-    Yields:
-        empty; at the end the units that each replay copies.
-    """
-    with prefetcher.forwards.lock:
-        before, copied = [stats.captured_copies for stats in prefetcher.stats], list[int]()
-        prefetcher.replays.own()
-    try:
-        with replaying(prefetcher):  # a capture too begins with the first units in the slots
-            yield copied
-    finally:
-        prefetcher.replays.end_own()
-        for unit, (stats, earlier) in enumerate(zip(prefetcher.stats, before, strict=True)):
-            copied += [unit] * (stats.captured_copies - earlier)
-
-
-@contextmanager
-def replaying(prefetcher: Prefetcher, copied: Sequence[int] = ()) -> Iterator[None]:
-    """Within, a graph of :func:`capturing`, which gave ``copied``, is replayed beside no other forward."""
-    forwards = prefetcher.forwards
-    with forwards.lock:
-        forwards.end()  # of compiled code that raised, which does not end it
-        forwards.wait_until(lambda: not forwards.numbers, "a graph is replayed alone, beside no forward, and one")
-        prefetcher.wait_all()
-        try:
-            yield
-            for unit in copied:
-                prefetcher.count_copy(unit)
-        finally:
-            prefetcher.finish_forward(whole=False)

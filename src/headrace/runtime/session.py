@@ -34,9 +34,10 @@ from headrace.runtime.debug import AddressGuard
 from headrace.runtime.forwards import release_left
 from headrace.runtime.hooks import ForwardHook, UnitHook, new_token
 from headrace.runtime.outside_access import NotCopyable, Promoter, StateGuard, TableGuard
+from headrace.runtime.own_graphs import capturing, replaying
 from headrace.runtime.prefetcher import Prefetcher
 from headrace.runtime.prepare import Prepared
-from headrace.runtime.replays import BreakCapture, capturing, replaying
+from headrace.runtime.replays import BreakCapture
 from headrace.stats import ExpertStats, ReadStats, Recorder, SpeculationCounts, Stats
 from headrace.stores.expert_ranges import ExpertRanges
 from headrace.stores.loader import Progress, WeightLoader
@@ -249,7 +250,7 @@ class OffloadSession(NotCopyable):
             self._prefetcher.replays.release_graphs()
 
     def capturing(self) -> AbstractContextManager[list[int]]:
-        """Within, this project captures a whole forward (:func:`headrace.runtime.replays.capturing`)."""
+        """Within, this project captures a whole forward (:func:`headrace.runtime.own_graphs.capturing`)."""
         return nullcontext([]) if self._prefetcher is None else capturing(self._prefetcher)
 
     def replaying(self, copied: Sequence[int]) -> AbstractContextManager[None]:
