@@ -35,7 +35,7 @@ from headrace.model.memory_profile import ModelProfile
 from headrace.plan.build import Planner, build_plan
 from headrace.plan.candidates import Spill, mean_log
 from headrace.plan.cost_model import Forecaster
-from headrace.plan.plan import Machine, Plan
+from headrace.plan.plan import DeviceName, Machine, Plan
 from headrace.plan.rates import NOMINAL_GPU, Curve
 from headrace.plan.units import move_on_demand
 from headrace.runtime import planner_factory
@@ -395,7 +395,7 @@ class TestRefused:
         device = torch.device("cuda", 1)
         if peers:
             assert peer_of(device) == torch.device("cuda", 2)
-            assert peer_of(planner_factory.DeviceName("cuda")) == torch.device("cuda", 2)
+            assert peer_of(DeviceName("cuda")) == torch.device("cuda", 2)
             return
         monkeypatch.setattr(planner_factory, "_warn_of_memory", lambda *_: None)
         inventory = take_inventory(Stack(6))

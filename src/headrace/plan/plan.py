@@ -8,7 +8,8 @@ import os
 from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from functools import cached_property, singledispatch
+from functools import cached_property
+from importlib import import_module
 from itertools import accumulate
 from pathlib import Path
 from typing import Any, NamedTuple, cast
@@ -24,27 +25,24 @@ from headrace.plan.schedule import ENTRY_BYTES, MAX_ENTRIES, RingLayout, chain, 
 
 __all__ = [
     "SCHEMA_VERSION",
+    "DeviceName",
     "Machine",
     "Placement",
     "Plan",
     "UnitSpec",
     "assemble",
-    "show",
     "with_code",
 ]
 
 # Of :meth:`Plan.to_json`, and so of plan files. Raise it with any change of a key or of its meaning.
-SCHEMA_VERSION = 6
+SCHEMA_VERSION = 7
 
 _MOST_BYTES = 1 << 30  # of a plan file
 
+# Prints plans; imported when one is printed, since it needs rich.
+_TABLES = "headrace.plan.tables"
+
 _REPLAN = "make it again for this one: `headrace plan MODEL ... --save FILE`, or pass a policy instead of a plan"
-
-
-@singledispatch
-def show(plan: object, html: bool = False) -> str:
-    """``plan`` for people. The tables register themselves here: :mod:`headrace.plan.report` imports this module."""
-    return repr(plan)
 
 
 @dataclass(frozen=True)
@@ -66,6 +64,14 @@ class Machine:
     def suits(self, here: Machine) -> bool:
         """Whether a plan made for this machine may run on ``here``: the same device, no less memory."""
         return self.device == here.device and (self.device_bytes or 0) <= (here.device_bytes or 0)
+
+
+@dataclass(frozen=True)
+class DeviceName:
+    """Stands for the ``torch.device`` of that type and index where torch is not needed otherwise."""
+
+    type: str
+    index: int | None = None
 
 
 class Placement(NamedTuple):
@@ -96,8 +102,8 @@ class Plan:
         made_for: the machine that it was made for; ``None``: any.
         num_ranks: ranks that every unit is split over; 1: none is split.
         context: tokens per sequence whose KV cache it leaves memory for; 0: it counts weights alone.
-        outlook: predictions (:class:`headrace.plan.report.PlanPrediction`), if asked for: printed, but neither compared
-            nor saved. ``replace()`` drops them.
+        prediction: a :class:`headrace.plan.prediction.PlanPrediction`, if asked for: printed, but neither compared nor
+            saved. ``replace()`` drops it.
     """
 
     units: tuple[Unit, ...] = field(repr=False)
@@ -110,10 +116,18 @@ class Plan:
     num_ranks: Positive = 1
     context: int = 0
     cached: tuple[CachedLayer, ...] = field(default=(), repr=False)
-    outlook: object = field(default=None, init=False, repr=False, compare=False)
+    prediction: object = field(default=None, init=False, repr=False, compare=False)
 
     def __str__(self) -> str:
-        return show(self)
+        try:
+            text: str = import_module(_TABLES).text_of(self)
+        except ModuleNotFoundError as error:
+            if (error.name or "").partition(".")[0] != "rich":
+                raise
+            shortage = getattr(self.prediction, "shortage", None)
+            refusal = f"\nThis plan {shortage}." if shortage else ""
+            return f"{self!r}{refusal}\nIts tables need rich, which is not installed: pip install 'headrace[cli]'"
+        return text
 
     def __repr__(self) -> str:
         name = f"{self.model_name}: " if self.model_name else ""
@@ -123,13 +137,17 @@ class Plan:
             f"mode {self.mode!r}>"
         )
 
-    def _repr_html_(self) -> str:
-        return show(self, html=True)
+    def _repr_html_(self) -> str | None:
+        try:
+            text: str = import_module(_TABLES).text_of(self, html=True)
+        except ModuleNotFoundError:
+            return None  # a notebook shows the text then
+        return text
 
-    def with_outlook(self, outlook: object) -> Plan:
+    def with_prediction(self, prediction: object) -> Plan:
         """The same plan with these predictions."""
         plan = replace(self)
-        object.__setattr__(plan, "outlook", outlook)
+        object.__setattr__(plan, "prediction", prediction)
         return plan
 
     # -- bytes ---------------------------------------------------------------------------------------------------------
@@ -441,7 +459,7 @@ class Plan:
         ``uva``         the same, of tensors that are read in place
         ``cached``      layers of experts: ``module_fqn``, ``num_experts``, ``num_slots``, ``storages`` (name -> bytes)
         the others      sums over the above; ``store_bytes`` by store
-        ``outlook``     only in what ``headrace plan --json`` prints: predictions; not read back
+        ``prediction``  only in what ``headrace plan --json`` prints: predictions; not read back
         ==============  ==============================================================================================
         """
         return {
@@ -568,7 +586,7 @@ def _plan_from(data: Any) -> Plan:
     known = f"{SCHEMA_VERSION}, the version that this headrace reads and writes"
     require(type(version) is int and version == SCHEMA_VERSION, "schema", known, version)
     # `headrace plan --json` prints a plan file with predictions, which are not read.
-    given = {key: value for key, value in data.items() if key != "outlook"}
+    given = {key: value for key, value in data.items() if key != "prediction"}
     for key in ("model", "machine"):
         require(key in given, "", f"the key {key!r}", sorted(given))
     require(isinstance(given["model"], dict), "model", "an object", given["model"])

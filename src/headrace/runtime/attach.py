@@ -9,17 +9,17 @@ import torch
 from torch import nn
 
 from headrace.config import debug_enabled
-from headrace.experts.rows import CacheStreamOrder, ExpertHook, ReadsRows
 from headrace.model.live_tensors import BoundStorage, OnAccess
 from headrace.plan.cached_experts import CachedLayer
 from headrace.plan.plan import Plan
 from headrace.runtime.hooks import CalledForwardHook, ForwardHook, UnitHook, unhooked_modules
 from headrace.runtime.outside_access import Promoter
 from headrace.runtime.prefetcher import Prefetcher
-from headrace.stores.expert_ranges import ExpertRanges
 
-if TYPE_CHECKING:  # it needs Triton, which machines without a GPU may lack
+if TYPE_CHECKING:
     from headrace.experts.cache import ExpertCache
+    from headrace.experts.rows import CacheStreamOrder, ExpertHook, ReadsRows
+    from headrace.stores.expert_ranges import ExpertRanges
 
 __all__ = ["cached_hook", "forward_hook", "unit_hooks"]
 

@@ -15,8 +15,6 @@ from importlib import import_module
 from importlib.util import find_spec
 from typing import TYPE_CHECKING, Any, Literal
 
-from headrace.checkpoint.model_folder import draft_folder
-from headrace.checkpoint.weight_map import TensorSource, WeightMap
 from headrace.config import (
     AUTO,
     Budget,
@@ -31,26 +29,25 @@ from headrace.errors import BudgetError, CheckpointError, LimitError, OptionErro
 from headrace.formatting import format_size
 from headrace.memory.system import DEVICE, PEER, Limits, Needs, read_limits, round_up
 from headrace.model.records import Inventory, ModelProfile, StorageInfo
-from headrace.plan.build import Planner
 from headrace.plan.cached_experts import why_not_cached
-from headrace.plan.candidates import MappedFiles, Spill
 from headrace.plan.kinds import kind_of, slab_bytes
-from headrace.plan.plan import Machine, Plan, assemble
-from headrace.plan.rates import Rates
-from headrace.plan.speculation import LOOKUP, DraftCost, Speculation, SpeculationForecast, forecast_speculation
-from headrace.plan.units import move_on_demand
+from headrace.plan.plan import DeviceName, Machine, Plan, assemble
 from headrace.stores.sources import TENSOR_ALIGN_BYTES, DiskOptions
-from headrace.transfer.machine_probe import DeviceName, planning_rates
 
 if TYPE_CHECKING:
     import torch
     from torch import nn
 
     from headrace.checkpoint.safetensors_header import Checkpoint
+    from headrace.checkpoint.weight_map import TensorSource, WeightMap
     from headrace.model.live_tensors import BoundStorage
+    from headrace.plan.build import Planner
+    from headrace.plan.candidates import MappedFiles
+    from headrace.plan.rates import Rates
     from headrace.plan.routing_traces import ExpertHits
+    from headrace.plan.speculation import DraftCost, Speculation, SpeculationForecast
     from headrace.ranks.group import RankGroup
-    from headrace.runtime.build_time import BuildTimePool
+    from headrace.stores.store import Pool
 
 __all__ = [
     "PlanContext",
@@ -216,7 +213,7 @@ class PlanRequest:
     inventory: Inventory | None = None
     unstreamable: Collection[str] = ()
     ranks: RankGroup | None = None
-    pool: BuildTimePool | None = None
+    pool: Pool | None = None
     speculation: Speculation | None = None
     budget_bytes: int | None = None
 
@@ -348,7 +345,12 @@ class PlanContext:
             BudgetError: nothing is left.
         """
         context, speculation = self.sized(), self.request.speculation
-        if speculation is None or speculation.guesser == LOOKUP:
+        if speculation is None:
+            return context
+        from headrace.checkpoint.model_folder import draft_folder
+        from headrace.plan.speculation import LOOKUP, DraftCost
+
+        if speculation.guesser == LOOKUP:
             return context
         request, policy = context.request, context.request.given
         if speculation.draft is None:
@@ -374,6 +376,8 @@ class PlanContext:
 
     def forecast_speculation(self, plan: Plan, speculation: Speculation) -> SpeculationForecast:
         """What guesses bring to ``plan``."""
+        from headrace.plan.speculation import forecast_speculation
+
         at, on_gpu = self.request.expected.context, self.target.device.type == "cuda"
         return forecast_speculation(speculation, self.planner, plan, at, self.draft, on_gpu=on_gpu)
 
@@ -504,6 +508,10 @@ def make_planner(
     reads files, which decides the rate. Each of several ranks that split units plans for itself, and all have to come
     to one plan, so nothing counts that they may see differently: no free host memory.
     """
+    from headrace.plan.build import Planner
+    from headrace.plan.candidates import Spill
+    from headrace.transfer.machine_probe import planning_rates
+
     on_gpu = device.type == "cuda"
     if not on_gpu:  # which has no graphs
         profile = replace(profile, kernels_per_step=None)
@@ -542,6 +550,8 @@ def not_in_files(inventory: Inventory, weights: WeightMap) -> list[str]:
 
 def _mapped_files(inventory: Inventory, weights: WeightMap) -> MappedFiles:
     """Which storages a CPU cannot read in place in the files, and the memory that reading the others takes."""
+    from headrace.plan.candidates import MappedFiles
+
     refused: dict[str, str] = {}
     joined_bytes: dict[str, int] = {}
     mappings = 0
@@ -653,6 +663,8 @@ def finalize_plan(
         peer_of(device)
     num_ranks = num_ranks if plan.kind.is_split else 1
     if plan.uva and (plan.kind.is_split or not can_read_in_place(device)):  # split: no rank has a whole tensor
+        from headrace.plan.units import move_on_demand
+
         moved = move_on_demand(inventory, plan)
         plan = replace(moved, model_name=plan.model_name, made_for=plan.made_for, context=plan.context)
     plan = plan if plan.num_ranks == num_ranks else replace(plan, num_ranks=num_ranks)

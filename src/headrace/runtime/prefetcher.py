@@ -20,7 +20,6 @@ from dataclasses import replace
 from torch import Tensor
 
 from headrace.errors import SlotConflictError, TransferError
-from headrace.model.live_tensors import resident_rule
 from headrace.plan.plan import Plan
 from headrace.plan.schedule import slot_of
 from headrace.runtime.debug import Guard
@@ -283,17 +282,14 @@ class Prefetcher:
         holder = slot.unit
         if not slot.readers or holder == unit:
             return
-        name = self._plan.units[unit].module_fqn
-        held = "another unit" if holder is None else f"{self._plan.units[holder].module_fqn} (unit {holder})"
+        name, around = self._plan.units[unit].module_fqn, "" if holder is None else self._plan.units[holder].module_fqn
+        held = "another unit" if holder is None else f"{around} (unit {holder})"
+        what = f"{name} (unit {unit})"
         if slot.latest_reader() is not None:
-            place, fix = "the same slot", "another prefetch_step (--offload-prefetch-step)"
-            if {unit, holder} <= self._coded:
-                place, fix = "the memory in which one unit is decoded at a time", "codec='none' (--offload-codec none)"
-            raise SlotConflictError(
-                f"{name} (unit {unit}) runs inside {held}, and both need {place}: use {fix}, or keep one of the two "
-                f"resident ({resident_rule(name)})"
-            )
-        self.forwards.wait_until(lambda: not slot.readers, f"{name} (unit {unit}) needs the slot of {held}, which")
+            # In this thread, where no other slot would do for every nesting: the inner one must not be prefetched.
+            place = "the memory in which one unit is decoded at a time" if {unit, holder} <= self._coded else "one slot"
+            raise SlotConflictError(f"{what} runs inside {held}, and both need {place}: {_keep_resident(name, around)}")
+        self.forwards.wait_until(lambda: not slot.readers, f"{what} needs the slot of {held}, which")
 
     def _bring(self, unit: int, slot: Slot) -> None:
         """Let compute wait for ``unit``, which is copied now unless it was before."""
@@ -440,3 +436,17 @@ class Prefetcher:
             return tuple(
                 replace(stats, last_stall_s=self._link.last_stall_s(unit)) for unit, stats in enumerate(self.stats)
             )
+
+
+def _keep_resident(name: str, around: str) -> str:
+    """How a user keeps the module ``name``, which runs inside ``around``, out of slots."""
+    # All that is beside the outer one, of which its other parts, or other items of a list, would be next.
+    parts = name.split(".")
+    differs = [mine != other for mine, other in zip(parts, around.split("."), strict=False)]
+    beside = ".".join(parts[: [*differs, True].index(True) + 1])
+    others = f"re:(?!{beside.replace('.', '[.]')}[.]).*"
+    return (
+        f"keep {beside} resident, by a first rule of a budget or of Rules (rules=[('{beside}.*', 'resident')], "
+        f"--offload-rule '{beside}.*=resident'), and with Prefetch by leaving it out (params=['{others}'], "
+        f"--offload-params '{others}')"
+    )

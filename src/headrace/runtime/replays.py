@@ -154,6 +154,13 @@ class Replays:
             "or without graphs (torch.compile's mode 'default')"
         )
 
+    def is_read_here(self, unit: int) -> bool:
+        """Whether the calling thread runs a module that reads ``unit``, or an error ended it and ``unit`` is left."""
+        # Without the lock: it runs beside others, and only this thread ends its own readers.
+        captured = self.captured
+        slots = self.live if captured is None or self._link.capture_id != self._capture else captured
+        return any(slot.unit == unit and slot.latest_reader() is not None for slot in slots)
+
     @property
     def in_capture(self) -> bool:
         """Whether compute is being recorded into a graph."""
