@@ -27,7 +27,7 @@ from headrace.checkpoint.weight_map import WeightMap
 from headrace.config import parse_size
 from headrace.errors import BudgetError, HeadraceWarning, OptionError, OptionTypeError, SizeError, TransferError
 from headrace.model.inventory import take_inventory
-from headrace.runtime import prefetcher as pipeline
+from headrace.runtime import forwards
 from headrace.runtime.hooks import UnitHook
 from headrace.stores.checkpoint_files import DiskStore
 from headrace.stores.plain_host import CpuStore
@@ -519,7 +519,7 @@ class TestTransfers:
         handle.remove()
 
     def test_a_slot_held_for_ever(self, monkeypatch: pytest.MonkeyPatch) -> None:
-        monkeypatch.setattr(pipeline, "CONFLICT_TIMEOUT_S", 0.05)
+        monkeypatch.setattr(forwards, "CONFLICT_TIMEOUT_S", 0.05)
         model = Stack(3).eval()
         handle = headrace.offload(model, all_layers(1))
         thread = threading.Thread(target=handle._session._prefetcher.wait, args=(0,))

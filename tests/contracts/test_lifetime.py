@@ -108,7 +108,10 @@ class TestGivenBack:
             model(rows())
             assert_moved(handle, 1)
             attachment = handle._session
-            gone = [weakref.ref(thing) for thing in (attachment, attachment._prefetcher, *attachment._prefetcher._live)]
+            gone = [
+                weakref.ref(thing)
+                for thing in (attachment, attachment._prefetcher, *attachment._prefetcher.replays.live)
+            ]
             handle.remove()
             del handle, attachment
             assert [ref() for ref in gone] == [None] * len(gone)

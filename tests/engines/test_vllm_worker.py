@@ -124,8 +124,8 @@ def test_a_replay_after_an_interrupt_finds_its_units() -> None:
         worker.execute_model(ids())
     hook.remove()
     worker._offloader.sync_prev_onload()
-    assert pipeline._graphs.replay_is_due
-    assert [slot.unit for slot in pipeline._live] == [0]
+    assert pipeline.replays.is_due
+    assert [slot.unit for slot in pipeline.replays.live] == [0]
     assert torch.equal(worker.execute_model(ids()), plain)
 
 

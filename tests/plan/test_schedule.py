@@ -278,11 +278,11 @@ def test_what_is_expected_of_a_pipeline_is_bounded() -> None:
         pipeline.finish_forward()
         for unit in [0, 1] * 50:
             run_unit(pipeline, unit)
-    assert len(pipeline._schedule.order) == 2 + 6000 + 3000
+    assert len(pipeline._order.schedule.order) == 2 + 6000 + 3000
     pipeline.begin_forward()
     for unit in random.Random(0).choices(range(6), k=3000):
         run_unit(pipeline, unit)
-    assert len(pipeline._schedule.order) < 2**18
+    assert len(pipeline._order.schedule.order) < 2**18
     pipeline.finish_forward(whole=False)
 
 

@@ -18,7 +18,8 @@ from hypothesis import strategies as st
 
 from device_model import BYTES, Device, DeviceLink, Graph, Op, plan_and_store
 from headrace.errors import HeadraceWarning, SlotConflictError, StateError
-from headrace.runtime import prefetcher
+from headrace.runtime import forwards
+from headrace.runtime.own_graphs import capturing, replaying
 from headrace.runtime.prefetcher import Prefetcher
 from headrace.runtime.slot import SlotState
 from headrace.stats import Recorder
@@ -248,11 +249,11 @@ class OwnEngine(ForeignEngine):
         """The graphs are freed."""
         self.device.finish()
         self.graphs, self.copied = [], []
-        self.pipeline.disown_graphs()
+        self.pipeline.replays.release_graphs()
 
     def capture(self, forward: Callable[[], None] | None = None) -> None:
         self.device.finish()  # torch.cuda.graph synchronizes
-        with self.pipeline.capturing() as copied:
+        with capturing(self.pipeline) as copied:
             self.link.graph = Graph()
             (forward or self.forward)()
             self.graphs.append(self.link.graph)
@@ -261,7 +262,7 @@ class OwnEngine(ForeignEngine):
         self.replay(-1)
 
     def replay(self, which: int) -> None:
-        with self.pipeline.replaying(self.copied[which % len(self.graphs)]):
+        with replaying(self.pipeline, self.copied[which % len(self.graphs)]):
             self.graphs[which % len(self.graphs)].launch(self.device)
 
 
@@ -351,8 +352,8 @@ def test_every_forward_leaves_the_first_units_in_the_slots(
     for step in steps:
         if not step.startswith("replay"):
             engine.run(step, seed)
-        held_back = engine.pipeline._graphs.held_back
-        for slot in engine.pipeline._live:
+        held_back = engine.pipeline.replays.held_back
+        for slot in engine.pipeline.replays.live:
             if slot.index == held_back:
                 assert slot.state is SlotState.HELD_BACK
             else:
@@ -365,11 +366,11 @@ def test_an_announced_replay_gets_slots_that_hold_nothing() -> None:
     engine = Engine(3, 2, 0, announced=True)
     engine.capture()
     engine.replay(0)
-    assert [slot.state for slot in engine.pipeline._slots()] == [SlotState.EMPTY, SlotState.READY]
+    assert [slot.state for slot in engine.pipeline.replays.slots()] == [SlotState.EMPTY, SlotState.READY]
     engine.prepare()
-    assert [slot.state for slot in engine.pipeline._live] == [SlotState.COPYING, SlotState.READY]
+    assert [slot.state for slot in engine.pipeline.replays.live] == [SlotState.COPYING, SlotState.READY]
     engine.forward()
-    assert [slot.state for slot in engine.pipeline._live] == [SlotState.HELD_BACK, SlotState.READY]
+    assert [slot.state for slot in engine.pipeline.replays.live] == [SlotState.HELD_BACK, SlotState.READY]
 
 
 @pytest.mark.parametrize("whole", [True, False], ids=["beside whole graphs", "alone"])
@@ -472,7 +473,7 @@ def test_our_own_graphs_and_others_exclude_one_another() -> None:
     engine.device.finish()
     foreign = ForeignEngine(4, 2, 0)
     foreign.capture()
-    assert not foreign.pipeline.may_own_graphs()
+    assert not foreign.pipeline.replays.can_capture()
 
 
 @pytest.mark.parametrize("stuck", range(4))
@@ -650,7 +651,7 @@ def test_a_unit_that_has_its_slot_alone_gathers_no_marks() -> None:
     engine = Engine(3, 2, 0, announced=False)
     for _ in range(20):
         engine.forward()
-    assert all(len(slot.events) <= 1 for slot in engine.pipeline._live)
+    assert all(len(slot.events) <= 1 for slot in engine.pipeline.replays.live)
 
 
 def test_copies_for_the_next_replay_wait_for_the_last_read_and_not_for_the_end() -> None:
@@ -773,7 +774,7 @@ def test_graphs_of_pieces(steps: list[str], num_units: int, num_slots: int, seed
 def test_what_waits_for_a_stuck_forward_of_another_thread_is_an_error(
     monkeypatch: pytest.MonkeyPatch, what: str
 ) -> None:
-    monkeypatch.setattr(prefetcher, "CONFLICT_TIMEOUT_S", 0.05)
+    monkeypatch.setattr(forwards, "CONFLICT_TIMEOUT_S", 0.05)
     engine = Engine(3, 2, 0, announced=False)
     pipeline, done, begun = engine.pipeline, threading.Event(), threading.Event()
 
@@ -790,7 +791,7 @@ def test_what_waits_for_a_stuck_forward_of_another_thread_is_an_error(
     assert begun.wait(10)
     entered = []
     message = r"another thread has been running for .* one offloaded model per thread"
-    waiting = pipeline.replaying() if what == "replay" else pipeline.rewriting(0)
+    waiting = replaying(pipeline) if what == "replay" else pipeline.rewriting(0)
     with pytest.raises(SlotConflictError, match=message), waiting:
         entered.append(what)
     done.set()
@@ -803,7 +804,7 @@ def test_compiled_code_that_raised_in_another_thread_is_named_where_it_holds_up_
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """It runs no op at its end, so the thread is taken to be inside a forward until it begins another one."""
-    monkeypatch.setattr(prefetcher, "STOP_TIMEOUT_S", 0.05)
+    monkeypatch.setattr(forwards, "STOP_TIMEOUT_S", 0.05)
     engine = Engine(3, 2, 0, announced=False)
     raised, again, ran, done = (threading.Event() for _ in range(4))
 

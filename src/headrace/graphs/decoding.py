@@ -132,7 +132,7 @@ class DecodeGraphs:
         self.release()
         if self._session is not None:
             self._session.own_graphs = None
-            self._session.disown_graphs()
+            self._session.release_graphs()
 
     def release(self) -> None:
         """Free cache and graphs; the next call makes new ones."""
@@ -234,7 +234,7 @@ class DecodeGraphs:
             return f"{type(model).__name__} does not decode with a static cache"
         if self._session is not None and self._session.plan.mode in RANK_MODES:
             return f"several ranks share its weights (mode {self._session.plan.mode})"
-        if self._session is not None and not self._session.may_own_graphs():
+        if self._session is not None and not self._session.can_capture():
             return "other code has captured CUDA graphs over this offload"
         if not self._with_hooks and (name := _hooked_module(model)) is not None:
             return (

@@ -36,8 +36,8 @@ from headrace.plan.units import TINY_BYTES, move_on_demand, plan_group_rule, sel
 from headrace.ranks.group import RankGroup
 from headrace.runtime.planner_factory import PlanRequest, make_planner
 from headrace.runtime.prepare import Prepared, compute_device, prepare
+from headrace.runtime.replays import BreakCapture
 from headrace.runtime.session import OffloadSession, SessionOptions
-from headrace.runtime.slot import BreakCapture
 from headrace.stats import Stats
 
 if TYPE_CHECKING:
@@ -208,7 +208,7 @@ class EngineTraits:
         plain_name: the name of a tensor without the modules that the engine wraps around others (LoRA).
         announces_replays: it calls ``sync_prev_onload`` before every capture and every replay of a complete forward,
             and puts neither end of a unit into a graph of a part of one.
-        break_capture: for forwards that are captured in segments, see ``[Note: breakable captures]`` in slot.py.
+        break_capture: for forwards that are captured in segments, see ``[Note: breakable captures]`` in replays.py.
         calls_forward: it calls the ``forward`` of the module that holds the layers past its hooks.
         copies_limited: the selection of a :class:`~headrace.UVA` policy is copied ahead of its use, one unit per layer
             through two slots, and not read in place.

@@ -37,8 +37,9 @@ from headrace.runtime.compile_ops import (
     mark_whole_forward,
     tensors_in,
 )
+from headrace.runtime.forwards import release_left
 from headrace.runtime.outside_access import NotCopyable, Promoter, is_on_stack
-from headrace.runtime.prefetcher import Prefetcher, release_left
+from headrace.runtime.prefetcher import Prefetcher
 from headrace.runtime.slot import Reader
 
 __all__ = ["CalledForwardHook", "ForwardHook", "UnitHook", "new_token", "unhooked_modules"]
@@ -230,7 +231,7 @@ class UnitHook(_ModuleHook):
             return
         given = [tensor.data_ptr() for tensor in tensors]
         for bound in self._tensors:
-            if self._prefetcher.in_capture:
+            if self._prefetcher.replays.in_capture:
                 bound.note_replays()
             bound.note_version(known=False)  # the ops count as writes, before (torch 2.11) or after they run
             bound.check()
@@ -294,7 +295,7 @@ class UnitHook(_ModuleHook):
             for hook in self._siblings:
                 if type(hook._module) is type(self._module) and hook._prefetcher is not None:
                     for bound in hook._tensors:
-                        bound.pin_to_slot(functools.partial(hook._prefetcher.is_read_here, hook._unit))
+                        bound.pin_to_slot(functools.partial(hook._prefetcher.replays.is_read_here, hook._unit))
 
     pin_to_slots._dynamo_marked_constant = True  # type: ignore[attr-defined]
 

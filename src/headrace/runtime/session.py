@@ -27,11 +27,14 @@ from headrace.model.live_tensors import BoundStorage, fill_empty, used_elsewhere
 from headrace.plan.cached_experts import CachedLayer
 from headrace.plan.kinds import slab_bytes
 from headrace.plan.plan import Plan
-from headrace.runtime.hooks import CalledForwardHook, ForwardHook, UnitHook, new_token, unhooked_modules
+from headrace.runtime.attach import cached_hook, forward_hook, unit_hooks
+from headrace.runtime.forwards import release_left
+from headrace.runtime.hooks import ForwardHook, UnitHook, new_token
 from headrace.runtime.outside_access import NotCopyable, Promoter, StateGuard, TableGuard
-from headrace.runtime.prefetcher import Prefetcher, release_left
+from headrace.runtime.own_graphs import capturing, replaying
+from headrace.runtime.prefetcher import Prefetcher
 from headrace.runtime.prepare import Prepared
-from headrace.runtime.slot import BreakCapture
+from headrace.runtime.replays import BreakCapture
 from headrace.stats import ExpertStats, ReadStats, Recorder, SpeculationCounts, Stats
 from headrace.stores.open_store import OpenedStore, open_store
 from headrace.stores.store import Progress, new_buffer
@@ -40,7 +43,7 @@ from headrace.transfer.open_link import open_link
 
 if TYPE_CHECKING:
     from headrace.experts.cache import CountsReader, ExpertCache
-    from headrace.experts.rows import CacheStreamOrder, ExpertHook, ReadsRows
+    from headrace.experts.rows import ExpertHook, ReadsRows
     from headrace.runtime.debug import AddressGuard
     from headrace.stores.expert_ranges import ExpertRanges
 
@@ -72,7 +75,7 @@ class SessionOptions:
         measure_stalls: on a GPU, time every wait (two event records each); a CPU always does.
         replays_announced: :meth:`OffloadSession.wait_all` is called before every capture and every replay of a whole
             forward, and :meth:`OffloadSession.reset` soon after it.
-        break_capture: see ``[Note: breakable captures]`` in slot.py.
+        break_capture: see ``[Note: breakable captures]`` in replays.py.
         keeps_addresses: an engine compiles or captures the model: tensors view their slots all the time.
         never_promotes: why a tensor that is used outside of its module's forward is an error; ``None``: it is promoted.
         repeats: a forward may run modules several times, or not at all, in an order that is learned; no graphs.
@@ -121,7 +124,6 @@ class OffloadSession(NotCopyable):
         budget_bytes, refusal = prepared.budget_bytes, options.never_promotes
         self._promoter = Promoter(prepared.plan, self._bound, self._device, budget_bytes, refusal)
         self._hooks: list[Hook | RemovableHandle] = []  # empty once they are taken off
-        self._units: list[UnitHook] = []
         self._caches: list[tuple[CachedLayer, ExpertCache]] = []
         self._ranges: ExpertRanges | None = None
         self._prefetcher: Prefetcher | None = None
@@ -235,22 +237,22 @@ class OffloadSession(NotCopyable):
         if self._prefetcher is not None:
             self._prefetcher.wait_all()
 
-    def may_own_graphs(self) -> bool:
+    def can_capture(self) -> bool:
         """Whether no other code has captured graphs over this offload."""
-        return self._prefetcher is None or self._prefetcher.may_own_graphs()
+        return self._prefetcher is None or self._prefetcher.replays.can_capture()
 
-    def disown_graphs(self) -> None:
+    def release_graphs(self) -> None:
         """The graphs of :meth:`capturing` are freed."""
         if self._prefetcher is not None:
-            self._prefetcher.disown_graphs()
+            self._prefetcher.replays.release_graphs()
 
     def capturing(self) -> AbstractContextManager[list[int]]:
-        """Within, this project captures a whole forward (:meth:`Prefetcher.capturing`)."""
-        return nullcontext([]) if self._prefetcher is None else self._prefetcher.capturing()
+        """Within, this project captures a whole forward (:func:`headrace.runtime.own_graphs.capturing`)."""
+        return nullcontext([]) if self._prefetcher is None else capturing(self._prefetcher)
 
     def replaying(self, copied: Sequence[int]) -> AbstractContextManager[None]:
         """Within, a graph of :meth:`capturing` is replayed, which has given ``copied``."""
-        return nullcontext() if self._prefetcher is None else self._prefetcher.replaying(copied)
+        return nullcontext() if self._prefetcher is None else replaying(self._prefetcher, copied)
 
     @contextmanager
     def as_placeholders(self) -> Iterator[None]:
@@ -306,7 +308,7 @@ class OffloadSession(NotCopyable):
                 restored = {name: self._bring_back(name) for name in names}
         except Exception:
             if self._prefetcher is not None:
-                self._prefetcher.resume()
+                self._prefetcher.forwards.resume()
             raise
         # Tensors before hooks: an interrupt here leaves a model that refuses to run, not one that runs without waiting.
         for name, buffer in restored.items():
@@ -319,7 +321,7 @@ class OffloadSession(NotCopyable):
         self._store.close()
         self._in_force = False
         self._promoter.close()
-        self._bound, self._units, self._caches, self._ranges = {}, [], [], None
+        self._bound, self._caches, self._ranges = {}, [], None
         _log.info("%s has its weights again; %s", type(self._model).__name__, self.counters())
 
     # -- building ---------------------------------------------------------------------------------------------------
@@ -387,12 +389,7 @@ class OffloadSession(NotCopyable):
                     ForwardHook(self._model, self._model, [], None, token, self._promoter, traced_in_forward=True)
                 )
         if plan.cached:
-            from headrace.experts.rows import CacheStreamOrder
-
-            turn = CacheStreamOrder(self._device)
-            for layer in plan.cached:
-                self._attach_cached(layer, turn)
-            turn.follow(self._device)  # the first forward may run on another stream than what made the caches
+            self._attach_cached()
         if plan.uva and is_mapped:
             # A page that a shorter file has no longer ends the program (SIGBUS, mmap(2)), so files are compared before.
             self._compare_mapped_files_around(self._model, None)
@@ -403,9 +400,8 @@ class OffloadSession(NotCopyable):
         self._hook(StateGuard(self._model, [self._bound[name] for name in plan.offloaded_names], self._state_bytes))
 
     def _attach_units(self, link: Link) -> None:
-        debug = debug_enabled() and not self._store.is_split
+        options, debug = self._options, debug_enabled() and not self._store.is_split
         try:
-            options = self._options
             self._prefetcher = prefetcher = Prefetcher(
                 self.plan,
                 self._store,
@@ -427,69 +423,30 @@ class OffloadSession(NotCopyable):
         unit_of = {entry.storage: unit.index for unit in self.plan.units for entry in unit.entries}
         self._promoter.rewriting = lambda name: prefetcher.rewriting(unit_of[name])
         token = new_token(self._device)
-        promoter = None if self._options.keeps_addresses else self._promoter
-        unhooked = unhooked_modules(self._model)
-        for unit in self.plan.units:
-            memory = self._prefetcher.slot_memory(unit.index)
-            storages = [self._bound[part.storage] for part in unit.entries]
-            for part, bound in zip(unit.entries, storages, strict=True):
-                slot = memory[part.offset : part.offset + part.num_bytes]
-                bound.point_at_slot(slot, None if promoter is None else promoter.on_outside_access)
-            module = self._model.get_submodule(unit.module_fqn)
-            in_forward = promoter is not None and module is self._model
-            hook = UnitHook(
-                module, unit.index, storages, prefetcher, token, promoter, self._units, module in unhooked, in_forward
-            )
-            self._units.append(hook)
+        promoter = None if options.keeps_addresses else self._promoter
+        units = []
+        for hook in unit_hooks(self._model, self.plan, self._bound, prefetcher, token, promoter):
+            units.append(hook)
             self._hook(hook)
         if debug:
             from headrace.runtime.debug import AddressGuard
 
             names = [part.storage for unit in self.plan.units for part in unit.entries]
             self._hook(AddressGuard([tensor for name in names for tensor in self._bound[name].tensors]))
-        entry, called = self._options.entry or self._model, self._options.called
-        if called is not None:
-            self._hook(CalledForwardHook(called, called, self._units, prefetcher, token, promoter))
-        elif self._model in unhooked:
-            root = self._model
-            self._hook(CalledForwardHook(root, root, self._units, prefetcher, token, promoter, unhooked=True))
-        else:
-            in_forward = promoter is not None and entry is self._model
-            self._hook(
-                ForwardHook(self._model, entry, self._units, prefetcher, token, promoter, traced_in_forward=in_forward)
-            )
+        entry = options.entry or self._model
+        self._hook(forward_hook(self._model, entry, options.called, units, prefetcher, token, promoter))
 
-    def _attach_cached(self, layer: CachedLayer, turn: CacheStreamOrder) -> None:
-        """Have the module of ``layer`` read its experts by rows; its own tensors become placeholders."""
-        from headrace.experts.cache import ExpertCache
-        from headrace.experts.packed import read_by_rows
+    def _attach_cached(self) -> None:
+        from headrace.experts.rows import CacheStreamOrder
 
         assert self._ranges is not None  # there are cached layers
-        home = layer.first_row + torch.arange(layer.num_experts, device=self._device)
-        rows = {name: self._ranges.rows(name) for name in layer.storages}
-        first = layer.first_overflow_row
-        overflow_rows = range(first, first + layer.overflow_rows)
-        # Kernels of engines take what is no expert for padding.
-        factory = self._options.expert_kernel_factory
-        num_rows = layer.num_experts if factory else len(next(iter(rows.values())))
-        shift = num_rows - layer.num_experts
-        # Engines keep tensors of their own.
-        bound = [] if factory else [self._bound[name].tensors[0] for name in layer.storages]
-
-        def check() -> None:
-            for tensor in bound:
-                tensor.require_in_place()
-
-        debug = debug_enabled()
-        cache = ExpertCache(list(rows.values()), home, layer.num_slots, overflow_rows, turn, shift, debug, check)
-        module, tensors = self._model.get_submodule(layer.module_fqn), {}
-        for name, memory in rows.items():
-            (tensor,) = self._bound[name].tensors
-            on_outside_access = None if self._options.keeps_addresses else self._promoter.on_outside_access
-            self._bound[name].point_at_slot(memory.view(-1)[: layer.storages[name]], on_outside_access)
-            tensors[tensor.info.locations[0].attr] = memory.view(tensor.info.dtype).view(-1, *tensor.info.shape[1:])
-        self._caches.append((layer, cache))
-        self._hook((factory or read_by_rows)(module, tensors, cache))
+        turn, factory = CacheStreamOrder(self._device), self._options.expert_kernel_factory
+        on_access = None if self._options.keeps_addresses else self._promoter.on_outside_access
+        for layer in self.plan.cached:
+            hook, cache = cached_hook(self._model, layer, self._bound, self._ranges, turn, factory, on_access)
+            self._caches.append((layer, cache))
+            self._hook(hook)
+        turn.follow(self._device)  # the first forward may run on another stream than what made the caches
 
     def _hook(self, hook: Hook) -> None:
         """Keep it first: an interrupt while it is attached must find it."""

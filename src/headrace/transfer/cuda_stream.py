@@ -8,7 +8,7 @@ reads it. ``wait`` lets the compute stream wait for the event after the copy. Ne
 [Note: capture] Inside a capture both edges become edges of the graph, and copies become its memcpy nodes. An event
 recorded outside, or in another capture, must not be waited on inside: what it stands for has happened before the graph
 ever runs, because the bytes that a graph finds in the slots at its start are the same at every replay (see ``[Note: two
-timelines]`` in runtime/slot.py). A capture that this project does not own may end while compute has not waited for a
+timelines]`` in runtime/replays.py). A capture that this project does not own may end while compute has not waited for a
 copy, which is an error of CUDA (``cudaErrorStreamCaptureUnjoined``) that leaves the process without a GPU. So the copy
 stream forgets each captured copy at once; the copy stays a node of the graph, whose replay ends after all its nodes.
 """
