@@ -71,8 +71,6 @@ LOAD_HEADINGS = columns(
 FILES_HEADINGS = columns(
     "contest | way | setting | median ms | least to most ms | rounds | GB/s | x headrace | same bits"
 )
-    "contest | way | setting | median ms | least to most ms | rounds | GB/s | x headrace | same bits"
-)
 PEER_HEADINGS = columns("case | way | graph | ms | GB/s into each GPU | host GiB per rank | same bits")
 
 

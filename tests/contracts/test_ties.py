@@ -75,6 +75,33 @@ def test_everything_is_as_it_was_after_remove(build: str, policy: Prefetch | UVA
         assert_same_bits(tensor.clone(), values[name], name)
 
 
+def test_views_keep_their_offsets_where_other_memory_comes_back() -> None:
+    """With a code the memory that they came with is gone. Of a large one only what they view is there again."""
+    model, wide = nn.Sequential(*(nn.Linear(256, 256) for _ in range(5))).eval().bfloat16(), 256 * 256
+
+    def view(before: int, size: int) -> torch.Tensor:
+        return torch.randn(before + size).bfloat16()[before:]
+
+    shared = view(5, wide + 256)
+    model[1].weight = nn.Parameter(shared[:wide].view(256, 256))
+    model[1].other = nn.Parameter(shared[256:].view(256, 256))
+    del shared
+    model[2].weight = nn.Parameter(view(2 * wide, wide).view(256, 256))
+    model[3].weight = nn.Parameter(view(768, wide).view(256, 256))
+    x = rows(256).bfloat16()
+    expected, values = model(x), {name: p.clone() for name, p in model.named_parameters()}
+    offsets = {name: p.storage_offset() for name, p in model.named_parameters()}
+    handle = headrace.offload(model, Prefetch(1, 1, 2, codec="exp3"))
+    assert_same_bits(model(x), expected)
+    assert handle.stats().bytes_moved > 0 and handle.plan.coded_units
+    handle.remove()
+    offsets["2.weight"] = 0
+    assert {name: p.storage_offset() for name, p in model.named_parameters()} == offsets
+    assert model[1].other.untyped_storage().data_ptr() == model[1].weight.untyped_storage().data_ptr()
+    assert_same_bits(dict(model.named_parameters()), values)
+    assert_same_bits(model(x), expected)
+
+
 def test_ties_and_views_hold_while_offloaded() -> None:
     model = OddStack(4).eval()
     layer = model.layers[1]

@@ -418,6 +418,10 @@ class BoundStorage:
         self.tensors = [BoundTensor(model, tensor) for tensor in info.tensors]
         self.home = self.tensors[0].original.device
         self.keeps_original = True
+        # Before it in the memory that a view came with; more than it has itself would be other tensors'.
+        first = self._first.original
+        before = first.storage_offset() * first.dtype.itemsize - self._first.info.byte_offset
+        self.lead_bytes = before if before <= info.num_bytes else 0
         self.is_back = False  # remove() has given the tensors their bytes
 
     @property

@@ -504,7 +504,9 @@ class OffloadSession(NotCopyable):
             return None
         home = self._device if bound.on_meta else bound.home
         try:
-            return self._current_bytes(name, home).to(home)
+            found, lead = self._current_bytes(name, home).to(home), bound.lead_bytes
+            # With the storage offset that it had.
+            return found if not lead else torch.cat([found.new_empty(lead), found])[lead:]
         except torch.OutOfMemoryError as error:
             raise BudgetError(
                 f"{home} has no room to bring back {name}; free device memory first, the offload stays in force",
