@@ -98,7 +98,7 @@ class TestRoundTrip:
         data = json.loads((tmp_path / "plan.json").read_text())
         sizes = {s.name: s.num_bytes for s in take_inventory(Stack(6)).storages if s.name in known(plan)}
         digest = hashlib.sha256(json.dumps(sorted(sizes.items()), separators=(",", ":")).encode()).hexdigest()
-        assert data["schema"] == 6
+        assert data["schema"] == 7
         assert data["model"] == {
             "name": "stack",
             "num_storages": len(sizes),
@@ -109,11 +109,11 @@ class TestRoundTrip:
 
     def test_the_keys_are_frozen(self, plan: Plan) -> None:
         """Another set of keys is another schema: raise the version."""
-        assert plan.to_json()["schema"] == 6
+        assert plan.to_json()["schema"] == 7
         assert list(plan.to_json()) == [
-            "schema", "model", "machine", "mode", "num_ranks", "context", "num_slots", "slot_bytes", "device_bytes",
-            "resident_bytes", "prefetched_bytes", "moved_bytes", "store_bytes", "uva_bytes", "units", "resident", "uva",
-            "cached",
+            "schema", "model", "machine", "mode", "num_ranks", "context", "budget_bytes", "num_slots", "slot_bytes",
+            "device_bytes", "resident_bytes", "prefetched_bytes", "moved_bytes", "store_bytes", "uva_bytes", "units",
+            "resident", "uva", "cached",
         ]  # fmt: skip
 
     @pytest.mark.parametrize("policy", [Budget("12KiB", ["layers"]), all_layers(), UVA(params=["linear"])], ids=str)
@@ -132,6 +132,21 @@ class TestRoundTrip:
             found.append((handle.plan, handle.stats().bytes_moved - before))
             handle.remove()
         assert found[0] == found[1]
+
+    @torch.no_grad()
+    def test_the_budget_goes_with_the_plan(self, tmp_path: Path) -> None:
+        """A weight that is used outside of its module's forward is not promoted beyond it."""
+        model = Stack(5).eval()
+        made = headrace.make_plan(model, Budget("12KiB", ["layers"]))
+        made.save(tmp_path / "plan.json")
+        loaded = Plan.load(tmp_path / "plan.json")
+        assert loaded.budget_bytes == made.budget_bytes == 12 * 1024
+        assert replace(loaded, budget_bytes=None) == loaded
+        names = [entry.storage for unit in loaded.units for entry in unit.entries]
+        with headrace.offload(model, loaded) as handle:
+            with pytest.warns(HeadraceWarning, match="would exceed the budget of 12288 bytes"):
+                [model.get_parameter(name).sum() for name in names]
+            assert handle.plan.device_bytes <= 12 * 1024
 
     def test_streams_from_a_checkpoint(self, tmp_path: Path) -> None:
         resident = MoE().eval()
@@ -187,11 +202,11 @@ def without(*keys: Any) -> Callable[[Any], None]:
 
 FIRST = "layers.0.norm.weight"
 DAMAGE = {
-    "schema 1": (at("schema", value=1), r"schema: expected 6, the version that this headrace reads .*, found 1"),
-    "schema 2": (at("schema", value=2), r"schema: expected 6, .*, found 2"),
-    "schema true": (at("schema", value=True), "schema: expected 6, .* found true"),
-    "schema 1.0": (at("schema", value=1.0), r"schema: expected 6, .* found 1\.0"),
-    "no schema": (without("schema"), "schema: expected 6, .* found null"),
+    "schema 1": (at("schema", value=1), r"schema: expected 7, the version that this headrace reads .*, found 1"),
+    "schema 2": (at("schema", value=2), r"schema: expected 7, .*, found 2"),
+    "schema true": (at("schema", value=True), "schema: expected 7, .* found true"),
+    "schema 1.0": (at("schema", value=1.0), r"schema: expected 7, .* found 1\.0"),
+    "no schema": (without("schema"), "schema: expected 7, .* found null"),
     "key missing": (without("uva"), "expected the key 'uva', which is missing"),
     "key unknown": (at("speed", value=3), 'the file: expected no key but schema, .*, found "speed"'),
     "unit key missing": (without("units", 1, "module_fqn"), "expected the key 'module_fqn', which is missing"),
@@ -283,8 +298,8 @@ class TestDamagedFiles:
             (b"9" * 5000, "expected a plan in JSON, found"),
             (b"[]", r"the file: expected an object, found \[\]"),
             (b"null", "the file: expected an object, found null"),
-            (b'{"schema": 6, "schema": 6}', "the key 'schema' twice in one object"),
-            (b'{"schema": NaN}', "schema: expected 6, .* found NaN"),
+            (b'{"schema": 7, "schema": 7}', "the key 'schema' twice in one object"),
+            (b'{"schema": NaN}', "schema: expected 7, .* found NaN"),
         ],
         ids=lambda value: str(value)[:20],
     )

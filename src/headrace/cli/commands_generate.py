@@ -243,8 +243,7 @@ def _run(model: str, text: str | None, chat: bool | None, options: GenerateOptio
         notes.print(_expectation(planned), soft_wrap=True)
     meter = PeakMeter()
     with byte_bar("loading", notes) as progress, open_ranks(group) as ranks:
-        request = replace(request, model=module, policy=plan, budget_bytes=planned.context.budget_bytes)
-        request = replace(request, ranks=ranks, speculation=speculation)
+        request = replace(request, model=module, policy=plan, ranks=ranks, speculation=speculation)
         handle = load_matched(folder, request, opened.match, progress, graphs)
     # The handle is not removed at the end: that would make all weights resident, which may not fit.
     recorder = None if options.expert_trace is None else RoutingRecorder(module, device)

@@ -189,7 +189,6 @@ def _run_server(model: str, flags: OffloadFlags, options: _ServeOptions) -> None
     longest, automatic = _longest(flags, planned), planned.context.automatic
     pool = Pool.of(sequences, longest, BLOCK_TOKENS)
     request = replace(request, policy=planned.plan, workload=Workload([sequences], longest))
-    request = replace(request, budget_bytes=planned.context.budget_bytes)
     planned = plan_model(request)  # again, to measure the cache of that workload
     if planned.shortage:
         raise OptionError(f"the plan {planned.shortage}; use a smaller --batch or --context, or less --device-memory")

@@ -200,7 +200,6 @@ class PlanRequest:
         ranks: those that share the weights.
         pool: where weights were put while the model was built.
         speculation: what guesses tokens while the model generates; its draft is part of a budget.
-        budget_bytes: of the budget for which a finished plan was made.
     """
 
     model: Any
@@ -218,7 +217,6 @@ class PlanRequest:
     ranks: RankGroup | None = None
     pool: BuildTimePool | None = None
     speculation: Speculation | None = None
-    budget_bytes: int | None = None
 
     @cached_property
     def given(self) -> Policy | Plan | None:
@@ -279,12 +277,6 @@ class PlanContext:
     hits: ExpertHits | None = None
     draft: DraftCost | None = None
     automatic: str = ""
-
-    @property
-    def budget_bytes(self) -> int | None:
-        """Device memory that weights may take; ``None``: there is no such limit."""
-        given = self.request.given
-        return given.num_bytes if isinstance(given, Budget) else self.request.budget_bytes
 
     @cached_property
     def planner(self) -> Planner:
@@ -654,7 +646,8 @@ def finalize_plan(
     num_ranks = num_ranks if plan.kind.is_split else 1
     if plan.uva and (plan.kind.is_split or not can_read_in_place(device)):  # split: no rank has a whole tensor
         moved = move_on_demand(inventory, plan)
-        plan = replace(moved, model_name=plan.model_name, made_for=plan.made_for, context=plan.context)
+        facts: dict[str, Any] = {"context": plan.context, "budget_bytes": plan.budget_bytes}
+        plan = replace(moved, model_name=plan.model_name, made_for=plan.made_for, **facts)
     plan = plan if plan.num_ranks == num_ranks else replace(plan, num_ranks=num_ranks)
     if plan.offloaded_bytes and plan.device_bytes > plan.weight_bytes:
         warn_user(

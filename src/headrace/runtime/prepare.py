@@ -47,13 +47,11 @@ class Prepared(StoreRequest):
     Attributes:
         model: on any one device; tensors on ``meta`` are filled from ``weights``.
         inventory: of the model.
-        budget_bytes: device memory that weights may take, also when a tensor is promoted; ``None``: no such limit.
         on_host: storages whose device is a GPU although the engine keeps their bytes in host memory.
     """
 
     model: nn.Module
     inventory: Inventory
-    budget_bytes: int | None = None
     on_host: frozenset[str] = frozenset()
 
     def must_move(self, name: str) -> bool:
@@ -92,7 +90,6 @@ def prepare(request: PlanRequest, *, allocates: bool = True) -> Prepared:
         peer=peer_of(device) if plan.peer_bytes else None,
         model=request.model,
         inventory=context.inventory,
-        budget_bytes=context.budget_bytes,
     )
     if pool is not None:
         on_host = storages_in_engine_memory(bound)

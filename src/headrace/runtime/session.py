@@ -121,8 +121,7 @@ class OffloadSession(NotCopyable):
         self._prepared: Prepared | None = prepared  # until attach() is done
         self._options = options
         self._model, self._device, self._bound = prepared.model, prepared.device, prepared.bound
-        budget_bytes, refusal = prepared.budget_bytes, options.never_promotes
-        self._promoter = Promoter(prepared.plan, self._bound, self._device, budget_bytes, refusal)
+        self._promoter = Promoter(prepared.plan, self._bound, self._device, options.never_promotes)
         self._hooks: list[Hook | RemovableHandle] = []  # empty once they are taken off
         self._units: list[UnitHook] = []
         self._caches: list[tuple[CachedLayer, ExpertCache]] = []

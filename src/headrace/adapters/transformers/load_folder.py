@@ -157,7 +157,7 @@ def _speculated(request: PlanRequest, speculation: Speculation, found: Match, de
         measured = ", or state what you have measured (accepted=)" if forecast.is_assumed else ""
         warn_user(f"{forecast}: leave speculate out{measured}")
     speculation = replace(speculation, guesses=forecast.guesses)
-    return replace(request, policy=plan, budget_bytes=context.budget_bytes, speculation=speculation)
+    return replace(request, policy=plan, speculation=speculation)
 
 
 def _with_files(request: PlanRequest, found: Match) -> PlanRequest:
