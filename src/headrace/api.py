@@ -28,7 +28,7 @@ if TYPE_CHECKING:
     from headrace.checkpoint.safetensors_header import Checkpoint
     from headrace.checkpoint.weight_map import WeightMap
 
-__all__ = ["Handle", "handle_of", "offload", "refuse_second_offload", "start"]
+__all__ = ["Handle", "handle_of", "offload", "refuse_second_offload", "session_of", "start"]
 
 _log = logging.getLogger(__name__)
 
@@ -229,6 +229,12 @@ def start(
 def handle_of(module: nn.Module) -> Handle | None:
     """The handle of the offload of ``module`` itself, if it is offloaded."""
     return vars(module).get(_MARK)
+
+
+def session_of(module: nn.Module) -> OffloadSession | None:
+    """The session of the offload of ``module`` itself, if it is offloaded."""
+    handle = handle_of(module)
+    return None if handle is None else handle._session
 
 
 def refuse_second_offload(model: nn.Module) -> None:

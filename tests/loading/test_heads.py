@@ -81,7 +81,8 @@ def test_tokens_of_transformers_alone(folder: Path, policy: Any, monkeypatch: py
     assert 6 * 20 < counts.passes < 6 * 40
     assert f"{6 * 40 / counts.passes:.2f} tokens a pass" in str(stats)
     assert reads == [1]
-    assert handle._session.speculating._heads.mtp_cache.get_seq_length() == 0  # type: ignore[union-attr]
+    (speculating,) = handle._session.attachments
+    assert speculating._heads.mtp_cache.get_seq_length() == 0  # type: ignore[attr-defined]
     handle.remove()
     assert "generate" not in vars(model)
     assert generated(model) == generated(resident(folder))
@@ -246,7 +247,7 @@ def test_a_prompt_of_embeddings_runs_without(dense: Path) -> None:
 def test_removal_frees_the_heads(dense: Path) -> None:
     model, handle = load(dense, GROUP, device="cpu", speculate="mtp")
     generated(model)
-    speculating: Any = handle._session.speculating
+    speculating: Any = handle._session.attachments[-1]
     head = weakref.ref(speculating._heads.mtp_model)
     handle.remove()
     del speculating

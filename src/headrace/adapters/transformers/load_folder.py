@@ -186,7 +186,6 @@ def load_matched(
         decode_in_graphs(model, handle.plan.context, with_hooks=False)
     if speculating is not None:
         speculating.attach()
-        handle._session.speculating = speculating
     return handle
 
 
