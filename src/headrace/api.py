@@ -14,8 +14,8 @@ from headrace.config import RANK_MODES, Policy, instead_of
 from headrace.errors import OptionTypeError, StateError, warn_user
 from headrace.formatting import format_size
 from headrace.plan.plan import Plan
+from headrace.planning.request import PlanRequest, require_kinds
 from headrace.runtime.outside_access import place_of
-from headrace.runtime.planner_factory import PlanRequest, require_kinds
 from headrace.runtime.prepare import Prepared, open_ranks, prepare
 from headrace.runtime.session import OffloadSession, Progress, SessionOptions
 from headrace.stats import Stats

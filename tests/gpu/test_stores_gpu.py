@@ -20,8 +20,8 @@ from headrace.memory.system import Limits
 from headrace.model.inventory import take_inventory
 from headrace.plan.build import build_plan
 from headrace.plan.schedule import RING_BYTES
-from headrace.runtime import planner_factory
-from headrace.runtime.planner_factory import needs_of
+from headrace.planning import context as planning_context
+from headrace.planning.checks import needs_of
 
 # Policy, and the units of it that rest in files.
 PLANS: dict[str, tuple[Policy, tuple[int, ...]]] = {
@@ -97,8 +97,8 @@ class TestBudget:
         self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
     ) -> None:
         """A budget that names no store; the ring counted at what it takes here and not at half a GiB."""
-        spill = planner_factory.Spill
-        monkeypatch.setattr(planner_factory, "Spill", partial(spill, ring_bytes=0))
+        spill = planning_context.Spill
+        monkeypatch.setattr(planning_context, "Spill", partial(spill, ring_bytes=0))
         resident, model = twins()
         total = take_inventory(model).num_bytes
         budget = Budget(total // 2, host_memory=total // 5)
@@ -118,7 +118,7 @@ class TestBudget:
         model = build(2)
         folder = save(model, tmp_path)
         limits = Limits(host_available_bytes=free)
-        monkeypatch.setattr(planner_factory, "read_limits", lambda device, pinned_bytes=0: limits)
+        monkeypatch.setattr(planning_context, "read_limits", lambda device, pinned_bytes=0: limits)
         if free < RING_BYTES:
             with pytest.raises(BudgetError, match=r"free host memory of [\d.]+ [GMK]?i?B .* with the staging ring"):
                 headrace.offload(model, "4MiB", checkpoint=folder)

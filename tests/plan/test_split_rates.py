@@ -176,7 +176,7 @@ class TestPlanning:
 
 
 def offload_with_links(rank: int) -> list[list[int]]:
-    headrace.runtime.planner_factory.planning_rates = lambda *_: LINKED  # type: ignore[attr-defined]
+    headrace.planning.context.planning_rates = lambda *_: LINKED  # type: ignore[attr-defined]
     found = []
     for mode, share in (("sharded_gpu", 5 / 6), ("sharded_cpu", 0.7)):
         model = Stack(8, 128).eval()

@@ -50,7 +50,7 @@ if TYPE_CHECKING:
     from headrace.api import Handle
     from headrace.experts.recorder import RoutingRecorder
     from headrace.plan.plan import Plan
-    from headrace.planning import PlanResult
+    from headrace.plan_model import PlanResult
     from headrace.stats import Stats
 
 __all__ = ["chat", "generate"]
@@ -203,8 +203,8 @@ def _run(model: str, text: str | None, chat: bool | None, options: GenerateOptio
     from headrace.adapters.transformers.opened_model import open_model
     from headrace.experts.recorder import RoutingRecorder
     from headrace.plan.report import render
-    from headrace.planning import plan_model
-    from headrace.runtime.planner_factory import PlanRequest
+    from headrace.plan_model import plan_model
+    from headrace.planning.request import PlanRequest
     from headrace.runtime.prepare import open_ranks
 
     notes = stderr

@@ -32,7 +32,7 @@ from headrace.model.inventory import take_inventory
 from headrace.model.memory_profile import profile_of
 from headrace.plan.plan import assemble
 from headrace.plan.speculation import MTP, DraftCost, Speculation
-from headrace.runtime.planner_factory import PlanContext, make_planner
+from headrace.planning.context import PlanContext, make_planner
 from headrace.stats import SpeculationCounts
 
 if TYPE_CHECKING:
