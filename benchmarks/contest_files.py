@@ -28,9 +28,8 @@ import torch
 
 from contest_readers import LAYERS_PER_FILE, LIBRARIES, SETTINGS, SMALL, Ground, prepare
 from contest_ways import Contestant, HeadraceRing, Load, Offload, ReaderLoad, ReaderRing, TensorLoad, TensorRing
-from harness import append, finish, link_bytes_per_s, parser_of, words_of, writable_folder
+from harness import append, finish, link_bytes_per_s, parser_of, read_plainly, words_of, writable_folder
 from headrace.cli.bench_step import QWEN3_8B
-from plain_reads import read_plainly
 
 BAR = 1.10
 

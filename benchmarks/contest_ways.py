@@ -22,10 +22,10 @@ from headrace.config import ALL_MODEL_PARAMS, Mode
 from headrace.memory.pages import map_file, resident_bytes
 from headrace.memory.pinned import CudaRegistrar
 from headrace.memory.system import cpus_near, touch_threads
+from headrace.stores.checkpoint_files import DiskStore
 from headrace.stores.loader import CudaUploader, Delivery, deliver
 from headrace.stores.sources import DiskOptions
-from headrace.stores.store import DiskStore
-from plain_reads import forget
+from load_checkpoint import forget
 
 __all__ = ["Contestant", "HeadraceRing", "Load", "Offload", "ReaderLoad", "ReaderRing", "TensorLoad", "TensorRing"]
 

@@ -45,7 +45,7 @@ from transformers import (
 import headrace
 from checks import raising
 from commands import OFFLOAD_FLAGS, TINY, error_of, run, succeed, tiny_model
-from headrace.adapters.transformers.load_folder import read_json
+from headrace.checkpoint.safetensors_header import read_json
 from headrace.cli import app, terminal
 from headrace.cli.arguments import VERB_FLAGS, requested, target_device
 from headrace.cli.demo_run import ensure_model
@@ -989,7 +989,7 @@ def test_a_config_that_names_a_kernel_on_the_hub(model: Path, tmp_path: Path, co
 def test_a_config_that_is_nested_too_deeply(model: Path, tmp_path: Path) -> None:
     folder = copied(model, tmp_path / "deep")
     (folder / "config.json").write_text('{"a":' * 100_000 + "1" + "}" * 100_000)
-    assert "config.json: expected a JSON object, found: maximum recursion depth" in error_of("plan", folder)
+    assert "config.json: expected UTF-8 JSON; found maximum recursion depth" in error_of("plan", folder)
 
 
 @pytest.mark.parametrize("name", ["a\0b", "\ud800", "x" * 5000, "\x1b[31mred", "a\nb", ".", "/", "..", "", "sub/"])
@@ -1083,15 +1083,13 @@ def test_a_key_twice_in_a_config(model: Path, tmp_path: Path) -> None:
     folder = copied(model, tmp_path / "twice")
     text = (folder / "config.json").read_text()
     (folder / "config.json").write_text(text.replace("{", '{"vocab_size": 1, ', 1))
-    assert "found: the key 'vocab_size' twice in one object; download" in error_of("plan", folder)
+    assert "found a key given twice, [('vocab_size', 2)]. Download" in error_of("plan", folder)
 
 
 def test_settings_in_what_is_no_file(tmp_path: Path) -> None:
     """Reading a named pipe would wait for another process."""
     os.mkfifo(tmp_path / "generation_config.json")
-    with pytest.raises(
-        CheckpointError, match=r"generation_config\.json: expected a JSON object, found: no regular file"
-    ):
+    with pytest.raises(CheckpointError, match=r"generation_config\.json: expected a regular file; found a named pipe"):
         read_json(tmp_path / "generation_config.json")
 
 

@@ -132,7 +132,7 @@ def test_a_damaged_generation_config(changed: Callable[..., Path]) -> None:
     """It was left out in silence, with the tokens that end an answer."""
     folder = changed("generation_config.json")
     (folder / "generation_config.json").write_text('{"eos_token')
-    assert "generation_config.json: expected a JSON object, found: Unterminated string" in error_of("serve", folder)
+    assert "generation_config.json: expected UTF-8 JSON; found Unterminated string" in error_of("serve", folder)
 
 
 def test_quantised_weights(changed: Callable[..., Path]) -> None:

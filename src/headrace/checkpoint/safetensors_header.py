@@ -10,29 +10,31 @@ from __future__ import annotations
 import difflib
 import errno
 import heapq
+import json
 import math
 import os
 import reprlib
 import resource
 import stat
-from collections import defaultdict
+from collections import Counter, defaultdict
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import cache
 from pathlib import Path, PurePosixPath
-from typing import TYPE_CHECKING, NamedTuple, TypeGuard
+from typing import TYPE_CHECKING, Any, NamedTuple, TypeGuard
 
 from headrace.errors import CheckpointError
 from headrace.formatting import listed
-from headrace.json_files import parse
 
 # Functions that need torch import it. The process that fills a staging ring uses FileFingerprint and the errors of
 # files from here, and starts faster without torch.
 if TYPE_CHECKING:
     import torch
 
-__all__ = ["Checkpoint", "FileFingerprint", "FileTensor", "opened", "raw_header", "require_file", "too_many_open"]
+__all__ = [
+    "Checkpoint", "FileFingerprint", "FileTensor", "opened", "raw_header", "read_json", "require_file", "too_many_open",
+]  # fmt: skip
 
 _INDEX = "model.safetensors.index.json"
 _MAX_HEADER_BYTES = 100_000_000  # the format's own limit
@@ -226,8 +228,7 @@ def _find_files(start: Path) -> tuple[Path, list[Path]]:
 
 def _index_shards(index: Path) -> dict[Path, set[str]]:
     """Shard -> names of the tensors that the index's ``weight_map`` (``{name: file}``) places in it."""
-    with opened(index) as (fd, stamp):
-        files = _parse_object(index, _read(fd, 0, stamp.num_bytes, index)).get("weight_map")
+    files = read_json(index).get("weight_map")
     if not isinstance(files, dict) or not files or not all(isinstance(file, str) for file in files.values()):
         raise _fault(index, 'an index with "weight_map": {tensor: file}', reprlib.repr(files))
     names_in: defaultdict[str, set[str]] = defaultdict(set)
@@ -291,14 +292,28 @@ def _read_header(path: Path) -> tuple[dict[str, FileTensor], FileFingerprint]:
     return {tensor.name: tensor for tensor in tensors}, stamp
 
 
-def _parse_object(path: Path, raw: bytes) -> dict[str, object]:
+def read_json(path: Path) -> dict[str, Any]:
+    """The object in a JSON file of a model's folder; CheckpointError if there is none, or a key twice in it."""
+    with opened(path) as (fd, stamp):
+        return _parse_object(path, _read(fd, 0, stamp.num_bytes, path))
+
+
+def _parse_object(path: Path, raw: bytes) -> dict[str, Any]:
     try:
-        parsed = parse(raw)
-    except ValueError as error:  # not UTF-8, not JSON, or a key given twice
+        # decode() is UTF-8, as the format demands; json.loads of bytes would take UTF-16 and UTF-32, too.
+        parsed = json.loads(raw.decode(), object_pairs_hook=_unique)
+    except (ValueError, RecursionError) as error:  # ValueError: not UTF-8, not JSON, or a key given twice
         raise _fault(path, "UTF-8 JSON", str(error)) from error
     if not isinstance(parsed, dict):
         raise _fault(path, "a JSON object", reprlib.repr(parsed))
     return parsed
+
+
+def _unique(pairs: list[tuple[str, object]]) -> dict[str, object]:
+    # The format forbids equal keys, and json alone would keep the last of them without an error.
+    if len(result := dict(pairs)) != len(pairs):
+        raise ValueError(f"a key given twice, {Counter(key for key, _ in pairs).most_common(1)}")
+    return result
 
 
 @cache

@@ -36,13 +36,12 @@ from headrace.adapters.transformers.quantised import INITIALISED, move_wrappers,
 from headrace.adapters.transformers.speculating import Speculating, heads_cost
 from headrace.api import Handle, start
 from headrace.checkpoint.model_folder import model_folder
-from headrace.checkpoint.safetensors_header import Checkpoint, FileTensor, opened
+from headrace.checkpoint.safetensors_header import Checkpoint, FileTensor, opened, read_json
 from headrace.checkpoint.weight_map import WeightMap
 from headrace.config import SHARDED_MODES, Policy, instead_of
 from headrace.errors import CheckpointError, OptionError, OptionTypeError, warn_user
 from headrace.formatting import format_size, listed
 from headrace.graphs.decoding import decode_in_graphs
-from headrace.json_files import parse, read_file
 from headrace.memory.system import gc_paused
 from headrace.model.live_tensors import BoundStorage, storage_id
 from headrace.plan.plan import Plan
@@ -60,7 +59,7 @@ if TYPE_CHECKING:
 
     ModelClass = type[PreTrainedModel] | type[_BaseAutoModelClass]
 
-__all__ = ["build_meta_model", "differences", "load", "load_matched", "read_json"]
+__all__ = ["build_meta_model", "differences", "load", "load_matched"]
 
 _SETTERS = (torch.ops.aten.zero_, torch.ops.aten.fill_, torch.ops.aten.copy_)
 _MANY_LAYERS, _MANY_MODULES, _MANY_LABELS, _LARGE = 1000, 20_000, 1_000_000, 10_000_000
@@ -236,21 +235,6 @@ def build_meta_model(
     model = _build(folder, maker, config, chosen, attn_implementation)
     put_in_modules(folder, model, quantizer, chosen, device)
     return model
-
-
-def read_json(file: Path) -> dict[str, Any]:
-    """The object in a file of a model's folder.
-
-    Raises:
-        CheckpointError: there is none.
-    """
-    try:
-        raw = parse(read_file(file, 1 << 26))
-    except (OSError, ValueError) as error:  # ValueError: not UTF-8, or not JSON
-        raise CheckpointError(f"{file}: expected a JSON object, found: {error}; download or copy it again") from error
-    if not isinstance(raw, dict):
-        raise CheckpointError(f"{file}: expected a JSON object, found {type(raw).__name__}; download it again")
-    return raw
 
 
 def _refuse_values(folder: Path, raw: dict[str, Any]) -> None:

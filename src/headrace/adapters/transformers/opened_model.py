@@ -16,12 +16,12 @@ import torch
 from transformers import GenerationConfig, PreTrainedModel, conversion_mapping, core_model_loading
 
 from headrace.adapters.transformers.conversion import Match, match
-from headrace.adapters.transformers.load_folder import build_meta_model, differences, read_json
+from headrace.adapters.transformers.load_folder import build_meta_model, differences
 from headrace.adapters.transformers.packed_layout import use_packed_layout
 from headrace.adapters.transformers.quantised import NotHereError, stated_quantisation
 from headrace.checkpoint.metadata_cache import FolderFacts
 from headrace.checkpoint.model_folder import indexed_bytes, model_folder, model_name
-from headrace.checkpoint.safetensors_header import Checkpoint
+from headrace.checkpoint.safetensors_header import Checkpoint, read_json
 from headrace.checkpoint.weight_map import WeightMap
 from headrace.config import AUTO, Budget, Workload
 from headrace.errors import CheckpointError, OptionError
