@@ -88,7 +88,7 @@ def needed_pinned_bytes(monkeypatch: pytest.MonkeyPatch, held_names: list[str], 
     stretch = AlreadyPinned(PinnedBuffer(torch.zeros(256 * 1024, dtype=torch.uint8)), 0, 256 * 1024)
     pool: Any = SimpleNamespace(find_storages=lambda bound: dict.fromkeys(held_names, stretch))
     monkeypatch.setattr(prepare_module, "compute_device", lambda model, device: torch.device("cuda", 0))
-    monkeypatch.setattr(prepare_module, "describe_device", lambda device: Machine("a GPU"))
+    monkeypatch.setattr("headrace.planning.request.describe_device", lambda device: Machine("a GPU"))
     monkeypatch.setattr(planning_context, "read_limits", lambda *given, **options: Limits())
     found: list[int] = []
     monkeypatch.setattr(planning_context, "check_limits", lambda p, limits, needs: found.append(needs.pinned_bytes))
