@@ -83,7 +83,7 @@ def rows(models: Sequence[str] = (*MODELS, *PIPELINES)) -> Iterator[dict[str, An
             planned = plan_model(PlanRequest(model, "auto", machine=card))
             row["weight_bytes"] = planned.plan.weight_bytes
             if pipeline is None:
-                row[what][card] = planned.outlook.forecasts[0].rows_per_s
+                row[what][card] = planned.prediction.forecasts[0].rows_per_s
             else:
                 pass_s, once_s = pipeline.pass_s(planned, H200_FLOPS_PER_S / _NOMINAL[card]["flops_per_s"])
                 row[what][card] = pipeline.steps * pipeline.passes * pass_s + once_s

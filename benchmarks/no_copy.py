@@ -13,9 +13,9 @@ from typing import Any
 from torch import nn
 
 from headrace.errors import StateError
+from headrace.offloaders.build_time import mark_read_in_place, unmark
 from headrace.offloaders.layerwise import EngineOffloader
 from headrace.plan.plan import Plan
-from headrace.runtime.build_time import mark_read_in_place, unmark
 from headrace.stats import Stats, UnitStats
 from headrace.testing import boundaries_of
 

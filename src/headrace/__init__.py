@@ -20,6 +20,7 @@ before torch is there.
 
 from __future__ import annotations
 
+import sys
 from importlib import import_module
 from typing import TYPE_CHECKING
 
@@ -69,6 +70,9 @@ __all__ = [
     "set_offloader",
 ]
 
+if (_live := sys.modules.get("headrace.model.live_tensors")) is not None:  # this module is being reloaded
+    _live.refuse_reload()
+
 __version__ = "0.2.0"  # the one place; pyproject.toml reads it
 
 # Every other public name is one of headrace.offloaders.
@@ -78,7 +82,7 @@ _HOMES = {
     "headrace.experts.rows": ("expert_rows",),
     "headrace.graphs.decoding": ("decode_in_graphs",),
     "headrace.api": ("Handle", "offload"),
-    "headrace.plan.report": ("Plan",),  # with its tables
+    "headrace.plan.plan": ("Plan",),
     "headrace.plan.speculation": ("Speculation",),
     "headrace.plan_model": ("make_plan",),
     "headrace.stores.sources": ("DiskOptions",),

@@ -31,11 +31,11 @@ if TYPE_CHECKING:
     from headrace.checkpoint.weight_map import WeightMap
     from headrace.model.records import Inventory
     from headrace.plan.build import Planner
-    from headrace.plan.report import PlanPrediction
+    from headrace.plan.plan import DeviceName
+    from headrace.plan.prediction import PlanPrediction
     from headrace.plan.routing_traces import ExpertHits
     from headrace.plan.speculation import DraftCost, SpeculationForecast
     from headrace.stores.sources import DiskOptions
-    from headrace.transfer.machine_probe import DeviceName
 
 __all__ = ["PlanResult", "make_plan", "plan_model"]
 
@@ -88,7 +88,7 @@ def make_plan(
     planned = plan_model(PlanRequest(model, policy, *options))
     if planned.shortage:
         warn_user(f"the plan {planned.shortage}")
-    return planned.with_outlook()
+    return planned.with_prediction()
 
 
 @dataclass(frozen=True)
@@ -96,7 +96,7 @@ class PlanResult:
     """A plan with what it was made from.
 
     Attributes:
-        plan: without predictions (:meth:`with_outlook`).
+        plan: without predictions (:meth:`with_prediction`).
         speculation: decoding with the guesses that were asked for; ``None``: none were.
     """
 
@@ -140,16 +140,16 @@ class PlanResult:
         return f"{format_size(num_bytes)} in host memory{less}" if num_bytes else ""
 
     @cached_property
-    def outlook(self) -> PlanPrediction:
+    def prediction(self) -> PlanPrediction:
         """Predictions; for a budget also alternatives."""
-        outlook = self.planner.outlook(self.context.request.given, self.plan, self.workload)
-        notes = (self.context.automatic, *outlook.notes, self._host_memory, str(self.speculation or ""))
+        prediction = self.planner.predict(self.context.request.given, self.plan, self.workload)
+        notes = (self.context.automatic, *prediction.notes, self._host_memory, str(self.speculation or ""))
         notes = tuple(note for note in notes if note)
-        return replace(outlook, shortage=self.shortage, notes=notes)
+        return replace(prediction, shortage=self.shortage, notes=notes)
 
-    def with_outlook(self) -> Plan:
+    def with_prediction(self) -> Plan:
         """The plan with its predictions; it prints both."""
-        return self.plan.with_outlook(self.outlook)
+        return self.plan.with_prediction(self.prediction)
 
 
 def plan_model(request: PlanRequest) -> PlanResult:
@@ -274,7 +274,8 @@ def _hits_of(expert_trace: str | os.PathLike[str], inventory: Inventory) -> Expe
 
 
 def _target(request: PlanRequest, module: nn.Module | None = None) -> Target:
-    from headrace.transfer.machine_probe import DeviceName, may_have_gpu, named_machine
+    from headrace.plan.plan import DeviceName
+    from headrace.transfer.machine_probe import may_have_gpu, named_machine
 
     device, disk = request.device, request.disk
     if request.machine is None:

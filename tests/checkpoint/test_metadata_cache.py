@@ -118,11 +118,11 @@ def folder(tmp_path: Path) -> Path:
 
 def told(planned: PlanResult) -> str:
     """All that a plan says; not what of this machine's memory is free."""
-    outlook = {**planned.outlook.to_json(), "misfit": None}
+    prediction = {**planned.prediction.to_json(), "shortage": None}
     given, points = planned.context.request.given, []
     if isinstance(given, Budget) and planned.plan.offloaded_bytes:
         points = [(point.device_bytes, point.step_s) for point in memory_curve(planned.planner, given)]
-    return json.dumps([planned.plan.to_json(), planned.plan.model_name, outlook, points])
+    return json.dumps([planned.plan.to_json(), planned.plan.model_name, prediction, points])
 
 
 def plain(facts: FolderFacts) -> list[object]:

@@ -81,7 +81,7 @@ FLAGS = {
 }  # fmt: skip
 
 
-def before_outlook(text: str) -> str:
+def before_prediction(text: str) -> str:
     """The plan itself, without predictions and alternatives."""
     return text.partition("Predicted steps")[0]
 
@@ -450,9 +450,9 @@ def test_a_saved_plan_is_shown_and_carried_out(model: Path, tmp_path: Path) -> N
     data = json.loads(file.read_text())
     assert (data["model"]["name"], data["machine"]) == (model.name, {"device": "cpu", "device_bytes": None})
     shown = run("plan", model, "--plan", file)
-    assert (shown.exit_code, before_outlook(shown.stdout)) == (0, before_outlook(made.stdout))
+    assert (shown.exit_code, before_prediction(shown.stdout)) == (0, before_prediction(made.stdout))
     shown_data = json.loads(run("plan", model, "--plan", file, "--json").stdout)
-    assert shown_data.pop("outlook")["steps"][0]["rows"] == 1
+    assert shown_data.pop("prediction")["steps"][0]["rows"] == 1
     assert shown_data == data
     args = ("generate", model, "--prompt", "Water", "--max-new-tokens", 4)
     by_plan, by_policy = run(*args, "--plan", file), run(*args, "--device-memory", "2MiB")
@@ -472,13 +472,13 @@ def test_a_plan_says_what_it_will_cost(model: Path, tmp_path: Path) -> None:
         "Predicted steps", "bound by", "KV cache", "; run `headrace probe` on that machine", "KiB of activations",
     ):  # fmt: skip
         assert part in text.stdout
-    outlook = json.loads(run(*args, "--json").stdout)["outlook"]
-    assert [step["rows"] for step in outlook["steps"]] == [1, 4]
-    for step, memory in zip(outlook["steps"], outlook["memory"], strict=True):
+    prediction = json.loads(run(*args, "--json").stdout)["prediction"]
+    assert [step["rows"] for step in prediction["steps"]] == [1, 4]
+    for step, memory in zip(prediction["steps"], prediction["memory"], strict=True):
         assert step["step_s"] >= step["floor_s"] > 0
         assert memory["cache_bytes"] == step["rows"] * 64 * 4 * 2 * 2 * 32 * 4  # layers, k and v, heads, width, float32
         assert memory["device_bytes"] <= 3200 * 1024
-    assert outlook["is_measured"] is False
+    assert prediction["is_measured"] is False
 
 
 def test_more_memory_and_larger_batches_are_offered(model: Path) -> None:
@@ -500,8 +500,8 @@ def test_planning_with_files_read_past_the_page_cache(model: Path, monkeypatch: 
     kept = Probe({"cpu": "x86"}, product_s_per_byte={1: 1e-12}, disk_read_bytes_per_s=1e8, cached_read_bytes_per_s=1e10)
     monkeypatch.setattr("headrace.transfer.machine_probe.load", lambda: kept)
     args = ("plan", model, "--device-memory", "2MiB", "--json")
-    outlooks = [json.loads(run(*args, *flag).stdout)["outlook"] for flag in ((), ("--disk-direct",))]
-    through, past = (outlook["steps"][0]["step_s"] for outlook in outlooks)
+    predictions = [json.loads(run(*args, *flag).stdout)["prediction"] for flag in ((), ("--disk-direct",))]
+    through, past = (prediction["steps"][0]["step_s"] for prediction in predictions)
     assert past > 10 * through
 
 
@@ -520,7 +520,7 @@ def test_planning_for_another_machine(model: Path, tmp_path: Path) -> None:
     args = ("plan", model, "--device-memory", "2MiB", "--machine", file)
     data = json.loads(run(*args, "--json", "--save", plan).stdout)
     assert (data["mode"], data["machine"]) == ("cpu", {"device": "A GPU", "device_bytes": 2**34})
-    assert (data["outlook"]["machine"], data["outlook"]["is_measured"]) == ("A GPU, A GPU", True)
+    assert (data["prediction"]["machine"], data["prediction"]["is_measured"]) == ("A GPU, A GPU", True)
     assert "A GPU" in error_of("generate", model, "--prompt", "Water", "--plan", plan)
     assert "--machine and --device contradict" in error_of(*args, "--device", "cpu")
     file.write_text('{"schema": 1}')

@@ -336,7 +336,7 @@ def test_quiet_prints_the_text_and_errors(with_template: Callable[..., Path], tm
 def test_the_expectation_is_that_of_the_plan(model: Path) -> None:
     """Of one sequence, with a context and without."""
     for flags in (("--device-memory", "2MiB"), ("--device-memory", "16MiB", "--context", 64)):
-        planned = json.loads(run("plan", model, "--device", "cpu", "--json", *flags).stdout)["outlook"]["steps"][0]
+        planned = json.loads(run("plan", model, "--device", "cpu", "--json", *flags).stdout)["prediction"]["steps"][0]
         told = [line for line in generate(model, *flags).stderr.splitlines() if line.startswith("expected: ")]
         expected = (
             f"{format_time(planned['step_s'])} per token ({format_rate(planned['rows_per_s'])} tokens/s), bound by "

@@ -16,6 +16,7 @@ from typing import Any
 import pytest
 
 import headrace
+import measures
 
 SOURCE = Path(headrace.__file__).parent
 
@@ -153,6 +154,28 @@ def test_imports_point_left_only(file: Path) -> None:
             assert RANK[room] >= RANK["adapters"], f"{file.name} imports the package itself"
         elif parts[1] != room:
             assert RANK[parts[1]] < RANK[room], f"{file.name} imports {name}, which is not left of {room}"
+
+
+def others_loaded(root: str) -> set[str]:
+    """Libraries that importing ``root`` loads, without headrace, Python's own, and what torch and numpy load."""
+    theirs = {name for library in ("torch", "numpy") for name in measures.loaded_libraries(library)}
+    theirs = theirs - {"torch", "numpy"} | {"headrace"} | set(sys.stdlib_module_names)
+    return {name for name in measures.loaded_libraries(root) - theirs if not name.startswith("_")}
+
+
+@pytest.mark.slow
+def test_an_offload_loads_torch_and_what_torch_needs() -> None:
+    assert others_loaded("headrace.api") <= {"torch", "safetensors", "numpy"}
+
+
+@pytest.mark.parametrize("name", ["headrace.plan.plan", "headrace.plan.kinds", "headrace.plan.schedule"])
+def test_plans_load_no_torch(name: str) -> None:
+    assert {"torch", "rich"}.isdisjoint(measures.loaded_libraries(name))
+
+
+@pytest.mark.slow
+def test_the_solver_loads_numpy_alone() -> None:
+    assert others_loaded("headrace.plan.build") <= {"numpy"}
 
 
 def test_plans_need_no_torch_device_code() -> None:

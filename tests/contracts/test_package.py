@@ -65,10 +65,21 @@ def test_one_version() -> None:
 def test_what_is_required_is_imported() -> None:
     source = "\n".join(path.read_text() for path in (ROOT / "src").rglob("*.py"))
     required = {re.match(r"[\w-]+", line)[0] for line in PROJECT["project"]["dependencies"]}  # type: ignore[index]
+    assert required == {"torch", "safetensors", "numpy"}
     assert {name for name in required if not re.search(rf"^\s*(import|from) {name}\b", source, re.M)} == set()
     assert "psutil" not in required
     assert PROJECT["dependency-groups"].keys() == {"test", "docs"}
     assert not PROJECT["project"]["optional-dependencies"].keys() & {"test", "docs"}
+
+
+@pytest.mark.parametrize("missing", ["typer", "rich"])
+def test_the_command_without_its_extra_says_what_to_install(missing: str) -> None:
+    assert PROJECT["project"]["optional-dependencies"]["cli"] == ["typer", "rich"]
+    module, _, function = PROJECT["project"]["scripts"]["headrace"].partition(":")
+    code = f"import sys; sys.modules[{missing!r}] = None; from {module} import {function} as run; run()"
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
+    line = f"error: the command needs {missing}, which is not installed: pip install 'headrace[cli]'"
+    assert (done.returncode, done.stdout, done.stderr.splitlines()) == (2, "", [line])
 
 
 def test_no_file_names_a_place_on_a_machine() -> None:

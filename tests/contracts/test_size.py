@@ -50,6 +50,28 @@ def test_every_measure_is_at_its_bound(found: dict[str, int]) -> None:
     assert low == {}, "less than the bound: lower it"
 
 
+@pytest.mark.slow
+def test_no_file_of_the_spine_imports_a_wing_at_its_top() -> None:
+    names = [each.relative_to(measures.SOURCE).as_posix() for each in measures.FILES]
+    missing = {wing for wing in measures.WINGS if not any(wing in (name, name.partition("/")[0]) for name in names)}
+    assert missing == set(), "no file, or room"
+    spine = [name for name in measures.entered()["spine"] if not measures.is_wing(name)]
+    assert len(spine) > 20
+    opened = {name: measures.wings_opened_at_top(measures.SOURCE / name) for name in spine}
+    assert {name: wings for name, wings in opened.items() if wings} == {}, "import it in the function that needs it"
+
+
+def test_a_wing_that_a_function_imports_is_not_opened_at_the_top(tmp_path: measures.Path) -> None:
+    file = tmp_path / "file.py"
+    file.write_text(
+        "from typing import TYPE_CHECKING\nfrom headrace.plan import candidates\nimport headrace.ranks.group\n"
+        "if TYPE_CHECKING:\n    from headrace.plan.build import Planner\n"
+        "def f():\n    from headrace.codec.layout import parts_of\n"
+        "try:\n    from headrace.experts.rows import RowMap\nexcept ImportError:\n    pass\n"
+    )
+    assert measures.wings_opened_at_top(file) == {"plan/candidates.py", "ranks/group.py", "experts/rows.py"}
+
+
 def test_a_line_of_code_is_no_comment_and_no_docstring(tmp_path: measures.Path) -> None:
     file = tmp_path / "file.py"
     file.write_text('"""A\nB"""\n\n# c\nx = """1\n2"""\n\n\ndef f():\n    """D."""\n    return x  # e\n')

@@ -29,7 +29,6 @@ WORDS = {instead: re.compile(rf"(?<![\w-])(?:{pattern})(?!\w)", re.IGNORECASE) f
 
 # (end of the file's name, text): a word of another library, or of the reader's own language.
 ALLOWED = {
-    ("plan/report.py", '"misfit"'),  # a key of `headrace plan --json`, which programs read
     ("transfer/ring.py", "thread has to be woken"),
 }
 

@@ -21,15 +21,15 @@ from headrace.memory.split_range import MappedMemory
 from headrace.memory.system import Limits
 from headrace.model.inventory import take_inventory
 from headrace.model.live_tensors import bind
+from headrace.offloaders import build_time
+from headrace.offloaders.build_time import BuildTimeFilter, BuildTimePool
 from headrace.plan.build import build_plan
 from headrace.plan.cached_experts import PIECE_BYTES, CachedLayer
 from headrace.plan.kinds import SlabEntry, Unit
 from headrace.plan.plan import Machine
 from headrace.planning import context as planning_context
 from headrace.planning.request import PlanRequest
-from headrace.runtime import build_time
 from headrace.runtime import prepare as prepare_module
-from headrace.runtime.build_time import BuildTimeFilter, BuildTimePool, storages_in_engine_memory
 from headrace.runtime.prepare import prepare
 from headrace.runtime.session import OffloadSession
 from headrace.stores.expert_ranges import ExpertRanges, mappable
@@ -86,7 +86,9 @@ def needed_pinned_bytes(monkeypatch: pytest.MonkeyPatch, held_names: list[str], 
     inventory = take_inventory(model)
     plan = build_plan(inventory, Prefetch(1, 1, 1, ["re:.*weight"], mode))
     stretch = AlreadyPinned(PinnedBuffer(torch.zeros(256 * 1024, dtype=torch.uint8)), 0, 256 * 1024)
-    pool: Any = SimpleNamespace(find_storages=lambda bound: dict.fromkeys(held_names, stretch))
+    pool: Any = SimpleNamespace(
+        find_storages=lambda bound: dict.fromkeys(held_names, stretch), find_in_engine_memory=lambda bound: frozenset()
+    )
     monkeypatch.setattr(prepare_module, "compute_device", lambda model, device: torch.device("cuda", 0))
     monkeypatch.setattr("headrace.planning.request.describe_device", lambda device: Machine("a GPU"))
     monkeypatch.setattr(planning_context, "read_limits", lambda *given, **options: Limits())
@@ -141,11 +143,11 @@ def test_what_the_engine_has_moved_away_is_told_by_mark_and_address(monkeypatch:
     bound = bind(model, take_inventory(model).storages)
     for storage in bound.values():
         storage.home = torch.device("cuda")
-    assert storages_in_engine_memory(bound) == frozenset()
+    assert BuildTimePool().find_in_engine_memory(bound) == frozenset()
     model.weight._vllm_is_uva_offloaded = True  # type: ignore[attr-defined]
-    assert storages_in_engine_memory(bound) == frozenset()  # it lies on the device in spite of the mark
+    assert BuildTimePool().find_in_engine_memory(bound) == frozenset()  # it lies on the device in spite of the mark
     monkeypatch.setattr(torch.Tensor, "is_pinned", lambda self: True)
-    assert storages_in_engine_memory(bound) == {"weight"}
+    assert BuildTimePool().find_in_engine_memory(bound) == {"weight"}
 
 
 @torch.inference_mode()
@@ -154,7 +156,7 @@ def test_what_the_engine_has_moved_away_comes_back_if_it_is_to_be_resident(monke
     model = nn.Sequential(*(nn.Linear(256, 256) for _ in range(3)))
     given = torch.randn(2, 256)
     expected, before = model(given), {name: p.data_ptr() for name, p in model.named_parameters()}
-    monkeypatch.setattr(prepare_module, "storages_in_engine_memory", lambda bound: frozenset({"0.weight"}))
+    monkeypatch.setattr(BuildTimePool, "find_in_engine_memory", lambda pool, bound: frozenset({"0.weight"}))
     prepared = prepare(PlanRequest(model, Prefetch(3, 1, 1)), pool=BuildTimePool())
     plan, session = prepared.plan, OffloadSession(prepared)
     session.attach()

@@ -546,7 +546,7 @@ class TestPlanning:
         rates = replace(NOMINAL_GPU, peer_bytes_per_s=Curve.of({1: 1e12}))
         monkeypatch.setattr("headrace.adapters.transformers.load_folder.start", start)
         monkeypatch.setattr("headrace.adapters.transformers.load_folder.open_ranks", nullcontext)
-        monkeypatch.setattr("headrace.planning.context.planning_rates", lambda *_: rates)
+        monkeypatch.setattr("headrace.transfer.machine_probe.planning_rates", lambda *_: rates)
         folder, group = saved("qwen3"), SimpleNamespace(size=4)
         num_bytes = take_inventory(build_meta_model(folder)).num_bytes
         budget = headrace.Budget(num_bytes * 3 // 4, params=["mlp"], mode=mode)

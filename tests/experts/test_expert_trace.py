@@ -128,7 +128,7 @@ def test_a_plan_from_a_trace(tmp_path: Path) -> None:
     save_trace(Recorded((fixed, fixed), 9), tmp_path / "other")
     policy = Budget("16MiB", rules=[("experts", "cache")], expert_slots=2)
     plans = [headrace.make_plan(model, policy, machine="h200", expert_trace=t) for t in (None, tmp_path / "same")]
-    seeded, recorded = (plan.outlook.caches for plan in plans)  # type: ignore[attr-defined]
+    seeded, recorded = (plan.prediction.caches for plan in plans)  # type: ignore[attr-defined]
     assert [point.hits for point in recorded if point.num_slots >= 2] == [1.0] * len(recorded)
     assert seeded[0].hits < 1
     with pytest.raises(OptionError, match="a trace of 9 experts; expected one of this model, whose layers have 8"):

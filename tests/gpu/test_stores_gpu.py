@@ -18,6 +18,7 @@ from headrace.config import Policy
 from headrace.errors import BudgetError, TransferError
 from headrace.memory.system import Limits
 from headrace.model.inventory import take_inventory
+from headrace.plan import candidates
 from headrace.plan.build import build_plan
 from headrace.plan.schedule import RING_BYTES
 from headrace.planning import context as planning_context
@@ -97,8 +98,8 @@ class TestBudget:
         self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
     ) -> None:
         """A budget that names no store; the ring counted at what it takes here and not at half a GiB."""
-        spill = planning_context.Spill
-        monkeypatch.setattr(planning_context, "Spill", partial(spill, ring_bytes=0))
+        spill = candidates.Spill
+        monkeypatch.setattr(candidates, "Spill", partial(spill, ring_bytes=0))
         resident, model = twins()
         total = take_inventory(model).num_bytes
         budget = Budget(total // 2, host_memory=total // 5)

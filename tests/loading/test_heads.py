@@ -145,7 +145,7 @@ def test_heads_are_part_of_the_budget(large_head: Path) -> None:
     assert planned.speculation is not None
     assert (planned.speculation.guesses, planned.speculation.tokens_per_pass) == (1, pytest.approx(1.65))
     assert 0 < planned.speculation.guess_s < planned.speculation.pass_s
-    assert "speculation with 1 guess by mtp: 1.6 tokens a pass (assumed)" in str(planned.with_outlook())
+    assert "speculation with 1 guess by mtp: 1.6 tokens a pass (assumed)" in str(planned.with_prediction())
     with pytest.raises(BudgetError, match=r"the draft takes .* of the budget"):
         load(large_head, num_bytes // 2, device="cpu", speculate="mtp")
     with pytest.raises(RuleError, match="'lm_head=resident' and 'lm_head=prefetch' contradict each other"):

@@ -19,13 +19,13 @@ from headrace.errors import HeadraceWarning, OptionError, SizeError
 from headrace.flags import OffloadFlags, engine_surface
 from headrace.memory.system import Limits
 from headrace.model import memory_profile
-from headrace.plan.plan import Machine
+from headrace.plan.plan import DeviceName, Machine
 from headrace.plan.speculation import Speculation
 from headrace.plan_model import plan_model
 from headrace.planning import context as planning_context
 from headrace.planning.request import PlanRequest, Target
 from headrace.runtime.prepare import open_ranks
-from headrace.transfer.machine_probe import DeviceName, named_machine
+from headrace.transfer.machine_probe import named_machine
 from ranks import outcomes
 
 model = tiny_model
@@ -44,15 +44,15 @@ def test_leaves_a_gibibyte_and_room_for_the_cache() -> None:
     assert planned.plan.offloaded_bytes > 0
     assert planned.plan.context == 8192
     text = "auto: 22.500 GiB of device memory, which leaves 1.000 GiB of what is free; "
-    assert planned.outlook.notes[0].startswith(text)
-    assert "in host memory; where there is less, --host-memory" in planned.outlook.notes[-1]
+    assert planned.prediction.notes[0].startswith(text)
+    assert "in host memory; where there is less, --host-memory" in planned.prediction.notes[-1]
 
 
 def test_a_model_that_fits_is_not_offloaded() -> None:
     plan = headrace.make_plan("Qwen/Qwen3-8B", "auto", machine="4090")
     assert (plan.offloaded_bytes, plan.context) == (0, 4096)
-    assert plan.outlook.notes[0].endswith("1 x 4096 tokens; the weights fit, and nothing is offloaded")
-    assert plan.outlook.shortage is None
+    assert plan.prediction.notes[0].endswith("1 x 4096 tokens; the weights fit, and nothing is offloaded")
+    assert plan.prediction.shortage is None
 
 
 @pytest.mark.slow

@@ -31,12 +31,12 @@ from headrace.model.memory_profile import profile_of
 from headrace.model.records import ModelProfile
 from headrace.plan.build import Planner
 from headrace.plan.candidates import mean_log
-from headrace.plan.plan import Machine
+from headrace.plan.plan import DeviceName, Machine
 from headrace.plan.rates import NOMINAL_GPU
 from headrace.plan.routing_traces import ExpertHits, FixedHits, Recorded, seeded_trace
 from headrace.planning.checks import finalize_plan, needs_of
 from headrace.planning.context import make_planner
-from headrace.transfer.machine_probe import DeviceName, named_machine
+from headrace.transfer.machine_probe import named_machine
 from models import Stack
 
 MIB = 2**20
@@ -229,19 +229,19 @@ def test_hits_follow_the_trace() -> None:
     assert ExpertHits(Recorded((seeded_trace(5, 300, 128, 8),), 128))(51, 128, 8, 8) == pytest.approx(0.9, abs=0.04)
 
 
-def test_the_outlook_says_what_it_assumes() -> None:
+def test_the_prediction_says_what_it_assumes() -> None:
     each = planner()
     budget = Budget(WEIGHTS // 3)
     plan = each.plan(budget)
-    text = str(plan.with_outlook(each.outlook(budget, plan)))
+    text = str(plan.with_prediction(each.predict(budget, plan)))
     assert "locality of\nQwen3-30B-A3B" in text or "locality of Qwen3-30B-A3B" in text
-    outlook = each.outlook(budget, plan)
-    rates = [cache.rows_per_s for cache in outlook.caches]
+    prediction = each.predict(budget, plan)
+    rates = [cache.rows_per_s for cache in prediction.caches]
     assert rates == sorted(rates)
-    for point in outlook.caches:
+    for point in prediction.caches:
         below, above = (replace(each, hits=FixedHits(h)).forecast(plan, 1).rows_per_s for h in (0.5, 1.0))
         assert (point.at_hits[0], point.at_hits[-1]) == ((0.5, below), (1.0, above))
-    assert outlook.to_json()["caches"][0]["num_slots"] == 16
+    assert prediction.to_json()["caches"][0]["num_slots"] == 16
 
 
 @pytest.mark.parametrize(
@@ -291,7 +291,7 @@ class TestAdvice:
     def test_is_given_and_holds(self, policy: Policy) -> None:
         each = planner()
         plan = each.plan(policy)
-        (text,) = each.outlook(policy, plan).notes
+        (text,) = each.predict(policy, plan).notes
         found = re.fullmatch(
             r"a budget alone would take (\S+ \S+) per step in place of (\S+ \S+): "
             r"--device-memory (\d+MiB)",
@@ -306,4 +306,4 @@ class TestAdvice:
     def test_is_not_given_for_the_best(self, policy: Policy | None) -> None:
         each = planner()
         plan = each.plan(policy or Budget(WEIGHTS // 3))
-        assert not any("a budget alone" in text for text in each.outlook(policy, plan).notes)
+        assert not any("a budget alone" in text for text in each.predict(policy, plan).notes)

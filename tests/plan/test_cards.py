@@ -55,7 +55,7 @@ def test_another_link() -> None:
     assert copy_bytes_per_s("4090@pcie5x8") == copy_bytes_per_s("4090@pcie4") == copy_bytes_per_s("4090")
     assert named_machine("4090@pcie3")[1].machine == "NVIDIA GeForce RTX 4090 on pcie3, nominal"
     with pytest.warns(headrace.HeadraceWarning, match="no file"):
-        slow, fast = (headrace.make_plan("Qwen/Qwen3-4B", "4GiB", machine=m).outlook for m in ("3090@pcie3", "3090"))
+        slow, fast = (headrace.make_plan("Qwen/Qwen3-4B", "4GiB", machine=m).prediction for m in ("3090@pcie3", "3090"))
     assert slow.forecasts[0].step_s > 1.5 * fast.forecasts[0].step_s
 
 

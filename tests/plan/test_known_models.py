@@ -80,7 +80,7 @@ class TestKnownModels:
         moved = sum(unit.num_bytes for unit in planned.plan.units if unit.module_fqn.startswith("transformer."))
         assert moved == pytest.approx(18408800256, rel=0.01)
         other_s = (planned.plan.moved_bytes - moved) / 55e9  # text encoders and VAE, which a call runs once
-        assert planned.outlook.forecasts[0].step_s == pytest.approx(0.338 + other_s, rel=0.1)
+        assert planned.prediction.forecasts[0].step_s == pytest.approx(0.338 + other_s, rel=0.1)
 
     @pytest.mark.slow
     def test_plan_without_torch_in_a_second_and_a_half(self) -> None:

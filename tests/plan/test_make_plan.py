@@ -134,9 +134,9 @@ class TestFolders:
         plan = headrace.make_plan(folder, "2MiB", workload=Workload([1, 4], context=32), device="cpu")
         flags = ("--device-memory", "2MiB", "--batch", "1,4", "--context", "32", "--device", "cpu")
         data = json.loads(run("plan", folder, *flags, "--json").stdout)
-        outlook = data.pop("outlook")
+        prediction = data.pop("prediction")
         assert data == plan.to_json()
-        assert [step["rows"] for step in outlook["steps"]] == [1, 4]
+        assert [step["rows"] for step in prediction["steps"]] == [1, 4]
         shown = run("plan", folder, *flags).stdout
         assert [line.rstrip() for line in shown.splitlines()] == str(plan).splitlines()
 
@@ -168,7 +168,7 @@ class TestWorkloads:
     def test_predictions_are_about_it_whatever_the_policy(self) -> None:
         for policy in (Prefetch(), Budget("1MiB"), "1MiB", None):
             plan = headrace.make_plan(Stack(dim=300), policy, workload=Workload([2, 64]))
-            assert [forecast.rows for forecast in plan.outlook.forecasts] == [2, 64]  # type: ignore[attr-defined]
+            assert [forecast.rows for forecast in plan.prediction.forecasts] == [2, 64]  # type: ignore[attr-defined]
 
     def test_two_that_differ(self) -> None:
         budget = Budget("1MiB", workload=Workload([2]))
@@ -324,7 +324,7 @@ class TestHonesty:
         averages = []
         for share in (1, 2, 3, 4):
             planned = plan_model(PlanRequest(model, Budget(weights * share // 12), workload=workload, machine="h200"))
-            averages.append(sum(math.log(forecast.step_s) for forecast in planned.outlook.forecasts))
+            averages.append(sum(math.log(forecast.step_s) for forecast in planned.prediction.forecasts))
         assert averages == sorted(averages, reverse=True)
         assert len(set(averages)) > 2
 
@@ -337,14 +337,14 @@ class TestMachines:
         for name, device in (("h200", "H200"), ("h100", "H100"), ("4090", "4090")):
             plan = headrace.make_plan(folder, "2MiB", machine=name)
             data = json.loads(run("plan", folder, "--device-memory", "2MiB", "--machine", name, "--json").stdout)
-            outlook = data.pop("outlook")
+            prediction = data.pop("prediction")
             assert data == plan.to_json()
             assert plan.made_for is not None
             assert device in plan.made_for.device
             assert plan.mode == "cpu", "a GPU takes its weights from host memory"
             nominal = name != "h200"
-            assert outlook["is_measured"] is not nominal
-            assert ("nominal" in outlook["machine"]) is nominal
+            assert prediction["is_measured"] is not nominal
+            assert ("nominal" in prediction["machine"]) is nominal
 
     def test_unknown_names_list_the_known(self, folder: Path) -> None:
         message = error_of("plan", folder, "--device-memory", "2MiB", "--machine", "h900")
@@ -354,7 +354,7 @@ class TestMachines:
         def step_s(machine: str) -> float:
             model = on_meta(Stack, num_layers=12, dim=8000)
             plan = headrace.make_plan(model, Prefetch(), machine=machine)
-            return float(plan.outlook.forecasts[0].step_s)  # type: ignore[attr-defined]
+            return float(plan.prediction.forecasts[0].step_s)  # type: ignore[attr-defined]
 
         assert step_s("h200") < 1.1 * step_s("h100") < step_s("4090")
 
@@ -416,9 +416,9 @@ class TestShown:
     def test_predictions_are_not_carried_to_another_plan(self, folder: Path, tmp_path: Path) -> None:
         plan = headrace.make_plan(folder, "2MiB", device="cpu")
         plan.save(tmp_path / "plan.json")
-        assert "outlook" not in json.loads((tmp_path / "plan.json").read_text())
+        assert "prediction" not in json.loads((tmp_path / "plan.json").read_text())
         for other in (replace(plan, num_ranks=2), headrace.Plan.load(tmp_path / "plan.json")):
-            assert other.outlook is None
+            assert other.prediction is None
             assert "Predicted steps" not in str(other)
 
 

@@ -19,7 +19,7 @@ import transformers
 from typer.testing import CliRunner
 
 import headrace.cli.commands_plan
-import headrace.plan.report
+import headrace.plan.tables
 from checkpoints import environment
 from giants import DEEPSEEK_V3, write_deepseek_v3
 from headrace.adapters.transformers.opened_model import OpenedModel, open_model
@@ -81,10 +81,10 @@ def gpu(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def test_the_whole_verb_in_seconds_without_a_weight_read(
     host: str | None, giant: Path, gpu: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """From the folder to the printed outlook: on a CPU, and on a GPU with less host memory than the weights."""
+    """From the folder to the printed prediction: on a CPU, and on a GPU with less host memory than the weights."""
     assert transformers.DeepseekV3ForCausalLM  # imports are not planning
     assert headrace.cli.commands_plan
-    assert headrace.plan.report
+    assert headrace.plan.tables
     reads: list[tuple[int, int, int]] = []
     preadv = os.preadv
 

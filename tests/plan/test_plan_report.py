@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import re
+import subprocess
+import sys
 from collections.abc import Sequence
 
 import pytest
@@ -11,7 +13,7 @@ from headrace.config import Mode
 from headrace.formatting import format_rate, format_size, format_time
 from headrace.plan.kinds import SlabEntry, Unit
 from headrace.plan.plan import Plan
-from headrace.plan.report import compress_indices, role_of
+from headrace.plan.tables import compress_indices, role_of
 from plans import plan_text
 
 
@@ -82,3 +84,17 @@ def test_sizes_times_and_rates() -> None:
     assert [format_time(seconds) for seconds in times] == shown
     rates = (1342.51, 12.3, 2.567, 0.9, 0.0073)
     assert [format_rate(rate) for rate in rates] == ["1,342.5", "12.3", "2.57", "0.90", "0.0073"]
+
+
+def test_without_rich_a_plan_says_what_prints_its_tables() -> None:
+    code = (
+        "import sys; sys.modules['rich'] = None\n"
+        "import torch, headrace\n"
+        "model = torch.nn.Sequential(*(torch.nn.Linear(200, 200) for _ in range(4)))\n"
+        "plan = headrace.make_plan(model, '300KiB')\n"
+        "print(plan, plan._repr_html_())\n"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    plan, tables = done.stdout.splitlines()
+    assert plan.startswith("<headrace.Plan ")
+    assert tables == "Its tables need rich, which is not installed: pip install 'headrace[cli]' None"

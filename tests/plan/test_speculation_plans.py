@@ -172,7 +172,7 @@ def test_it_is_printed_with_the_plan() -> None:
     context = replace(made.context, request=replace(made.context.request, speculation=Speculation("lookup", 4)))
     again = plan_model(replace(context.request, model=context.request.model))
     assert isinstance(again.plan, Plan)
-    assert "speculation with 4 guesses by lookup: 1.4 tokens a pass (assumed)" in str(again.with_outlook())
+    assert "speculation with 4 guesses by lookup: 1.4 tokens a pass (assumed)" in str(again.with_prediction())
 
 
 @pytest.mark.parametrize(

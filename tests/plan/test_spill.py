@@ -29,6 +29,7 @@ from headrace.plan.schedule import RING_BYTES
 from headrace.planning import context as planning_context
 from headrace.planning.checks import needs_of
 from headrace.planning.context import make_planner
+from headrace.transfer import machine_probe
 from models import MoE, Reader, Stack, save
 from plans import assignments, check_plan, layered, models, plan_for
 from spills import DISK, GIB, KIB, MIB, SPILL
@@ -296,7 +297,7 @@ class TestWhoMaySpill:
             return Limits(host_available_bytes=32 * GIB, cgroup_available_bytes=16 * GIB)
 
         monkeypatch.setattr(planning_context, "read_limits", limits)
-        monkeypatch.setattr(planning_context, "planning_rates", lambda *_: NOMINAL_GPU)
+        monkeypatch.setattr(machine_probe, "planning_rates", lambda *_: NOMINAL_GPU)
         gpu = torch.device("cuda", 0)
         spill = make_planner(inventory, ModelProfile(), gpu, weights).spill
         assert spill is not None

@@ -26,7 +26,7 @@ from headrace.model.memory_profile import ModelProfile
 from headrace.plan.build import Planner, build_plan
 from headrace.plan.kinds import kind_of
 from headrace.plan.rates import NOMINAL_CPU, NOMINAL_GPU, Curve, Rates
-from headrace.transfer import measuring
+from headrace.transfer import machine_probe, measuring
 from headrace.transfer.machine_probe import Probe, read_probe
 from models import Stack, all_layers
 from plan_predictions import build
@@ -151,7 +151,7 @@ class TestPlanning:
         assert found.link_s == pytest.approx(plan.moved_bytes / predicted(h200(), mode, 4), rel=0.02)
         assert alone / found.link_s > 3.8
         # What is shown and offered; a plan from a file says itself how many ranks it is for.
-        assert planner.outlook(budget, plan).forecasts == planner.outlook(plan, plan).forecasts == (found,)
+        assert planner.predict(budget, plan).forecasts == planner.predict(plan, plan).forecasts == (found,)
         within = [point.step_s[0] for point in memory_curve(planner, budget) if point.device_bytes <= budget.num_bytes]
         assert within[-1] == pytest.approx(found.step_s)
 
@@ -176,7 +176,7 @@ class TestPlanning:
 
 
 def offload_with_links(rank: int) -> list[list[int]]:
-    headrace.planning.context.planning_rates = lambda *_: LINKED  # type: ignore[attr-defined]
+    machine_probe.planning_rates = lambda *_: LINKED  # type: ignore[attr-defined]
     found = []
     for mode, share in (("sharded_gpu", 5 / 6), ("sharded_cpu", 0.7)):
         model = Stack(8, 128).eval()

@@ -301,7 +301,7 @@ def test_a_unit_inside_another_is_refused_whatever_the_slots() -> None:
     model = nn.Sequential(*layers).eval().bfloat16()
     with (
         headrace.offload(model, Prefetch(1, 1, 3, codec="exp3")),
-        pytest.raises(SlotConflictError, match=r"1 .* inside 0 .* decoded at a time: use codec='none'"),
+        pytest.raises(SlotConflictError, match=r"1 .* inside 0 .* decoded at a time: keep 1 resident"),
     ):
         model(torch.zeros(1, DIM).bfloat16())
 
@@ -488,12 +488,12 @@ class TestAuto:
         with torch.device("meta"):
             inventory = take_inventory(Stack(36, 8192).to(torch.bfloat16))
         planner = Planner(inventory, NOMINAL_GPU)
-        outlooks = []
+        predictions = []
         for codec in ("auto", "exp3"):
             budget = Budget(inventory.num_bytes // 2, codec=codec)
-            outlooks.append(planner.outlook(budget, planner.plan(budget)))
-        assert outlooks[0].alternatives
-        assert outlooks[0] == outlooks[1]
+            predictions.append(planner.predict(budget, planner.plan(budget)))
+        assert predictions[0].alternatives
+        assert predictions[0] == predictions[1]
 
     def test_warns_once(self) -> None:
         """Two plans are made, with a codec and without."""

@@ -333,7 +333,7 @@ class TestExpertsOfTransformers:
         folder = folder_of(tmp_path, "one by one", size=24)
         budget = Budget("400KiB")
         why = r"4 tensors \(.*\) of experts cannot be read in place, .* lies in 12 pieces in the checkpoint"
-        assert re.search(why, "\n".join(plan_model(PlanRequest(folder, budget, device="cpu")).outlook.notes))
+        assert re.search(why, "\n".join(plan_model(PlanRequest(folder, budget, device="cpu")).prediction.notes))
         model, handle = load(folder, budget)
         with handle:
             assert not any(".experts." in name for name in handle.plan.uva)
@@ -346,11 +346,11 @@ class TestExpertsOfTransformers:
     def test_what_joining_takes_is_said_before(self, tmp_path: Path) -> None:
         folder = folder_of(tmp_path, "one by one")
         start_data_at(folder / "model.safetensors", 16)
-        outlook = plan_model(PlanRequest(folder, EXPERTS, device="cpu")).outlook
-        assert len(outlook.notes) == 1
-        assert "4 tensors" in outlook.notes[0]
-        assert "loading maps and joins them" in outlook.notes[0]
-        assert json.loads(json.dumps(outlook.to_json()))["notes"] == list(outlook.notes)
+        prediction = plan_model(PlanRequest(folder, EXPERTS, device="cpu")).prediction
+        assert len(prediction.notes) == 1
+        assert "4 tensors" in prediction.notes[0]
+        assert "loading maps and joins them" in prediction.notes[0]
+        assert json.loads(json.dumps(prediction.to_json()))["notes"] == list(prediction.notes)
 
     def test_layers_that_differ_keep_what_they_can(self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
         """As when a process may have no more mappings, or one layer's experts lie in two files."""

@@ -35,10 +35,9 @@ from headrace.model.memory_profile import ModelProfile
 from headrace.plan.build import Planner, build_plan
 from headrace.plan.candidates import Spill, mean_log
 from headrace.plan.cost_model import Forecaster
-from headrace.plan.plan import Machine, Plan
+from headrace.plan.plan import DeviceName, Machine, Plan
 from headrace.plan.rates import NOMINAL_GPU, Curve
 from headrace.plan.units import move_on_demand
-from headrace.planning import context as planning_context
 from headrace.planning.checks import check_limits, finalize_plan, needs_of, require_one_process
 from headrace.planning.request import peer_of
 from headrace.stores import peer, plain_host
@@ -396,7 +395,7 @@ class TestRefused:
         device = torch.device("cuda", 1)
         if peers:
             assert peer_of(device) == torch.device("cuda", 2)
-            assert peer_of(planning_context.DeviceName("cuda")) == torch.device("cuda", 2)
+            assert peer_of(DeviceName("cuda")) == torch.device("cuda", 2)
             return
         monkeypatch.setattr("headrace.planning.checks._warn_of_memory", lambda *_: None)
         inventory = take_inventory(Stack(6))

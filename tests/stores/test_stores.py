@@ -19,7 +19,7 @@ from headrace.model.memory_profile import ModelProfile
 from headrace.plan.build import Planner, build_plan
 from headrace.plan.candidates import Spill
 from headrace.plan.plan import Machine, Plan
-from headrace.plan.report import PlanPrediction
+from headrace.plan.prediction import PlanPrediction
 from headrace.plan.schedule import lay_out_ring, steady_order
 from headrace.plan.units import move_on_demand
 from headrace.planning.checks import needs_of
@@ -123,20 +123,20 @@ class TestWhatAPlanSays:
         planner = Planner(inventory, DISK, ModelProfile(), spill=Spill(ring_bytes=0))
         budget = Budget(inventory.num_bytes // 2, host_memory=800 * KIB)
         made = planner.plan(budget)
-        outlook = planner.outlook(budget, made)
-        assert outlook.forecasts[0].bound == "disk"
-        assert outlook.to_json()["steps"][0]["disk_s"] > 0
-        found = [a for a in outlook.alternatives if "more host memory" in a.text]
+        prediction = planner.predict(budget, made)
+        assert prediction.forecasts[0].bound == "disk"
+        assert prediction.to_json()["steps"][0]["disk_s"] > 0
+        found = [a for a in prediction.alternatives if "more host memory" in a.text]
         assert len(found) == 1
         assert found[0].speedup >= 1.3
         more = planner.plan(replace(budget, host_memory=GIB))
         assert planner.forecast(more, 1).step_s <= found[0].step_s * (1 + 1e-9)
         assert not more.staged_units
-        assert "host memory" not in text_of(planner.outlook(replace(budget, host_memory=GIB), more))
+        assert "host memory" not in text_of(planner.predict(replace(budget, host_memory=GIB), more))
 
 
-def text_of(outlook: PlanPrediction) -> str:
-    return " ".join(alternative.text for alternative in outlook.alternatives)
+def text_of(prediction: PlanPrediction) -> str:
+    return " ".join(alternative.text for alternative in prediction.alternatives)
 
 
 # -- carried out -------------------------------------------------------------------------------------------------------

@@ -1,4 +1,4 @@
-"""What ``scripts/test-wheel`` runs in an environment that holds the wheel: ``python installed.py [--extras]``."""
+"""What ``scripts/test-wheel`` runs in an environment that holds the wheel: ``python installed.py [EXTRAS]``."""
 
 from __future__ import annotations
 
@@ -53,5 +53,5 @@ def check_extras() -> None:
 
 if __name__ == "__main__":
     check_core()
-    if sys.argv[1:] == ["--extras"]:
+    if sys.argv[1:] == ["[serve,diffusers]"]:
         check_extras()

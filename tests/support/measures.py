@@ -22,6 +22,16 @@ SOURCE = ROOT / "src" / "headrace"
 
 # Rooms outside the core: engines, commands, and what is opened on demand.
 OUTSIDE = {"adapters", "cli", "serving", "experts", "offloaders", "graphs", "codec"}
+# Rooms and files that a function opens when it needs them; no file of the spine imports one at its top.
+WINGS = OUTSIDE | {
+    "checkpoint", "kinds", "ranks", "planning.py", "memory/shared.py", "memory/split_range.py", "plan/alternatives.py",
+    "plan/build.py", "plan/candidates.py", "plan/cost_model.py", "plan/prediction.py", "plan/routing_traces.py",
+    "plan/speculation.py", "plan/tables.py", "plan/units.py", "stores/checkpoint_files.py", "stores/coded_host.py",
+    "stores/expert_ranges.py", "stores/no_bytes.py", "stores/peer.py", "stores/product_bits.py",
+    "stores/rank_stores.py", "stores/sharded.py", "stores/shared_host.py", "transfer/cuda_stream.py",
+    "transfer/machine_probe.py", "transfer/measuring.py", "transfer/ring.py", "transfer/ring_process.py",
+    "transfer/ring_readers.py", "transfer/ring_streams.py", "transfer/sharded_copy.py",
+}  # fmt: skip
 # Values that tell kinds of store apart, and names of groups of them.
 KINDS = {"cpu", "disk", "peer", "meta", "shm_cpu", "sharded_cpu", "sharded_gpu", "exp3"}
 GROUPS = {"HOST_MODES", "SHARDED_MODES", "RANK_MODES", "CODES"}
@@ -124,9 +134,38 @@ def _python(*arguments: str) -> str:
     return done.stdout
 
 
+def is_wing(name: str) -> bool:
+    """Whether the file ``name`` within the package is, or is in, one of ``WINGS``."""
+    return not WINGS.isdisjoint({name, name.partition("/")[0]})
+
+
+def wings_opened_at_top(file: Path) -> set[str]:
+    """Files of ``WINGS`` that ``file`` imports when it is imported itself."""
+    modules = {each.relative_to(SOURCE.parent).with_suffix("").as_posix().replace("/", "."): each for each in FILES}
+    found = {name for name in _imports_at_top(tree_of(file)) if name in modules}
+    names = {modules[name].relative_to(SOURCE).as_posix() for name in found}
+    return {name for name in names if is_wing(name)}
+
+
+def _imports_at_top(node: ast.AST) -> Iterator[str]:
+    for part in ast.iter_child_nodes(node):
+        if isinstance(part, ast.Import):
+            yield from (alias.name for alias in part.names)
+        elif isinstance(part, ast.ImportFrom):
+            yield part.module or ""
+            yield from (f"{part.module}.{alias.name}" for alias in part.names)
+        elif not (isinstance(part, ast.FunctionDef | ast.AsyncFunctionDef) or _is_for_checkers(part)):
+            yield from _imports_at_top(part)
+
+
+def _is_for_checkers(node: ast.AST) -> bool:
+    return isinstance(node, ast.If) and ast.unparse(node.test) == "TYPE_CHECKING"
+
+
 # -- journeys ----------------------------------------------------------------------------------------------------------
 
 
+@cache
 def entered() -> dict[str, dict[str, int]]:
     """What ``journeys.py`` enters: lines of code by file (``spine``), functions and files to the first copy."""
     told = json.loads(_python(str(Path(__file__).with_name("journeys.py"))))

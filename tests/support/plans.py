@@ -24,7 +24,7 @@ from headrace.plan.build import Planner, build_plan
 from headrace.plan.kinds import SLAB_ALIGNMENT_BYTES, SlabEntry, Unit, slab_bytes
 from headrace.plan.plan import Plan
 from headrace.plan.rates import Curve, Rates
-from headrace.plan.report import render
+from headrace.plan.tables import render
 from headrace.plan.units import worth_moving
 from models import Reader
 

@@ -20,10 +20,9 @@ from headrace.flags import COMMAND_LINE, OffloadFlags, Surface, flag_of, row
 if TYPE_CHECKING:
     import torch
 
-    from headrace.plan.plan import Plan
+    from headrace.plan.plan import DeviceName, Plan
     from headrace.plan.speculation import Speculation
     from headrace.stores.sources import DiskOptions
-    from headrace.transfer.machine_probe import DeviceName
 
 __all__ = [
     "DTYPE_HELP",

@@ -64,7 +64,7 @@ def _compare(model: Path, trace: Path) -> list[str]:
     """Print the plan, run resident and streamed, print the comparison; returns the checks that failed."""
     from headrace.adapters.transformers.opened_model import open_model
     from headrace.cli import demo_run
-    from headrace.plan.report import render
+    from headrace.plan.tables import render
     from headrace.plan_model import plan_model
     from headrace.planning.request import PlanRequest
 

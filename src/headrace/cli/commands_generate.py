@@ -202,7 +202,7 @@ def _run(model: str, text: str | None, chat: bool | None, options: GenerateOptio
     from headrace.adapters.transformers.load_folder import load_matched
     from headrace.adapters.transformers.opened_model import open_model
     from headrace.experts.recorder import RoutingRecorder
-    from headrace.plan.report import render
+    from headrace.plan.tables import render
     from headrace.plan_model import plan_model
     from headrace.planning.request import PlanRequest
     from headrace.runtime.prepare import open_ranks

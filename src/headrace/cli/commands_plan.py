@@ -31,7 +31,7 @@ from headrace.flags import OffloadFlags, row
 if TYPE_CHECKING:
     import torch
 
-    from headrace.transfer.machine_probe import DeviceName
+    from headrace.plan.plan import DeviceName
 
 __all__ = ["plan", "probe"]
 
@@ -82,7 +82,7 @@ def plan(
         reads = {"--disk-direct": flags.disk_direct, "--disk-drop-cache": flags.disk_drop_cache}
         idle = {"--save": save, **reads, "--expert-trace": options.expert_trace}
         refuse_idle(idle, "without a plan: nothing would be offloaded; add --device-memory, for example")
-    from headrace.plan.report import plan_table
+    from headrace.plan.tables import plan_table
     from headrace.plan_model import plan_model
     from headrace.planning.request import PlanRequest
 
@@ -94,12 +94,12 @@ def plan(
     planned = plan_model(request)
     if planned.speculation is not None:
         planned.speculation.require_faster()
-    made = planned.with_outlook()
+    made = planned.with_prediction()
     if save is not None:
         made.save(save)
         stderr.print(f"plan saved in {save} (use it with --plan {save})", soft_wrap=True)
     if options.json:  # not by rich, which wraps long lines
-        json.dump({**made.to_json(), "outlook": planned.outlook.to_json()}, sys.stdout, indent=2)
+        json.dump({**made.to_json(), "prediction": planned.prediction.to_json()}, sys.stdout, indent=2)
         sys.stdout.write("\n")
     else:
         stdout.print(plan_table(made))
@@ -109,7 +109,8 @@ def plan(
 
 def _planned_device(flags: OffloadFlags, machine: str | None) -> torch.device | DeviceName:
     """The device of this machine, or the kind of device of ``machine``; does not import torch for a CPU."""
-    from headrace.transfer.machine_probe import DeviceName, may_have_gpu, named_machine
+    from headrace.plan.plan import DeviceName
+    from headrace.transfer.machine_probe import may_have_gpu, named_machine
 
     if machine is None:
         if flags.device == "cpu" or (flags.device is None and not may_have_gpu()):
@@ -134,7 +135,7 @@ def probe(*, options: ProbeOptions) -> None:
 
     The result is saved for plans. If that fails, it is printed all the same, with a warning and exit code 0.
     """
-    from headrace.plan.report import titled_table
+    from headrace.plan.tables import titled_table
     from headrace.transfer.machine_probe import save
     from headrace.transfer.measuring import measure
 

@@ -166,7 +166,7 @@ def _run_server(model: str, flags: OffloadFlags, options: _ServeOptions) -> None
     from headrace.adapters.transformers.load_folder import load_matched
     from headrace.adapters.transformers.opened_model import open_model
     from headrace.cli.commands_generate import open_with_template
-    from headrace.plan.report import render
+    from headrace.plan.tables import render
     from headrace.plan_model import plan_model
     from headrace.planning.request import PlanRequest
     from headrace.serving.admission import Pool

@@ -27,7 +27,7 @@ from headrace.checkpoint.safetensors_header import Checkpoint
 from headrace.errors import OptionError, StateError
 from headrace.formatting import format_rate, format_size, size_unit
 from headrace.memory.system import PeakMeter, require_disk
-from headrace.plan.report import titled_table
+from headrace.plan.tables import titled_table
 
 __all__ = ["ModelSize", "Result", "comparison_table", "ensure_model", "failed_checks", "run", "run_alone"]
 

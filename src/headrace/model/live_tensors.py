@@ -4,13 +4,17 @@ A tensor object is never exchanged while it can be kept: ties, optimizers and ca
 data is pointed elsewhere (``tensor.data = ...``). Tensors on ``meta`` cannot take data and are replaced in all places
 that hold them.
 
-Two dispatch keys that no kernel of PyTorch uses mark offloaded tensors. The dispatcher reads the keys of all arguments
-before it selects a kernel, so it calls the functions below first: from any thread, module, model or library, whatever
-modes are active. Tensors without these keys never reach this code and cost nothing.
+Three dispatch keys that no kernel of PyTorch uses mark offloaded tensors. The dispatcher reads the keys of all
+arguments before it selects a kernel, so it calls the functions below first: from any thread, module, model or library,
+whatever modes are active. Tensors without these keys never reach this code and cost nothing.
 
 *Placeholders* (``DeferredInit``, reserved for code outside of PyTorch's tree) have shape, strides, dtype and device,
 and no memory. Any operator that takes one, its ``.data`` or its ``.detach()`` calls :func:`_on_access`. Torch refuses
 raw pointers ("Cannot access data pointer"), since the storage has none.
+
+Compiled code relies on addresses, so a placeholder that it reads is *pinned*: it has the address of its slot, and a
+key of its own (``TESTING_ONLY_GenericMode``). Graphs with our ops run with that key excluded (:func:`read_pinned`), in
+their thread alone and until they end, however they end; guards of Dynamo see the same keys at all times.
 
 *Guarded* tensors (``TESTING_ONLY_GenericWrapper``) view bytes that are valid for a limited time: a slot, a copy.
 Operators that read them run at full speed, because the key falls through to their kernels. An operator that writes them
@@ -22,12 +26,13 @@ from __future__ import annotations
 import functools
 import weakref
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from typing import Any
 
 import torch
 from torch import nn
 from torch.multiprocessing.reductions import StorageWeakRef
-from torch.utils._pytree import tree_leaves
+from torch.utils._pytree import tree_leaves, tree_map_only
 
 from headrace.errors import ModelChangedError, OutsideAccessError, StateError, warn_user
 from headrace.memory.pinned import device_view
@@ -36,7 +41,7 @@ from headrace.model.records import Location, StorageInfo, TensorInfo
 __all__ = [
     "BoundStorage",
     "BoundTensor",
-    "GiveBack",
+    "Loan",
     "OnAccess",
     "Path",
     "Saved",
@@ -46,18 +51,24 @@ __all__ = [
     "live_tensors",
     "own_forward",
     "own_storage",
+    "read_pinned",
+    "refuse_reload",
     "resident_rule",
     "storage_id",
     "used_elsewhere",
     "written_in_place",
 ]  # fmt: skip
 
-# Ends a loan of bytes: takes the output of the operator (None if it has failed), returns what its caller gets.
-GiveBack = Callable[[Any], Any]
+if "refuse_reload" in globals():  # this module is being reloaded
+    globals()["refuse_reload"]()
 
-# Gives a placeholder its bytes: for good (returns None), or until the result is called. Takes the tensor, the operator
-# that uses it, and whether the operator writes it in place. OutsideAccessError: it cannot have them.
-OnAccess = Callable[["BoundTensor", torch._ops.OpOverload, bool], GiveBack | None]
+# What an operator gets in place of a placeholder, which other threads and compiled code may read meanwhile, and what to
+# call when it has run.
+Loan = tuple[torch.Tensor, Callable[[], None] | None]
+
+# Gives a placeholder its bytes for good (returns None), or lends them. Takes the tensor, the operator that uses it, and
+# whether the operator writes it in place. OutsideAccessError: it cannot have them.
+OnAccess = Callable[["BoundTensor", torch._ops.OpOverload, bool], Loan | None]
 
 # Attributes from a module to a tensor at or below it, into a tensor subclass too.
 Path = tuple[str, ...]
@@ -69,6 +80,16 @@ def bind(model: nn.Module, storages: Iterable[StorageInfo]) -> dict[str, BoundSt
 
 
 _bound: weakref.WeakSet[BoundTensor] = weakref.WeakSet()  # all of this process
+
+
+def refuse_reload() -> None:
+    """Raise ``StateError`` while a tensor is offloaded: its hooks and dispatch keys call functions of these modules."""
+    for bound in tuple(_bound):
+        if place := vars(bound.tensor).get("_headrace_offloaded"):
+            raise StateError(
+                f"headrace was reloaded (importlib.reload) while {bound.name} of {place} is offloaded, whose hooks and "
+                f"dispatch keys belong to the modules as they are: call handle.remove() first, then reload"
+            )
 
 
 class BoundTensor:
@@ -88,11 +109,13 @@ class BoundTensor:
         self._revive: Callable[[], torch.Tensor | None] | None = None  # memory of the original, if it was released
         self.lost = False  # the model holds another tensor, or none, in its place
         self.in_slot: torch.Tensor | None = None  # over slot memory; None: not brought by a unit (any more)
-        self._unguarded: torch.Tensor | None = None  # the same for compiled code, which counts as writing
+        self._unguarded: torch.Tensor | None = None  # the same for engines, whose compiled code counts as writing
         self._slot_view: torch.Tensor | None = None  # the same; kept when the tensor is promoted beside an open window
         self._placeholder: torch.Tensor | None = None  # None: the tensor views its slot all the time
-        self._slot_storage = self._placeholder_storage = self._lent_storage = self._num_own_views = 0
+        self._slot_storage = self._placeholder_storage = self._num_own_views = 0
         self.on_access: OnAccess | None = None
+        self.bare: torch.Tensor | None = None  # of a pinned placeholder: one without an address
+        self._runs_here: Callable[[], bool] = lambda: False
         self._reported = False
         self._address = (
             0 if self.tensor.device.type == "meta" or is_placeholder(self.tensor) else self.tensor.data_ptr()
@@ -217,19 +240,8 @@ class BoundTensor:
         is_fixed = self.in_slot is None and not is_placeholder(self.tensor)
         return is_fixed and self.tensor.data_ptr() == self.view_of(buffer).data_ptr()
 
-    def lend(self, buffer: torch.Tensor, is_written: bool = False) -> None:
-        """Make a placeholder a view of ``buffer`` until :meth:`end_loan`; guarded unless it ``is_written``."""
-        with torch.inference_mode(self.original.is_inference()):
-            self.tensor.data = self.view_of(buffer) if is_written else self.copy_of(buffer)
-        self._lent_storage = storage_id(self.tensor)
-
-    def end_loan(self) -> None:
-        """Make the tensor a placeholder again."""
-        self.tensor.data = self._placeholder  # type: ignore[assignment]
-        self._lent_storage = 0
-
     def unpin_from_slot(self, on_access: OnAccess) -> None:
-        """Make a tensor that stays in its slot a placeholder, until :meth:`pin_to_slot`; ``on_access``: as above."""
+        """Make a tensor that stays in its slot a placeholder, until :meth:`stay_in_slot`; ``on_access``: as above."""
         if self.in_slot is None or self._placeholder is not None or self._find_loss():
             return
         self.on_access = on_access
@@ -238,15 +250,41 @@ class BoundTensor:
         self._placeholder_storage = storage_id(self._placeholder)
         self.tensor.data = self._placeholder
 
-    def pin_to_slot(self) -> None:
-        """Keep the tensor in its slot from now on, because compiled code relies on addresses."""
-        # Tracing may put another tensor in its place for a while (torch.export), which reads no slot.
+    def stay_in_slot(self) -> None:
+        """Keep the tensor in its slot from now on."""
         if self._placeholder is not None and self.in_slot is not None and not self._find_loss():
             # The declared mutations of the custom ops, which order compiled code, are writes that a guard would refuse.
             self.in_slot = self._unguarded
             self.open()
             self._placeholder = None
             self.note_version()
+
+    def pin_to_slot(self, runs_here: Callable[[], bool] | None = None) -> None:
+        """Give the placeholder the address of the slot, because compiled code relies on addresses.
+
+        ``runs_here``: whether the slot holds the unit for a run of its module in the calling thread.
+        """
+        # Tracing may put another tensor in its place for a while (torch.export), which reads no slot.
+        if self._placeholder is None or self.in_slot is None or self.is_pinned or self._find_loss():
+            return
+        with torch.inference_mode(self.original.is_inference()):
+            self.bare, self._placeholder = self._placeholder, _marked_view(self.in_slot, self, _PINNED, _BELOW_PYTHON)
+        self._placeholder.untyped_storage().__class__ = _PlaceholderStorage
+        self._placeholder_storage, self._version = self._slot_storage, None
+        self._runs_here = runs_here or self._runs_here
+        if is_placeholder(self.tensor):
+            self.tensor.data = self._placeholder
+
+    @property
+    def is_pinned(self) -> bool:
+        """Whether the placeholder has the address of the slot."""
+        return self.in_slot is not None and self._placeholder_storage == self._slot_storage
+
+    @property
+    def is_read_here(self) -> bool:
+        """Whether compiled code of the calling thread reads a pinned placeholder, or its module runs in the thread."""
+        is_compiled = torch._C._dispatch_tls_is_dispatch_key_excluded(_PINNED_KEY)
+        return self.is_pinned and (is_compiled or self._runs_here())
 
     @property
     def name(self) -> str:
@@ -258,7 +296,8 @@ class BoundTensor:
         if self._placeholder is None:
             return False
         # Every view holds the storage, in any thread and any container; torch has no list of a tensor's views.
-        return torch._C._storage_Use_Count(self._slot_storage) > self._num_own_views + num_known
+        has_more = torch._C._storage_Use_Count(self._slot_storage) > self._num_own_views + num_known
+        return has_more and not self.is_pinned  # compiled code has views of its own
 
     def offset_in_slot(self, view: torch.Tensor) -> int | None:
         """Bytes from this tensor's first one in its slot to the first of ``view``; ``None``: it views other memory."""
@@ -315,7 +354,7 @@ class BoundTensor:
             raise error
 
     def _change(self) -> ModelChangedError | None:
-        if self._find_loss():
+        if self.in_slot is None or self._find_loss():  # promoted, or lost
             return None
         if torch.Tensor.data_ptr(self.tensor) != self._address:
             return self._moved()
@@ -334,7 +373,7 @@ class BoundTensor:
         if self.in_slot is None:
             # Not the tensor's own data_ptr, which torch.utils.swap_tensors gives to another, and asks that one.
             return not is_placeholder(self.tensor) and torch.Tensor.data_ptr(self.tensor) != self._address
-        return storage_id(self.tensor) not in (self._placeholder_storage, self._slot_storage, self._lent_storage)
+        return storage_id(self.tensor) not in (self._placeholder_storage, self._slot_storage)
 
     def refuse_copy(self, given: Collection[int]) -> None:
         """Raise ``StateError`` unless compiled code was given this very memory (``given``: addresses), not a copy."""
@@ -402,7 +441,7 @@ class BoundStorage:
     @property
     def is_placeholder(self) -> bool:
         """Whether one of the tensors has no memory now."""
-        return any(is_placeholder(tensor.tensor) for tensor in self.tensors)
+        return any(is_placeholder(tensor.tensor) and not tensor.is_pinned for tensor in self.tensors)
 
     def _bytes_around(self, first: torch.Tensor) -> torch.Tensor:
         start = first.storage_offset() * first.dtype.itemsize - self._first.info.byte_offset
@@ -574,13 +613,16 @@ def _version(tensor: torch.Tensor) -> int | None:
 
 # -- dispatch keys -----------------------------------------------------------------------------------------------------
 
-_PLACEHOLDER, _GUARDED = "DeferredInit", "TESTING_ONLY_GenericWrapper"
-_PLACEHOLDER_KEY, _GUARDED_KEY = (torch._C._dispatch_key_parse(name) for name in (_PLACEHOLDER, _GUARDED))
-_GUARDED_KEYS = torch._C.DispatchKeySet(_GUARDED_KEY)
+_PLACEHOLDER, _PINNED, _GUARDED = "DeferredInit", "TESTING_ONLY_GenericMode", "TESTING_ONLY_GenericWrapper"
 # Within the `__torch_dispatch__` of a subclass, torch excludes all keys above Python's: one below it sees what the
 # subclass does with a placeholder inside of it. No backend has kernels for this one.
 _BELOW_PYTHON = "CustomRNGKeyId"
 _COMPOSITE = "CompositeImplicitAutograd"  # of operators that consist of others
+_PLACEHOLDER_KEY, _PINNED_KEY, _GUARDED_KEY, _BELOW_KEY = map(
+    torch._C._dispatch_key_parse, (_PLACEHOLDER, _PINNED, _GUARDED, _BELOW_PYTHON)
+)
+_GUARDED_KEYS = torch._C.DispatchKeySet(_GUARDED_KEY)
+_PINNED_KEYS = torch._C.DispatchKeySet(_PINNED_KEY) | torch._C.DispatchKeySet(_BELOW_KEY)
 
 # These neither read nor write bytes: bookkeeping, aliases, and factories that only ask for shape, dtype and device.
 _TOUCHES_NOTHING = {
@@ -611,15 +653,29 @@ class _Geometry(torch.Tensor):
 class _PlaceholderStorage(torch.UntypedStorage):
     """Without bytes, so that what copies it would copy nothing, and find nothing wrong."""
 
-    def _refuse(self, *args: Any, **kwargs: Any) -> Any:
+    def nbytes(self) -> int:
+        """The size of what the placeholder stands for."""
         owner = _owners.get(int(self._cdata))
+        memory = (
+            None if owner is None else (owner.in_slot if owner.in_slot is not None else owner.tensor).untyped_storage()
+        )
+        return super().nbytes() if memory is None or memory._cdata == self._cdata else memory.nbytes()
+
+    size = __len__ = nbytes
+
+    def _refuse(self, name: str, *args: Any, **kwargs: Any) -> Any:
+        owner = _owners.get(int(self._cdata))
+        if owner is not None and owner.is_pinned and (owner.is_read_here or not is_placeholder(owner.tensor)):
+            return getattr(torch.UntypedStorage, name)(self, *args, **kwargs)
         raise OutsideAccessError(
             f"the storage of {'a weight' if owner is None else owner.name}, which is offloaded, was read, written or "
             f"copied (by copy.deepcopy, torch.save, storage.clone() or the like), and has no bytes now: use the tensor "
             f"or its clone (.clone()) instead"
         )
 
-    __copy__ = __deepcopy__ = __getitem__ = __iter__ = clone = tolist = data_ptr = copy_ = fill_ = resize_ = _refuse
+    _REFUSED = "__copy__ __deepcopy__ __getitem__ __iter__ clone tolist data_ptr copy_ fill_ resize_ share_memory_"
+    for _name in f"{_REFUSED} _share_fd_cpu_ _share_filename_cpu_ _share_cuda_".split():
+        locals()[_name] = functools.partialmethod(_refuse, _name)
 
 
 def placeholder_like(tensor: torch.Tensor, owner: BoundTensor) -> torch.Tensor:
@@ -636,9 +692,20 @@ def placeholder_like(tensor: torch.Tensor, owner: BoundTensor) -> torch.Tensor:
 
 def guarded(tensor: torch.Tensor, owner: BoundTensor) -> torch.Tensor:
     """``tensor`` over the same storage, read-only for everything that the dispatcher sees."""
-    view = _marked(tensor, _GUARDED)
+    return _marked_view(tensor, owner, _GUARDED)
+
+
+@contextmanager
+def read_pinned() -> Iterator[None]:
+    """Within, pinned placeholders are read at their addresses: for compiled code that waits for their units."""
+    with torch._C._ExcludeDispatchKeyGuard(_PINNED_KEYS):
+        yield
+
+
+def _marked_view(tensor: torch.Tensor, owner: BoundTensor, *marks: str) -> torch.Tensor:
+    view = _marked(tensor, *marks)
     # `set_` itself is declared as a write of `view`, which the guard would refuse.
-    with torch.no_grad(), torch._C._ExcludeDispatchKeyGuard(_GUARDED_KEYS):
+    with torch.no_grad(), read_pinned(), torch._C._ExcludeDispatchKeyGuard(_GUARDED_KEYS):
         view.set_(tensor.untyped_storage(), tensor.storage_offset(), tensor.shape, tensor.stride())
     _owners[storage_id(view)] = owner
     return view
@@ -674,8 +741,9 @@ def storage_id(tensor: torch.Tensor) -> int:
 
 
 def is_placeholder(tensor: torch.Tensor) -> bool:
-    """Whether the bytes of ``tensor`` are elsewhere."""
-    return bool(torch._C._dispatch_keys(tensor).has(_PLACEHOLDER_KEY))
+    """Whether the bytes of ``tensor`` are elsewhere, or, where it is pinned, may be."""
+    keys = torch._C._dispatch_keys(tensor)
+    return bool(keys.has(_PLACEHOLDER_KEY) or keys.has(_PINNED_KEY))
 
 
 def resident_rule(name: str) -> str:
@@ -685,21 +753,35 @@ def resident_rule(name: str) -> str:
 
 def _on_access(operator: torch._ops.OpOverload, *args: Any, **kwargs: Any) -> Any:
     """Give every placeholder among the arguments its bytes, then run ``operator`` as if nothing were offloaded."""
-    loans: list[GiveBack] = []
-    read, output = [], None
+    targets = (target for target in written_in_place(operator, args, kwargs) if isinstance(target, torch.Tensor))
+    written = {storage_id(target) for target in targets}
+    loans: dict[int, Loan] = {}  # by storage, which aliases share
+    lent: dict[int, torch.Tensor] = {}
+    returned: dict[int, torch.Tensor] = {}  # what is written; `numpy()` and `tolist()` take the pointer of what is read
     try:
         for argument in tree_leaves((args, kwargs)):
             if isinstance(argument, torch.Tensor) and is_placeholder(argument):
-                is_written = any(argument is target for target in written_in_place(operator, args, kwargs))
-                loans += _materialize(argument, operator, is_written)
-                read += [] if is_written else [argument]
+                storage = storage_id(argument)
+                loan = loans.get(storage) or _materialize(argument, operator, storage in written)
+                if loan is not None:
+                    loans[storage] = loan
+                    lent[id(argument)] = with_bytes = _with_history(argument, loan[0])
+                    returned |= {id(with_bytes): argument} if storage in written else {}
+        if lent:
+            args, kwargs = tree_map_only(torch.Tensor, lambda tensor: lent.get(id(tensor), tensor), (args, kwargs))
         output = operator(*args, **kwargs)
-        if loans and any(output is argument for argument in read):
-            output = torch.ops.aten.alias(output)  # of what is lent: `numpy()` and `tolist()` take its pointer next
+        return tree_map_only(torch.Tensor, lambda t: returned.get(id(t), t), output) if returned else output
     finally:
-        for give_back in reversed(loans):
-            output = give_back(output)
-    return output
+        for _, end in loans.values():
+            if end is not None:
+                end()
+
+
+def _on_detach(tensor: torch.Tensor) -> torch.Tensor:
+    """An alias of a pinned placeholder without its address: what asks for the pointer alone is not to find the slot."""
+    owner = _owners.get(storage_id(tensor))
+    with read_pinned():
+        return (tensor if owner is None or owner.bare is None else owner.bare).detach()
 
 
 def _on_named_access(name: str, overload: str, /, *args: Any, **kwargs: Any) -> Any:
@@ -754,7 +836,7 @@ def _written(operator: torch._ops.OpOverload) -> list[tuple[int, str]]:
     return [(p, a.name) for p, a in arguments if a.name in undeclared or (a.alias_info and a.alias_info.is_write)]
 
 
-def _materialize(argument: torch.Tensor, operator: torch._ops.OpOverload, is_written: bool) -> list[GiveBack]:
+def _materialize(argument: torch.Tensor, operator: torch._ops.OpOverload, is_written: bool) -> Loan | None:
     owner = _owners.get(storage_id(argument))
     if owner is None:
         raise StateError(
@@ -772,33 +854,33 @@ def _materialize(argument: torch.Tensor, operator: torch._ops.OpOverload, is_wri
             f"offloaded, and the weight's data was set (.data = ...) since, so the bytes that the alias stands for are "
             f"gone: take it again"
         )
-    give_back = (
-        owner.on_access(owner, operator, is_written) if owner.on_access and is_placeholder(owner.tensor) else None
-    )
-    loans = [] if give_back is None else [give_back]
+    if owner.is_read_here and owner.in_slot is not None:
+        return owner.in_slot.data, None
+    is_out = owner.is_pinned or is_placeholder(owner.tensor)
+    loan = owner.on_access(owner, operator, is_written) if owner.on_access and is_out else None
     # An alias of the placeholder has a TensorImpl of its own, which is not changed with the owner's.
-    if argument is not owner.tensor:
-        placeholder = argument.data
+    if loan is None and argument is not owner.tensor:
         with torch.no_grad():
             argument.data = owner.tensor.data
-        if give_back is not None:
-            loans.append(functools.partial(_restore_placeholder, argument, placeholder))
-    return loans
+    return loan
 
 
-def _restore_placeholder(alias: torch.Tensor, placeholder: torch.Tensor, output: Any) -> Any:
-    with torch.no_grad():
-        alias.data = placeholder
-    return output
+def _with_history(argument: torch.Tensor, lent: torch.Tensor) -> torch.Tensor:
+    """``lent``, to autograd a view of ``argument``."""
+    if not argument.requires_grad:
+        return lent
+    view: torch.Tensor = torch.ops.aten.alias(argument)
+    view.data = lent
+    return view
 
 
 @functools.cache
 def _register() -> tuple[torch.library.Library, ...]:
-    """Register the meaning of the two keys with the dispatcher, once."""
+    """Register the meaning of the keys with the dispatcher, once."""
     everything, aten = torch.library.Library("_", "IMPL"), torch.library.Library("aten", "IMPL")
     # A fallback of a key serves the operators of every library in every thread. A TorchDispatchMode would cost 10 us
     # per operator, see one thread only, and change how composite operators decompose.
-    for key in (_PLACEHOLDER, _BELOW_PYTHON):
+    for key in (_PLACEHOLDER, _PINNED, _BELOW_PYTHON):
         everything.fallback(_on_access, key)
     everything.fallback(torch.library.fallthrough_kernel, _GUARDED)
     for schema in torch._C._jit_get_all_schemas():
@@ -814,8 +896,8 @@ def _register() -> tuple[torch.library.Library, ...]:
         # An operator that consists of others needs none below Python, where each of those is found. With one it would
         # fail for tensors in the layout of oneDNN (to_mkldnn()), whose key of autograd that of _BELOW_PYTHON is, too.
         consists_of_others = torch._C._dispatch_has_kernel_for_dispatch_key(f"aten::{qualified}", _COMPOSITE)
-        for key in (_PLACEHOLDER,) if consists_of_others else (_PLACEHOLDER, _BELOW_PYTHON):
-            aten.impl(qualified, on_access, key)
+        for key in (_PLACEHOLDER, _PINNED, *(() if consists_of_others else (_BELOW_PYTHON,))):
+            aten.impl(qualified, _on_detach if (name, key) == ("detach", _PINNED) else on_access, key)
         if schema.is_mutable or schema.name in _STATISTICS_OF:  # all others keep the fall-through and their speed
             aten.impl(qualified, functools.partial(_on_write, name, overload), _GUARDED)
     return everything, aten

@@ -2,24 +2,33 @@
 
 from __future__ import annotations
 
+import functools
 from typing import Any
 
 import torch
 from torch import fx
 
 from headrace.errors import StateError
+from headrace.model.live_tensors import read_pinned
 
 __all__ = ["refuse_export", "refuse_tracers", "traced_graph"]
 
 
-def traced_graph() -> fx.Graph | None:
-    """The graph that Dynamo is tracing; ``None`` under another tracer, such as torch.export without Dynamo."""
+def traced_graph(waits: bool = False) -> fx.Graph | None:
+    """The graph that Dynamo is tracing; ``None`` under another tracer, such as torch.export without Dynamo.
+
+    ``waits``: our hooks are in it, or around it, so what is compiled of it may read pinned placeholders.
+    """
     from torch._dynamo.symbolic_convert import InstructionTranslator
 
     try:
-        graph: fx.Graph = InstructionTranslator.current_tx().output.graph
+        output: Any = InstructionTranslator.current_tx().output
+        graph: fx.Graph = output.graph
     except AttributeError:
         return None
+    if waits and not hasattr(output, "reads_pinned"):
+        output.reads_pinned, compiler = True, output.compiler_fn
+        output.compiler_fn = functools.wraps(compiler)(lambda *args: read_pinned()(compiler(*args)))
     return graph
 
 

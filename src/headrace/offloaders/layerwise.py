@@ -28,6 +28,7 @@ from headrace.model.patterns import matching
 from headrace.model.records import Inventory, StorageInfo, is_within
 from headrace.model.semantic_groups import semantic_groups
 from headrace.offloaders.base import BaseOffloader
+from headrace.offloaders.build_time import BuildTimeFilter, BuildTimePool, mark_read_in_place, unmark
 from headrace.plan.build import Planner, build_plan
 from headrace.plan.plan import Plan
 from headrace.plan.rates import NOMINAL_GPU, Rates
@@ -35,7 +36,6 @@ from headrace.plan.units import TINY_BYTES, move_on_demand, plan_group_rule, sel
 from headrace.planning.context import make_planner
 from headrace.planning.request import PlanRequest, compute_device
 from headrace.ranks.group import RankGroup
-from headrace.runtime.build_time import BuildTimeFilter, BuildTimePool, mark_read_in_place, unmark
 from headrace.runtime.prepare import Prepared, prepare
 from headrace.runtime.session import OffloadSession, SessionOptions
 from headrace.runtime.slot import BreakCapture

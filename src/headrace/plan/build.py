@@ -46,8 +46,8 @@ from headrace.plan.candidates import CandidateTable, Family, MappedFiles, Spill,
 from headrace.plan.cost_model import Forecast, Forecaster, experts_in
 from headrace.plan.kinds import HOST, StoreKind, kind_of
 from headrace.plan.plan import Plan, assemble, with_code
+from headrace.plan.prediction import CachePoint, PlanPrediction, WorkloadBytes
 from headrace.plan.rates import NOMINAL_CPU, NOMINAL_GPU, Rates
-from headrace.plan.report import CachePoint, PlanPrediction, WorkloadBytes
 from headrace.plan.routing_traces import ExpertHits, FixedHits
 from headrace.plan.schedule import usable_slots
 from headrace.plan.units import (
@@ -303,7 +303,7 @@ class Planner:
         budget = replace(budget, codec=plan.codec)
         return list(Alternatives(self.candidates(budget), budget, plan).find())
 
-    def outlook(self, policy: Policy | Plan | None, plan: Plan, workload: Workload | None = None) -> PlanPrediction:
+    def predict(self, policy: Policy | Plan | None, plan: Plan, workload: Workload | None = None) -> PlanPrediction:
         """The cost of ``plan`` for ``workload`` (default that of ``policy``); for a budget also alternatives.
 
         Without a policy, the smallest budget.

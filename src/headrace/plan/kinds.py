@@ -12,13 +12,15 @@ from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cache
 from importlib import import_module
-from typing import Protocol
+from typing import TYPE_CHECKING, Protocol
 
 from headrace.config import StoreName
 from headrace.json_files import Positive
 from headrace.memory.system import round_up
-from headrace.model.records import Inventory, StorageInfo
-from headrace.plan.rates import Floats, Rates
+
+if TYPE_CHECKING:
+    from headrace.model.records import Inventory, StorageInfo
+    from headrace.plan.rates import Floats, Rates
 
 __all__ = [
     "HOST",

@@ -8,7 +8,8 @@ import os
 from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from functools import cached_property, singledispatch
+from functools import cached_property
+from importlib import import_module
 from itertools import accumulate
 from pathlib import Path
 from typing import Any, NamedTuple, cast
@@ -24,12 +25,12 @@ from headrace.plan.schedule import ENTRY_BYTES, MAX_ENTRIES, RingLayout, chain, 
 
 __all__ = [
     "SCHEMA_VERSION",
+    "DeviceName",
     "Machine",
     "Placement",
     "Plan",
     "UnitSpec",
     "assemble",
-    "show",
     "with_code",
 ]
 
@@ -38,13 +39,10 @@ SCHEMA_VERSION = 7
 
 _MOST_BYTES = 1 << 30  # of a plan file
 
+# Prints plans; imported when one is printed, since it needs rich.
+_TABLES = "headrace.plan.tables"
+
 _REPLAN = "make it again for this one: `headrace plan MODEL ... --save FILE`, or pass a policy instead of a plan"
-
-
-@singledispatch
-def show(plan: object, html: bool = False) -> str:
-    """``plan`` for people. The tables register themselves here: :mod:`headrace.plan.report` imports this module."""
-    return repr(plan)
 
 
 @dataclass(frozen=True)
@@ -66,6 +64,14 @@ class Machine:
     def suits(self, here: Machine) -> bool:
         """Whether a plan made for this machine may run on ``here``: the same device, no less memory."""
         return self.device == here.device and (self.device_bytes or 0) <= (here.device_bytes or 0)
+
+
+@dataclass(frozen=True)
+class DeviceName:
+    """Stands for the ``torch.device`` of that type and index where torch is not needed otherwise."""
+
+    type: str
+    index: int | None = None
 
 
 class Placement(NamedTuple):
@@ -98,8 +104,8 @@ class Plan:
         context: tokens per sequence whose KV cache it leaves memory for; 0: it counts weights alone.
         budget_bytes: device memory that weights may take, also when a tensor is promoted; ``None``: no such limit. Not
             used in comparisons: plans of two budgets that place everything alike are equal.
-        outlook: predictions (:class:`headrace.plan.report.PlanPrediction`), if asked for: printed, but neither compared
-            nor saved. ``replace()`` drops them.
+        prediction: a :class:`headrace.plan.prediction.PlanPrediction`, if asked for: printed, but neither compared nor
+            saved. ``replace()`` drops it.
     """
 
     units: tuple[Unit, ...] = field(repr=False)
@@ -113,10 +119,18 @@ class Plan:
     context: int = 0
     budget_bytes: Positive | None = field(default=None, compare=False)
     cached: tuple[CachedLayer, ...] = field(default=(), repr=False)
-    outlook: object = field(default=None, init=False, repr=False, compare=False)
+    prediction: object = field(default=None, init=False, repr=False, compare=False)
 
     def __str__(self) -> str:
-        return show(self)
+        try:
+            text: str = import_module(_TABLES).text_of(self)
+        except ModuleNotFoundError as error:
+            if (error.name or "").partition(".")[0] != "rich":
+                raise
+            shortage = getattr(self.prediction, "shortage", None)
+            refusal = f"\nThis plan {shortage}." if shortage else ""
+            return f"{self!r}{refusal}\nIts tables need rich, which is not installed: pip install 'headrace[cli]'"
+        return text
 
     def __repr__(self) -> str:
         name = f"{self.model_name}: " if self.model_name else ""
@@ -126,13 +140,17 @@ class Plan:
             f"mode {self.mode!r}>"
         )
 
-    def _repr_html_(self) -> str:
-        return show(self, html=True)
+    def _repr_html_(self) -> str | None:
+        try:
+            text: str = import_module(_TABLES).text_of(self, html=True)
+        except ModuleNotFoundError:
+            return None  # a notebook shows the text then
+        return text
 
-    def with_outlook(self, outlook: object) -> Plan:
+    def with_prediction(self, prediction: object) -> Plan:
         """The same plan with these predictions."""
         plan = replace(self)
-        object.__setattr__(plan, "outlook", outlook)
+        object.__setattr__(plan, "prediction", prediction)
         return plan
 
     # -- bytes ---------------------------------------------------------------------------------------------------------
@@ -445,7 +463,7 @@ class Plan:
         ``uva``           the same, of tensors that are read in place
         ``cached``        layers of experts: ``module_fqn``, ``num_experts``, ``num_slots``, ``storages`` (their bytes)
         the others        sums over the above; ``store_bytes`` by store
-        ``outlook``       only in what ``headrace plan --json`` prints: predictions; not read back
+        ``prediction``    only in what ``headrace plan --json`` prints: predictions; not read back
         ================  ============================================================================================
         """
         return {
@@ -573,7 +591,7 @@ def _plan_from(data: Any) -> Plan:
     known = f"{SCHEMA_VERSION}, the version that this headrace reads and writes"
     require(type(version) is int and version == SCHEMA_VERSION, "schema", known, version)
     # `headrace plan --json` prints a plan file with predictions, which are not read.
-    given = {key: value for key, value in data.items() if key != "outlook"}
+    given = {key: value for key, value in data.items() if key != "prediction"}
     for key in ("model", "machine"):
         require(key in given, "", f"the key {key!r}", sorted(given))
     require(isinstance(given["model"], dict), "model", "an object", given["model"])

@@ -14,10 +14,8 @@ from headrace.formatting import format_size
 from headrace.memory.system import DEVICE, PEER, Limits, Needs, round_up
 from headrace.model.records import Inventory
 from headrace.plan.kinds import slab_bytes
-from headrace.plan.plan import Machine, Plan
-from headrace.plan.units import move_on_demand
+from headrace.plan.plan import DeviceName, Machine, Plan
 from headrace.planning.request import can_read_in_place, gpu_memory_kind, has_triton, peer_of
-from headrace.transfer.machine_probe import DeviceName
 
 if TYPE_CHECKING:
     import torch
@@ -66,6 +64,8 @@ def finalize_plan(
         peer_of(device)
     num_ranks = num_ranks if plan.kind.is_split else 1
     if plan.uva and (plan.kind.is_split or not can_read_in_place(device)):  # split: no rank has a whole tensor
+        from headrace.plan.units import move_on_demand
+
         moved = move_on_demand(inventory, plan)
         moved = replace(moved, model_name=plan.model_name, made_for=plan.made_for)
         plan = replace(moved, context=plan.context, budget_bytes=plan.budget_bytes)

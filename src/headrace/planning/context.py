@@ -12,30 +12,28 @@ from dataclasses import dataclass, field, replace
 from functools import cached_property
 from typing import TYPE_CHECKING
 
-from headrace.checkpoint.model_folder import draft_folder
-from headrace.checkpoint.weight_map import WeightMap
 from headrace.config import AUTO, Budget, Rules, Workload, pin_memory_disabled
 from headrace.errors import BudgetError, CheckpointError, OptionError, warn_user
 from headrace.formatting import format_size
 from headrace.memory.system import Limits, Needs, read_limits
 from headrace.model.records import Inventory, ModelProfile, StorageInfo
-from headrace.plan.build import Planner
 from headrace.plan.cached_experts import why_not_cached
-from headrace.plan.candidates import MappedFiles, Spill
-from headrace.plan.plan import Plan, assemble
-from headrace.plan.rates import Rates
-from headrace.plan.speculation import LOOKUP, DraftCost, Speculation, SpeculationForecast, forecast_speculation
+from headrace.plan.plan import DeviceName, Plan, assemble
 from headrace.planning.checks import check_limits, finalize_plan, needs_of, require_one_process
 from headrace.planning.request import PlanRequest, Target, can_read_in_place, has_triton, peer_of
 from headrace.stores.sources import TENSOR_ALIGN_BYTES, DiskOptions
-from headrace.transfer.machine_probe import DeviceName, planning_rates
 
 if TYPE_CHECKING:
     import torch
     from torch import nn
 
+    from headrace.checkpoint.weight_map import WeightMap
     from headrace.model.live_tensors import BoundStorage
+    from headrace.plan.build import Planner
+    from headrace.plan.candidates import MappedFiles
+    from headrace.plan.rates import Rates
     from headrace.plan.routing_traces import ExpertHits
+    from headrace.plan.speculation import DraftCost, Speculation, SpeculationForecast
 
 __all__ = ["PlanContext", "make_planner", "not_in_files"]
 
@@ -139,7 +137,12 @@ class PlanContext:
             BudgetError: nothing is left.
         """
         context, speculation = self.sized(), self.request.speculation
-        if speculation is None or speculation.guesser == LOOKUP:
+        if speculation is None:
+            return context
+        from headrace.checkpoint.model_folder import draft_folder
+        from headrace.plan.speculation import LOOKUP, DraftCost
+
+        if speculation.guesser == LOOKUP:
             return context
         request, policy = context.request, context.request.given
         if speculation.draft is None:
@@ -165,6 +168,8 @@ class PlanContext:
 
     def forecast_speculation(self, plan: Plan, speculation: Speculation) -> SpeculationForecast:
         """What guesses bring to ``plan``."""
+        from headrace.plan.speculation import forecast_speculation
+
         at, on_gpu = self.request.expected.context, self.target.device.type == "cuda"
         return forecast_speculation(speculation, self.planner, plan, at, self.draft, on_gpu=on_gpu)
 
@@ -303,6 +308,10 @@ def make_planner(
     reads files, which decides the rate. Each of several ranks that split units plans for itself, and all have to come
     to one plan, so nothing counts that they may see differently: no free host memory.
     """
+    from headrace.plan.build import Planner
+    from headrace.plan.candidates import Spill
+    from headrace.transfer.machine_probe import planning_rates
+
     on_gpu = device.type == "cuda"
     if not on_gpu:  # which has no graphs
         profile = replace(profile, kernels_per_step=None)
@@ -341,6 +350,8 @@ def not_in_files(inventory: Inventory, weights: WeightMap) -> list[str]:
 
 def _mapped_files(inventory: Inventory, weights: WeightMap) -> MappedFiles:
     """Which storages a CPU cannot read in place in the files, and the memory that reading the others takes."""
+    from headrace.plan.candidates import MappedFiles
+
     refused: dict[str, str] = {}
     joined_bytes: dict[str, int] = {}
     mappings = 0

@@ -18,11 +18,8 @@ from headrace.config import Budget, Policy, Workload, as_policy, pin_memory_disa
 from headrace.errors import OptionError, OptionTypeError
 from headrace.model.records import Inventory
 from headrace.plan.kinds import kind_of
-from headrace.plan.plan import Machine, Plan
-from headrace.plan.rates import Rates
-from headrace.plan.speculation import Speculation
+from headrace.plan.plan import DeviceName, Machine, Plan
 from headrace.stores.sources import DiskOptions
-from headrace.transfer.machine_probe import DeviceName
 
 if TYPE_CHECKING:
     import torch
@@ -30,6 +27,8 @@ if TYPE_CHECKING:
 
     from headrace.checkpoint.safetensors_header import Checkpoint
     from headrace.checkpoint.weight_map import WeightMap
+    from headrace.plan.rates import Rates
+    from headrace.plan.speculation import Speculation
     from headrace.ranks.group import RankGroup
 
 __all__ = [

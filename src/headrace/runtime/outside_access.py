@@ -15,13 +15,16 @@ from __future__ import annotations
 
 import logging
 import operator
+import sys
 import threading
+import traceback
 import weakref
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Container, Iterable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import replace
 from functools import partial
 from itertools import accumulate
+from types import MethodType
 from typing import Any, cast
 
 import torch
@@ -35,7 +38,7 @@ from headrace.formatting import format_size
 from headrace.model.live_tensors import (
     BoundStorage,
     BoundTensor,
-    GiveBack,
+    Loan,
     is_placeholder,
     own_storage,
     resident_rule,
@@ -45,9 +48,8 @@ from headrace.model.live_tensors import (
 from headrace.model.tracing import traced_graph
 from headrace.plan.plan import Plan
 from headrace.stores.store import Store, new_buffer
-from headrace.transfer.cuda_stream import is_capturing
 
-__all__ = ["NotCopyable", "Promoter", "StateGuard", "TableGuard", "address_of", "place_of"]
+__all__ = ["NotCopyable", "Promoter", "StateGuard", "TableGuard", "address_of", "is_on_stack", "place_of"]
 
 _log = logging.getLogger(__name__)
 
@@ -112,9 +114,7 @@ class Promoter(NotCopyable):
         self.rewriting = lambda name: nullcontext()  # holds the prefetcher
         self._bound, self._storage_of = {}, {}
 
-    def on_outside_access(
-        self, tensor: BoundTensor, operator: torch._ops.OpOverload, is_written: bool
-    ) -> GiveBack | None:
+    def on_outside_access(self, tensor: BoundTensor, operator: torch._ops.OpOverload, is_written: bool) -> Loan | None:
         """An ``operator`` used a placeholder outside its module: make it resident, or give it a temporary copy.
 
         What is written is lent and goes back to the store, where it can.
@@ -137,46 +137,25 @@ class Promoter(NotCopyable):
             )
         if not to_store:
             self._warn_of_loan(storage, tensor, how)
-        with self.tensor_lock:  # nothing is written between the read and the loan
-            buffer = self._on_device(storage)
-            end_loan = self._lend(tensor, buffer, to_store)
+        buffer = self._on_device(storage)
         if not to_store:
-            return end_loan
+            return tensor.copy_of(buffer), None
 
-        def write_back(output: Any) -> Any:
-            end_loan(output)
+        def write_back() -> None:
             if self.store is not None:
                 with self.rewriting(name):
                     self.store.in_place(name).copy_(buffer)
                     if self._device.type == "cuda":  # a copy out of a peer's memory is ordered by nothing else
                         torch.cuda.current_stream(self._device).synchronize()
-            return output
 
-        return write_back
+        with torch.inference_mode(tensor.original.is_inference()):
+            return tensor.view_of(buffer), write_back
 
-    def on_table_access(
-        self, tensor: BoundTensor, operator: torch._ops.OpOverload, is_written: bool
-    ) -> GiveBack | None:
+    def on_table_access(self, tensor: BoundTensor, operator: torch._ops.OpOverload, is_written: bool) -> Loan | None:
         """:meth:`on_outside_access` for a table that is read in place where products would round differently."""
         if is_written or operator.overloadpacket not in _ROW_READS or self.store is None:
             return self.on_outside_access(tensor, operator, is_written)
-        return self._lend(tensor, self.store.in_place(self._storage_of[id(tensor)].info.name))
-
-    def _lend(self, tensor: BoundTensor, buffer: torch.Tensor, is_written: bool = False) -> GiveBack:
-        """Make ``tensor`` a view of ``buffer`` until the operator has run: it views one place at a time."""
-        self.tensor_lock.acquire()
-        try:
-            tensor.lend(buffer, is_written)
-        except BaseException:
-            self.tensor_lock.release()
-            raise
-
-        def end_loan(output: Any) -> Any:
-            tensor.end_loan()
-            self.tensor_lock.release()
-            return output
-
-        return end_loan
+        return tensor.copy_of(self.store.in_place(self._storage_of[id(tensor)].info.name)), None
 
     def _is_offloaded_here(self, name: str) -> bool:
         """Whether a unit brings the storage ``name``, from memory of this process alone."""
@@ -232,7 +211,7 @@ class Promoter(NotCopyable):
             OutsideAccessError: an operator takes a tensor in a slot, or a view of it, before its unit's wait or after
                 its release, or its module returns a view of it.
         """
-        if (graph := traced_graph()) is not None:
+        if (graph := traced_graph(waits=True)) is not None:
             by_storage = self._in_slots(graph)
             tables = {storage for storage, bound in by_storage.items() if bound.on_access == self.on_table_access}
             _check_graph(graph, by_storage, tables)
@@ -243,7 +222,7 @@ class Promoter(NotCopyable):
         Raises:
             ModelChangedError: an operator writes a tensor in a slot in place.
         """
-        if (graph := traced_graph()) is not None:
+        if (graph := traced_graph(waits=True)) is not None:
             by_storage = self._in_slots(graph)
             for node in graph.nodes:
                 _refuse_writes(node, by_storage)
@@ -276,7 +255,7 @@ class Promoter(NotCopyable):
             self._require_allowed(tensor, how)
             needed = self.plan.device_bytes + storage.info.num_bytes
             is_over = self.plan.budget_bytes is not None and needed > self.plan.budget_bytes
-            if is_over or self.plan.mechanism_of(name) == "cache":
+            if is_over or self.plan.mechanism_of(name) == "cache" or tensor.is_pinned:
                 return False
             # In the memory that the model came with, if that still exists: views kept elsewhere share it.
             if storage.home != self._device or not storage.return_to_original():
@@ -302,13 +281,17 @@ class Promoter(NotCopyable):
         """Why it is not made resident, as a clause."""
         if self.plan.mechanism_of(storage.info.name) == "cache":
             return "its module reads its experts through a cache (headrace.expert_rows)"
+        if storage.tensors[0].is_pinned:
+            return "compiled code reads it at the address of its slot"
         return f"making it resident would exceed the budget of {self.plan.budget_bytes} bytes, which can be raised"
 
     def _require_allowed(self, tensor: BoundTensor, how: str) -> None:
         """Raise ``OutsideAccessError`` if nothing may be brought to the device here and now."""
         reason = self._refusal
-        if reason is None and self._device.type == "cuda" and is_capturing(self._device):
-            reason = "nothing can be loaded while a graph is captured"
+        if reason is None and self._device.type == "cuda":
+            from headrace.transfer.cuda_stream import is_capturing
+
+            reason = "nothing can be loaded while a graph is captured" if is_capturing(self._device) else None
         if reason is not None:
             raise OutsideAccessError(f"{how} {_OUTSIDE}, and {reason}: {_fix(tensor)}")
 
@@ -417,7 +400,7 @@ def _fix(tensor: BoundTensor) -> str:
 class TableGuard(NotCopyable):
     """Makes placeholders of ``tables``, which are read in place where products with them would round differently.
 
-    Compiled code relies on addresses: for it they view their memory, and :meth:`Promoter.check_trace` finds
+    Compiled code relies on addresses: for it they have those of their memory, and :meth:`Promoter.check_trace` finds
     the products.
 
     Args:
@@ -447,7 +430,7 @@ class TableGuard(NotCopyable):
             self.stay()
 
     def stay(self) -> None:
-        """From now on the tensors view their memory."""
+        """From now on the tensors have the addresses of their memory."""
         with self._promoter.tensor_lock:
             for tensor in self._tensors:
                 tensor.pin_to_slot()
@@ -478,6 +461,7 @@ class StateGuard(NotCopyable):
         self._bound = [tensor for storage in storages for tensor in storage.tensors]
         self._tensors = [bound.tensor for bound in self._bound]
         self._model = model
+        self._modules = set(model.modules())
         self._handles: list[RemovableHandle] = []
         self._attributes: list[tuple[dict[str, Any], str]] = []  # what remove() deletes
 
@@ -492,8 +476,11 @@ class StateGuard(NotCopyable):
         # On every module around the owners too: loading goes from the outside in, and must not stop half-way.
         for module in self._around:
             self._handles.append(module.register_load_state_dict_pre_hook(self._refuse_load))
-            self._set(module, "_apply", partial(self._apply_to_residents, module))
+            self._set(module, "_apply", partial(self._apply, module))
             self._set(module, "__getstate__", self.__reduce_ex__)  # of pickle and deepcopy, before they reach a tensor
+        # On residents too, or what casts layer by layer would stop half-way. A method, which a copy has as its own.
+        for module in self._modules - {*self._around}:
+            self._set(module, "_apply", MethodType(_apply_of(weakref.ref(self)), module))
         # One Parameter may belong to two models: the mark is found when the other one is offloaded.
         for tensor in self._tensors:
             self._set(tensor, _MARK, owner)
@@ -527,10 +514,11 @@ class StateGuard(NotCopyable):
                     f"handle.remove() first, load, then offload again"
                 )
 
-    def _apply_to_residents(self, module: nn.Module, fn: Callable[..., Any], recurse: bool = True) -> nn.Module:
-        """``module._apply(fn)``, unless ``fn`` would change an offloaded tensor in ``module``.
+    def _apply(self, module: nn.Module, fn: Callable[..., Any], recurse: bool = True) -> nn.Module:
+        """``module._apply(fn)``, unless ``fn`` would change an offloaded tensor in it, or the dtype of a resident.
 
-        ``fn`` is asked with a small tensor of the same dtype, device and number of dimensions.
+        ``fn`` is asked with a small tensor of the same dtype, device and number of dimensions. A forward may cast
+        residents, since nothing moves those.
         """
         inside = set(module.modules())
         for bound in self._bound:
@@ -543,6 +531,13 @@ class StateGuard(NotCopyable):
                     f"to(), half(), to_empty() and the like would change offloaded weights, which are stored elsewhere "
                     f"({bound.name}, {tensor.dtype}): call handle.remove() first, move or cast the model, then offload "
                     f"again; if the model does it in its forward, {_fix(bound)}"
+                )
+        held = () if torch.compiler.is_compiling() else (*module.parameters(recurse), *module.buffers(recurse))
+        for dtype in {tensor.dtype for tensor in held}:
+            if fn(torch.empty(1, dtype=dtype)).dtype != dtype and not is_on_stack(nn.Module._call_impl, self._modules):
+                raise ModelChangedError(
+                    f"to(), half() and the like would change {dtype} of a {type(module).__name__} in a model that is "
+                    f"offloaded, of which parts cannot be cast: call handle.remove() first, cast, then offload again"
                 )
         apply: Any = type(module)._apply
         return cast(nn.Module, apply(module, lambda tensor: tensor if place_of(tensor) else fn(tensor), recurse))
@@ -587,6 +582,15 @@ class StateGuard(NotCopyable):
         return self._contents[name]
 
 
+def _apply_of(guard: weakref.ref[StateGuard]) -> Callable[..., nn.Module]:
+    def _apply(module: nn.Module, fn: Callable[..., Any], recurse: bool = True) -> nn.Module:
+        guarding = None if torch.compiler.is_compiling() else guard()
+        is_copy = guarding is None or module not in guarding._modules  # which may outlive the offload
+        return cast(nn.Module, (type(module) if is_copy else cast(Any, guarding))._apply(module, fn, recurse))
+
+    return _apply
+
+
 def _dlpack(tensor: torch.Tensor, **options: Any) -> Any:
     """``tensor.__dlpack__()``, behind an operator: it asks for the pointer alone."""
     return torch.Tensor.__dlpack__(tensor.to(tensor.dtype), **options)
@@ -594,11 +598,17 @@ def _dlpack(tensor: torch.Tensor, **options: Any) -> Any:
 
 def address_of(bound: BoundTensor) -> int:
     """``data_ptr()`` of an offloaded tensor; it bypasses the dispatcher, and torch's own error would name no tensor."""
-    if is_placeholder(bound.tensor):
+    if is_placeholder(bound.tensor) and not bound.is_read_here:
         raise OutsideAccessError(
             f"data_ptr() of {bound.name} was called {_OUTSIDE}, where it has no address: {_fix(bound)}"
         )
     return torch.Tensor.data_ptr(bound.tensor)
+
+
+def is_on_stack(function: Callable[..., Any], owners: Container[object]) -> bool:
+    """Whether the calling thread is inside a call of the method ``function`` of one of ``owners``."""
+    frames = (frame for frame, _ in traceback.walk_stack(sys._getframe()) if frame.f_code is function.__code__)
+    return any(frame.f_locals.get("self") in owners for frame in frames)
 
 
 def place_of(thing: nn.Module | torch.Tensor) -> str | None:

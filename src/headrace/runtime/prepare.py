@@ -10,27 +10,27 @@ from __future__ import annotations
 from collections.abc import Mapping
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, replace
-from functools import partial
+from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.distributed as dist
 from torch import nn
 
-from headrace.checkpoint.weight_map import WeightMap
 from headrace.config import as_policy, warn_about_variables
 from headrace.errors import OptionTypeError
 from headrace.memory.pinned import PinnedBuffer
 from headrace.model.inventory import Inventory, reject_self_managed_weights, take_inventory
 from headrace.model.live_tensors import bind
-from headrace.model.memory_profile import profile_of
 from headrace.plan.kinds import HOST, slab_bytes
 from headrace.plan.plan import Plan
 from headrace.planning.context import PlanContext
 from headrace.planning.request import PlanRequest, Target, compute_device, peer_of
-from headrace.ranks.group import RankGroup
-from headrace.runtime.build_time import BuildTimePool, storages_in_engine_memory
-from headrace.stores.expert_ranges import mappable
-from headrace.stores.store import AlreadyPinned, StoreRequest
+from headrace.stores.store import AlreadyPinned, Pool, StoreRequest
+
+if TYPE_CHECKING:
+    from headrace.checkpoint.weight_map import WeightMap
+    from headrace.model.records import ModelProfile
+    from headrace.ranks.group import RankGroup
 
 __all__ = ["Prepared", "module_context", "open_ranks", "prepare"]
 
@@ -54,7 +54,7 @@ class Prepared(StoreRequest):
         return self.bound[name].home != self.device or name in self.pooled or name in self.on_host
 
 
-def prepare(request: PlanRequest, *, pool: BuildTimePool | None = None, allocates: bool = True) -> Prepared:
+def prepare(request: PlanRequest, *, pool: Pool | None = None, allocates: bool = True) -> Prepared:
     """The plan for a module, checked against the model, the machine and its limits.
 
     Args:
@@ -87,7 +87,7 @@ def prepare(request: PlanRequest, *, pool: BuildTimePool | None = None, allocate
         inventory=context.inventory,
     )
     if pool is not None:
-        on_host = storages_in_engine_memory(bound)
+        on_host = pool.find_in_engine_memory(bound)
         prepared = replace(prepared, pooled=pool.find_storages(bound), on_host=on_host)
     if allocates:
         context.require_room(plan, {*prepared.pooled, *prepared.on_host}, _already_pinned_bytes(plan, prepared.pooled))
@@ -97,13 +97,24 @@ def prepare(request: PlanRequest, *, pool: BuildTimePool | None = None, allocate
 def module_context(request: PlanRequest, target: Target) -> PlanContext:
     """A request about a module, with the module as names and sizes."""
     model = request.model
-    weights = None if request.checkpoint is None else WeightMap.open(request.checkpoint)
+    weights = None if request.checkpoint is None else _open_weights(request.checkpoint)
     inventory = take_inventory(model) if request.inventory is None else request.inventory
-    read = partial(profile_of, model, request.expected.context)
+
+    def read_profile() -> ModelProfile:
+        from headrace.model.memory_profile import profile_of
+
+        return profile_of(model, request.expected.context)
+
     for name, module in model.named_modules():
         reject_self_managed_weights(name, module, torch.device(target.device.type))
     bound, name = bind(model, inventory.storages), type(model).__name__
-    return PlanContext(request, target, inventory, read, weights, name, model, bound)
+    return PlanContext(request, target, inventory, read_profile, weights, name, model, bound)
+
+
+def _open_weights(checkpoint: Any) -> WeightMap:
+    from headrace.checkpoint.weight_map import WeightMap
+
+    return WeightMap.open(checkpoint)
 
 
 # -- arguments --------------------------------------------------------------------------------------------------------
@@ -122,6 +133,8 @@ def open_ranks(group: dist.ProcessGroup | None) -> AbstractContextManager[RankGr
             f"group: expected a process group, such as torch.distributed.group.WORLD after "
             f"torch.distributed.init_process_group, found {type(group).__name__} {group!r}"
         )
+    from headrace.ranks.group import RankGroup
+
     return RankGroup.open(group)
 
 
@@ -134,5 +147,9 @@ def _already_pinned_bytes(plan: Plan, pooled: Mapping[str, AlreadyPinned]) -> in
     names = [name for names in units if all(name in pooled for name in names) for name in names]
     names += [name for name in plan.uva if name in pooled]
     kept = slab_bytes(pooled[name].num_bytes for name in names if isinstance(pooled[name].memory, PinnedBuffer))
+    if not plan.cached:
+        return kept
+    from headrace.stores.expert_ranges import mappable
+
     mapped = [mappable(layer, name, pooled) for layer in plan.cached for name in layer.storages]
     return kept + sum(memory.num_bytes for memory in mapped if memory is not None)

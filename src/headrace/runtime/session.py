@@ -20,32 +20,31 @@ from torch.utils.hooks import RemovableHandle
 
 from headrace.config import debug_enabled
 from headrace.errors import BudgetError, StateError, TransferError
-from headrace.experts.rows import CacheStreamOrder, ExpertHook, ReadsRows
 from headrace.formatting import format_size
 from headrace.memory.pinned import device_view
 from headrace.memory.system import trim_heap
 from headrace.model.live_tensors import BoundStorage, fill_empty, used_elsewhere
-from headrace.model.patterns import compile_pattern
 from headrace.plan.cached_experts import CachedLayer
 from headrace.plan.kinds import slab_bytes
 from headrace.plan.plan import Plan
-from headrace.runtime.debug import AddressGuard
 from headrace.runtime.hooks import CalledForwardHook, ForwardHook, UnitHook, new_token, unhooked_modules
 from headrace.runtime.outside_access import NotCopyable, Promoter, StateGuard, TableGuard
 from headrace.runtime.prefetcher import Prefetcher, release_left
 from headrace.runtime.prepare import Prepared
 from headrace.runtime.slot import BreakCapture
 from headrace.stats import ExpertStats, ReadStats, Recorder, SpeculationCounts, Stats
-from headrace.stores.expert_ranges import ExpertRanges
-from headrace.stores.loader import Progress, WeightLoader
 from headrace.stores.open_store import OpenedStore, open_store
-from headrace.stores.product_bits import rounds_in_place
-from headrace.stores.store import new_buffer
+from headrace.stores.store import Progress, new_buffer
 from headrace.transfer.link import Link
 from headrace.transfer.open_link import open_link
 
-if TYPE_CHECKING:  # it needs Triton, which machines without a GPU may lack
+if TYPE_CHECKING:
     from headrace.experts.cache import CountsReader, ExpertCache
+    from headrace.experts.rows import CacheStreamOrder, ExpertHook, ReadsRows
+    from headrace.runtime.debug import AddressGuard
+    from headrace.stores.expert_ranges import ExpertRanges
+
+    Hook = UnitHook | ForwardHook | StateGuard | TableGuard | ExpertHook | AddressGuard
 
 __all__ = ["OffloadSession", "Progress", "SessionOptions"]
 
@@ -59,8 +58,6 @@ _EXPERTS = {
 }
 
 _log = logging.getLogger(__name__)
-
-Hook = UnitHook | ForwardHook | StateGuard | TableGuard | ExpertHook | AddressGuard
 
 
 @dataclass(frozen=True)
@@ -267,7 +264,7 @@ class OffloadSession(NotCopyable):
             yield
         finally:
             for tensor in tensors:
-                tensor.pin_to_slot()
+                tensor.stay_in_slot()
 
     def remove(self, graphs_released: bool = False) -> None:
         """Give the model its tensors back, where they were, and everything else to the system. Idempotent.
@@ -340,6 +337,8 @@ class OffloadSession(NotCopyable):
             places[name].zero_()  # the memory is used, like that of the slots
         if not opened.on_host and not places:  # as on a CPU, where host memory or files hold everything already
             return
+        from headrace.stores.loader import WeightLoader
+
         num_bytes = sum(self._bound[name].info.num_bytes for name in (*opened.on_host, *places))
         _log.info("loading begins: %d bytes", num_bytes)
         begin = time.perf_counter()
@@ -366,6 +365,8 @@ class OffloadSession(NotCopyable):
             self._attach_units(self._link)
         tables = []  # whose rows are the same at any address, and products with them are not
         is_mapped = self._device.type == "cpu" and plan.kind.in_files
+        if is_mapped:
+            from headrace.stores.product_bits import rounds_in_place
         for name in plan.uva:
             buffer, bound = self._store.in_place(name), self._bound[name]
             if is_mapped and bound.info.is_lookup and rounds_in_place(bound, buffer):
@@ -381,6 +382,8 @@ class OffloadSession(NotCopyable):
                     ForwardHook(self._model, self._model, [], None, token, self._promoter, traced_in_forward=True)
                 )
         if plan.cached:
+            from headrace.experts.rows import CacheStreamOrder
+
             turn = CacheStreamOrder(self._device)
             for layer in plan.cached:
                 self._attach_cached(layer, turn)
@@ -435,6 +438,8 @@ class OffloadSession(NotCopyable):
             self._units.append(hook)
             self._hook(hook)
         if debug:
+            from headrace.runtime.debug import AddressGuard
+
             names = [part.storage for unit in self.plan.units for part in unit.entries]
             self._hook(AddressGuard([tensor for name in names for tensor in self._bound[name].tensors]))
         entry, called = self._options.entry or self._model, self._options.called
@@ -549,9 +554,12 @@ class OffloadSession(NotCopyable):
         notes = []
         # Set by transformers on models with experts.
         experts = getattr(getattr(self._model, "config", None), "_experts_implementation", None)
-        if experts is not None and any(map(compile_pattern("experts"), self.plan.uva)):
-            meaning = _EXPERTS.get(experts, "whether it reads only the routed experts is not known to headrace")
-            notes.append(f"experts are read in place by {experts!r}: {meaning}")
+        if experts is not None:
+            from headrace.model.patterns import compile_pattern
+
+            if any(map(compile_pattern("experts"), self.plan.uva)):
+                meaning = _EXPERTS.get(experts, "whether it reads only the routed experts is not known to headrace")
+                notes.append(f"experts are read in place by {experts!r}: {meaning}")
         for what, names in (
             ("resident since they were used outside of their module's forward", self._promoter.promoted),
             ("copied for every use outside of their module's forward, for want of room", self._promoter.lent),

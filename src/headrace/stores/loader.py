@@ -18,12 +18,10 @@ from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import closing, suppress
 from dataclasses import dataclass, field
 from functools import partial
-from typing import cast
+from typing import TYPE_CHECKING, cast
 
 import torch
 
-from headrace.checkpoint.safetensors_header import FileFingerprint
-from headrace.checkpoint.weight_map import Conversion, TensorSource, WeightMap
 from headrace.config import pin_memory_disabled
 from headrace.errors import TransferError
 from headrace.memory.pages import map_pages, pack
@@ -31,15 +29,17 @@ from headrace.memory.pinned import MIN_ADOPTED_BYTES, CudaRegistrar, PinnedBuffe
 from headrace.memory.system import cpus_near, touch_threads, trim_heap
 from headrace.model.live_tensors import BoundStorage
 from headrace.stats import ReadStats
-from headrace.stores.checkpoint_files import DiskStore
 from headrace.stores.sources import ALIGN_BYTES, ByteRange, Copy, DiskOptions, ReadCounter, writable_view
-from headrace.stores.store import Store, new_buffer, require_weights
+from headrace.stores.store import Progress, Store, new_buffer, require_weights
+
+if TYPE_CHECKING:
+    from headrace.checkpoint.safetensors_header import FileFingerprint
+    from headrace.checkpoint.weight_map import Conversion, TensorSource, WeightMap
 
 __all__ = [
     "PIECE_BYTES",
     "CudaUploader",
     "Delivery",
-    "Progress",
     "Read",
     "TensorConverter",
     "UploadRing",
@@ -52,8 +52,8 @@ PIECE_BYTES = 16 << 20
 JOBS_PER_THREAD = 2
 _MAX_RUN = 512
 
-# A piece costs its reader and the copies 50 to 90 us of the interpreter lock: in pieces of 16 MiB an H100 was loaded from
-# the page cache at twice the rate of pieces of 4 (docs/benchmarks/2026-11-28-files-h100.md).
+# A piece costs its reader and the copies 50 to 90 us of the interpreter lock: in pieces of 16 MiB an H100 was loaded
+# from the page cache at twice the rate of pieces of 4 (docs/benchmarks/2026-11-28-files-h100.md).
 BUFFER_BYTES = 16 << 20
 NUM_BUFFERS = 12
 # Direct reads fill whole aligned pages around the bytes that are wanted.
@@ -70,8 +70,6 @@ _DEVICE_RUN_BYTES = 1 << 30
 # four readers reach twice the rate of two. From the page cache the rates are the same.
 _MIN_FILE_READERS = 8
 
-
-Progress = Callable[[int, int], None]
 # Where bytes go on a device, and where they are in host memory.
 _Upload = tuple[torch.Tensor, torch.Tensor]
 _Wait = Callable[[], None]
@@ -135,6 +133,15 @@ class WeightLoader:
         live = [name for name in self._places if self.bound[name].home.type == "cpu"]
         self._deliver([name for name in live if name in self.destinations], self._live_copies, in_small_pieces=True)
         self._deliver([name for name in live if name not in self.destinations], self._live_copies)
+        if self._sources or self._recipes:
+            self._deliver_from_files(counter)
+        if self._freed_bytes:
+            trim_heap()
+        return counter.stats
+
+    def _deliver_from_files(self, counter: ReadCounter) -> None:
+        from headrace.stores.checkpoint_files import DiskStore
+
         # direct=None: cached pages come from the page cache, the rest by O_DIRECT. Over whole cold loads, direct and
         # buffered reads and a trial of both were within 10 % of each other, so nothing is measured first.
         disk, readers = self.disk or DiskOptions(direct=None), touch_threads(_MIN_FILE_READERS)
@@ -149,9 +156,6 @@ class WeightLoader:
         converter = TensorConverter(self._recipes, disk, counter, num_threads=readers, stamps=stamps, cpus=cpus)
         with closing(converter):
             self._deliver(converter.order, converter.copies, in_small_pieces=True)
-        if self._freed_bytes:
-            trim_heap()
-        return counter.stats
 
     def _live_copies(self, name: str) -> list[Copy]:
         return [Copy(ByteRange.of(self.bound[name].original_bytes()), 0)]
@@ -246,6 +250,9 @@ class TensorConverter:
     cpus: Collection[int] | None = None
 
     def __post_init__(self) -> None:
+        from headrace.checkpoint.weight_map import TensorSource
+        from headrace.stores.checkpoint_files import DiskStore
+
         parts = {part.name: TensorSource.of(part) for _, recipe in self.recipes.values() for part in recipe.parts}
         self._files = DiskStore(parts, self.disk, stamps=self.stamps, counter=self.counter)
         self._ready: dict[str, torch.Tensor] = {}  # results of a recipe that were not asked for yet

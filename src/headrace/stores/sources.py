@@ -30,7 +30,6 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from headrace.checkpoint.safetensors_header import FileFingerprint, require_file, too_many_open
 from headrace.errors import CheckpointError, TransferError
 from headrace.memory.pages import Bytes, map_file, resident_bytes
 from headrace.memory.system import dup_above_stdio, round_up, touch_threads
@@ -38,6 +37,8 @@ from headrace.stats import ReadStats
 
 if TYPE_CHECKING:
     import torch
+
+    from headrace.checkpoint.safetensors_header import FileFingerprint
 
 __all__ = [
     "ALIGN_BYTES",
@@ -353,7 +354,7 @@ class File(Source):
         if stamp is None:
             return
         status = os.fstat(self.fd)
-        now = FileFingerprint.of(stamp.path, status)
+        now = stamp.of(stamp.path, status)
         if status.st_nlink == 0:  # the removal of its name is a change, after which nothing can open it
             now = replace(now, changed_ns=stamp.changed_ns)
         if now != stamp:
@@ -432,6 +433,8 @@ class ConvertedFile(Source):
 
 def _open(path: Path, options: DiskOptions, descriptors: set[int]) -> tuple[int, int | None]:
     """The descriptors of :attr:`File.descriptors`, which go into ``descriptors`` as they are opened."""
+    from headrace.checkpoint.safetensors_header import require_file, too_many_open
+
     try:
         require_file(path)
         fd = _open_direct(path, descriptors) if options.direct else _open_file(path, _FLAGS, descriptors)

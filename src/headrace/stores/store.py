@@ -7,29 +7,34 @@ from abc import ABC, abstractmethod
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import ClassVar
+from typing import TYPE_CHECKING, ClassVar, Protocol
 
 import torch
 
-from headrace.checkpoint.weight_map import WeightMap
-from headrace.codec.exponents import Piece
 from headrace.errors import OptionError
 from headrace.memory.pinned import PinnedBuffer
-from headrace.memory.split_range import MappedMemory
 from headrace.model.live_tensors import BoundStorage, used_elsewhere
 from headrace.plan.kinds import Unit
 from headrace.plan.plan import Plan
-from headrace.ranks.group import RankGroup
 from headrace.stores.sources import (
     Copy,
     DiskOptions,
     fill,
 )
 
+if TYPE_CHECKING:
+    from headrace.checkpoint.weight_map import WeightMap
+    from headrace.codec.exponents import Piece
+    from headrace.memory.split_range import MappedMemory
+    from headrace.ranks.group import RankGroup
+
 __all__ = [
-    "AlreadyPinned", "Destinations", "Load", "Opened", "Store", "StoreRequest", "Stores", "kept_by_others",
-    "new_buffer", "require_weights",
+    "AlreadyPinned", "Destinations", "Load", "Opened", "Pool", "Progress", "Store", "StoreRequest", "Stores",
+    "kept_by_others", "new_buffer", "require_weights",
 ]  # fmt: skip
+
+# Called with (bytes loaded, bytes to load).
+Progress = Callable[[int, int], None]
 
 
 @dataclass(frozen=True)
@@ -39,6 +44,16 @@ class AlreadyPinned:
     memory: PinnedBuffer | MappedMemory
     start: int
     num_bytes: int
+
+
+class Pool(Protocol):
+    """Memory in which an engine's weights were put while their model was built."""
+
+    def find_storages(self, bound: Mapping[str, BoundStorage]) -> Mapping[str, AlreadyPinned]:
+        """The storages of ``bound`` that lie in it, by name."""
+
+    def find_in_engine_memory(self, bound: Mapping[str, BoundStorage]) -> frozenset[str]:
+        """Names of the storages of a GPU that lie in pinned memory of the engine's own."""
 
 
 @dataclass(frozen=True)

@@ -27,7 +27,6 @@ from headrace.errors import MORE_THREADS, OptionError, StateError, TransferError
 from headrace.memory.system import reader_threads
 from headrace.plan.plan import Plan
 from headrace.stats import Recorder, StagingStats
-from headrace.stores.coded_host import CodedUnit
 from headrace.stores.sources import ByteRange, writable_view
 from headrace.stores.store import Load, new_buffer
 
@@ -83,6 +82,8 @@ class Link(ABC):
 
     def decode(self, load: Load, slot: torch.Tensor, into: torch.Tensor, after: Sequence[ComputeEvent]) -> None:
         """Decode a coded unit from ``slot`` as a part of compute, after all of ``after``; it has been waited for."""
+        from headrace.stores.coded_host import CodedUnit
+
         CodedUnit(slot, load.coded).read(0, writable_view(into[: sum(piece.num_bytes for piece in load.coded)]))
 
     @property

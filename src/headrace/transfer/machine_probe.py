@@ -24,7 +24,7 @@ from headrace.config import cache_folder
 from headrace.errors import OptionError, OptionTypeError, warn_user
 from headrace.json_files import decode, encode, parse, read_file, require, write_file
 from headrace.memory.system import num_cores
-from headrace.plan.plan import Machine
+from headrace.plan.plan import DeviceName, Machine
 from headrace.plan.rates import NOMINAL_CPU, NOMINAL_GPU, Curve, Rates, nominal_rates
 
 if TYPE_CHECKING:
@@ -32,7 +32,6 @@ if TYPE_CHECKING:
 
 __all__ = [
     "MACHINES",
-    "DeviceName",
     "Probe",
     "cache_path",
     "load",
@@ -158,14 +157,6 @@ class Probe:
             copies_take_cores=read is None,
             is_measured=True,
         )
-
-
-@dataclass(frozen=True)
-class DeviceName:
-    """Stands for the ``torch.device`` of that type and index where torch is not needed otherwise."""
-
-    type: str
-    index: int | None = None
 
 
 def planning_rates(device: torch.device | DeviceName, direct: bool = False) -> Rates:

@@ -32,7 +32,7 @@ from vllm.model_executor.layers.fused_moe.routed_experts import RoutedExperts
 
 from headrace.experts.packed import at_rows, hold_packed, route_by_rows
 from headrace.experts.rows import RowMap
-from headrace.runtime.build_time import mark_host_resident
+from headrace.offloaders.build_time import mark_host_resident
 
 __all__ = ["KernelExperts"]
 

@@ -1,4 +1,4 @@
-"""Predictions for a plan, and tables of both."""
+"""Tables of plans and of predictions for them. They need rich, so nothing imports this module before it prints."""
 
 from __future__ import annotations
 
@@ -6,10 +6,8 @@ import re
 import shutil
 from collections import Counter, defaultdict
 from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import asdict, dataclass
 from io import StringIO
 from itertools import groupby
-from typing import Any
 
 from rich import box
 from rich.console import Console, ConsoleOptions, Group, RenderableType
@@ -18,21 +16,18 @@ from rich.table import Table
 from rich.text import Text
 
 from headrace.formatting import format_rate, format_size, format_time, in_unit, pluralize, size_unit
-from headrace.plan.alternatives import Alternative
-from headrace.plan.cost_model import Forecast
 from headrace.plan.kinds import HOST, StoreKind, Unit, kind_of
-from headrace.plan.plan import Plan, show
+from headrace.plan.plan import Plan
+from headrace.plan.prediction import CachePoint, PlanPrediction
 
 __all__ = [
-    "CachePoint",
-    "PlanPrediction",
-    "WorkloadBytes",
     "compress_indices",
     "plan_table",
     "render",
-    "render_outlook",
+    "render_prediction",
     "render_weights",
     "role_of",
+    "text_of",
     "titled_table",
 ]
 
@@ -49,103 +44,20 @@ _PIPE_WIDTH = 120
 _NUMBER = re.compile(r"(?:(?<=\.)|^)\d+(?=\.|$)")
 
 
-@dataclass(frozen=True)
-class WorkloadBytes:
-    """Device memory beside the weights for one batch size; zeros without a context."""
-
-    batch: int
-    cache_bytes: int
-    activation_bytes: int
-
-    @property
-    def total_bytes(self) -> int:
-        """Both together."""
-        return self.cache_bytes + self.activation_bytes
-
-
-@dataclass(frozen=True)
-class CachePoint:
-    """A plan with a number of slots for the experts of each layer.
-
-    Attributes:
-        num_slots: of the first layer.
-        device_bytes: for weights.
-        hits: expected share of the experts of one row that are on the device.
-        rows_per_s: tokens per second of the first batch size.
-        at_hits: (share, tokens per second) for other shares.
-    """
-
-    num_slots: int
-    device_bytes: int
-    hits: float
-    rows_per_s: float
-    at_hits: tuple[tuple[float, float], ...]
-
-
-@dataclass(frozen=True)
-class PlanPrediction:
-    """Predictions for a plan.
-
-    Attributes:
-        machine: of which the rates are.
-        is_measured: false for nominal rates.
-        context: tokens per sequence; 0: none was given.
-        forecasts: one per batch size.
-        memory: beside the weights, one per batch size.
-        device_bytes: of weights: residents and slots.
-        alternatives: empty unless the plan was made for a budget.
-        least_budget_bytes: the smallest budget, if no policy was given.
-        caches: the same plan with other numbers of slots for experts; empty unless it caches some.
-        shortage: why the machine has no room for it: ``"does not fit ..."``; ``None``: it has, or nothing was asked.
-        notes: sentences for people.
-    """
-
-    machine: str
-    is_measured: bool
-    context: int
-    forecasts: tuple[Forecast, ...]
-    memory: tuple[WorkloadBytes, ...]
-    device_bytes: int
-    alternatives: tuple[Alternative, ...] = ()
-    least_budget_bytes: int | None = None
-    shortage: str | None = None
-    notes: tuple[str, ...] = ()
-    caches: tuple[CachePoint, ...] = ()
-
-    def to_json(self) -> dict[str, Any]:
-        """Plain numbers and strings; bytes and seconds."""
-        return {
-            "machine": self.machine,
-            "is_measured": self.is_measured,
-            "context": self.context,
-            "steps": [forecast.to_json() for forecast in self.forecasts],
-            "memory": [{**asdict(use), "device_bytes": self.device_bytes + use.total_bytes} for use in self.memory],
-            "alternatives": [asdict(alternative) for alternative in self.alternatives],
-            "least_budget_bytes": self.least_budget_bytes,
-            "misfit": self.shortage,
-            "notes": list(self.notes),
-            "caches": [asdict(cache) for cache in self.caches],
-        }
-
-
-# -- tables ----------------------------------------------------------------------------------------------------------
-
-
 def plan_table(plan: Plan) -> RenderableType:
     """The output of ``headrace plan`` and ``print(plan)``: the plan, or the weights alone, and its predictions."""
-    name, outlook = plan.model_name or "model", plan.outlook
-    if not isinstance(outlook, PlanPrediction):
+    name, prediction = plan.model_name or "model", plan.prediction
+    if not isinstance(prediction, PlanPrediction):
         return render(plan, name)
-    if outlook.least_budget_bytes is not None:
-        return render_weights(plan, name, outlook.least_budget_bytes)
-    refusals = [Text(f"\nThis plan {outlook.shortage}.", style="bold red")] if outlook.shortage else []
+    if prediction.least_budget_bytes is not None:
+        return render_weights(plan, name, prediction.least_budget_bytes)
+    refusals = [Text(f"\nThis plan {prediction.shortage}.", style="bold red")] if prediction.shortage else []
     if plan.kind.remark:
         refusals.append(Text(f"\n{plan.kind.remark}"))
-    return Group(render(plan, name), render_outlook(outlook), *refusals)
+    return Group(render(plan, name), render_prediction(prediction), *refusals)
 
 
-@show.register
-def _(plan: Plan, html: bool = False) -> str:
+def text_of(plan: Plan, html: bool = False) -> str:
     """:func:`plan_table` as plain text as wide as the terminal (``COLUMNS``), or as HTML for notebooks."""
     width = _PIPE_WIDTH if html else shutil.get_terminal_size((_PIPE_WIDTH, 24)).columns
     console = Console(file=StringIO(), width=width, record=True)
@@ -331,13 +243,13 @@ def _reached(plan: Plan, name: str) -> str:
 # -- predictions -------------------------------------------------------------------------------------------------------
 
 
-def render_outlook(outlook: PlanPrediction) -> RenderableType:
+def render_prediction(prediction: PlanPrediction) -> RenderableType:
     """A table of predicted steps, and the alternatives below."""
-    unit = size_unit(max(outlook.device_bytes + use.total_bytes for use in outlook.memory))
+    unit = size_unit(max(prediction.device_bytes + use.total_bytes for use in prediction.memory))
     table = titled_table(
         "Predicted steps", "batch", "step", "tokens/s", "floor", "share of floor", "bound by", f"device {unit}"
     )
-    for forecast, use in zip(outlook.forecasts, outlook.memory, strict=True):
+    for forecast, use in zip(prediction.forecasts, prediction.memory, strict=True):
         table.add_row(
             str(forecast.rows),
             format_time(forecast.step_s),
@@ -345,18 +257,20 @@ def render_outlook(outlook: PlanPrediction) -> RenderableType:
             format_time(forecast.floor_s),
             f"{forecast.floor_s / forecast.step_s:.0%}",
             forecast.bound,
-            in_unit(outlook.device_bytes + use.total_bytes, unit),
+            in_unit(prediction.device_bytes + use.total_bytes, unit),
         )
-    hint = "" if outlook.is_measured else "; run `headrace probe` on that machine for predictions that hold"
-    lines = [f"\nRates of {outlook.machine}{hint}."]
-    if outlook.context:
-        largest = max(outlook.memory, key=lambda use: use.batch)
+    hint = "" if prediction.is_measured else "; run `headrace probe` on that machine for predictions that hold"
+    lines = [f"\nRates of {prediction.machine}{hint}."]
+    if prediction.context:
+        largest = max(prediction.memory, key=lambda use: use.batch)
         lines.append(
-            f"Batch {largest.batch} at {outlook.context} tokens: {format_size(largest.cache_bytes)} of KV cache, "
+            f"Batch {largest.batch} at {prediction.context} tokens: {format_size(largest.cache_bytes)} of KV cache, "
             f"{format_size(largest.activation_bytes)} of activations; device memory above includes both."
         )
-    lines += [f"• {text}" for text in (*(alternative.text for alternative in outlook.alternatives), *outlook.notes)]
-    return Group(table, *([_caches(outlook.caches)] if outlook.caches else []), Text("\n".join(lines)))
+    lines += [
+        f"• {text}" for text in (*(alternative.text for alternative in prediction.alternatives), *prediction.notes)
+    ]
+    return Group(table, *([_caches(prediction.caches)] if prediction.caches else []), Text("\n".join(lines)))
 
 
 def _caches(caches: Sequence[CachePoint]) -> Table:

@@ -40,7 +40,6 @@ __all__ = [
     "BuildTimePool",
     "mark_host_resident",
     "mark_read_in_place",
-    "storages_in_engine_memory",
     "unmark",
 ]
 
@@ -308,21 +307,22 @@ class BuildTimePool:
         found = {name: self.find(storage.original_bytes()) for name, storage in on_gpu.items()}
         return {name: place for name, place in found.items() if place is not None}
 
+    def find_in_engine_memory(self, bound: Mapping[str, BoundStorage]) -> frozenset[str]:
+        """Storages of a GPU that the engine keeps in pinned memory of its own: by its mark, and by address.
 
-def storages_in_engine_memory(bound: Mapping[str, BoundStorage]) -> frozenset[str]:
-    """Storages of a GPU that the engine keeps in pinned memory of its own: by its mark, and by address.
-
-    vLLM re-pins a parameter that replaces one of ours. Its ``.device`` is a GPU although the bytes are in host memory,
-    so a resident must still be copied.
-    """
-    marked = {
-        name: storage
-        for name, storage in bound.items()
-        if storage.home.type == "cuda" and any(getattr(t.original, _ENGINE_MARK, False) for t in storage.tensors)
-    }
-    found = {name: storage.original_bytes() for name, storage in marked.items()}
-    at_address = {name: torch.from_numpy(np.asarray(RawMemory(b.data_ptr(), b.numel()))) for name, b in found.items()}
-    return frozenset(name for name, buffer in at_address.items() if buffer.is_pinned())  # asks the driver
+        vLLM re-pins a parameter that replaces one of ours. Its ``.device`` is a GPU although the bytes are in host
+        memory, so a resident must still be copied.
+        """
+        marked = {
+            name: storage
+            for name, storage in bound.items()
+            if storage.home.type == "cuda" and any(getattr(t.original, _ENGINE_MARK, False) for t in storage.tensors)
+        }
+        found = {name: storage.original_bytes() for name, storage in marked.items()}
+        at_address = {
+            name: torch.from_numpy(np.asarray(RawMemory(b.data_ptr(), b.numel()))) for name, b in found.items()
+        }
+        return frozenset(name for name, buffer in at_address.items() if buffer.is_pinned())  # asks the driver
 
 
 def mark_read_in_place(bound: Mapping[str, BoundStorage], in_place: Collection[str]) -> None:
