@@ -66,8 +66,8 @@ from headrace.config import Budget, Prefetch, parse_size
 from headrace.model.inventory import take_inventory
 from headrace.plan.plan import Plan
 from headrace.plan.routing_traces import seeded_trace
-from headrace.planning import plan_model
-from headrace.runtime.planner_factory import PlanRequest
+from headrace.plan_model import plan_model
+from headrace.planning.request import PlanRequest
 from headrace.stats import Stats
 
 PROMPT_TOKENS = 128

@@ -22,8 +22,9 @@ from typing import Any, NamedTuple
 
 from harness import append, finish, parser_of
 from headrace.errors import HeadraceWarning
-from headrace.planning import PlanResult, plan_model
-from headrace.runtime.planner_factory import PlanRequest, needs_of
+from headrace.plan_model import PlanResult, plan_model
+from headrace.planning.checks import needs_of
+from headrace.planning.request import PlanRequest
 from headrace.transfer.machine_probe import _NOMINAL
 
 H200_FLOPS_PER_S = 989e12  # of products in bf16, as published; cards.json has those of cards

@@ -31,7 +31,7 @@ from headrace.api import start as start_offload
 from headrace.checkpoint.weight_map import WeightMap
 from headrace.cli.bench_step import QWEN3_8B, DecoderShape, Stack, build_stack
 from headrace.config import ALL_MODEL_PARAMS
-from headrace.runtime.planner_factory import PlanRequest
+from headrace.planning.request import PlanRequest
 from headrace.runtime.prepare import prepare as prepare_offload
 from headrace.stores.sources import DiskOptions
 

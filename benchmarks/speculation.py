@@ -28,8 +28,8 @@ from headrace import Prefetch, Speculation
 from headrace.adapters.transformers import load
 from headrace.adapters.transformers.speculating import Speculating
 from headrace.errors import HeadraceWarning
-from headrace.planning import plan_model
-from headrace.runtime.planner_factory import PlanRequest
+from headrace.plan_model import plan_model
+from headrace.planning.request import PlanRequest
 
 ROOT = Path(__file__).resolve().parent.parent
 VOCABULARY, WINDOW, BATCH, GUESSES = 2048, 128, 16, 4

@@ -41,7 +41,7 @@ if TYPE_CHECKING:
     )
     from headrace.plan.plan import Plan
     from headrace.plan.speculation import Speculation
-    from headrace.planning import make_plan
+    from headrace.plan_model import make_plan
     from headrace.stores.sources import DiskOptions
 
 __all__ = [
@@ -84,7 +84,7 @@ _HOMES = {
     "headrace.api": ("Handle", "offload"),
     "headrace.plan.plan": ("Plan",),
     "headrace.plan.speculation": ("Speculation",),
-    "headrace.planning": ("make_plan",),
+    "headrace.plan_model": ("make_plan",),
     "headrace.stores.sources": ("DiskOptions",),
 }
 _HOME_OF = {name: home for home, names in _HOMES.items() for name in names}

@@ -14,8 +14,8 @@ from headrace.config import RANK_MODES, Policy, instead_of
 from headrace.errors import OptionTypeError, StateError, warn_user
 from headrace.formatting import format_size
 from headrace.plan.plan import Plan
+from headrace.planning.request import PlanRequest, require_kinds
 from headrace.runtime.outside_access import place_of
-from headrace.runtime.planner_factory import PlanRequest, require_kinds
 from headrace.runtime.prepare import Prepared, open_ranks, prepare
 from headrace.runtime.session import OffloadSession, Progress, SessionOptions
 from headrace.stats import Stats
@@ -28,7 +28,7 @@ if TYPE_CHECKING:
     from headrace.checkpoint.safetensors_header import Checkpoint
     from headrace.checkpoint.weight_map import WeightMap
 
-__all__ = ["Handle", "handle_of", "offload", "refuse_second_offload", "start"]
+__all__ = ["Handle", "handle_of", "offload", "refuse_second_offload", "session_of", "start"]
 
 _log = logging.getLogger(__name__)
 
@@ -229,6 +229,12 @@ def start(
 def handle_of(module: nn.Module) -> Handle | None:
     """The handle of the offload of ``module`` itself, if it is offloaded."""
     return vars(module).get(_MARK)
+
+
+def session_of(module: nn.Module) -> OffloadSession | None:
+    """The session of the offload of ``module`` itself, if it is offloaded."""
+    handle = handle_of(module)
+    return None if handle is None else handle._session
 
 
 def refuse_second_offload(model: nn.Module) -> None:

@@ -26,8 +26,8 @@ from headrace.api import Handle, start
 from headrace.config import Policy
 from headrace.experts.rows import CachedExperts, CacheStreamOrder, ExpertHook, NoCache, ReadsRows
 from headrace.plan.plan import Plan
+from headrace.planning.request import PlanRequest
 from headrace.runtime.hooks import CalledForwardHook, ForwardHook, UnitHook, new_token, unhooked_modules
-from headrace.runtime.planner_factory import PlanRequest
 from headrace.runtime.prepare import Prepared, prepare
 from headrace.stats import Recorder
 from headrace.stores.sources import DiskOptions, Source

@@ -35,8 +35,8 @@ from headrace.config import UVA, Budget, Policy, Prefetch, Rules, Workload
 from headrace.errors import CheckpointError, HeadraceError
 from headrace.model.inventory import take_inventory
 from headrace.model.memory_profile import ModelProfile
-from headrace.planning import PlanResult, plan_model
-from headrace.runtime.planner_factory import PlanRequest
+from headrace.plan_model import PlanResult, plan_model
+from headrace.planning.request import PlanRequest
 from headrace.stores import sources
 from headrace.transfer import machine_probe
 from plans import memory_curve

@@ -818,7 +818,7 @@ def test_verbose_shows_the_log(model: Path) -> None:
     args = ("plan", model, "--device-memory", "2MiB")
     assert "headrace.runtime" not in run(*args).stderr
     told = run(*args, "-v")
-    assert " headrace.runtime.planner_factory: plan: <headrace.Plan " in told.stderr
+    assert " headrace.planning.checks: plan: <headrace.Plan " in told.stderr
     assert told.stdout == run(*args).stdout
     assert logging.getLogger("headrace").handlers == []
 

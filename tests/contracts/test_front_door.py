@@ -24,8 +24,10 @@ from headrace.memory.system import read_limits
 from headrace.model.inventory import take_inventory
 from headrace.model.live_tensors import bind
 from headrace.plan.build import Planner
-from headrace.runtime.planner_factory import check_limits, make_planner
-from headrace.runtime.prepare import compute_device, prepare
+from headrace.planning.checks import check_limits
+from headrace.planning.context import make_planner
+from headrace.planning.request import compute_device
+from headrace.runtime.prepare import prepare
 from models import Stack, save
 
 SOURCES = str(Path(headrace.__file__).parent)

@@ -10,7 +10,7 @@ import pickle
 import threading
 import time
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -38,12 +38,18 @@ KEPT = r"a view of table\.weight was kept beyond the forward of its Table"
 promoted = pytest.mark.filterwarnings("ignore:.*It is resident from now on:headrace.HeadraceWarning")
 
 
+def limit(handle: headrace.Handle, budget_bytes: int | None) -> None:
+    """Have the plan in force be one for this budget."""
+    promoter = handle._session._promoter
+    promoter.plan = replace(promoter.plan, budget_bytes=budget_bytes)
+
+
 def assert_used(model: Any, x: torch.Tensor, use: Callable[[Any], Any], room: bool, within: Any = None) -> None:
     """Uses of weights outside of their modules and forwards in turns, ``within`` a context; ``room``: to promote."""
     expected, after = use(model), model(x)
     with headrace.offload(model, all_layers(1)) as handle:
         if not room:
-            handle._session._promoter.budget_bytes = 0
+            limit(handle, 1)
         with within or contextlib.nullcontext():
             for _ in range(2):
                 assert_same_bits(use(model), expected)
@@ -253,7 +259,7 @@ class TestNoRoom:
         expected, weights = model(x), [linear.weight.clone() for linear in model]
         with self.tight(model) as handle:
             if room:
-                handle._session._promoter.budget_bytes = None
+                limit(handle, None)
             indices = [int(unit.module_fqn) for unit in handle.plan.units]
             found = [torch.as_tensor(read(model[index].weight)) for index in indices]
             assert [is_placeholder(model[index].weight) for index in indices] == [not room] * len(indices)
@@ -616,7 +622,7 @@ class TestOthers:
         before, other = weight.clone(), torch.ones(DIM, DIM)
         handle = headrace.offload(model, all_layers(1))
         if when == "lent":
-            handle._session._promoter.budget_bytes = 0
+            limit(handle, 1)
         used, alias = weight.data, weight.detach()[:, :]
         owners = [*handle._session._bound.values()]  # without them an alias has no offload to ask, and says that
         if when in ("removed", "offloaded again"):

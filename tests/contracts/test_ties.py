@@ -93,7 +93,8 @@ def test_views_keep_their_offsets_where_other_memory_comes_back() -> None:
     offsets = {name: p.storage_offset() for name, p in model.named_parameters()}
     handle = headrace.offload(model, Prefetch(1, 1, 2, codec="exp3"))
     assert_same_bits(model(x), expected)
-    assert handle.stats().bytes_moved > 0 and handle.plan.coded_units
+    assert handle.stats().bytes_moved > 0
+    assert handle.plan.coded_units
     handle.remove()
     offsets["2.weight"] = 0
     assert {name: p.storage_offset() for name, p in model.named_parameters()} == offsets

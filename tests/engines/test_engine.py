@@ -21,7 +21,7 @@ from headrace.model.inventory import without_lora
 from headrace.model.records import Inventory, ModelProfile
 from headrace.offloaders.layerwise import EngineOffloader, EnginePolicy, EngineTraits
 from headrace.plan.units import TINY_BYTES
-from headrace.runtime.planner_factory import make_planner
+from headrace.planning.context import make_planner
 from no_copy import NoCopyOffloader
 
 SUPPORT = Path(__file__).resolve().parents[1] / "support"
@@ -170,7 +170,8 @@ def test_a_pattern_reaches_a_tower() -> None:
 @pytest.mark.parametrize("kind", [EngineOffloader, NoCopyOffloader])
 def test_a_tower_needs_to_be_read_in_place(kind: type[EngineOffloader], monkeypatch: pytest.MonkeyPatch) -> None:
     """As on a GPU with HEADRACE_DISABLE_UVA: layers are moved on demand, and what is outside of them is refused."""
-    monkeypatch.setattr("headrace.runtime.planner_factory.can_read_in_place", lambda device: False)
+    for place in ("context", "checks"):
+        monkeypatch.setattr(f"headrace.planning.{place}.can_read_in_place", lambda device: False)
     plain = resident()
     model, offloader = build(UVA(2**40), kind)
     assert not offloader.plan.uva

@@ -27,9 +27,9 @@ from headrace.plan.build import build_plan
 from headrace.plan.cached_experts import PIECE_BYTES, CachedLayer
 from headrace.plan.kinds import SlabEntry, Unit
 from headrace.plan.plan import Machine
-from headrace.runtime import planner_factory
+from headrace.planning import context as planning_context
+from headrace.planning.request import PlanRequest
 from headrace.runtime import prepare as prepare_module
-from headrace.runtime.planner_factory import PlanRequest
 from headrace.runtime.prepare import prepare
 from headrace.runtime.session import OffloadSession
 from headrace.stores.expert_ranges import ExpertRanges, mappable
@@ -90,11 +90,11 @@ def needed_pinned_bytes(monkeypatch: pytest.MonkeyPatch, held_names: list[str], 
         find_storages=lambda bound: dict.fromkeys(held_names, stretch), find_in_engine_memory=lambda bound: frozenset()
     )
     monkeypatch.setattr(prepare_module, "compute_device", lambda model, device: torch.device("cuda", 0))
-    monkeypatch.setattr(prepare_module, "describe_device", lambda device: Machine("a GPU"))
-    monkeypatch.setattr(planner_factory, "read_limits", lambda *given, **options: Limits())
+    monkeypatch.setattr("headrace.planning.request.describe_device", lambda device: Machine("a GPU"))
+    monkeypatch.setattr(planning_context, "read_limits", lambda *given, **options: Limits())
     found: list[int] = []
-    monkeypatch.setattr(planner_factory, "check_limits", lambda p, limits, needs: found.append(needs.pinned_bytes))
-    prepare(PlanRequest(model, plan, pool=pool))
+    monkeypatch.setattr(planning_context, "check_limits", lambda p, limits, needs: found.append(needs.pinned_bytes))
+    prepare(PlanRequest(model, plan), pool=pool)
     return found[0]
 
 
@@ -157,7 +157,7 @@ def test_what_the_engine_has_moved_away_comes_back_if_it_is_to_be_resident(monke
     given = torch.randn(2, 256)
     expected, before = model(given), {name: p.data_ptr() for name, p in model.named_parameters()}
     monkeypatch.setattr(BuildTimePool, "find_in_engine_memory", lambda pool, bound: frozenset({"0.weight"}))
-    prepared = prepare(PlanRequest(model, Prefetch(3, 1, 1), pool=BuildTimePool()))
+    prepared = prepare(PlanRequest(model, Prefetch(3, 1, 1)), pool=BuildTimePool())
     plan, session = prepared.plan, OffloadSession(prepared)
     session.attach()
     moved = {name for name, p in model.named_parameters() if name in plan.resident and p.data_ptr() != before[name]}

@@ -15,7 +15,7 @@ from headrace import UVA, BaseOffloader, NoopOffloader, OffloadConfig, Prefetch,
 from headrace.errors import OptionError, SelectionError, StateError
 from headrace.model.inventory import take_inventory
 from headrace.plan.build import build_plan
-from headrace.runtime.planner_factory import can_read_in_place
+from headrace.planning.request import can_read_in_place
 from headrace.testing import assert_same_bits
 from models import DIM, Block, MoELayer, Stack, rows
 
@@ -203,7 +203,8 @@ class TestUVA:
 
     def test_moves_on_demand_where_nothing_can_be_read_in_place(self, monkeypatch: pytest.MonkeyPatch) -> None:
         """As on a GPU with HEADRACE_DISABLE_UVA or HEADRACE_DISABLE_PIN_MEMORY."""
-        monkeypatch.setattr("headrace.runtime.planner_factory.can_read_in_place", lambda device: False)
+        for place in ("context", "checks"):
+            monkeypatch.setattr(f"headrace.planning.{place}.can_read_in_place", lambda device: False)
         offloader = UVAOffloader(3 * DIM * DIM * 4, ["linear.weight"])
         engine = Engine(offloader).eval()
         expected = engine(rows())

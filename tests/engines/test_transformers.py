@@ -42,7 +42,7 @@ from headrace.model.inventory import take_inventory
 from headrace.model.memory_profile import profile_of
 from headrace.plan.build import Planner
 from headrace.plan.rates import NOMINAL_GPU, Curve
-from headrace.planning import make_plan
+from headrace.plan_model import make_plan
 from headrace.runtime.prepare import Prepared
 
 pytestmark = pytest.mark.filterwarnings("error::headrace.HeadraceWarning")

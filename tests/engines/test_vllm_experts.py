@@ -19,7 +19,7 @@ import vllm_workers
 from engines import WIDTH
 from headrace.errors import OptionError, OptionTypeError, RaceError, StateError
 from headrace.plan.rates import NOMINAL_GPU
-from headrace.runtime.planner_factory import make_planner
+from headrace.planning.context import make_planner
 from vllm_experts import (
     NUM_EXPERTS,
     DeepGemmExperts,

@@ -36,4 +36,4 @@ def ring(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Non
     """Three entries of 64 KiB, so that every unit goes around several times; or the ring as it is."""
     if request.param == "small ring":
         link = partial(RingLink, entry_bytes=1 << 16, max_entries=3)
-        monkeypatch.setattr("headrace.transfer.open_link.RingLink", link)
+        monkeypatch.setattr("headrace.transfer.ring_streams.RingLink", link)

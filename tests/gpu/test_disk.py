@@ -153,7 +153,7 @@ class TestFailure:
         assert model(inputs()).isfinite().all()
 
     def test_a_read_that_never_ends(self, tmp_path: Path, faults: Faults, monkeypatch: pytest.MonkeyPatch) -> None:
-        monkeypatch.setattr("headrace.transfer.open_link.RingLink", partial(RingLink, stuck_s=1.0))
+        monkeypatch.setattr("headrace.transfer.ring_streams.RingLink", partial(RingLink, stuck_s=1.0))
         model, handle, _ = self.offloaded(tmp_path)
         graph, _ = captured(model, inputs())
         replay(graph)

@@ -122,7 +122,7 @@ def test_debug_switch_catches_a_planted_race(monkeypatch: pytest.MonkeyPatch) ->
         for _ in range(3):
             assert model(x).item() == 21
         assert handle.stats().bytes_moved > 0
-    monkeypatch.setattr("headrace.transfer.open_link.StreamLink", Hasty)
+    monkeypatch.setattr("headrace.transfer.cuda_stream.StreamLink", Hasty)
     handle = headrace.offload(model, Prefetch(1, 1, 2), device="cuda")
     with pytest.raises(RaceError):
         model(x)

@@ -17,8 +17,8 @@ import headrace
 from headrace import Budget, Plan, Prefetch
 from headrace.errors import LimitError, OptionError
 from headrace.memory.system import Limits, read_limits
-from headrace.runtime import planner_factory
-from headrace.runtime.planner_factory import describe_device
+from headrace.planning import context as planning_context
+from headrace.planning.request import describe_device
 
 pytestmark = pytest.mark.alone
 
@@ -48,7 +48,7 @@ def test_too_large_for_the_device_is_refused_with_a_budget_that_works(monkeypatc
     total = sum(p.numel() * p.element_size() for p in model.parameters())
     devices = {p.device for p in model.parameters()}
     monkeypatch.setattr(
-        planner_factory, "read_limits", lambda device, pinned_bytes=0: Limits(device_free_bytes=total // 2)
+        planning_context, "read_limits", lambda device, pinned_bytes=0: Limits(device_free_bytes=total // 2)
     )
     gc.collect()  # what earlier tests left in cycles is not to go while this one looks
     allocated = torch.cuda.memory_allocated()

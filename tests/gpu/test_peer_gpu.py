@@ -20,7 +20,8 @@ from headrace.errors import HeadraceWarning, LimitError, OptionError
 from headrace.model.inventory import take_inventory
 from headrace.plan.build import build_plan
 from headrace.plan.cached_experts import PIECE_BYTES
-from headrace.runtime.planner_factory import free_on_peer, peer_of
+from headrace.planning.context import free_on_peer
+from headrace.planning.request import peer_of
 from headrace.stores.peer import peer_memory
 from headrace.testing import assert_moved
 from peers import on_peer
@@ -36,8 +37,8 @@ needs_peer = pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two
 def peer(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> torch.device:
     if request.param == "another":
         return NEXT
-    for module in ("planner_factory", "prepare"):
-        monkeypatch.setattr(f"headrace.runtime.{module}.peer_of", lambda device: HERE)
+    for module in ("planning.checks", "planning.context", "runtime.prepare"):
+        monkeypatch.setattr(f"headrace.{module}.peer_of", lambda device: HERE)
     return HERE
 
 
@@ -156,7 +157,7 @@ def test_more_than_it_has_is_refused(peer: torch.device, monkeypatch: pytest.Mon
     free = free_on_peer(plan, HERE)
     assert free is not None
     assert free > plan.peer_bytes
-    monkeypatch.setattr("headrace.runtime.planner_factory.free_on_peer", lambda *_: plan.peer_bytes - 1)
+    monkeypatch.setattr("headrace.planning.context.free_on_peer", lambda *_: plan.peer_bytes - 1)
     with pytest.raises(LimitError, match=r"of memory of the peer GPU.* use a smaller --peer-memory"):
         headrace.offload(model, plan, device=HERE)
 

@@ -58,7 +58,7 @@ def test_tokens_of_the_resident_model(guesser: str, tmp_path: Path) -> None:
         warnings.simplefilter("ignore", HeadraceWarning)
         several = [each.generate(prompt.repeat(2, 1), **CALL, do_sample=False) for each in (model, plain)]
     assert several[0].shape == several[1].shape
-    assert handle._session.own_graphs.replays > 0
+    assert handle._session.attachments[0].replays > 0
     handle.remove()
     assert "generate" not in vars(model)
     assert torch.equal(model.generate(prompt, **CALL, do_sample=False), plain.generate(prompt, **CALL, do_sample=False))

@@ -21,8 +21,8 @@ from headrace.model.inventory import take_inventory
 from headrace.plan import candidates
 from headrace.plan.build import build_plan
 from headrace.plan.schedule import RING_BYTES
-from headrace.runtime import planner_factory
-from headrace.runtime.planner_factory import needs_of
+from headrace.planning import context as planning_context
+from headrace.planning.checks import needs_of
 
 # Policy, and the units of it that rest in files.
 PLANS: dict[str, tuple[Policy, tuple[int, ...]]] = {
@@ -119,7 +119,7 @@ class TestBudget:
         model = build(2)
         folder = save(model, tmp_path)
         limits = Limits(host_available_bytes=free)
-        monkeypatch.setattr(planner_factory, "read_limits", lambda device, pinned_bytes=0: limits)
+        monkeypatch.setattr(planning_context, "read_limits", lambda device, pinned_bytes=0: limits)
         if free < RING_BYTES:
             with pytest.raises(BudgetError, match=r"free host memory of [\d.]+ [GMK]?i?B .* with the staging ring"):
                 headrace.offload(model, "4MiB", checkpoint=folder)

@@ -22,8 +22,8 @@ from headrace import Budget, Prefetch, Rules, Speculation, make_plan
 from headrace.adapters.transformers import load
 from headrace.adapters.transformers.speculating import Speculating
 from headrace.errors import BudgetError, CheckpointError, HeadraceWarning, OptionError, RuleError
-from headrace.planning import plan_model
-from headrace.runtime.planner_factory import PlanRequest
+from headrace.plan_model import plan_model
+from headrace.planning.request import PlanRequest
 from heads import LAYERS, mellum
 from models import aligned
 
@@ -81,7 +81,8 @@ def test_tokens_of_transformers_alone(folder: Path, policy: Any, monkeypatch: py
     assert 6 * 20 < counts.passes < 6 * 40
     assert f"{6 * 40 / counts.passes:.2f} tokens a pass" in str(stats)
     assert reads == [1]
-    assert handle._session.speculating._heads.mtp_cache.get_seq_length() == 0  # type: ignore[union-attr]
+    (speculating,) = handle._session.attachments
+    assert speculating._heads.mtp_cache.get_seq_length() == 0  # type: ignore[attr-defined]
     handle.remove()
     assert "generate" not in vars(model)
     assert generated(model) == generated(resident(folder))
@@ -145,7 +146,7 @@ def test_heads_are_part_of_the_budget(large_head: Path) -> None:
     assert (planned.speculation.guesses, planned.speculation.tokens_per_pass) == (1, pytest.approx(1.65))
     assert 0 < planned.speculation.guess_s < planned.speculation.pass_s
     assert "speculation with 1 guess by mtp: 1.6 tokens a pass (assumed)" in str(planned.with_prediction())
-    with pytest.raises(BudgetError, match=r"the draft takes .* of a budget of"):
+    with pytest.raises(BudgetError, match=r"the draft takes .* of the budget"):
         load(large_head, num_bytes // 2, device="cpu", speculate="mtp")
     with pytest.raises(RuleError, match="'lm_head=resident' and 'lm_head=prefetch' contradict each other"):
         load(large_head, Budget(budget, rules=[("lm_head", "prefetch")]), device="cpu", speculate="mtp")
@@ -246,7 +247,7 @@ def test_a_prompt_of_embeddings_runs_without(dense: Path) -> None:
 def test_removal_frees_the_heads(dense: Path) -> None:
     model, handle = load(dense, GROUP, device="cpu", speculate="mtp")
     generated(model)
-    speculating: Any = handle._session.speculating
+    speculating: Any = handle._session.attachments[-1]
     head = weakref.ref(speculating._heads.mtp_model)
     handle.remove()
     del speculating

@@ -31,7 +31,7 @@ from headrace.memory.pinned import CudaRegistrar
 from headrace.model.inventory import take_inventory
 from headrace.model.live_tensors import bind
 from headrace.plan.plan import Plan
-from headrace.runtime.planner_factory import PlanRequest
+from headrace.planning.request import PlanRequest
 from headrace.runtime.prepare import prepare
 from headrace.runtime.session import OffloadSession, SessionOptions
 from headrace.stores.checkpoint_files import DiskStore

@@ -16,7 +16,7 @@ from headrace.adapters.transformers import load
 from headrace.adapters.transformers.speculating import Speculating
 from headrace.errors import BudgetError, HeadraceWarning, OptionError, OptionTypeError, StateError
 from headrace.graphs import decoding
-from headrace.runtime import planner_factory
+from headrace.planning import context as planning_context
 from models import aligned
 from recorded_graphs import RecordedStep
 
@@ -316,7 +316,7 @@ def test_a_recurrent_state(tmp_path: Path) -> None:
 def test_memory_is_checked_beside_the_draft(target: Path, draft: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Without a budget a plan has no share for it, so what is free is read when it is loaded."""
     seen: list[str] = []
-    limits, made = planner_factory.read_limits, Speculating.__init__
+    limits, made = planning_context.read_limits, Speculating.__init__
 
     def read(*args: Any, **options: Any) -> Any:
         seen.append("limits")
@@ -326,7 +326,7 @@ def test_memory_is_checked_beside_the_draft(target: Path, draft: Path, monkeypat
         made(self, *args)
         seen.append("draft")
 
-    monkeypatch.setattr(planner_factory, "read_limits", read)
+    monkeypatch.setattr(planning_context, "read_limits", read)
     monkeypatch.setattr(Speculating, "__init__", make)
     model, handle = load(target, PREFETCH, device="cpu", speculate=Speculation(str(draft), 2, accepted=1.9))
     with handle:

@@ -26,8 +26,9 @@ from headrace.memory.system import Limits, Needs, cgroup_available_bytes, host_a
 from headrace.model.inventory import take_inventory
 from headrace.plan.build import build_plan
 from headrace.plan.plan import Machine
-from headrace.runtime import planner_factory
-from headrace.runtime.planner_factory import check_limits, finalize_plan, gpu_memory_kind, needs_of
+from headrace.planning import context as planning_context
+from headrace.planning.checks import check_limits, finalize_plan, needs_of
+from headrace.planning.request import gpu_memory_kind
 from models import Stack, all_layers, on_meta, rows, save, state_of
 from plans import part_bytes
 
@@ -297,7 +298,7 @@ class TestRefusals:
 
 
 def limited(monkeypatch: pytest.MonkeyPatch, **limits: int) -> None:
-    monkeypatch.setattr(planner_factory, "read_limits", lambda device, pinned_bytes=0: Limits(**limits))
+    monkeypatch.setattr(planning_context, "read_limits", lambda device, pinned_bytes=0: Limits(**limits))
 
 
 class TestOffload:

@@ -21,9 +21,9 @@ from headrace.memory.system import Limits
 from headrace.model import memory_profile
 from headrace.plan.plan import DeviceName, Machine
 from headrace.plan.speculation import Speculation
-from headrace.planning import plan_model
-from headrace.runtime import planner_factory
-from headrace.runtime.planner_factory import PlanRequest
+from headrace.plan_model import plan_model
+from headrace.planning import context as planning_context
+from headrace.planning.request import PlanRequest, Target
 from headrace.runtime.prepare import open_ranks
 from headrace.transfer.machine_probe import named_machine
 from ranks import outcomes
@@ -103,8 +103,8 @@ def test_of_this_machine_what_is_free_counts(monkeypatch: pytest.MonkeyPatch) ->
     made_for, _ = named_machine("4090")
     planned = plan_model(PlanRequest("Qwen/Qwen3-8B", "12GiB", machine="4090"))
     request = PlanRequest("Qwen/Qwen3-8B", "auto")
-    context = replace(planned.context, request=request, target=planner_factory.Target(DeviceName("cuda"), made_for))
-    monkeypatch.setattr(planner_factory, "read_limits", lambda device: Limits(11 * GIB))
+    context = replace(planned.context, request=request, target=Target(DeviceName("cuda"), made_for))
+    monkeypatch.setattr(planning_context, "read_limits", lambda device: Limits(11 * GIB))
     sized = context.sized()
     assert isinstance(sized.request.given, Budget)
     assert sized.request.given.num_bytes == 10 * GIB
@@ -116,9 +116,9 @@ def sized_in_a_rank(rank: int, name: str) -> tuple[int, str | None, int]:
     warnings.simplefilter("ignore", HeadraceWarning)  # that the model is known by name
     made_for, _ = named_machine("4090")
     planned = plan_model(PlanRequest(name, Budget("8GiB", mode="shm_cpu"), machine="4090"))
-    target = planner_factory.Target(DeviceName("cuda"), made_for)
+    target = Target(DeviceName("cuda"), made_for)
     with pytest.MonkeyPatch.context() as patch, open_ranks(dist.group.WORLD) as ranks:
-        patch.setattr(planner_factory, "read_limits", lambda device, **_: Limits((11 + rank) * GIB))
+        patch.setattr(planning_context, "read_limits", lambda device, **_: Limits((11 + rank) * GIB))
         request = PlanRequest(name, Budget("auto", mode="shm_cpu"), ranks=ranks)
         plan = replace(planned.context, request=request, target=target).sized().plan()
     return plan.device_bytes, plan.mode, plan.offloaded_bytes

@@ -34,7 +34,8 @@ from headrace.plan.candidates import mean_log
 from headrace.plan.plan import DeviceName, Machine
 from headrace.plan.rates import NOMINAL_GPU
 from headrace.plan.routing_traces import ExpertHits, FixedHits, Recorded, seeded_trace
-from headrace.runtime.planner_factory import finalize_plan, make_planner, needs_of
+from headrace.planning.checks import finalize_plan, needs_of
+from headrace.planning.context import make_planner
 from headrace.transfer.machine_probe import named_machine
 from models import Stack
 

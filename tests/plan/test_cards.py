@@ -11,8 +11,8 @@ import headrace
 from card_plans import MEASURED, MODELS, PIPELINES, rows
 from commands import error_of
 from headrace.errors import OptionError
-from headrace.planning import plan_model
-from headrace.runtime.planner_factory import PlanRequest
+from headrace.plan_model import plan_model
+from headrace.planning.request import PlanRequest
 from headrace.transfer.machine_probe import _NOMINAL, MACHINES, named_machine
 
 ROOT = Path(__file__).resolve().parents[2]

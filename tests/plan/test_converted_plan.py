@@ -12,7 +12,8 @@ from headrace.errors import OptionError
 from headrace.plan.build import Planner
 from headrace.plan.plan import Machine
 from headrace.plan.rates import NOMINAL_CPU, NOMINAL_GPU
-from headrace.runtime.planner_factory import finalize_plan, make_planner
+from headrace.planning.checks import finalize_plan
+from headrace.planning.context import make_planner
 from plans import memory_curve
 
 CPU, GPU = torch.device("cpu"), torch.device("cuda")

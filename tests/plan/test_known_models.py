@@ -17,8 +17,8 @@ import headrace
 from checkpoints import HEADS, SIZE, make
 from headrace.checkpoint.metadata_cache import KNOWN_MODELS, body_text, known_facts, known_models
 from headrace.errors import CheckpointError, HeadraceWarning, OptionError
-from headrace.planning import plan_model
-from headrace.runtime.planner_factory import PlanRequest
+from headrace.plan_model import plan_model
+from headrace.planning.request import PlanRequest
 from known_models import MODELS, PIPELINES, facts_of, num_parameters, pipeline_facts
 from quantised_checkpoints import FORMATS, MLA, MOE
 

@@ -36,8 +36,8 @@ from headrace.checkpoint.safetensors_header import Checkpoint
 from headrace.config import ALL_MODEL_PARAMS, RANK_MODES, SHARDED_MODES, Mode, Policy
 from headrace.errors import HeadraceWarning, LimitError, OptionError, OptionTypeError, SelectionError, StateError
 from headrace.plan.plan import Machine
-from headrace.planning import plan_model
-from headrace.runtime.planner_factory import PlanRequest
+from headrace.plan_model import plan_model
+from headrace.planning.request import PlanRequest
 from headrace.stores.sources import DiskOptions
 from headrace.transfer.machine_probe import MACHINES, Probe, named_machine
 from models import MoE, OddStack, Stack, aligned, on_meta, rows, save, state_of

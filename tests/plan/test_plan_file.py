@@ -111,9 +111,9 @@ class TestRoundTrip:
         """Another set of keys is another schema: raise the version."""
         assert plan.to_json()["schema"] == 7
         assert list(plan.to_json()) == [
-            "schema", "model", "machine", "mode", "num_ranks", "context", "num_slots", "slot_bytes", "device_bytes",
-            "resident_bytes", "prefetched_bytes", "moved_bytes", "store_bytes", "uva_bytes", "units", "resident", "uva",
-            "cached",
+            "schema", "model", "machine", "mode", "num_ranks", "context", "budget_bytes", "num_slots", "slot_bytes",
+            "device_bytes", "resident_bytes", "prefetched_bytes", "moved_bytes", "store_bytes", "uva_bytes", "units",
+            "resident", "uva", "cached",
         ]  # fmt: skip
 
     @pytest.mark.parametrize("policy", [Budget("12KiB", ["layers"]), all_layers(), UVA(params=["linear"])], ids=str)
@@ -132,6 +132,21 @@ class TestRoundTrip:
             found.append((handle.plan, handle.stats().bytes_moved - before))
             handle.remove()
         assert found[0] == found[1]
+
+    @torch.no_grad()
+    def test_the_budget_goes_with_the_plan(self, tmp_path: Path) -> None:
+        """A weight that is used outside of its module's forward is not promoted beyond it."""
+        model = Stack(5).eval()
+        made = headrace.make_plan(model, Budget("12KiB", ["layers"]))
+        made.save(tmp_path / "plan.json")
+        loaded = Plan.load(tmp_path / "plan.json")
+        assert loaded.budget_bytes == made.budget_bytes == 12 * 1024
+        assert replace(loaded, budget_bytes=None) == loaded
+        names = [entry.storage for unit in loaded.units for entry in unit.entries]
+        with headrace.offload(model, loaded) as handle:
+            with pytest.warns(HeadraceWarning, match="would exceed the budget of 12288 bytes"):
+                [model.get_parameter(name).sum() for name in names]
+            assert handle.plan.device_bytes <= 12 * 1024
 
     def test_streams_from_a_checkpoint(self, tmp_path: Path) -> None:
         resident = MoE().eval()

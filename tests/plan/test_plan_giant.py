@@ -28,8 +28,10 @@ from headrace.cli import app
 from headrace.config import Budget, Workload
 from headrace.plan.rates import NOMINAL_CPU, NOMINAL_GPU
 from headrace.plan.schedule import RING_BYTES
-from headrace.planning import plan_model
-from headrace.runtime.planner_factory import PlanRequest, make_planner, needs_of
+from headrace.plan_model import plan_model
+from headrace.planning.checks import needs_of
+from headrace.planning.context import make_planner
+from headrace.planning.request import PlanRequest
 
 # Limits in units of `_unit_s`, since a busy machine takes up to three times as long for the same work.
 _ENOUGH_UNITS = 45  # 17 to 24 are measured

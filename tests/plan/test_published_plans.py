@@ -25,8 +25,8 @@ from headrace.plan.build import Planner as Solver
 from headrace.plan.build import build_plan
 from headrace.plan.cost_model import BETWEEN_TOKENS_S, Forecaster
 from headrace.plan.plan import assemble
-from headrace.planning import plan_model
-from headrace.runtime.planner_factory import PlanRequest
+from headrace.plan_model import plan_model
+from headrace.planning.request import PlanRequest
 from headrace.transfer.machine_probe import named_machine, read_probe
 from plan_predictions import Contest, Planner, build
 

@@ -13,13 +13,14 @@ import pytest
 import torch
 from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedModel, Qwen3MoeConfig, Qwen3MoeForCausalLM
 
-from headrace import Prefetch, Speculation, planning
+from headrace import Prefetch, Speculation
+from headrace import plan_model as plan_module
 from headrace.config import UVA, Budget, Workload
 from headrace.errors import BudgetError, OptionError, OptionTypeError
 from headrace.plan.plan import Plan
 from headrace.plan.speculation import DraftCost, forecast_speculation
-from headrace.planning import PlanResult, plan_model
-from headrace.runtime.planner_factory import PlanRequest
+from headrace.plan_model import PlanResult, plan_model
+from headrace.planning.request import PlanRequest
 
 
 def planned(policy: Prefetch | UVA | Budget, layers: int = 8, experts: bool = False) -> PlanResult:
@@ -136,9 +137,9 @@ def small_budget(random: Random, num_bytes: int, experts: bool) -> Budget:
 
 def refusal(model: PreTrainedModel, budget: Budget, machine: str, draft_bytes: int) -> OptionError | None:
     speculation = Speculation("mtp") if draft_bytes else None
-    context = planning._context(PlanRequest(model, budget, machine=machine, speculation=speculation))
+    context = plan_module._context(PlanRequest(model, budget, machine=machine, speculation=speculation))
     try:
-        context.with_draft(planning._context, lambda _: DraftCost(draft_bytes, 1e-3, 1)).plan()
+        context.with_draft(plan_module._context, lambda _: DraftCost(draft_bytes, 1e-3, 1)).plan()
     except OptionError as error:
         return error
     return None

@@ -26,8 +26,9 @@ from headrace.plan.cost_model import Forecaster
 from headrace.plan.plan import Plan, UnitSpec, assemble
 from headrace.plan.rates import NOMINAL_GPU, Rates
 from headrace.plan.schedule import RING_BYTES
-from headrace.runtime import planner_factory
-from headrace.runtime.planner_factory import make_planner, needs_of
+from headrace.planning import context as planning_context
+from headrace.planning.checks import needs_of
+from headrace.planning.context import make_planner
 from headrace.transfer import machine_probe
 from models import MoE, Reader, Stack, save
 from plans import assignments, check_plan, layered, models, plan_for
@@ -295,7 +296,7 @@ class TestWhoMaySpill:
             asked.append(pinned_bytes)
             return Limits(host_available_bytes=32 * GIB, cgroup_available_bytes=16 * GIB)
 
-        monkeypatch.setattr(planner_factory, "read_limits", limits)
+        monkeypatch.setattr(planning_context, "read_limits", limits)
         monkeypatch.setattr(machine_probe, "planning_rates", lambda *_: NOMINAL_GPU)
         gpu = torch.device("cuda", 0)
         spill = make_planner(inventory, ModelProfile(), gpu, weights).spill

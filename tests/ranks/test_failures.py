@@ -46,7 +46,7 @@ MISTAKES: list[tuple[str, dict[str, Any], dict[str, Any]]] = [
     ("CheckpointError: /no/such", {"checkpoint": "/no/such/folder"}, {}),
     ("OptionTypeError: model", {"model": "a model"}, {}),
     ("SizeError", {"policy": "lots"}, {}),
-    ("LimitError: planted", {}, {"headrace.runtime.planner_factory.check_limits": fail_planned}),
+    ("LimitError: planted", {}, {"headrace.planning.context.check_limits": fail_planned}),
     ("KeyboardInterrupt", {}, {"headrace.runtime.prepare.take_inventory": interrupt}),
     # After the store was filled: the others have read everything, and undo that.
     ("LimitError: planted", {}, {"headrace.runtime.session.OffloadSession._attach_units": fail_planned}),

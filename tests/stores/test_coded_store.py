@@ -39,7 +39,7 @@ from headrace.plan.build import Planner, build_plan
 from headrace.plan.candidates import Spill
 from headrace.plan.kinds import slab_bytes
 from headrace.plan.rates import NOMINAL_GPU
-from headrace.runtime.planner_factory import needs_of
+from headrace.planning.checks import needs_of
 from headrace.stores import sources
 from headrace.stores.coded_host import CodedUnit
 from headrace.testing import assert_same_bits

@@ -37,9 +37,9 @@ from headrace.errors import (
     TransferError,
 )
 from headrace.memory.pages import whole_pages
-from headrace.planning import plan_model
-from headrace.runtime import planner_factory
-from headrace.runtime.planner_factory import PlanRequest
+from headrace.plan_model import plan_model
+from headrace.planning import context as planning_context
+from headrace.planning.request import PlanRequest
 from headrace.stores import product_bits
 from headrace.stores.checkpoint_files import DiskStore
 from headrace.stores.product_bits import same_bits_at
@@ -354,7 +354,7 @@ class TestExpertsOfTransformers:
 
     def test_layers_that_differ_keep_what_they_can(self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
         """As when a process may have no more mappings, or one layer's experts lie in two files."""
-        monkeypatch.setattr(planner_factory, "_MAX_MAPPINGS", 30)
+        monkeypatch.setattr(planning_context, "_MAX_MAPPINGS", 30)
         folder = folder_of(tmp_path, "one by one")
         start_data_at(folder / "model.safetensors", 0)
         model, handle = load(folder, Budget("1MiB"))

@@ -19,7 +19,7 @@ from headrace.plan.cost_model import Forecaster
 from headrace.plan.kinds import HOST, kind_of
 from headrace.plan.plan import Plan
 from headrace.plan.rates import NOMINAL_GPU
-from headrace.runtime.planner_factory import needs_of
+from headrace.planning.checks import needs_of
 from models import Stack, all_layers, rows
 
 

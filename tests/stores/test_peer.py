@@ -38,8 +38,8 @@ from headrace.plan.cost_model import Forecaster
 from headrace.plan.plan import DeviceName, Machine, Plan
 from headrace.plan.rates import NOMINAL_GPU, Curve
 from headrace.plan.units import move_on_demand
-from headrace.runtime import planner_factory
-from headrace.runtime.planner_factory import check_limits, finalize_plan, needs_of, peer_of, require_one_process
+from headrace.planning.checks import check_limits, finalize_plan, needs_of, require_one_process
+from headrace.planning.request import peer_of
 from headrace.stores import peer, plain_host
 from headrace.stores.pinned_host import open_pinned
 from headrace.stores.store import Opened
@@ -397,7 +397,7 @@ class TestRefused:
             assert peer_of(device) == torch.device("cuda", 2)
             assert peer_of(DeviceName("cuda")) == torch.device("cuda", 2)
             return
-        monkeypatch.setattr(planner_factory, "_warn_of_memory", lambda *_: None)
+        monkeypatch.setattr("headrace.planning.checks._warn_of_memory", lambda *_: None)
         inventory = take_inventory(Stack(6))
         message = r"memory cuda:1 can address \(nvidia-smi topo -p2p r\), found none among 3"
         with pytest.raises(OptionError, match=message):

@@ -22,7 +22,7 @@ from headrace.plan.plan import Machine, Plan
 from headrace.plan.prediction import PlanPrediction
 from headrace.plan.schedule import lay_out_ring, steady_order
 from headrace.plan.units import move_on_demand
-from headrace.runtime.planner_factory import needs_of
+from headrace.planning.checks import needs_of
 from headrace.stores import plain_host
 from headrace.stores.pinned_host import open_pinned
 from headrace.stores.store import Opened

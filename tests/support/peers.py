@@ -21,7 +21,8 @@ NEAR = replace(DISK, peer_bytes_per_s=Curve.of({2**20: 8 * DISK.copy_bytes_per_s
 def stand_in() -> Iterator[None]:
     """Within, a CPU has a peer: itself."""
     with (
-        patch("headrace.runtime.planner_factory.peer_of", torch.device),
+        patch("headrace.planning.checks.peer_of", torch.device),
+        patch("headrace.planning.context.peer_of", torch.device),
         patch("headrace.runtime.prepare.peer_of", torch.device),
     ):
         yield

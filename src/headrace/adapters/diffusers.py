@@ -31,7 +31,8 @@ from headrace.config import Budget, Policy, as_policy
 from headrace.errors import CheckpointError, OptionError, OptionTypeError, StateError
 from headrace.model.inventory import take_inventory, without_lora
 from headrace.plan.plan import Plan
-from headrace.runtime.planner_factory import PlanRequest, not_in_files, require_kinds
+from headrace.planning.context import not_in_files
+from headrace.planning.request import PlanRequest, require_kinds
 from headrace.runtime.prepare import prepare
 from headrace.runtime.session import Progress
 from headrace.stores.sources import DiskOptions

@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import mmap
 import os
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, NamedTuple
@@ -163,6 +163,19 @@ class WeightMap:
             f"{storage.name}: {self.checkpoint.root} holds the tensor, but not in the form this model needs (it is "
             f"rearranged while loading); offload it with mode 'cpu' or keep it resident"
         )
+
+    def sources_of(self, inventory: Inventory) -> Iterator[tuple[StorageInfo, TensorSource]]:
+        """The storages that files hold, under any of their names."""
+        for storage in inventory.storages:
+            source = next((self.sources[name] for name in storage.names if name in self.sources), None)
+            if source is not None:
+                yield storage, source
+
+    def converted_bytes(self, inventory: Inventory) -> dict[str, int]:
+        """Bytes in the files of every storage that has another dtype there."""
+        return {
+            storage.name: source.file_bytes for storage, source in self.sources_of(inventory) if source.is_converted
+        }
 
     def recipe(self, storage: StorageInfo) -> tuple[str, Conversion] | None:
         """The name of the tensor that covers ``storage`` and its recipe, if it has one."""

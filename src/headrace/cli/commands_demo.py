@@ -65,8 +65,8 @@ def _compare(model: Path, trace: Path) -> list[str]:
     from headrace.adapters.transformers.opened_model import open_model
     from headrace.cli import demo_run
     from headrace.plan.tables import render
-    from headrace.planning import plan_model
-    from headrace.runtime.planner_factory import PlanRequest
+    from headrace.plan_model import plan_model
+    from headrace.planning.request import PlanRequest
 
     opened = open_model(model)
     weight_bytes = opened.weights.checkpoint.num_bytes

@@ -50,7 +50,7 @@ if TYPE_CHECKING:
     from headrace.api import Handle
     from headrace.experts.recorder import RoutingRecorder
     from headrace.plan.plan import Plan
-    from headrace.planning import PlanResult
+    from headrace.plan_model import PlanResult
     from headrace.stats import Stats
 
 __all__ = ["chat", "generate"]
@@ -203,8 +203,8 @@ def _run(model: str, text: str | None, chat: bool | None, options: GenerateOptio
     from headrace.adapters.transformers.opened_model import open_model
     from headrace.experts.recorder import RoutingRecorder
     from headrace.plan.tables import render
-    from headrace.planning import plan_model
-    from headrace.runtime.planner_factory import PlanRequest
+    from headrace.plan_model import plan_model
+    from headrace.planning.request import PlanRequest
     from headrace.runtime.prepare import open_ranks
 
     notes = stderr
@@ -243,8 +243,7 @@ def _run(model: str, text: str | None, chat: bool | None, options: GenerateOptio
         notes.print(_expectation(planned), soft_wrap=True)
     meter = PeakMeter()
     with byte_bar("loading", notes) as progress, open_ranks(group) as ranks:
-        request = replace(request, model=module, policy=plan, budget_bytes=planned.context.budget_bytes)
-        request = replace(request, ranks=ranks, speculation=speculation)
+        request = replace(request, model=module, policy=plan, ranks=ranks, speculation=speculation)
         handle = load_matched(folder, request, opened.match, progress, graphs)
     # The handle is not removed at the end: that would make all weights resident, which may not fit.
     recorder = None if options.expert_trace is None else RoutingRecorder(module, device)

@@ -83,8 +83,8 @@ def plan(
         idle = {"--save": save, **reads, "--expert-trace": options.expert_trace}
         refuse_idle(idle, "without a plan: nothing would be offloaded; add --device-memory, for example")
     from headrace.plan.tables import plan_table
-    from headrace.planning import plan_model
-    from headrace.runtime.planner_factory import PlanRequest
+    from headrace.plan_model import plan_model
+    from headrace.planning.request import PlanRequest
 
     name = device.type if device.index is None else f"{device.type}:{device.index}"
     here = name if machine is None else None

@@ -33,7 +33,7 @@ from headrace.formatting import format_size
 
 if TYPE_CHECKING:
     from headrace.adapters.transformers.opened_model import OpenedModel
-    from headrace.planning import PlanResult
+    from headrace.plan_model import PlanResult
 
 __all__ = ["serve"]
 
@@ -167,8 +167,8 @@ def _run_server(model: str, flags: OffloadFlags, options: _ServeOptions) -> None
     from headrace.adapters.transformers.opened_model import open_model
     from headrace.cli.commands_generate import open_with_template
     from headrace.plan.tables import render
-    from headrace.planning import plan_model
-    from headrace.runtime.planner_factory import PlanRequest
+    from headrace.plan_model import plan_model
+    from headrace.planning.request import PlanRequest
     from headrace.serving.admission import Pool
     from headrace.serving.app import bind, make_app, run_app
     from headrace.serving.batches import BLOCK_TOKENS, Batches
@@ -189,7 +189,6 @@ def _run_server(model: str, flags: OffloadFlags, options: _ServeOptions) -> None
     longest, automatic = _longest(flags, planned), planned.context.automatic
     pool = Pool.of(sequences, longest, BLOCK_TOKENS)
     request = replace(request, policy=planned.plan, workload=Workload([sequences], longest))
-    request = replace(request, budget_bytes=planned.context.budget_bytes)
     planned = plan_model(request)  # again, to measure the cache of that workload
     if planned.shortage:
         raise OptionError(f"the plan {planned.shortage}; use a smaller --batch or --context, or less --device-memory")

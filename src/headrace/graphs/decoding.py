@@ -30,7 +30,7 @@ from transformers.generation.configuration_utils import GenerationMode
 from transformers.generation.streamers import BaseStreamer
 from transformers.generation.utils import GenerateDecoderOnlyOutput
 
-from headrace.api import handle_of
+from headrace.api import session_of
 from headrace.config import RANK_MODES
 from headrace.errors import OptionError, StateError, warn_user
 from headrace.formatting import format_size
@@ -75,9 +75,8 @@ def decode_in_graphs(model: PreTrainedModel, context: int = 0, *, with_hooks: bo
     """
     if model.device.type not in GRAPH_DEVICES:
         raise OptionError(f"decode_in_graphs: expected a model on a GPU, found one on {model.device}")
-    handle = handle_of(model)
-    session = None if handle is None else handle._session
-    if session is not None and session.speculating is not None:
+    session = session_of(model)
+    if session is not None and session.guesses is not None:
         raise StateError(
             f"decode_in_graphs: {type(model).__name__}.generate speculates, which does not run in CUDA graphs: load it "
             f"without speculate="
@@ -93,9 +92,12 @@ class DecodeGraphs:
     """Makes ``model.generate`` decode in CUDA graphs, from :meth:`attach` to :meth:`remove`.
 
     Attributes:
+        counts: ``None``, as graphs guess no tokens.
         replays: steps that were replayed so far.
         num_bytes: device memory that the graphs take, without the cache.
     """
+
+    counts = None
 
     def __init__(self, model: PreTrainedModel, session: OffloadSession | None, context: int, with_hooks: bool) -> None:
         """``session``: of the offload of ``model``, if any. Other arguments as for :func:`decode_in_graphs`."""
@@ -121,7 +123,7 @@ class DecodeGraphs:
 
         vars(self._model).update({"generate": generate, _MARK: self})
         if self._session is not None:
-            self._session.own_graphs = self
+            self._session.attachments.append(self)
 
     def remove(self) -> None:
         """Restore ``generate`` and free cache and graphs. Idempotent."""
@@ -131,7 +133,7 @@ class DecodeGraphs:
             del vars(self._model)[name]
         self.release()
         if self._session is not None:
-            self._session.own_graphs = None
+            self._session.attachments.remove(self)
             self._session.release_graphs()
 
     def release(self) -> None:

@@ -33,9 +33,10 @@ from headrace.plan.build import Planner, build_plan
 from headrace.plan.plan import Plan
 from headrace.plan.rates import NOMINAL_GPU, Rates
 from headrace.plan.units import TINY_BYTES, move_on_demand, plan_group_rule, selected, worth_moving
+from headrace.planning.context import make_planner
+from headrace.planning.request import PlanRequest, compute_device
 from headrace.ranks.group import RankGroup
-from headrace.runtime.planner_factory import PlanRequest, make_planner
-from headrace.runtime.prepare import Prepared, compute_device, prepare
+from headrace.runtime.prepare import Prepared, prepare
 from headrace.runtime.replays import BreakCapture
 from headrace.runtime.session import OffloadSession, SessionOptions
 from headrace.stats import Stats
@@ -101,8 +102,8 @@ class LayerwiseOffloader(BaseOffloader):
         plan = self._make_plan(inventory)
         split = {name for layer in plan.cached for name in layer.storages if layer.is_split(name)}
         pool.map_experts(parameter for name, parameter in model.named_parameters() if name in split)
-        request = PlanRequest(model, plan, device=device, inventory=inventory, ranks=ranks, pool=pool)
-        prepared = prepare(request, allocates=allocates)
+        request = PlanRequest(model, plan, device=device, inventory=inventory, ranks=ranks)
+        prepared = prepare(request, pool=pool, allocates=allocates)
         self._check_plan(prepared.plan, inventory)
         return prepared
 

@@ -129,7 +129,8 @@ class Planner:
             return self._faster_codec(policy, movable, forced)
         if isinstance(policy, Budget):
             table = self.candidates(policy, movable, forced)
-            made = replace(solve(table, policy), context=policy.workload.context)
+            made = solve(table, policy)
+            made = replace(made, context=policy.workload.context, budget_bytes=policy.num_bytes)
             if policy.expert_slots is not None and not made.cached:
                 raise OptionError(
                     f"expert_slots = {policy.expert_slots} has no effect: the plan caches no experts; add the rule "

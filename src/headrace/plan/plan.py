@@ -102,6 +102,8 @@ class Plan:
         made_for: the machine that it was made for; ``None``: any.
         num_ranks: ranks that every unit is split over; 1: none is split.
         context: tokens per sequence whose KV cache it leaves memory for; 0: it counts weights alone.
+        budget_bytes: device memory that weights may take, also when a tensor is promoted; ``None``: no such limit. Not
+            used in comparisons: plans of two budgets that place everything alike are equal.
         prediction: a :class:`headrace.plan.prediction.PlanPrediction`, if asked for: printed, but neither compared nor
             saved. ``replace()`` drops it.
     """
@@ -115,6 +117,7 @@ class Plan:
     made_for: Machine | None = None
     num_ranks: Positive = 1
     context: int = 0
+    budget_bytes: Positive | None = field(default=None, compare=False)
     cached: tuple[CachedLayer, ...] = field(default=(), repr=False)
     prediction: object = field(default=None, init=False, repr=False, compare=False)
 
@@ -442,25 +445,26 @@ class Plan:
     def to_json(self) -> dict[str, Any]:
         """The plan for programs, and for its file: plain numbers and strings, sizes in bytes.
 
-        ==============  ==============================================================================================
-        key             meaning
-        ==============  ==============================================================================================
-        ``schema``      version of this table; another one is refused
-        ``model``       ``name`` (or null), ``num_storages``, ``weight_bytes``, ``sha256`` (:func:`_digest`)
-        ``machine``     null, or what it was made for: ``device`` (``"cpu"`` or a GPU's name), ``device_bytes``
-        ``mode``        the store of tensors that are read in place, and of units by default
-        ``num_ranks``   ranks that every unit is split over
-        ``context``     tokens per sequence whose KV cache it leaves memory for, or 0
-        ``num_slots``   slots, each of ``slot_bytes``
-        ``units``       ``index``, ``module_fqn``, ``slot``, ``num_bytes``, ``store`` (as ``mode``; where that is
-                        ``cpu`` also ``disk``, ``peer``: another GPU, ``exp3``: host memory in this
-                        code), and ``entries`` of ``storage``, ``offset`` and ``num_bytes``
-        ``resident``    storage name -> bytes
-        ``uva``         the same, of tensors that are read in place
-        ``cached``      layers of experts: ``module_fqn``, ``num_experts``, ``num_slots``, ``storages`` (name -> bytes)
-        the others      sums over the above; ``store_bytes`` by store
-        ``prediction``  only in what ``headrace plan --json`` prints: predictions; not read back
-        ==============  ==============================================================================================
+        ================  ============================================================================================
+        key               meaning
+        ================  ============================================================================================
+        ``schema``        version of this table; another one is refused
+        ``model``         ``name`` (or null), ``num_storages``, ``weight_bytes``, ``sha256`` (:func:`_digest`)
+        ``machine``       null, or what it was made for: ``device`` (``"cpu"`` or a GPU's name), ``device_bytes``
+        ``mode``          the store of tensors that are read in place, and of units by default
+        ``num_ranks``     ranks that every unit is split over
+        ``context``       tokens per sequence whose KV cache it leaves memory for, or 0
+        ``budget_bytes``  device memory that weights may take, or null
+        ``num_slots``     slots, each of ``slot_bytes``
+        ``units``         ``index``, ``module_fqn``, ``slot``, ``num_bytes``, ``store`` (as ``mode``; where that is
+                          ``cpu`` also ``disk``, ``peer``: another GPU, ``exp3``: host memory in this
+                          code), and ``entries`` of ``storage``, ``offset`` and ``num_bytes``
+        ``resident``      storage name -> bytes
+        ``uva``           the same, of tensors that are read in place
+        ``cached``        layers of experts: ``module_fqn``, ``num_experts``, ``num_slots``, ``storages`` (their bytes)
+        the others        sums over the above; ``store_bytes`` by store
+        ``prediction``    only in what ``headrace plan --json`` prints: predictions; not read back
+        ================  ============================================================================================
         """
         return {
             "schema": SCHEMA_VERSION,
@@ -474,6 +478,7 @@ class Plan:
             "mode": self.mode,
             "num_ranks": self.num_ranks,
             "context": self.context,
+            "budget_bytes": self.budget_bytes,
             "num_slots": self.num_slots,
             "slot_bytes": list(self.slot_bytes),
             "device_bytes": self.device_bytes,

@@ -87,7 +87,6 @@ class Promoter(NotCopyable):
             set before the first tensor becomes a placeholder.
         bound: the live tensors, by storage name.
         device: where compute runs.
-        budget_bytes: device memory that weights may take; ``None``: what the device has.
         refusal: why nothing may be promoted; ``None``: it may.
     """
 
@@ -96,7 +95,6 @@ class Promoter(NotCopyable):
         plan: Plan,
         bound: Mapping[str, BoundStorage],
         device: torch.device,
-        budget_bytes: int | None = None,
         refusal: str | None = None,
     ) -> None:
         self.plan = plan
@@ -105,7 +103,6 @@ class Promoter(NotCopyable):
         self.lent: list[str] = []  # not promoted, because the budget has no room: copied for every use
         self._bound = bound
         self._device = device
-        self.budget_bytes = budget_bytes
         self._refusal = refusal
         self._storage_of = {id(tensor): storage for storage in bound.values() for tensor in storage.tensors}
         self.store: Store | None = None
@@ -257,7 +254,7 @@ class Promoter(NotCopyable):
                 return True  # another thread was first
             self._require_allowed(tensor, how)
             needed = self.plan.device_bytes + storage.info.num_bytes
-            is_over = self.budget_bytes is not None and needed > self.budget_bytes
+            is_over = self.plan.budget_bytes is not None and needed > self.plan.budget_bytes
             if is_over or self.plan.mechanism_of(name) == "cache" or tensor.is_pinned:
                 return False
             # In the memory that the model came with, if that still exists: views kept elsewhere share it.
@@ -286,7 +283,7 @@ class Promoter(NotCopyable):
             return "its module reads its experts through a cache (headrace.expert_rows)"
         if storage.tensors[0].is_pinned:
             return "compiled code reads it at the address of its slot"
-        return f"making it resident would exceed the budget of {self.budget_bytes} bytes, which can be raised"
+        return f"making it resident would exceed the budget of {self.plan.budget_bytes} bytes, which can be raised"
 
     def _require_allowed(self, tensor: BoundTensor, how: str) -> None:
         """Raise ``OutsideAccessError`` if nothing may be brought to the device here and now."""

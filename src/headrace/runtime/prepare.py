@@ -2,7 +2,7 @@
 
 :func:`prepare` runs every step once and in one order: device, inventory, planner, plan, checks against model and
 machine, limits. ``offload``, ``load``, the offloaders of engines and their reference all use it. ``make_plan`` takes
-the same steps (:class:`~headrace.runtime.planner_factory.PlanContext`). Nothing is allocated, the model is not touched.
+the same steps (:class:`~headrace.planning.context.PlanContext`). Nothing is allocated, the model is not touched.
 """
 
 from __future__ import annotations
@@ -17,27 +17,22 @@ import torch.distributed as dist
 from torch import nn
 
 from headrace.config import as_policy, warn_about_variables
-from headrace.errors import OptionError, OptionTypeError
+from headrace.errors import OptionTypeError
 from headrace.memory.pinned import PinnedBuffer
 from headrace.model.inventory import Inventory, reject_self_managed_weights, take_inventory
 from headrace.model.live_tensors import bind
 from headrace.plan.kinds import HOST, slab_bytes
 from headrace.plan.plan import Plan
-from headrace.runtime.planner_factory import PlanContext, PlanRequest, Target, describe_device, peer_of
-from headrace.stores.store import AlreadyPinned, StoreRequest
+from headrace.planning.context import PlanContext
+from headrace.planning.request import PlanRequest, Target, compute_device, peer_of
+from headrace.stores.store import AlreadyPinned, Pool, StoreRequest
 
 if TYPE_CHECKING:
     from headrace.checkpoint.weight_map import WeightMap
     from headrace.model.records import ModelProfile
     from headrace.ranks.group import RankGroup
 
-__all__ = [
-    "Prepared",
-    "compute_device",
-    "module_context",
-    "open_ranks",
-    "prepare",
-]
+__all__ = ["Prepared", "module_context", "open_ranks", "prepare"]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -47,13 +42,11 @@ class Prepared(StoreRequest):
     Attributes:
         model: on any one device; tensors on ``meta`` are filled from ``weights``.
         inventory: of the model.
-        budget_bytes: device memory that weights may take, also when a tensor is promoted; ``None``: no such limit.
         on_host: storages whose device is a GPU although the engine keeps their bytes in host memory.
     """
 
     model: nn.Module
     inventory: Inventory
-    budget_bytes: int | None = None
     on_host: frozenset[str] = frozenset()
 
     def must_move(self, name: str) -> bool:
@@ -61,11 +54,12 @@ class Prepared(StoreRequest):
         return self.bound[name].home != self.device or name in self.pooled or name in self.on_host
 
 
-def prepare(request: PlanRequest, *, allocates: bool = True) -> Prepared:
+def prepare(request: PlanRequest, *, pool: Pool | None = None, allocates: bool = True) -> Prepared:
     """The plan for a module, checked against the model, the machine and its limits.
 
     Args:
         request: without what is for other machines or for folders.
+        pool: where weights were put while the model was built.
         allocates: the plan will be carried out, so the machine must have room for it.
 
     Raises:
@@ -77,10 +71,9 @@ def prepare(request: PlanRequest, *, allocates: bool = True) -> Prepared:
     warn_about_variables()
     if request.policy is None:
         as_policy(None)  # raises
-    ranks, pool = request.ranks, request.pool
-    device = compute_device(request.model, request.device)
+    ranks, device = request.ranks, compute_device(request.model, request.device)
     request = replace(request, num_ranks=1 if ranks is None else ranks.size)
-    context = module_context(request, Target(device, describe_device(device))).sized()
+    context = module_context(request, Target.of(device)).sized()
     plan, bound = context.plan(), dict(context.bound)
     prepared = Prepared(
         plan,
@@ -92,7 +85,6 @@ def prepare(request: PlanRequest, *, allocates: bool = True) -> Prepared:
         peer=peer_of(device) if plan.peer_bytes else None,
         model=request.model,
         inventory=context.inventory,
-        budget_bytes=context.budget_bytes,
     )
     if pool is not None:
         on_host = pool.find_in_engine_memory(bound)
@@ -144,35 +136,6 @@ def open_ranks(group: dist.ProcessGroup | None) -> AbstractContextManager[RankGr
     from headrace.ranks.group import RankGroup
 
     return RankGroup.open(group)
-
-
-def compute_device(model: nn.Module, device: torch.device | str | None = None) -> torch.device:
-    """Where ``model`` will run: ``device``, or where it is; if that is ``meta``, a GPU where there is one.
-
-    Where all parameters are on ``meta``, the devices of buffers do not count.
-
-    Raises:
-        OptionError: tensors on several devices and none named; a device that is neither a CPU nor CUDA.
-    """
-    parameters = list(model.parameters())
-    on_meta = bool(parameters) and all(parameter.is_meta for parameter in parameters)
-    tensors = [] if on_meta else [*parameters, *model.buffers()]
-    found = sorted({str(tensor.device) for tensor in tensors if not tensor.is_meta})
-    if device is None and len(found) > 1:
-        raise OptionError(f"the model's tensors are on {', '.join(found)}; pass the one to run on as device=")
-    default = "cuda" if torch.cuda.is_available() else "cpu"
-    target = torch.device(device if device is not None else found[0] if found else default)
-    if target.type not in ("cpu", "cuda"):
-        raise OptionError(f"device {target}: expected a CPU or a CUDA device")
-    if target.type == "cuda" and not torch.cuda.is_available():
-        raise OptionError(
-            f"device {target}: torch sees no CUDA device here; leave device out to run on the CPU; "
-            f"headrace.make_plan(..., machine=...) plans for a machine that has one"
-        )
-    # With its index, because it is compared with the devices of tensors, which always have one.
-    if target.type == "cuda" and target.index is None:
-        return torch.device("cuda", torch.cuda.current_device())
-    return target
 
 
 def _already_pinned_bytes(plan: Plan, pooled: Mapping[str, AlreadyPinned]) -> int:

@@ -95,25 +95,20 @@ class SessionOptions:
     expert_kernel_factory: ReadsRows | None = None
 
 
-class Removable(Protocol):
-    """Graphs that this project has captured over an offload, and frees before its end."""
-
-    def remove(self) -> None: ...
-
-
-class Speculates(Removable, Protocol):
-    """What guesses tokens for ``generate``."""
+class Attachment(Protocol):
+    """A change to an offloaded model that ends before its offload: graphs of ``generate``, or guesses for it."""
 
     @property
-    def counts(self) -> SpeculationCounts: ...
+    def counts(self) -> SpeculationCounts | None: ...
+
+    def remove(self) -> None: ...
 
 
 class OffloadSession(NotCopyable):
     """Executes a prepared plan from :meth:`attach` to :meth:`remove`.
 
     Attributes:
-        own_graphs: removed by :meth:`remove`.
-        speculating: the same; it was attached after those.
+        attachments: in the order in which they were attached; :meth:`remove` removes the last one first.
     """
 
     def __init__(self, prepared: Prepared, options: SessionOptions = SessionOptions()) -> None:
@@ -121,8 +116,7 @@ class OffloadSession(NotCopyable):
         self._prepared: Prepared | None = prepared  # until attach() is done
         self._options = options
         self._model, self._device, self._bound = prepared.model, prepared.device, prepared.bound
-        budget_bytes, refusal = prepared.budget_bytes, options.never_promotes
-        self._promoter = Promoter(prepared.plan, self._bound, self._device, budget_bytes, refusal)
+        self._promoter = Promoter(prepared.plan, self._bound, self._device, options.never_promotes)
         self._hooks: list[Hook | RemovableHandle] = []  # empty once they are taken off
         self._caches: list[tuple[CachedLayer, ExpertCache]] = []
         self._ranges: ExpertRanges | None = None
@@ -130,8 +124,7 @@ class OffloadSession(NotCopyable):
         self._reads = ReadStats()
         self._link = options.link
         self._in_force = False
-        self.own_graphs: Removable | None = None
-        self.speculating: Speculates | None = None
+        self.attachments: list[Attachment] = []
 
     def attach(self) -> None:
         """Load the weights and take the model over; returns when the first copies are under way.
@@ -206,8 +199,12 @@ class OffloadSession(NotCopyable):
         stores = {"resident": plan.resident_bytes, "slots": slots_bytes, "cache": plan.cache_bytes}
         stores |= self._account
         sizes_by_store = {name: size for name, size in stores.items() if size}
-        guesses = None if self.speculating is None else self.speculating.counts
-        return Stats(units, sizes, self._notes(), sizes_by_store, staging, self._reads, experts, guesses)
+        return Stats(units, sizes, self._notes(), sizes_by_store, staging, self._reads, experts, self.guesses)
+
+    @property
+    def guesses(self) -> SpeculationCounts | None:
+        """Counters of what guesses tokens for ``generate``; ``None``: nothing does."""
+        return next((counts for each in self.attachments if (counts := each.counts) is not None), None)
 
     def counts_reader(self) -> CountsReader | None:
         """Of all cached experts; ``None``: there are none."""
@@ -287,10 +284,8 @@ class OffloadSession(NotCopyable):
         if any(hook.runs_here for hook in self._hooks if isinstance(hook, UnitHook | ForwardHook)):
             raise StateError("remove() was called inside a forward of the model: call it when the forward has returned")
         try:
-            if self.speculating is not None:
-                self.speculating.remove()
-            if self.own_graphs is not None:
-                self.own_graphs.remove()
+            for attachment in reversed([*self.attachments]):  # graphs leave the list themselves
+                attachment.remove()
             self._remove(graphs_released)
         except BaseException:
             release_left(self._promoter.tensor_lock)

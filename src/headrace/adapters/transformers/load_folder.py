@@ -46,8 +46,9 @@ from headrace.memory.system import gc_paused
 from headrace.model.live_tensors import BoundStorage, storage_id
 from headrace.plan.plan import Plan
 from headrace.plan.speculation import Speculation
-from headrace.runtime.planner_factory import PlanRequest, Target, describe_device, not_in_files, require_kinds
-from headrace.runtime.prepare import Prepared, compute_device, module_context, open_ranks, prepare
+from headrace.planning.context import not_in_files
+from headrace.planning.request import PlanRequest, Target, compute_device, require_kinds
+from headrace.runtime.prepare import Prepared, module_context, open_ranks, prepare
 from headrace.runtime.session import Progress
 from headrace.stores.sources import DiskOptions
 from headrace.stores.store import new_buffer
@@ -129,7 +130,7 @@ def load(
         given = speculate if isinstance(speculate, Speculation | None) else Speculation(speculate)
         # Unlike from_pretrained, nothing is read yet: the plan decides which weights are read at all.
         with gc_paused():
-            target = compute_device(nn.Module(), device)
+            target = compute_device(None, device)
             model = build_meta_model(
                 path, model_class=model_class, dtype=dtype, attn_implementation=attn_implementation, device=target
             )
@@ -145,7 +146,7 @@ def load(
 
 def _speculated(request: PlanRequest, speculation: Speculation, found: Match, device: torch.device) -> PlanRequest:
     """``request`` with its plan, which has room for a draft, and the number of guesses."""
-    target = Target(device, describe_device(device))
+    target = Target.of(device)
     context = module_context(_with_files(request, found), target).with_draft(
         lambda draft: module_context(replace(draft, model=build_meta_model(draft.model, device=device)), target),
         lambda context: heads_cost(context, request.model),
@@ -156,7 +157,7 @@ def _speculated(request: PlanRequest, speculation: Speculation, found: Match, de
         measured = ", or state what you have measured (accepted=)" if forecast.is_assumed else ""
         warn_user(f"{forecast}: leave speculate out{measured}")
     speculation = replace(speculation, guesses=forecast.guesses)
-    return replace(request, policy=plan, budget_bytes=context.budget_bytes, speculation=speculation)
+    return replace(request, policy=plan, speculation=speculation)
 
 
 def _with_files(request: PlanRequest, found: Match) -> PlanRequest:
@@ -185,7 +186,6 @@ def load_matched(
         decode_in_graphs(model, handle.plan.context, with_hooks=False)
     if speculating is not None:
         speculating.attach()
-        handle._session.speculating = speculating
     return handle
 
 

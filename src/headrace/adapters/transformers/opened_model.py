@@ -13,7 +13,6 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from torch import nn
 from transformers import GenerationConfig, PreTrainedModel, conversion_mapping, core_model_loading
 
 from headrace.adapters.transformers.conversion import Match, match
@@ -31,8 +30,8 @@ from headrace.memory.system import gc_paused
 from headrace.model.inventory import take_inventory
 from headrace.model.memory_profile import measured, profile_of
 from headrace.model.records import Inventory, ModelProfile
-from headrace.runtime.planner_factory import not_in_files
-from headrace.runtime.prepare import compute_device
+from headrace.planning.context import not_in_files
+from headrace.planning.request import compute_device
 
 __all__ = ["OpenedModel", "open_model"]
 
@@ -205,7 +204,7 @@ def open_model(
         if to_plan and not any(folder.glob("*.safetensors")):
             return _from_config(folder, dtype, attn_implementation)
         try:
-            target = compute_device(nn.Module()) if device is None else torch.device(device)
+            target = compute_device(None) if device is None else torch.device(device)
             module = build_meta_model(folder, dtype=dtype, attn_implementation=attn_implementation, device=target)
             profile = profile_of(module)
             return OpenedModel(folder, module, match(module, Checkpoint.open(folder), target), profile)

@@ -23,6 +23,7 @@ from transformers.generation.configuration_utils import GenerationMode
 from transformers.initialization import meta_device_safe_creation_ops
 from transformers.modeling_layers import MtpModel
 
+from headrace.api import session_of
 from headrace.checkpoint.model_folder import draft_folder, open_tokenizer
 from headrace.errors import CheckpointError, OptionError, warn_user
 from headrace.graphs import decoding
@@ -31,7 +32,7 @@ from headrace.model.inventory import take_inventory
 from headrace.model.memory_profile import profile_of
 from headrace.plan.plan import assemble
 from headrace.plan.speculation import MTP, DraftCost, Speculation
-from headrace.runtime.planner_factory import PlanContext, make_planner
+from headrace.planning.context import PlanContext, make_planner
 from headrace.stats import SpeculationCounts
 
 if TYPE_CHECKING:
@@ -43,7 +44,7 @@ _MODES = (GenerationMode.GREEDY_SEARCH, GenerationMode.SAMPLE)
 
 
 class Speculating:
-    """Makes ``model.generate`` speculate, from :meth:`attach` to :meth:`remove`."""
+    """Makes ``model.generate`` speculate, from :meth:`attach` to :meth:`remove`, or to the end of its offload."""
 
     def __init__(
         self, model: PreTrainedModel, speculation: Speculation, device: torch.device, graphs: bool = True
@@ -105,6 +106,8 @@ class Speculating:
 
         vars(self._model)["generate"] = self._attached = generate
         vars(self._model)["_get_candidate_generator"] = self._generator_of
+        if (session := session_of(self._model)) is not None:
+            session.attachments.append(self)
 
     def remove(self) -> None:
         """Undo :meth:`attach`; frees the draft model, or the heads."""

@@ -18,15 +18,9 @@ from headrace.errors import LimitError, OptionError, OptionTypeError, warn_user
 from headrace.formatting import format_size
 from headrace.memory.system import gc_paused
 from headrace.plan.plan import Plan
-from headrace.runtime.planner_factory import (
-    PlanContext,
-    PlanRequest,
-    Target,
-    describe_device,
-    needs_of,
-    not_in_files,
-    require_kinds,
-)
+from headrace.planning.checks import needs_of
+from headrace.planning.context import PlanContext, not_in_files
+from headrace.planning.request import PlanRequest, Target, compute_device, require_kinds
 
 if TYPE_CHECKING:
     import torch
@@ -287,12 +281,8 @@ def _target(request: PlanRequest, module: nn.Module | None = None) -> Target:
     if request.machine is None:
         here: torch.device | DeviceName = DeviceName("cpu")
         if module is not None or (may_have_gpu() if device is None else device != "cpu"):
-            from torch import nn
-
-            from headrace.runtime.prepare import compute_device
-
-            here = compute_device(module or nn.Module(), device)
-        return Target(here, describe_device(here))
+            here = compute_device(module, device)
+        return Target.of(here)
     if device is not None:
         raise OptionError("machine and device contradict each other: the machine has its device; leave device out")
     made_for, rates = named_machine(request.machine, disk is not None and bool(disk.direct))

@@ -1,4 +1,4 @@
-"""From a request to a plan for this machine: its device, its planner, and whether it has room. Allocates nothing.
+"""From a request about a model to a plan for its machine: :class:`PlanContext`. Allocates nothing.
 
 Functions that need torch import it: without a GPU none of them does, so that a folder that was planned before can be
 planned again without it.
@@ -7,65 +7,35 @@ planned again without it.
 from __future__ import annotations
 
 import logging
-import os
-from collections.abc import Callable, Collection, Iterator, Mapping
+from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass, field, replace
 from functools import cached_property
-from importlib import import_module
-from importlib.util import find_spec
-from typing import TYPE_CHECKING, Any, Literal
+from typing import TYPE_CHECKING
 
-from headrace.config import (
-    AUTO,
-    Budget,
-    Policy,
-    Rules,
-    Workload,
-    as_policy,
-    pin_memory_disabled,
-    uva_disabled,
-)
-from headrace.errors import BudgetError, CheckpointError, LimitError, OptionError, OptionTypeError, warn_user
+from headrace.config import AUTO, Budget, Rules, Workload, pin_memory_disabled
+from headrace.errors import BudgetError, CheckpointError, OptionError, warn_user
 from headrace.formatting import format_size
-from headrace.memory.system import DEVICE, PEER, Limits, Needs, read_limits, round_up
+from headrace.memory.system import Limits, Needs, read_limits
 from headrace.model.records import Inventory, ModelProfile, StorageInfo
 from headrace.plan.cached_experts import why_not_cached
-from headrace.plan.kinds import kind_of, slab_bytes
-from headrace.plan.plan import DeviceName, Machine, Plan, assemble
+from headrace.plan.plan import DeviceName, Plan, assemble
+from headrace.planning.checks import check_limits, finalize_plan, needs_of, require_one_process
+from headrace.planning.request import PlanRequest, Target, can_read_in_place, has_triton, peer_of
 from headrace.stores.sources import TENSOR_ALIGN_BYTES, DiskOptions
 
 if TYPE_CHECKING:
     import torch
     from torch import nn
 
-    from headrace.checkpoint.safetensors_header import Checkpoint
-    from headrace.checkpoint.weight_map import TensorSource, WeightMap
+    from headrace.checkpoint.weight_map import WeightMap
     from headrace.model.live_tensors import BoundStorage
     from headrace.plan.build import Planner
     from headrace.plan.candidates import MappedFiles
     from headrace.plan.rates import Rates
     from headrace.plan.routing_traces import ExpertHits
     from headrace.plan.speculation import DraftCost, Speculation, SpeculationForecast
-    from headrace.ranks.group import RankGroup
-    from headrace.stores.store import Pool
 
-__all__ = [
-    "PlanContext",
-    "PlanRequest",
-    "Target",
-    "can_read_in_place",
-    "check_limits",
-    "describe_device",
-    "finalize_plan",
-    "free_on_peer",
-    "gpu_memory_kind",
-    "make_planner",
-    "needs_of",
-    "not_in_files",
-    "peer_of",
-    "require_kinds",
-    "require_one_process",
-]
+__all__ = ["PlanContext", "make_planner", "not_in_files"]
 
 _log = logging.getLogger(__name__)
 
@@ -76,178 +46,6 @@ _MAX_MAPPINGS = 48_000
 # Of free device memory, which --device-memory auto leaves to the display, to other programs and to fragmentation.
 _AUTO_MARGIN_BYTES = 1 << 30
 _VECTOR_BYTES = 16  # of SSE, the shortest of an x86 CPU
-_MIB = 2**20
-
-
-def require_kinds(device: object, disk: object) -> None:
-    """Refuse a ``device=`` or ``disk=`` of a wrong kind, before anything is read or built.
-
-    Raises:
-        OptionError, OptionTypeError: a text that names no device; another type.
-    """
-    if disk is not None and not isinstance(disk, DiskOptions):
-        raise OptionTypeError(
-            f"disk: expected headrace.DiskOptions, such as DiskOptions(direct=True), found {type(disk).__name__} "
-            f"{disk!r}"
-        )
-    if device is None or device == "cpu":
-        return
-    import torch
-
-    expected = "expected 'cpu', 'cuda', 'cuda:N' or a torch.device"
-    if isinstance(device, bool) or not isinstance(device, torch.device | str | int):
-        raise OptionTypeError(f"device: {expected}, found {type(device).__name__} {device!r}")
-    if isinstance(device, str):
-        try:
-            torch.device(device)
-        except RuntimeError:  # its message lists all devices that torch has a name for
-            raise OptionError(f"device {device!r}: {expected}") from None
-
-
-def describe_device(device: torch.device | DeviceName) -> Machine:
-    """What a plan made for ``device`` is bound to."""
-    if device.type != "cuda":
-        return Machine(device.type)
-    import torch
-
-    facts = torch.cuda.get_device_properties(device.index)
-    return Machine(facts.name, facts.total_memory)
-
-
-def gpu_memory_kind(device: torch.device | DeviceName) -> Literal["own", "shared", "coherent"]:
-    """Whose memory a GPU computes in: its own; the host's (integrated GPUs, GB10); its own, with the host's linked
-    coherently (GH200, GB200). A CPU's is the host's."""
-    if device.type != "cuda":
-        return "shared"
-    import torch
-
-    if not torch.cuda.is_available():  # planned for, and not here
-        return "own"
-    if torch.cuda.get_device_properties(device.index).is_integrated:
-        return "shared"
-    try:
-        driver: Any = import_module("cuda.bindings.driver")
-    except ImportError:  # a torch that does not bring it: nothing but the log depends on it
-        return "own"
-    attribute = driver.CUdevice_attribute.CU_DEVICE_ATTRIBUTE_PAGEABLE_MEMORY_ACCESS_USES_HOST_PAGE_TABLES
-    code, is_coherent = driver.cuDeviceGetAttribute(attribute, device.index or 0)
-    return "coherent" if int(code) == 0 and is_coherent else "own"
-
-
-def _warn_of_memory(plan: Plan, device: torch.device) -> None:
-    """Warn where offloading to host memory frees nothing, because the GPU computes in it."""
-    kind = gpu_memory_kind(device)
-    if kind == "shared" and plan.kind.on_host and plan.offloaded_bytes > plan.spilled_bytes:
-        warn_user(
-            f"{device} computes in the host's memory, so offloading weights to host memory frees nothing: store them "
-            f"in files (mode 'disk', --offload-mode disk), or leave the model resident"
-        )
-    elif kind == "coherent":
-        _log.info("%s reads host memory coherently; `headrace probe` measures how fast", device)
-
-
-def can_read_in_place(device: torch.device | DeviceName) -> bool:
-    """Whether compute on ``device`` may address host memory; memory that is not pinned has no address on a GPU."""
-    return device.type != "cuda" or not (uva_disabled() or pin_memory_disabled())
-
-
-def has_triton(device: torch.device | DeviceName) -> bool:
-    """Whether ``device`` can run the kernels that decode weights and fetch experts; of another machine: assumed."""
-    return device.type != "cuda" or isinstance(device, DeviceName) or find_spec("triton") is not None
-
-
-def peer_of(device: torch.device | DeviceName) -> torch.device:
-    """The GPU whose memory holds units beside that of ``device``: the next one that ``device`` can address.
-
-    Raises:
-        OptionError: there is none.
-    """
-    if device.type != "cuda":
-        raise OptionError(
-            "peer_memory: expected a GPU as the device, and another one whose memory holds units, found a CPU; leave "
-            "it out (--peer-memory)"
-        )
-    import torch
-
-    count, here = torch.cuda.device_count(), device.index or 0
-    for other in ((here + step) % count for step in range(1, count)):
-        if torch.cuda.can_device_access_peer(here, other):
-            return torch.device("cuda", other)
-    raise OptionError(
-        f"peer_memory: expected another GPU whose memory {device} can address (nvidia-smi topo -p2p r), found none "
-        f"among {count}; leave it out (--peer-memory), or let CUDA_VISIBLE_DEVICES name one"
-    )
-
-
-def free_on_peer(plan: Plan, device: torch.device | DeviceName) -> int | None:
-    """Memory that can be taken on the peer; ``None`` where ``plan`` has no units there."""
-    return read_limits(peer_of(device)).device_free_bytes if plan.peer_bytes else None
-
-
-# -- the plan ---------------------------------------------------------------------------------------------------------
-
-
-@dataclass(frozen=True)
-class PlanRequest:
-    """The arguments of :func:`headrace.make_plan`, and what a caller adds that has read or built the model itself.
-
-    Attributes:
-        inventory: of ``model`` in its present state; taken by default.
-        unstreamable: storages that the files do not hold in this form (:func:`not_in_files`).
-        ranks: those that share the weights.
-        pool: where weights were put while the model was built.
-        speculation: what guesses tokens while the model generates; its draft is part of a budget.
-        budget_bytes: of the budget for which a finished plan was made.
-    """
-
-    model: Any
-    policy: Policy | Plan | str | int | None
-    workload: Workload | None = None
-    machine: str | os.PathLike[str] | None = None
-    checkpoint: WeightMap | Checkpoint | str | os.PathLike[str] | None = None
-    dtype: torch.dtype | str | None = None
-    device: torch.device | str | None = None
-    disk: DiskOptions | None = None
-    num_ranks: int = 1
-    expert_trace: str | os.PathLike[str] | None = None
-    inventory: Inventory | None = None
-    unstreamable: Collection[str] = ()
-    ranks: RankGroup | None = None
-    pool: Pool | None = None
-    speculation: Speculation | None = None
-    budget_bytes: int | None = None
-
-    @cached_property
-    def given(self) -> Policy | Plan | None:
-        """The policy as an object, with the workload."""
-        if self.policy is None or isinstance(self.policy, Plan):
-            return self.policy
-        policy, workload = as_policy(self.policy), self.workload
-        if workload is None or not isinstance(policy, Budget) or policy.workload == workload:
-            return policy
-        if policy.workload != Budget(policy.device_memory).workload:
-            raise OptionError(f"workload: the budget has {policy.workload}, found {workload} beside it; leave one out")
-        return replace(policy, workload=workload)
-
-    @property
-    def splits_units(self) -> bool:
-        """Whether a store was asked for of which each rank has a part of every unit."""
-        mode = getattr(self.given, "mode", None)
-        return mode is not None and kind_of(mode).is_split
-
-    @property
-    def expected(self) -> Workload:
-        """The workload that predictions are about."""
-        return self.given.workload if isinstance(self.given, Budget) else self.workload or Workload()
-
-
-@dataclass(frozen=True)
-class Target:
-    """Where a plan is to be carried out; ``rates`` are ``None`` for this machine, whose own count."""
-
-    device: torch.device | DeviceName
-    machine: Machine
-    rates: Rates | None = None
 
 
 @dataclass(frozen=True)
@@ -276,12 +74,6 @@ class PlanContext:
     hits: ExpertHits | None = None
     draft: DraftCost | None = None
     automatic: str = ""
-
-    @property
-    def budget_bytes(self) -> int | None:
-        """Device memory that weights may take; ``None``: there is no such limit."""
-        given = self.request.given
-        return given.num_bytes if isinstance(given, Budget) else self.request.budget_bytes
 
     @cached_property
     def planner(self) -> Planner:
@@ -489,6 +281,14 @@ class PlanContext:
         check_limits(plan, limits, needs)
 
 
+def free_on_peer(plan: Plan, device: torch.device | DeviceName) -> int | None:
+    """Memory that can be taken on the peer; ``None`` where ``plan`` has no units there."""
+    return read_limits(peer_of(device)).device_free_bytes if plan.peer_bytes else None
+
+
+# -- the planner ------------------------------------------------------------------------------------------------------
+
+
 def make_planner(
     inventory: Inventory,
     profile: ModelProfile,
@@ -515,7 +315,7 @@ def make_planner(
     on_gpu = device.type == "cuda"
     if not on_gpu:  # which has no graphs
         profile = replace(profile, kernels_per_step=None)
-    stored_bytes = {} if weights is None else _converted(inventory, weights)
+    stored_bytes = {} if weights is None else weights.converted_bytes(inventory)
     spill = None
     if weights is not None and on_gpu and num_ranks == 1 and not pin_memory_disabled():
         # The process that reads files for a GPU converts nothing: it runs without torch.
@@ -555,7 +355,7 @@ def _mapped_files(inventory: Inventory, weights: WeightMap) -> MappedFiles:
     refused: dict[str, str] = {}
     joined_bytes: dict[str, int] = {}
     mappings = 0
-    for storage, source in _sources_of(inventory, weights):
+    for storage, source in weights.sources_of(inventory):
         why, pieces = source.why_not_mappable, len(source.parts)
         misaligned = source.parts[0].tensor.offset % TENSOR_ALIGN_BYTES
         # What is tried are products; a convolution over one dimension has a weight of three, as fused experts have.
@@ -580,32 +380,6 @@ def _mapped_files(inventory: Inventory, weights: WeightMap) -> MappedFiles:
     return MappedFiles(refused, joined_bytes)
 
 
-def _converted(inventory: Inventory, weights: WeightMap) -> dict[str, int]:
-    """Bytes in the files of every storage that has another dtype there."""
-    return {
-        storage.name: source.file_bytes for storage, source in _sources_of(inventory, weights) if source.is_converted
-    }
-
-
-def _sources_of(inventory: Inventory, weights: WeightMap) -> Iterator[tuple[StorageInfo, TensorSource]]:
-    """The storages that files hold, under any of their names."""
-    for storage in inventory.storages:
-        source = next((weights.sources[name] for name in storage.names if name in weights.sources), None)
-        if source is not None:
-            yield storage, source
-
-
-def _refuse_converting(plan: Plan, converted: Mapping[str, int]) -> None:
-    """Refuse to have a GPU read units from files that hold them in another dtype."""
-    names = [entry.storage for unit in plan.staged_units for entry in unit.entries if entry.storage in converted]
-    if names:
-        raise OptionError(
-            f"{names[0]} and {len(names) - 1} others have another dtype in the files than in the model, and a GPU "
-            f"reads files without converting: store them in host memory, where they are converted once (no mode, or "
-            f"--offload-mode cpu), or save the model in its dtype first: model.save_pretrained(FOLDER)"
-        )
-
-
 def _streams(storage: StorageInfo, weights: WeightMap) -> bool:
     """Whether mode ``disk`` can read ``storage``."""
     if weights.sources.keys().isdisjoint(storage.names):
@@ -627,155 +401,3 @@ def _free_host_bytes(device: torch.device | DeviceName, inventory: Inventory) ->
     # Residents pass through host memory one at a time, and the process itself needs some.
     staging = max((storage.num_bytes for storage in inventory.storages), default=0)
     return max(0, free_bytes - staging - min(_HEADROOM_BYTES, free_bytes // 16))
-
-
-def finalize_plan(
-    plan: Plan,
-    inventory: Inventory,
-    device: torch.device | DeviceName,
-    machine: Machine,
-    weights: WeightMap | None = None,
-    num_ranks: int = 1,
-) -> Plan:
-    """``plan`` checked against model, files and ``machine``, in the form that ``num_ranks`` of it can carry out."""
-    plan.check(inventory)
-    plan.check_machine(machine)
-    if device.type == "cuda" and weights is not None and plan.staged_units:
-        _refuse_converting(plan, _converted(inventory, weights))
-    if plan.cached and device.type == "cpu" and os.environ.get("TRITON_INTERPRET") != "1":
-        raise OptionError(
-            f"experts of {plan.cached[0].module_fqn} are cached, and the device is a CPU; expected a CUDA device, "
-            f"which has memory of its own (on a CPU use experts=uva)"
-        )
-    if (plan.cached or plan.coded_units) and not has_triton(device):
-        raise OptionError(
-            "cached experts and codecs are run by Triton, which is not installed: install it (pip install triton; on "
-            "Windows triton-windows), or use experts=uva and codec='none' (--offload-codec none)"
-        )
-    if plan.cached and not can_read_in_place(device):
-        raise OptionError(
-            f"experts of {plan.cached[0].module_fqn} are cached, for which {device} has to address host memory; "
-            f"expected HEADRACE_DISABLE_UVA and HEADRACE_DISABLE_PIN_MEMORY not to be set"
-        )
-    if device.type == "cuda" and not isinstance(device, DeviceName):
-        _warn_of_memory(plan, device)
-    if plan.peer_bytes and (device.type == "cpu" or not isinstance(device, DeviceName)):
-        peer_of(device)
-    num_ranks = num_ranks if plan.kind.is_split else 1
-    if plan.uva and (plan.kind.is_split or not can_read_in_place(device)):  # split: no rank has a whole tensor
-        from headrace.plan.units import move_on_demand
-
-        moved = move_on_demand(inventory, plan)
-        plan = replace(moved, model_name=plan.model_name, made_for=plan.made_for, context=plan.context)
-    plan = plan if plan.num_ranks == num_ranks else replace(plan, num_ranks=num_ranks)
-    if plan.offloaded_bytes and plan.device_bytes > plan.weight_bytes:
-        warn_user(
-            f"the plan takes {format_size(plan.device_bytes)} of device memory, more than all weights, which have "
-            f"{format_size(plan.weight_bytes)}: leave the model resident, or use fewer slots (prefetch_step, "
-            f"expert_slots)"
-        )
-    _log.info("plan: %r, %d bytes moved per forward, for %s", plan, plan.moved_bytes, machine)
-    return plan
-
-
-def require_one_process(ranks: RankGroup | None) -> None:
-    """Refuse units on another GPU where that may be another process's own."""
-    import torch.distributed as dist
-
-    num_processes = dist.get_world_size() if dist.is_available() and dist.is_initialized() else 1
-    if ranks is not None or num_processes > 1:
-        raise OptionError(
-            f"peer_memory is for one process beside an idle GPU, and this is one of {num_processes}: let them share "
-            f"their memory (mode 'sharded_gpu' with group=), or leave peer_memory out (--peer-memory)"
-        )
-
-
-# -- what a plan needs of the machine ---------------------------------------------------------------------------------
-
-
-def needs_of(plan: Plan, *, on_gpu: bool, elsewhere: Collection[str] = (), on_meta: Collection[str] = ()) -> Needs:
-    """What ``plan`` adds to what is in use, before anything old is freed; memory that ranks share counts once.
-
-    Args:
-        on_gpu: compute runs on a GPU; on a CPU its memory is host memory.
-        elsewhere: names of the storages that are not on the device yet; as residents they have to move there.
-        on_meta: those of them that have no bytes yet and are read from files; others are adopted by a CPU's store.
-    """
-    moved = [num_bytes for name, num_bytes in plan.resident.items() if name in elsewhere]
-    experts_bytes = sum(layer.host_bytes for layer in plan.cached)
-    if not on_gpu:
-        stored = plan.cache_bytes + experts_bytes
-        for kind, units in plan.units_by_kind.items():
-            sizes = {entry.storage: entry.num_bytes for unit in units for entry in unit.entries}
-            stored += kind.host_bytes(plan, units, {**(plan.uva if kind is plan.kind else {}), **sizes}, on_meta)
-        return Needs(host_bytes=plan.slots_bytes + sum(moved) + stored)
-    in_place = sum(slab_bytes([size]) for size in plan.uva.values())  # a GPU cannot address a mapped file
-    pinned = experts_bytes + sum(
-        kind.pinned_bytes(plan, units, in_place if kind is plan.kind else 0)
-        for kind, units in plan.units_by_kind.items()
-    )
-    parts = sum(kind.device_bytes(plan, units) for kind, units in plan.units_by_kind.items())
-    staging = max(moved, default=0)  # residents pass through host memory one at a time
-    return Needs(
-        device_bytes=plan.slots_bytes + slab_bytes(moved) + parts + plan.cache_bytes,
-        host_bytes=pinned + staging,
-        pinned_bytes=0 if pin_memory_disabled() else pinned,
-        peer_bytes=plan.peer_bytes,
-    )
-
-
-def _offloaded(plan: Plan) -> Iterator[tuple[str, int]]:
-    yield from plan.uva.items()
-    yield from ((entry.storage, entry.num_bytes) for unit in plan.units for entry in unit.entries)
-
-
-def check_limits(plan: Plan, limits: Limits, needs: Needs) -> None:
-    """Refuse ``plan`` if ``limits`` (:func:`read_limits`) have no room for its ``needs`` (:func:`needs_of`); pure.
-
-    Raises:
-        LimitError: names the limit that misses most, by how much, and a device-memory budget that should fit.
-    """
-    shortage = limits.shortage(needs)
-    if shortage is None:
-        return
-    limit, needed, available, fix = shortage
-    missing = needed - available
-    on_gpu, budget = limits.device_free_bytes is not None, _fitting_budget(plan, limit, missing, limits, needs)
-    advice = "Offload less or in smaller units"
-    if budget is not None:
-        size = f"{budget // _MIB}MiB" if budget % _MIB == 0 else f"{budget}B"
-        which = "larger" if budget > plan.device_bytes else "smaller"
-        advice = f"A {which} budget should fit, about --device-memory {size}; use it"
-    if plan.kind.on_host and not (on_gpu and limit in (DEVICE, PEER)):
-        fix += f", or store the weights in the files (--offload-mode disk{', no codec' if plan.coded_units else ''})"
-        fix += ", or what does not fit: pass checkpoint=FOLDER and no mode" if on_gpu else ""
-        fix += " or codec" if on_gpu and plan.coded_units else ""
-    message = (
-        f"the plan needs {format_size(needed)} ({needed} bytes) of {limit}, and {format_size(available)} ({available} "
-        f"bytes) can be had: {format_size(missing)} ({missing} bytes) too little. {advice}, or {fix}; nothing was "
-        f"allocated"
-    )
-    raise LimitError(message, limit, needed, available, budget)
-
-
-def _fitting_budget(plan: Plan, limit: str, missing: int, limits: Limits, needs: Needs) -> int | None:
-    """A device-memory budget that should fit, in whole MiB where that is possible; ``None`` if none would.
-
-    A first-order estimate: every byte of weights that is not in one memory is in the other.
-    """
-    if limit == PEER:
-        return None
-    less = max(0, plan.device_bytes - missing)
-    smaller = less // _MIB * _MIB or less or None
-    if limits.device_free_bytes is None:  # on a CPU both are host memory
-        return smaller
-    if limit == DEVICE:
-        host = (limits.host_available_bytes, limits.cgroup_available_bytes)
-        spare = min((found - needs.host_bytes for found in host if found is not None), default=missing)
-        return None if plan.kind.on_host and spare < missing else smaller
-    # Residents pass through host memory one storage at a time; a rank holds only its part of a split unit.
-    staging = max((num_bytes for _, num_bytes in _offloaded(plan)), default=0)
-    more = (missing + staging) * plan.num_ranks  # 1 where no unit is split
-    if not plan.kind.on_host or more > min(plan.offloaded_bytes, limits.device_free_bytes - needs.device_bytes):
-        return None
-    return round_up(plan.device_bytes + more, _MIB)
