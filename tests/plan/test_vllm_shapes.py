@@ -20,7 +20,7 @@ from headrace.model.inventory import take_inventory
 from headrace.model.records import ModelProfile
 from headrace.offloaders.layerwise import EngineOffloader, EngineTraits
 from headrace.plan.cost_model import Forecaster, experts_in
-from headrace.plan.plan import Plan, assemble
+from headrace.plan.plan import DeviceName, Plan, assemble
 from headrace.plan.rates import NOMINAL_GPU
 from headrace.runtime.planner_factory import make_planner
 from headrace.transfer.machine_probe import named_machine

@@ -27,7 +27,6 @@ from headrace.runtime.planner_factory import PlanContext, PlanRequest, Target, d
 from headrace.stores.store import AlreadyPinned, StoreRequest
 
 if TYPE_CHECKING:
-    from headrace.checkpoint.weight_map import WeightMap
     from headrace.model.records import ModelProfile
     from headrace.ranks.group import RankGroup
 
@@ -105,7 +104,11 @@ def prepare(request: PlanRequest, *, allocates: bool = True) -> Prepared:
 def module_context(request: PlanRequest, target: Target) -> PlanContext:
     """A request about a module, with the module as names and sizes."""
     model = request.model
-    weights = None if request.checkpoint is None else _open_weights(request)
+    weights = None
+    if request.checkpoint is not None:
+        from headrace.checkpoint.weight_map import WeightMap
+
+        weights = WeightMap.open(request.checkpoint)
     inventory = take_inventory(model) if request.inventory is None else request.inventory
 
     def read_profile() -> ModelProfile:
@@ -117,12 +120,6 @@ def module_context(request: PlanRequest, target: Target) -> PlanContext:
         reject_self_managed_weights(name, module, torch.device(target.device.type))
     bound, name = bind(model, inventory.storages), type(model).__name__
     return PlanContext(request, target, inventory, read_profile, weights, name, model, bound)
-
-
-def _open_weights(request: PlanRequest) -> WeightMap:
-    from headrace.checkpoint.weight_map import WeightMap
-
-    return WeightMap.open(request.checkpoint)
 
 
 # -- arguments --------------------------------------------------------------------------------------------------------
