@@ -25,7 +25,6 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from plain_reads import read_plainly
 
 from contest_readers import LAYERS_PER_FILE, LIBRARIES, SETTINGS, SMALL, Ground, prepare
 from contest_ways import Contestant, HeadraceRing, Load, Offload, ReaderLoad, ReaderRing, TensorLoad, TensorRing

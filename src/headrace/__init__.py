@@ -20,6 +20,7 @@ before torch is there.
 
 from __future__ import annotations
 
+import sys
 from importlib import import_module
 from typing import TYPE_CHECKING
 
@@ -68,6 +69,9 @@ __all__ = [
     "offload",
     "set_offloader",
 ]
+
+if (_live := sys.modules.get("headrace.model.live_tensors")) is not None:  # this module is being reloaded
+    _live.refuse_reload()
 
 __version__ = "0.2.0"  # the one place; pyproject.toml reads it
 

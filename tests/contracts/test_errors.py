@@ -4,8 +4,10 @@ expected, what was found and the fix; and the model is unchanged (contract 8).""
 from __future__ import annotations
 
 import errno
+import importlib
 import inspect
 import os
+import sys
 import threading
 from collections.abc import Callable
 from functools import partial
@@ -527,6 +529,24 @@ class TestTransfers:
         with pytest.raises(errors.SlotConflictError, match=message):
             model.layers[1](rows())
         handle.remove()
+
+
+@pytest.mark.parametrize("policy", [all_layers(1), UVA(params=["layers"])], ids=["prefetch", "uva"])
+@pytest.mark.parametrize("name", ["headrace", "headrace.model.live_tensors"])
+def test_a_reload_while_offloaded(name: str, policy: Any) -> None:
+    """The package is the first of all of its modules; the other one holds what the dispatcher calls."""
+    model = Stack(3).eval()
+    expected = model(rows())
+    with headrace.offload(model, policy) as handle:
+        message = r"^headrace was reloaded .* while layers\.\S+ of a Stack is offloaded.* call handle\.remove\(\) first"
+        with pytest.raises(errors.StateError, match=message):
+            importlib.reload(sys.modules[name])
+        assert_same_bits(
+            [model(rows()), model.layers[0].linear.weight.clone()],
+            [expected, model.state_dict()["layers.0.linear.weight"]],
+        )
+        assert handle.plan.uva or handle.stats().bytes_moved > 0
+    assert importlib.reload(headrace) is headrace
 
 
 class TestInterrupted:

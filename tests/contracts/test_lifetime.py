@@ -25,7 +25,7 @@ from torch import nn
 
 import headrace
 from checks import eventually, require_forwards
-from headrace import UVA, HeadraceWarning, Prefetch
+from headrace import UVA, HeadraceWarning, Prefetch, Rules
 from headrace.errors import ModelChangedError, StateError
 from headrace.model.live_tensors import is_placeholder
 from headrace.testing import assert_moved, assert_same_bits
@@ -428,6 +428,31 @@ class TestChanged:
             message = r"\(1\.weight, torch\.float32\).* in its forward, keep it resident .*1\.weight=resident"
             with pytest.raises(ModelChangedError, match=message):
                 model[1].half()
+
+    def test_a_cast_of_residents(self) -> None:
+        """Refused too, since what casts layer by layer would get half way; in a forward it is the model's own doing."""
+
+        class Wider(nn.Linear):
+            def forward(self, x: torch.Tensor) -> torch.Tensor:
+                self.double()
+                return super().forward(x.double())
+
+        model, twin = (
+            nn.Sequential(*Stack(3).layers, Wider(DIM, DIM), nn.Linear(DIM, 2).double()).eval() for _ in "12"
+        )
+        twin.load_state_dict(model.state_dict())
+        with headrace.offload(model, Rules([(r"re:[34]\..*", "resident"), ("*", "prefetch")])) as handle:
+            for part in model[3:]:
+                for cast in (nn.Module.half, lambda m: m.to(torch.float8_e4m3fn)):
+                    with pytest.raises(ModelChangedError, match=r"to\(\), half\(\).* would change .*handle\.remove"):
+                        cast(part)
+                assert copy.deepcopy(part).half().weight.dtype == torch.float16
+            model[4].double()
+            model[4].to_empty(device="cpu", recurse=False).load_state_dict(twin[4].state_dict())
+            assert pickle.loads(pickle.dumps(model[4])).half().weight.dtype == torch.float16
+            require_forwards(handle, rows(), twin(rows()), 1)
+        assert_same_bits(dict(model.state_dict()), dict(twin.state_dict()))
+        assert model.half()[3].weight.dtype == torch.float16
 
     def test_moved_data_of_one_tensor(self) -> None:
         model, x = Stack(3).eval(), rows()

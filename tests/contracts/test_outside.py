@@ -396,6 +396,28 @@ def test_statistics_written_in_training_are_refused() -> None:
         assert handle.stats().bytes_moved > 0
 
 
+@pytest.mark.parametrize("compiler", [None, pytest.param("eager", marks=pytest.mark.slow)])
+@pytest.mark.parametrize(
+    "policy",
+    [headrace.Prefetch(1, 1, 2, ["ALL_MODEL_PARAMS"]), headrace.Rules([("ALL_MODEL_PARAMS", "prefetch")])],
+)
+def test_batch_norms_of_a_model_in_training(policy: Any, compiler: str | None) -> None:
+    """Their counters and statistics stay on the device when everything is named."""
+    layers = [
+        [nn.Linear(DIM, DIM), nn.BatchNorm1d(DIM), nn.InstanceNorm1d(DIM, track_running_stats=True)] for _ in "123"
+    ]
+    model, x = nn.Sequential(*(nn.Sequential(*layer) for layer in layers)), torch.randn(5, DIM, DIM)
+    twin = copy.deepcopy(model)
+    with headrace.offload(model, policy) as handle:
+        assert "0.1.weight" in handle.plan.offloaded_names
+        called = model if compiler is None else torch.compile(model, backend=compiler)
+        for _ in range(3):
+            assert_same_bits(called(x), twin(x))
+        assert handle.stats().bytes_moved > 0
+        assert_same_bits(dict(model.state_dict()), dict(twin.state_dict()))
+    assert_same_bits(dict(model.state_dict()), dict(twin.state_dict()))
+
+
 def test_statistics_written_outside_go_to_the_store() -> None:
     class Parent(nn.Module):
         def __init__(self) -> None:

@@ -7,9 +7,12 @@ the offload and after ``remove()``, and so do the weights; or something was rais
 from __future__ import annotations
 
 import copy
+import importlib.util
+import inspect
 import socket
 from collections.abc import Callable, Iterator
 from contextlib import suppress
+from types import MethodType
 from typing import Any
 
 import pytest
@@ -19,6 +22,7 @@ from torch import nn
 import headrace
 from headrace import Prefetch
 from headrace.errors import HeadraceError, ModelChangedError
+from headrace.testing import assert_same_bits
 from models import DIM, Block, all_layers, rows
 
 # A weight that is used outside of its forward becomes resident, with a warning; its bits are what counts here.
@@ -664,3 +668,60 @@ def test_a_class_exchanged_under_a_wrapped_forward() -> None:
         layer.__class__ = Negated
         with pytest.raises(ModelChangedError, match=r"Negated was a .* when its forward was wrapped"):
             model(rows())
+
+
+# -- forward as a method ----------------------------------------------------------------------------------------------
+
+
+def test_forward_is_a_method_with_its_signature() -> None:
+    for policy in (all_layers(1), headrace.Rules([("ALL_MODEL_PARAMS", "prefetch")])):
+        model, untouched = plain(), plain()
+        handle = headrace.offload(model, policy)
+        for module, same in zip(model.modules(), untouched.modules(), strict=True):
+            if "forward" in vars(module):
+                assert module.forward.__self__ is module
+                assert inspect.signature(module.forward) == inspect.signature(same.forward)
+                assert next(iter(inspect.signature(module.forward.__func__).parameters)) == "self"
+                assert module.forward.__name__ == "forward"
+        model.forward = MethodType(model.forward.__func__, model)  # type: ignore[method-assign]
+        _require_untouched(model, handle, untouched, rows())
+        assert "forward" not in vars(model)
+
+
+class OwnWeight(Stacked):
+    """The root has a unit, too, so that its forward is wrapped twice."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.own = nn.Parameter(torch.linspace(1, 2, DIM))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return super().forward(x * self.own)
+
+
+@pytest.mark.skipif(importlib.util.find_spec("accelerate") is None, reason="accelerate is not installed")
+@pytest.mark.parametrize("policy", [all_layers(1), headrace.Rules([("ALL_MODEL_PARAMS", "prefetch")])])
+@pytest.mark.parametrize("prepared", ["before", "after"])
+def test_unwrapped_by_accelerate(policy: Any, prepared: str) -> None:
+    from accelerate import Accelerator
+
+    def seeded() -> Any:
+        model: Any = OwnWeight()
+        model.load_state_dict(plain().state_dict(), strict=False)
+        return model.eval()
+
+    accelerator = Accelerator(mixed_precision="bf16", cpu=True)
+    model, twin, x = seeded(), accelerator.prepare_model(seeded()), rows()
+    if prepared == "before":
+        model = accelerator.prepare_model(model)
+    with torch.no_grad(), headrace.offload(model, policy) as handle:
+        if prepared == "after":
+            model = accelerator.prepare_model(model)
+        assert_same_bits(model(x), twin(x))
+        for each in (model, twin):
+            accelerator.unwrap_model(each, keep_fp32_wrapper=False)
+        for _ in range(2):
+            assert_same_bits(model(x), twin(x))
+        assert handle.stats().bytes_moved > 0
+    with torch.no_grad():
+        assert_same_bits(model(x), twin(x))

@@ -20,7 +20,15 @@ import torch
 
 import headrace
 from checks import raising
-from headrace.errors import BudgetError, CheckpointError, HeadraceWarning, OptionError, OptionTypeError, StateError
+from headrace.errors import (
+    BudgetError,
+    CheckpointError,
+    HeadraceWarning,
+    ModelChangedError,
+    OptionError,
+    OptionTypeError,
+    StateError,
+)
 from headrace.model.inventory import take_inventory
 from headrace.model.layers import find_stacks
 from headrace.testing import assert_same_bits
@@ -533,6 +541,44 @@ def test_what_moves_a_component_from_then_on() -> None:
     _group(pipe)
     with pytest.raises(StateError, match=r"unet.* is moved by diffusers' group offloading"):
         pipelines.call(pipe)
+
+
+def _cast_at_use(model: Any) -> None:
+    model.enable_layerwise_casting(storage_dtype=torch.float8_e4m3fn, compute_dtype=torch.float32)
+
+
+def test_weights_that_hooks_would_cast_from_then_on() -> None:
+    """Refused before the first one, also of residents, so that outputs stay what they were."""
+    pipe = pipelines.build("stable diffusion")
+    expected = pipelines.call(pipe)
+    handle = offloaded(pipe, 0.8)
+    for part in (pipe.unet, pipe.vae):
+        with pytest.raises(ModelChangedError, match=r"would change .*handle\.remove\(\)"):
+            _cast_at_use(part)
+        assert {parameter.dtype for parameter in part.parameters()} == {torch.float32}
+    moved, _ = moved_by(handle, lambda: pipelines.call(pipe), expected)
+    assert moved > 0
+    handle.remove()
+    assert_same_bits(pipelines.call(pipe), expected)
+
+
+def test_weights_that_hooks_cast_already() -> None:
+    """The fix of the error, taken by its word, works."""
+    pipe, fresh = pipelines.build("stable diffusion"), pipelines.build("stable diffusion")
+    _cast_at_use(pipe.unet)
+    match = r"module 'unet\.[\w.]+' \(\w+\): .* rounded, cast or moved by diffusers .*; build or load it anew without"
+    with pytest.raises(OptionError, match=match):
+        load(pipe, "9MiB")
+    with pytest.raises(OptionError, match=match.replace(r"unet\.", "")):
+        headrace.offload(pipe.unet, "4MiB")
+    _group(fresh)
+    with pytest.raises(OptionError, match=match.replace(r"unet\.", "")):
+        headrace.offload(fresh.unet, "4MiB")
+    fresh = pipelines.build("stable diffusion")
+    pipe.register_modules(unet=fresh.unet)
+    expected = pipelines.call(pipe)
+    moved, _ = moved_by(offloaded(pipe, 0.5), lambda: pipelines.call(pipe), expected)
+    assert moved > 0
 
 
 def test_a_component_that_was_exchanged() -> None:

@@ -301,7 +301,7 @@ def test_a_unit_inside_another_is_refused_whatever_the_slots() -> None:
     model = nn.Sequential(*layers).eval().bfloat16()
     with (
         headrace.offload(model, Prefetch(1, 1, 3, codec="exp3")),
-        pytest.raises(SlotConflictError, match=r"1 .* inside 0 .* decoded at a time: use codec='none'"),
+        pytest.raises(SlotConflictError, match=r"1 .* inside 0 .* decoded at a time: keep 1 resident"),
     ):
         model(torch.zeros(1, DIM).bfloat16())
 

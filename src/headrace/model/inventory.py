@@ -154,6 +154,10 @@ def _self_managed(module: nn.Module, device: torch.device) -> tuple[str, str] | 
     state = getattr(weight, "quant_state", None)
     packed = getattr(state, "packing_format_for_cpu", False)
     hook: Any = getattr(module, "_hf_hook", None)
+    hooks = " ".join(getattr(getattr(module, "_diffusers_hook", None), "hooks", ()))
+    if "layerwise_casting" in hooks or "offload" in hooks:
+        how = "has its weights rounded, cast or moved by diffusers (layerwise casting or group offloading)"
+        return how, "build or load it anew without that, and offload it instead: a budget saves the memory"
     if any(getattr(each, "offload", False) for each in getattr(hook, "hooks", (hook,))):
         how = "is given its weights anew by accelerate (device_map and the like) in every forward"
         removed = "accelerate.hooks.remove_hook_from_module(model, recurse=True)"

@@ -52,11 +52,15 @@ __all__ = [
     "own_forward",
     "own_storage",
     "read_pinned",
+    "refuse_reload",
     "resident_rule",
     "storage_id",
     "used_elsewhere",
     "written_in_place",
 ]  # fmt: skip
+
+if "refuse_reload" in globals():  # this module is being reloaded
+    globals()["refuse_reload"]()
 
 # What an operator gets in place of a placeholder, which other threads and compiled code may read meanwhile, and what to
 # call when it has run.
@@ -76,6 +80,16 @@ def bind(model: nn.Module, storages: Iterable[StorageInfo]) -> dict[str, BoundSt
 
 
 _bound: weakref.WeakSet[BoundTensor] = weakref.WeakSet()  # all of this process
+
+
+def refuse_reload() -> None:
+    """Raise ``StateError`` while a tensor is offloaded: its hooks and dispatch keys call functions of these modules."""
+    for bound in tuple(_bound):
+        if place := vars(bound.tensor).get("_headrace_offloaded"):
+            raise StateError(
+                f"headrace was reloaded (importlib.reload) while {bound.name} of {place} is offloaded, whose hooks and "
+                f"dispatch keys belong to the modules as they are: call handle.remove() first, then reload"
+            )
 
 
 class BoundTensor:

@@ -2,7 +2,7 @@
 
 A pattern is tried as, in this order:
 
-1. ``ALL_MODEL_PARAMS``: everything;
+1. ``ALL_MODEL_PARAMS``: everything, but for counters and running statistics, which forwards write in training;
 2. ``re:...``: a regular expression that must match the whole dotted name;
 3. a glob when it contains ``*``, ``?`` or ``[``: matched against the whole dotted name (``*.mlp.down_proj.*``);
 4. ``@GROUP``: a semantic group (:mod:`headrace.model.semantic_groups`), whatever the names are: ``@attention``;
@@ -75,7 +75,8 @@ def matching(inventory: Inventory, pattern: str) -> frozenset[str]:
     if pattern.startswith("@"):
         return _group(inventory, pattern[1:])
     matches = compile_pattern(pattern)
-    if found := frozenset(s.name for s in inventory.storages if any(map(matches, s.names))):
+    storages = [s for s in inventory.storages if not (pattern == ALL_MODEL_PARAMS and s.counts)]
+    if found := frozenset(s.name for s in storages if any(map(matches, s.names))):
         return found
     from headrace.model.semantic_groups import GROUPS, semantic_groups
 

@@ -134,6 +134,10 @@ class TensorInfo:
         return True
 
 
+# Of batch norms and instance norms.
+_STATISTICS = ("running_mean", "running_var")
+
+
 @dataclass(frozen=True)
 class StorageInfo:
     """A stretch of memory and the tensors that view it; the smallest thing that can be offloaded.
@@ -169,6 +173,15 @@ class StorageInfo:
     def has_parameter(self) -> bool:
         """Whether any of its tensors is a parameter."""
         return any(tensor.kind == "parameter" for tensor in self.tensors)
+
+    @property
+    def counts(self) -> bool:
+        """Whether it is a buffer that forwards write in training: a counter, or running statistics."""
+        return any(
+            tensor.kind == "buffer"
+            and ((tensor.shape == () and "int" in str(tensor.dtype)) or tensor.locations[0].attr in _STATISTICS)
+            for tensor in self.tensors
+        )
 
 
 def packed_modules(storages: Iterable[StorageInfo]) -> set[str]:

@@ -10,8 +10,10 @@ compile_ops.py has the ops that stand for the hooks in compiled code.
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import gc
+import inspect
 import sys
 import threading
 import time
@@ -35,7 +37,7 @@ from headrace.runtime.compile_ops import (
     mark_whole_forward,
     tensors_in,
 )
-from headrace.runtime.outside_access import NotCopyable, Promoter
+from headrace.runtime.outside_access import NotCopyable, Promoter, is_on_stack
 from headrace.runtime.prefetcher import Prefetcher, release_left
 from headrace.runtime.slot import Reader
 
@@ -107,8 +109,7 @@ class _ModuleHook(NotCopyable):
         self._unhooked = unhooked
         self._traced_in_forward = traced_in_forward
         ends = (self._trace_before, self._trace_after) if unhooked or traced_in_forward else None
-        forward = _wrapped_forward(module, self._forward, promoter, ends, self._ends_trace)
-        self._wrapper = _of_kind(forward, self._kind)
+        self._wrapper = _wrapped_forward(module, self._forward, self._kind, promoter, ends, self._ends_trace)
 
     # Where hooks of the root are traced by themselves, what it computes after its last unit is in the wrapper's graph.
     _ends_trace = False
@@ -123,7 +124,7 @@ class _ModuleHook(NotCopyable):
     # Without kwargs when another thread calls the module while the hook is taken off.
     def _before(self, module: nn.Module, args: Any, kwargs: Any = None) -> None:
         if not torch.compiler.is_compiling():
-            if module is not self._entry and vars(module).get("forward") is self._wrapper:
+            if module is not self._entry and vars(module).get("forward") == self._wrapper:
                 raise StateError(
                     f"a copy of a {type(module).__name__} that is offloaded was called, as nn.DataParallel makes them: "
                     f"it would run with the weights of the original. Call handle.remove() before the model is copied, "
@@ -158,8 +159,8 @@ class _ModuleHook(NotCopyable):
         self._prefetcher = None
         for handle in self._handles:
             handle.remove()
-        # A wrapper that another library has put around ours since stays.
-        if vars(self._module).get("forward") is self._wrapper:
+        # A wrapper that another library has put around ours since stays. It may have bound ours anew, hence no `is`.
+        if vars(self._module).get("forward") == self._wrapper:
             if self._own_forward is None:
                 del self._module.__dict__["forward"]
             else:
@@ -479,12 +480,7 @@ class ForwardHook(_ModuleHook):
     def runs_here(self) -> bool:
         """Whether the calling thread is inside a forward of the model."""
         # From the stack: a list of running forwards would need a line at their end, which an interrupt may skip.
-        frame: types.FrameType | None = sys._getframe()
-        while frame is not None:
-            if frame.f_code is ForwardHook._forward.__code__ and frame.f_locals.get("self") is self:
-                return True
-            frame = frame.f_back
-        return False
+        return is_on_stack(ForwardHook._forward, [self])
 
     def _trace_before(self, module: nn.Module, args: Any, kwargs: Any = None) -> None:
         refuse_export()
@@ -580,14 +576,15 @@ def unhooked_modules(model: nn.Module) -> set[nn.Module]:
 def _wrapped_forward(
     module: nn.Module,
     around: Callable[..., Any],
+    kind: tuple[object, ...],
     promoter: Promoter | None = None,
     ends: tuple[Callable[..., Any], Callable[..., Any]] | None = None,
     ends_trace: bool = False,
-) -> Callable[..., Any]:
+) -> types.MethodType:
     """A ``forward`` for ``module`` that calls ``around(original, ...)`` in eager code and ``original`` in compiled.
 
     In compiled code ``ends`` are called before and after, in place of hooks; ``promoter`` checks the trace at the end,
-    for writes alone unless it ``ends_trace``.
+    for writes alone unless it ``ends_trace``. ``kind``: see :func:`_of_kind`.
     """
     own = own_forward(module)
 
@@ -595,21 +592,19 @@ def _wrapped_forward(
     rules: Any = sys.modules.get("torch._dynamo.trace_rules")
     traced = own or (module.forward if rules is not None and rules.is_callable_allowed(type(module)) else None)
 
-    kind = type(module)
+    cls = type(module)
 
     @functools.wraps(module.forward)
-    def forward(*args: Any, **kwargs: Any) -> Any:
-        nonlocal kind
+    def forward(_: nn.Module, /, *args: Any, **kwargs: Any) -> Any:
+        nonlocal cls
         if not torch.compiler.is_compiling():
-            if type(module) is not kind:
-                placed = vars(module).get("forward")
-                # What wraps this, or a copy of it (:func:`_of_kind`), may stand for the forward of either class.
-                if placed is not forward and getattr(placed, "__wrapped__", None) is not forward:
+            if type(module) is not cls:
+                if vars(module).get("forward") != wrapper:  # what wraps this may stand for the forward of either class
                     raise ModelChangedError(
-                        f"{type(module).__name__} was a {kind.__name__} when its forward was wrapped while offloaded: "
+                        f"{type(module).__name__} was a {cls.__name__} when its forward was wrapped while offloaded: "
                         f"call handle.remove() first, change the class and wrap forward, then offload again"
                     )
-                kind = type(module)
+                cls = type(module)
             return around(own or functools.partial(type(module).forward, module), *args, **kwargs)
         # Dynamo of torch 2.11 cannot tell whether a method is true.
         original = functools.partial(type(module).forward, module) if traced is None else traced
@@ -626,7 +621,16 @@ def _wrapped_forward(
             promoter.check_writes()
         return output
 
-    return forward
+    # A method, which libraries take apart and bind again. They would unwrap it to a forward without headrace.
+    vars(forward).pop("__wrapped__")
+    if (within := getattr(own, "__wrapped__", None)) is not None:
+        forward.__wrapped__ = within  # type: ignore[attr-defined]
+    with contextlib.suppress(TypeError, ValueError):  # of what has no signature
+        given = inspect.signature(module.forward)
+        bound_to = inspect.Parameter("self", inspect.Parameter.POSITIONAL_ONLY)
+        forward.__signature__ = given.replace(parameters=[bound_to, *given.parameters.values()])  # type: ignore[attr-defined]
+    wrapper = types.MethodType(_of_kind(forward, kind), module)
+    return wrapper
 
 
 def _of_kind(function: Any, kind: tuple[object, ...]) -> Any:
@@ -640,6 +644,7 @@ def _of_kind(function: Any, kind: tuple[object, ...]) -> Any:
         _code_of_kind(plain.__code__, kind), plain.__globals__, plain.__name__, plain.__defaults__, plain.__closure__
     )
     functools.update_wrapper(copy, plain)
+    copy.__dict__ = dict(vars(plain))  # without what it is a copy of
     return copy if plain is function else types.MethodType(copy, function.__self__)
 
 

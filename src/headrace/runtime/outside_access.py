@@ -15,13 +15,16 @@ from __future__ import annotations
 
 import logging
 import operator
+import sys
 import threading
+import traceback
 import weakref
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Container, Iterable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import replace
 from functools import partial
 from itertools import accumulate
+from types import MethodType
 from typing import Any, cast
 
 import torch
@@ -46,7 +49,7 @@ from headrace.model.tracing import traced_graph
 from headrace.plan.plan import Plan
 from headrace.stores.store import Store, new_buffer
 
-__all__ = ["NotCopyable", "Promoter", "StateGuard", "TableGuard", "address_of", "place_of"]
+__all__ = ["NotCopyable", "Promoter", "StateGuard", "TableGuard", "address_of", "is_on_stack", "place_of"]
 
 _log = logging.getLogger(__name__)
 
@@ -461,6 +464,7 @@ class StateGuard(NotCopyable):
         self._bound = [tensor for storage in storages for tensor in storage.tensors]
         self._tensors = [bound.tensor for bound in self._bound]
         self._model = model
+        self._modules = set(model.modules())
         self._handles: list[RemovableHandle] = []
         self._attributes: list[tuple[dict[str, Any], str]] = []  # what remove() deletes
 
@@ -475,8 +479,11 @@ class StateGuard(NotCopyable):
         # On every module around the owners too: loading goes from the outside in, and must not stop half-way.
         for module in self._around:
             self._handles.append(module.register_load_state_dict_pre_hook(self._refuse_load))
-            self._set(module, "_apply", partial(self._apply_to_residents, module))
+            self._set(module, "_apply", partial(self._apply, module))
             self._set(module, "__getstate__", self.__reduce_ex__)  # of pickle and deepcopy, before they reach a tensor
+        # On residents too, or what casts layer by layer would stop half-way. A method, which a copy has as its own.
+        for module in self._modules - {*self._around}:
+            self._set(module, "_apply", MethodType(_apply_of(weakref.ref(self)), module))
         # One Parameter may belong to two models: the mark is found when the other one is offloaded.
         for tensor in self._tensors:
             self._set(tensor, _MARK, owner)
@@ -510,10 +517,11 @@ class StateGuard(NotCopyable):
                     f"handle.remove() first, load, then offload again"
                 )
 
-    def _apply_to_residents(self, module: nn.Module, fn: Callable[..., Any], recurse: bool = True) -> nn.Module:
-        """``module._apply(fn)``, unless ``fn`` would change an offloaded tensor in ``module``.
+    def _apply(self, module: nn.Module, fn: Callable[..., Any], recurse: bool = True) -> nn.Module:
+        """``module._apply(fn)``, unless ``fn`` would change an offloaded tensor in it, or the dtype of a resident.
 
-        ``fn`` is asked with a small tensor of the same dtype, device and number of dimensions.
+        ``fn`` is asked with a small tensor of the same dtype, device and number of dimensions. A forward may cast
+        residents, since nothing moves those.
         """
         inside = set(module.modules())
         for bound in self._bound:
@@ -526,6 +534,13 @@ class StateGuard(NotCopyable):
                     f"to(), half(), to_empty() and the like would change offloaded weights, which are stored elsewhere "
                     f"({bound.name}, {tensor.dtype}): call handle.remove() first, move or cast the model, then offload "
                     f"again; if the model does it in its forward, {_fix(bound)}"
+                )
+        held = () if torch.compiler.is_compiling() else (*module.parameters(recurse), *module.buffers(recurse))
+        for dtype in {tensor.dtype for tensor in held}:
+            if fn(torch.empty(1, dtype=dtype)).dtype != dtype and not is_on_stack(nn.Module._call_impl, self._modules):
+                raise ModelChangedError(
+                    f"to(), half() and the like would change {dtype} of a {type(module).__name__} in a model that is "
+                    f"offloaded, of which parts cannot be cast: call handle.remove() first, cast, then offload again"
                 )
         apply: Any = type(module)._apply
         return cast(nn.Module, apply(module, lambda tensor: tensor if place_of(tensor) else fn(tensor), recurse))
@@ -570,6 +585,15 @@ class StateGuard(NotCopyable):
         return self._contents[name]
 
 
+def _apply_of(guard: weakref.ref[StateGuard]) -> Callable[..., nn.Module]:
+    def _apply(module: nn.Module, fn: Callable[..., Any], recurse: bool = True) -> nn.Module:
+        guarding = None if torch.compiler.is_compiling() else guard()
+        is_copy = guarding is None or module not in guarding._modules  # which may outlive the offload
+        return cast(nn.Module, (type(module) if is_copy else cast(Any, guarding))._apply(module, fn, recurse))
+
+    return _apply
+
+
 def _dlpack(tensor: torch.Tensor, **options: Any) -> Any:
     """``tensor.__dlpack__()``, behind an operator: it asks for the pointer alone."""
     return torch.Tensor.__dlpack__(tensor.to(tensor.dtype), **options)
@@ -582,6 +606,12 @@ def address_of(bound: BoundTensor) -> int:
             f"data_ptr() of {bound.name} was called {_OUTSIDE}, where it has no address: {_fix(bound)}"
         )
     return torch.Tensor.data_ptr(bound.tensor)
+
+
+def is_on_stack(function: Callable[..., Any], owners: Container[object]) -> bool:
+    """Whether the calling thread is inside a call of the method ``function`` of one of ``owners``."""
+    frames = (frame for frame, _ in traceback.walk_stack(sys._getframe()) if frame.f_code is function.__code__)
+    return any(frame.f_locals.get("self") in owners for frame in frames)
 
 
 def place_of(thing: nn.Module | torch.Tensor) -> str | None:

@@ -25,7 +25,6 @@ from dataclasses import replace
 from torch import Tensor
 
 from headrace.errors import SlotConflictError, StateError, TransferError
-from headrace.model.live_tensors import resident_rule
 from headrace.plan.plan import Plan
 from headrace.plan.schedule import Schedule, slot_of
 from headrace.runtime.debug import Guard
@@ -396,12 +395,18 @@ class Prefetcher:
         name = self._plan.units[unit].module_fqn
         held = "another unit" if holder is None else f"{self._plan.units[holder].module_fqn} (unit {holder})"
         if slot.latest_reader() is not None:
-            place, fix = "the same slot", "another prefetch_step (--offload-prefetch-step)"
-            if {unit, holder} <= self._coded:
-                place, fix = "the memory in which one unit is decoded at a time", "codec='none' (--offload-codec none)"
+            # In this thread, where no other slot would do for every nesting: the inner one must not be prefetched.
+            place = "the memory in which one unit is decoded at a time" if {unit, holder} <= self._coded else "one slot"
+            parts, around = name.split("."), "" if holder is None else self._plan.units[holder].module_fqn
+            # All that is beside the outer one, of which its other parts, or other items of a list, would be next.
+            differs = [mine != other for mine, other in zip(parts, around.split("."), strict=False)]
+            beside = ".".join(parts[: [*differs, True].index(True) + 1])
+            others = f"re:(?!{beside.replace('.', '[.]')}[.]).*"
             raise SlotConflictError(
-                f"{name} (unit {unit}) runs inside {held}, and both need {place}: use {fix}, or keep one of the two "
-                f"resident ({resident_rule(name)})"
+                f"{name} (unit {unit}) runs inside {held}, and both need {place}: keep {beside} resident, by a first "
+                f"rule of a budget or of Rules (rules=[('{beside}.*', 'resident')], --offload-rule "
+                f"'{beside}.*=resident'), and with Prefetch by leaving it out (params=['{others}'], --offload-params "
+                f"'{others}')"
             )
         self._wait_until(lambda: not slot.readers, f"{name} (unit {unit}) needs the slot of {held}, which")
 

@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.distributed as dist
@@ -27,6 +27,7 @@ from headrace.runtime.planner_factory import PlanContext, PlanRequest, Target, d
 from headrace.stores.store import AlreadyPinned, StoreRequest
 
 if TYPE_CHECKING:
+    from headrace.checkpoint.weight_map import WeightMap
     from headrace.model.records import ModelProfile
     from headrace.ranks.group import RankGroup
 
@@ -104,11 +105,7 @@ def prepare(request: PlanRequest, *, allocates: bool = True) -> Prepared:
 def module_context(request: PlanRequest, target: Target) -> PlanContext:
     """A request about a module, with the module as names and sizes."""
     model = request.model
-    weights = None
-    if request.checkpoint is not None:
-        from headrace.checkpoint.weight_map import WeightMap
-
-        weights = WeightMap.open(request.checkpoint)
+    weights = None if request.checkpoint is None else _open_weights(request.checkpoint)
     inventory = take_inventory(model) if request.inventory is None else request.inventory
 
     def read_profile() -> ModelProfile:
@@ -120,6 +117,12 @@ def module_context(request: PlanRequest, target: Target) -> PlanContext:
         reject_self_managed_weights(name, module, torch.device(target.device.type))
     bound, name = bind(model, inventory.storages), type(model).__name__
     return PlanContext(request, target, inventory, read_profile, weights, name, model, bound)
+
+
+def _open_weights(checkpoint: Any) -> WeightMap:
+    from headrace.checkpoint.weight_map import WeightMap
+
+    return WeightMap.open(checkpoint)
 
 
 # -- arguments --------------------------------------------------------------------------------------------------------

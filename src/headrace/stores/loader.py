@@ -52,8 +52,8 @@ PIECE_BYTES = 16 << 20
 JOBS_PER_THREAD = 2
 _MAX_RUN = 512
 
-# A piece costs its reader and the copies 50 to 90 us of the interpreter lock: in pieces of 16 MiB an H100 was loaded from
-# the page cache at twice the rate of pieces of 4 (docs/benchmarks/2026-11-28-files-h100.md).
+# A piece costs its reader and the copies 50 to 90 us of the interpreter lock: in pieces of 16 MiB an H100 was loaded
+# from the page cache at twice the rate of pieces of 4 (docs/benchmarks/2026-11-28-files-h100.md).
 BUFFER_BYTES = 16 << 20
 NUM_BUFFERS = 12
 # Direct reads fill whole aligned pages around the bytes that are wanted.
