@@ -21,17 +21,21 @@ import time
 from collections.abc import Callable, Collection, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import replace
+from typing import TYPE_CHECKING
 
 from torch import Tensor
 
 from headrace.errors import SlotConflictError, StateError, TransferError
 from headrace.plan.plan import Plan
 from headrace.plan.schedule import Schedule, slot_of
-from headrace.runtime.debug import Guard
 from headrace.runtime.slot import BreakCapture, GraphRecord, Reader, Slot, SlotState
 from headrace.stats import Recorder, UnitStats
 from headrace.stores.store import Store
 from headrace.transfer.link import ComputeEvent, Link
+
+if TYPE_CHECKING:
+    from headrace.runtime.debug import Guard
+    from headrace.stores.sources import Copy
 
 __all__ = ["Prefetcher", "release_left"]
 
@@ -45,6 +49,12 @@ STOP_TIMEOUT_S = 30.0
 _MOST_RUNS = 1 << 20
 # Runs that are expected of a call before it has shown its order, with all its loops.
 _MOST_EXPECTED = 1 << 16
+
+
+def _new_guard(plan: Plan, copies: Sequence[Sequence[Copy]], promoted: Collection[str]) -> Guard:
+    from headrace.runtime.debug import Guard
+
+    return Guard(plan, copies, promoted)
 
 
 class Prefetcher:
@@ -109,7 +119,7 @@ class Prefetcher:
         self._owns_graphs = self._captures_own = False  # see capturing()
         self._pid = os.getpid()
         decoded = [store.unit_copies(plan.units[load.unit]) if load.coded else load.copies for load in self._loads]
-        self._guard = Guard(plan, decoded, promoted) if debug and plan.kind.has_bytes else None
+        self._guard = _new_guard(plan, decoded, promoted) if debug and plan.kind.has_bytes else None
         self.stats = [UnitStats(unit.module_fqn, unit.store) for unit in plan.units]
 
     def slot_memory(self, unit: int) -> Tensor:
