@@ -13,16 +13,16 @@ from __future__ import annotations
 
 import threading
 import time
-from collections.abc import Collection, Iterator
+from collections.abc import Collection, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import replace
+from typing import TYPE_CHECKING
 
 from torch import Tensor
 
 from headrace.errors import SlotConflictError, TransferError
 from headrace.plan.plan import Plan
 from headrace.plan.schedule import slot_of
-from headrace.runtime.debug import Guard
 from headrace.runtime.expected_order import ExpectedOrder
 from headrace.runtime.forwards import Forwards, release_left
 from headrace.runtime.replays import BreakCapture, Replays
@@ -32,7 +32,17 @@ from headrace.stores.store import Store
 from headrace.transfer.decoding import DecodingMemory, slot_sizes
 from headrace.transfer.link import Link
 
+if TYPE_CHECKING:
+    from headrace.runtime.debug import Guard
+    from headrace.stores.sources import Copy
+
 __all__ = ["Prefetcher"]
+
+
+def _new_guard(plan: Plan, copies: Sequence[Sequence[Copy]], promoted: Collection[str]) -> Guard:
+    from headrace.runtime.debug import Guard
+
+    return Guard(plan, copies, promoted)
 
 
 class Prefetcher:
@@ -90,7 +100,7 @@ class Prefetcher:
         self.replays = Replays(live, link, self.forwards, self._order.schedule, replays_announced, refused=repeats)
         self.has_run = False
         decoded = [store.unit_copies(plan.units[load.unit]) if load.coded else load.copies for load in self._loads]
-        self._guard = Guard(plan, decoded, promoted) if debug and plan.kind.has_bytes else None
+        self._guard = _new_guard(plan, decoded, promoted) if debug and plan.kind.has_bytes else None
         self.stats = [UnitStats(unit.module_fqn, unit.store) for unit in plan.units]
 
     def slot_memory(self, unit: int) -> Tensor:
