@@ -29,7 +29,7 @@ from headrace.runtime.replays import BreakCapture, Replays
 from headrace.runtime.slot import Reader, Slot, SlotState
 from headrace.stats import Recorder, UnitStats
 from headrace.stores.store import Store
-from headrace.transfer.decoding import DecodingMemory, slot_sizes
+from headrace.transfer.decoded_units import DecodingMemory, slot_sizes
 from headrace.transfer.link import Link
 
 if TYPE_CHECKING:

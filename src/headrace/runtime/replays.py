@@ -354,6 +354,6 @@ class Replays:
             )
 
     def close(self) -> None:
-        """Let go of the slots."""
+        """Free the slots."""
         self.live = []
         self._end_capture()

@@ -54,6 +54,6 @@ class DecodingMemory:
             self._uses.append((self._link.capture_id, event))
 
     def close(self) -> None:
-        """Let go of the memory."""
+        """Free the memory."""
         self.memory = None
         self._uses.clear()
