@@ -113,6 +113,8 @@ def _steps(rng: random.Random, model: ModelSpec) -> tuple[tuple[str, int], ...]:
     drawn = rng.choices(names, weights, k=rng.randint(1, 6))
     if rng.random() < 0.7:
         drawn.insert(0, "forward")
+    if rng.random() < 0.3:
+        drawn = [name for step in drawn for name in (step, "read_any")]
     return tuple((name, rng.randrange(1000)) for name in drawn)
 
 

@@ -124,6 +124,7 @@ def judge(
     ):
         warnings.simplefilter("ignore")
         os.environ["HEADRACE_DEBUG"] = "1" if case.debug else "0"
+        torch.compiler.reset()
         return _Case(case, Path(folder), log, offload).run()
 
 

@@ -132,6 +132,7 @@ def add_hook(env: Env, arg: int) -> Any:
             module.register_forward_pre_hook(lambda m, args: (args[0] + m.weight.mean(),), prepend=arg % 3 == 0)
         else:
             module.register_forward_hook(lambda m, args, output: output + m.weight.mean(), prepend=arg % 3 == 0)
+        torch.compiler.reset()  # compiled code does not look for hooks that come later
     return env.model(env.input(arg))
 
 
@@ -159,6 +160,69 @@ def read_weight(env: Env, arg: int) -> Any:
     """The program reads a weight between forwards."""
     module, attr = env.weight(arg)
     return getattr(module, attr).detach().clone()
+
+
+READS: list[Callable[[torch.Tensor], Any]] = [
+    lambda w: w.clone(),
+    lambda w: w.data.clone(),
+    lambda w: w @ torch.ones(w.shape[1], 2, dtype=w.dtype),
+    lambda w: w.float().sum(),
+    lambda w: w.t()[1:3] * 2,
+    lambda w: w.data.chunk(2)[1].contiguous(),
+    lambda w: torch.tensor(w.tolist()),
+    lambda w: torch.from_numpy(w.detach().float().numpy().copy()),
+    lambda w: torch.from_dlpack(w.detach()).clone(),
+    lambda w: copy.deepcopy(w.data),
+    lambda w: w.untyped_storage().nbytes() - w.nbytes,
+    lambda w: w.data.untyped_storage().tolist()[:64],
+]
+
+
+def read_any(env: Env, arg: int) -> Any:
+    """A weight is read in one of many ways."""
+    module, attr = env.weight(arg)
+    return READS[arg // 7 % len(READS)](getattr(module, attr))
+
+
+def keep_data(env: Env, arg: int) -> None:
+    """An alias is taken now, and read by a later step."""
+    module, attr = env.weight(arg)
+    env.kept["data"] = getattr(module, attr).data
+
+
+def use_data(env: Env, arg: int) -> Any:
+    alias = env.kept.get("data")
+    return None if alias is None else alias.clone()
+
+
+def compile_model(env: Env, arg: int) -> Any:
+    """From here on what calls the model, in whichever step, runs compiled code."""
+    env.model.compile(backend="eager", fullgraph=arg % 3 == 0)
+    return env.model(env.input(arg))
+
+
+def compile_layers(env: Env, arg: int) -> Any:
+    """The same of each layer by itself, or of every second one."""
+    for layer in env.model.layer_list()[:: 1 + arg % 2]:
+        layer.compile(backend="eager", fullgraph=arg % 3 == 0)
+    return env.model(env.input(arg))
+
+
+def compiled_function(env: Env, arg: int) -> Any:
+    """What is compiled calls the model, and goes on behind it."""
+    step = torch.compile(lambda x: _main_output(env.model(x)) + 1, backend="eager", fullgraph=arg % 3 == 0)
+    return step(env.input(arg))
+
+
+def compile_off(env: Env, arg: int) -> Any:
+    for module in env.model.modules():
+        module._compiled_call_impl = None
+    return env.model(env.input(arg))
+
+
+def inductor(env: Env, arg: int) -> None:
+    """One compiled forward that rounds as it likes; what it leaves is for later steps to find."""
+    torch.compile(env.model, backend="inductor")(env.input(arg))
 
 
 def linear_outside(env: Env, arg: int) -> Any:
@@ -529,13 +593,17 @@ class Kind:
     own_errors: str | None = None
 
 
-# torch itself refuses these of the offloaded model, by a version counter.
+# torch itself refuses these of the offloaded model, for want of a pointer and by a version counter.
+_NO_POINTER = "Cannot access data pointer"
 _AUTOGRAD = "modified by an inplace operation|has been modified inplace"
 _KINDS = [
     Kind(forward, weight=8), Kind(decode, weight=3), Kind(late, weight=2), Kind(autocast), Kind(by_hand),
     Kind(model_forward, weight=0.7), Kind(outer, weight=0.7), Kind(patch_forward, changes=True, weight=0.5),
     Kind(add_hook, changes=True, weight=0.7), Kind(replace_layer, changes=True, weight=0.7), Kind(keep_view),
-    Kind(use_view), Kind(read_weight), Kind(linear_outside), Kind(one_layer), Kind(write_data, changes=True),
+    Kind(use_view), Kind(read_any, weight=2, own_errors=_NO_POINTER), Kind(keep_data), Kind(use_data),
+    Kind(compile_model, weight=1.5),
+    Kind(compile_layers), Kind(compiled_function), Kind(compile_off, weight=0.5), Kind(inductor, weight=0.1),
+    Kind(read_weight), Kind(linear_outside), Kind(one_layer), Kind(write_data, changes=True),
     Kind(write_add, changes=True), Kind(write_set_data, changes=True, weight=0.7),
     Kind(write_copy, changes=True, weight=0.7), Kind(write_inside, changes=True, weight=0.7),
     Kind(replace_parameter, changes=True), Kind(delete_parameter, changes=True, weight=0.7), Kind(unwrap, changes=True),
