@@ -229,7 +229,7 @@ class UnitHook(_ModuleHook):
     def enter_compiled(self, tensors: Sequence[torch.Tensor]) -> None:
         if self._prefetcher is None:
             return
-        given = [tensor.data_ptr() for tensor in tensors]
+        given = [torch.Tensor.data_ptr(tensor) for tensor in tensors]
         for bound in self._tensors:
             if self._prefetcher.replays.in_capture:
                 bound.note_replays()
