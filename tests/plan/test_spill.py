@@ -328,3 +328,11 @@ class TestWhoMaySpill:
         assert any(
             re.fullmatch(r"batch 1024 instead of 1: 1,0\d\dx the tokens for 0% more step time", t) for t in texts
         )
+
+
+def test_a_code_has_to_fit_into_what_is_free() -> None:
+    """Nothing in a code is in files: where neither fits, the error is that of the budget, before limits are asked."""
+    inventory = take_inventory(Stack(8, 256).to(torch.bfloat16))
+    facts = {"spill": Spill(free_bytes=64 * KIB), "zero_copy": True}
+    with pytest.raises(BudgetError, match=r"free host memory of 64.0 KiB .* with the staging ring"):
+        build_plan(inventory, Budget(inventory.num_bytes // 2), **facts)

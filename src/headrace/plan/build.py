@@ -169,16 +169,14 @@ class Planner:
         except BudgetError:
             with suppress(BudgetError, OptionError):  # there may be room for the code alone
                 if self.has_triton and kind_of(budget.mode or self.default_mode) is HOST:
-                    return self.plan(replace(budget, codec="exp3"), movable, forced)
+                    return self.plan(replace(self._within_free(budget), codec="exp3"), movable, forced)
             raise
         on_link = plain.offloaded_bytes and plain.kind is HOST and self.has_triton
         if not on_link or self.rates.copies_take_cores:  # a CPU decodes more slowly than it copies
             return plain
-        if plain.staged_units and self.spill is not None and self.spill.free_bytes is not None:
-            # Nothing in a code is in files, so what is free has to hold it, and units until they are coded.
+        if plain.staged_units:
             uncoded_bytes = (UNITS_AT_ONCE + UNITS_AHEAD) * max(unit.num_bytes for unit in plain.units)
-            room = max(1, self.spill.free_bytes - uncoded_bytes)
-            budget = replace(budget, host_memory=min(room, budget.host_limit_bytes or room))
+            budget = self._within_free(budget, uncoded_bytes)
         try:
             with warnings.catch_warnings():
                 warnings.simplefilter("ignore", HeadraceWarning)  # it is that of the plan above
@@ -189,6 +187,14 @@ class Planner:
         plans = [[self.forecast(p, rows, work.context).step_s for rows in work.batch_sizes] for p in (plain, coded)]
         plain_s, coded_s = mean_log(np.array(plans).T)
         return coded if coded_s < plain_s else plain
+
+    def _within_free(self, budget: Budget, uncoded_bytes: int = 0) -> Budget:
+        """``budget`` for a code, of which nothing is in files: free memory holds it, and units until they are coded."""
+        free_bytes = None if self.spill is None else self.spill.free_bytes
+        if free_bytes is None:
+            return budget
+        room = max(1, free_bytes - uncoded_bytes)
+        return replace(budget, host_memory=min(room, budget.host_limit_bytes or room))
 
     def _movable(self, policy: Budget | Prefetch | UVA, names: Collection[str] | None = None) -> list[StorageInfo]:
         """The storages that ``policy`` (or ``names``) selects and that its store can hold."""
