@@ -81,7 +81,7 @@ def test_remove_unregisters_while_the_handle_lives() -> None:
             del self.held[address]
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr("headrace.stores.open_store.CudaRegistrar", Counting)
+        patch.setattr("headrace.stores.pinned_host.CudaRegistrar", Counting)
         model = build(device="cpu")
         handle = headrace.offload(model, Prefetch(1, 1, 2), device="cuda")
         assert sum(Counting.held.values()) == store_of(handle).host_bytes

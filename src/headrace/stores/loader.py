@@ -52,9 +52,7 @@ PIECE_BYTES = 16 << 20
 JOBS_PER_THREAD = 2
 _MAX_RUN = 512
 
-# A piece costs its reader and the copies 50 to 90 us of the interpreter lock: in pieces of 16 MiB an H100 was loaded
-# from the page cache at twice the rate of pieces of 4 (docs/benchmarks/2026-11-28-files-h100.md).
-BUFFER_BYTES = 16 << 20
+BUFFER_BYTES = 4 << 20
 NUM_BUFFERS = 12
 # Direct reads fill whole aligned pages around the bytes that are wanted.
 _BUFFER_BYTES = BUFFER_BYTES + 4 * ALIGN_BYTES
@@ -502,7 +500,7 @@ class UploadRing:
 class CudaUploader(UploadRing):
     """Pinned buffers, and copies on a stream of its own."""
 
-    # With the rest of its first and last page, a piece is a request of BUFFER_BYTES.
+    # With the rest of its first and last page, a piece is a request of BUFFER_BYTES, which no disk need split.
     piece_bytes = BUFFER_BYTES - ALIGN_BYTES
 
     def __init__(self, device: torch.device, registrar: CudaRegistrar | None) -> None:
