@@ -13,19 +13,19 @@ import pytest
 import measures
 
 BOUNDS = {
-    "lines of src": 21812,
-    "lines of the core": 14757,
-    "files of src": 128,
-    "lines of tests": 39126,
-    "longest class": 350,
+    "lines of src": 22705,
+    "lines of the core": 15159,
+    "files of src": 150,
+    "lines of tests": 40500,
+    "longest class": 349,
     "Prefetcher": 294,
-    "branches on a kind of store": 93,
-    "files that headrace.api loads": 31,
-    "lines that headrace.api loads": 6980,
-    "lines of the spine": 5263,
-    "files of the spine": 38,
-    "files to the first copy": 30,
-    "functions to the first copy": 368,
+    "branches on a kind of store": 4,
+    "files that headrace.api loads": 39,
+    "lines that headrace.api loads": 7124,
+    "lines of the spine": 5436,
+    "files of the spine": 52,
+    "files to the first copy": 42,
+    "functions to the first copy": 403,
 }
 # What a measure may lie below its bound, so that not every small change edits the table.
 SLACK = dict.fromkeys(["lines of src", "lines of the core", "lines that headrace.api loads", "lines of the spine"], 60)

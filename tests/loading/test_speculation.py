@@ -125,15 +125,15 @@ def test_sampled_tokens_of_transformers_alone(target: Path, guesser: str, policy
     model, handle = load(target, policy, device="cpu", speculate=Speculation(guesser, 3))
     answers = set()
     for sampling in SAMPLINGS:
-        for seed in range(3):
+        for seed in range(5):
             found = generated(model, seed=seed, do_sample=True, **sampling)
             assert found == generated(expected, seed=seed, do_sample=True, **sampling, **options), (sampling, seed)
             answers.add(tuple(found))
     stats = handle.stats()
-    assert len(answers) == 9
+    assert len(answers) == 15
     assert stats.bytes_moved > 0
     assert stats.speculation is not None
-    assert stats.speculation.passes < stats.speculation.tokens == 9 * 40
+    assert stats.speculation.passes < stats.speculation.tokens == 15 * 40
 
 
 def test_a_draft_that_guesses_all(target: Path) -> None:
