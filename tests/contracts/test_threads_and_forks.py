@@ -5,12 +5,18 @@ from __future__ import annotations
 import json
 import subprocess
 import sys
+import threading
+import time
 from typing import Any
 
 import pytest
+import torch
 
+import headrace
+from headrace import Prefetch
 from interrupts import MODES
 from isolated import HERE, environment
+from models import Stack, expecting
 
 
 def run(what: str, mode: str, rounds: int) -> dict[str, Any]:
@@ -39,3 +45,24 @@ def test_fork_beside_forwards(mode: str) -> None:
     assert set(found["children"]) <= ({"right"} if mode == "resident" else {"right", "refused"}), found
     assert set(found["forwards"]) == {"right"}, found
     assert found["ended"], found
+
+
+@torch.no_grad()
+def test_a_thread_that_ended_within_a_forward_holds_up_no_other() -> None:
+    """As compiled code that raises leaves it: nothing has released the unit that its module was reading."""
+    model, x, expected = expecting(Stack(4))
+    with headrace.offload(model, Prefetch(1, 1, 1, params=["layers"])) as handle:
+        prefetcher = handle._session._prefetcher
+        assert prefetcher is not None
+
+        def begin() -> None:
+            prefetcher.begin_forward()
+            prefetcher.wait(0)
+
+        thread = threading.Thread(target=begin)
+        thread.start()
+        thread.join()
+        start = time.monotonic()
+        assert torch.equal(model(x), expected)
+        assert time.monotonic() - start < 10
+        assert handle.stats().bytes_moved > 0

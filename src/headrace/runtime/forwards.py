@@ -5,6 +5,7 @@ from __future__ import annotations
 import itertools
 import os
 import threading
+import time
 from collections.abc import Callable, Collection
 
 from headrace.errors import SlotConflictError, StateError
@@ -13,6 +14,9 @@ __all__ = ["Forwards", "release_left"]
 
 # A forward that holds a slot for longer than this is taken to be stuck, not slow.
 CONFLICT_TIMEOUT_S = 600.0
+
+# The end of a thread notifies nothing.
+_ASK_AGAIN_S = 0.5
 
 # How long remove() waits for forwards of other threads.
 STOP_TIMEOUT_S = 30.0
@@ -53,7 +57,10 @@ class Forwards:
 
     def wait_until(self, condition: Callable[[], bool], what: str) -> None:
         """Let other threads go on until ``condition`` holds; ``what`` they run, for the error if it never does."""
-        if not self._changed.wait_for(condition, CONFLICT_TIMEOUT_S):
+        until = time.monotonic() + CONFLICT_TIMEOUT_S
+        while not self._changed.wait_for(condition, min(_ASK_AGAIN_S, CONFLICT_TIMEOUT_S)):
+            if time.monotonic() < until:
+                continue
             raise SlotConflictError(
                 f"{what} another thread has been running for {CONFLICT_TIMEOUT_S:.0f} s; use one offloaded model per "
                 f"thread"

@@ -268,9 +268,12 @@ class Prefetcher:
                 self._refill(unit, slot, following)
                 forwards.notify()
 
-    def _drop_stale_readers(self, slot: Slot) -> None:
-        """Take the slot from runs of this thread that an error or interrupt ended before they could release it."""
-        stale = slot.stale_readers(self.forwards.numbers.get(threading.get_ident())) if slot.readers else []
+    def _drop_stale_readers(self, slot: Slot, alive: Collection[int] | None = None) -> None:
+        """Take the slot from runs of this thread that an error or interrupt ended before they could release it.
+
+        ``alive``: idents of threads; also from runs of others, which have ended.
+        """
+        stale = slot.stale_readers(self.forwards.numbers.get(threading.get_ident()), alive) if slot.readers else []
         for reader in stale:
             slot.readers.remove(reader)
             reader.drop()
@@ -299,7 +302,13 @@ class Prefetcher:
             # In this thread, where no other slot would do for every nesting: the inner one must not be prefetched.
             place = "the memory in which one unit is decoded at a time" if {unit, holder} <= self._coded else "one slot"
             raise SlotConflictError(f"{what} runs inside {held}, and both need {place}: {_keep_resident(name, around)}")
-        self.forwards.wait_until(lambda: not slot.readers, f"{what} needs the slot of {held}, which")
+
+        def is_free() -> bool:
+            # Compiled code that raises releases nothing, and its thread may have ended behind that.
+            self._drop_stale_readers(slot, {thread.ident for thread in threading.enumerate() if thread.ident})
+            return not slot.readers
+
+        self.forwards.wait_until(is_free, f"{what} needs the slot of {held}, which")
 
     def _bring(self, unit: int, slot: Slot) -> None:
         """Let compute wait for ``unit``, which is copied now unless it was before."""

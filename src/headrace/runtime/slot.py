@@ -6,6 +6,7 @@ replays.py says what CUDA graphs change about these.
 from __future__ import annotations
 
 import threading
+from collections.abc import Collection
 from enum import Enum, auto
 
 import torch
@@ -139,10 +140,21 @@ class Slot:
         thread = threading.get_ident()
         return next((reader for reader in reversed(self.readers) if reader.thread == thread), None)
 
-    def stale_readers(self, forward: int | None) -> list[Reader]:
-        """Readers of the calling thread, which is in ``forward``, that ended without a release."""
-        thread = threading.get_ident()
-        return [reader for reader in self.readers if reader.thread == thread and not reader.goes_on(forward)]
+    def stale_readers(self, forward: int | None, alive: Collection[int] | None = None) -> list[Reader]:
+        """Readers of the calling thread, which is in ``forward``, that ended without a release.
+
+        ``alive``: idents of threads, to find those of threads that have ended, too.
+        """
+        mine = threading.get_ident()
+        return [
+            reader
+            for reader in self.readers
+            if (
+                not reader.goes_on(forward)
+                if reader.thread == mine
+                else alive is not None and reader.thread not in alive
+            )
+        ]
 
     def _require(self, is_legal: bool, target: SlotState) -> None:
         """Raise ``StateError`` unless the slot may become ``target`` now."""

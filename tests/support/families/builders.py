@@ -246,10 +246,14 @@ def hush() -> None:
 def quiet() -> Iterator[None]:
     """No warnings, progress bars and log lines of the libraries."""
     hush()
+    disabled = logging.root.manager.disable
     logging.disable(logging.WARNING)
-    with warnings.catch_warnings(), contextlib.redirect_stdout(io.StringIO()):
-        warnings.simplefilter("ignore")
-        yield
+    try:
+        with warnings.catch_warnings(), contextlib.redirect_stdout(io.StringIO()):
+            warnings.simplefilter("ignore")
+            yield
+    finally:
+        logging.disable(disabled)
 
 
 def _first_line(error: BaseException) -> str:
