@@ -523,12 +523,21 @@ class TestTransfers:
         monkeypatch.setattr(forwards, "CONFLICT_TIMEOUT_S", 0.05)
         model = Stack(3).eval()
         handle = headrace.offload(model, all_layers(1))
-        thread = threading.Thread(target=handle._session._prefetcher.wait, args=(0,))
+        has_it, ends = threading.Event(), threading.Event()
+
+        def hold() -> None:
+            handle._session._prefetcher.wait(0)
+            has_it.set()
+            ends.wait()
+
+        thread = threading.Thread(target=hold)
         thread.start()
-        thread.join()
+        has_it.wait()
         message = r"^layers\.1 \(unit 1\) needs the slot of layers\.0 \(unit 0\), which another .* one .* per thread"
         with pytest.raises(errors.SlotConflictError, match=message):
             model.layers[1](rows())
+        ends.set()
+        thread.join()
         handle.remove()
 
 
