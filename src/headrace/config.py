@@ -20,7 +20,6 @@ from headrace.errors import OptionError, OptionTypeError, RuleError, SelectionEr
 __all__ = [
     "ALL_MODEL_PARAMS",
     "CODES",
-    "HOST_MODES",
     "RANK_MODES",
     "SHARDED_MODES",
     "UVA",
@@ -70,8 +69,6 @@ CODES: tuple[Code, ...] = get_args(Code)
 StoreName = Literal[Mode, "peer", Code]
 # Stores of which each rank of a group keeps a part, and all stores that need a group.
 SHARDED_MODES: tuple[Mode, ...] = ("sharded_cpu", "sharded_gpu")
-# Stores whose bytes are host memory; those of shm_cpu exist once for all ranks of a host.
-HOST_MODES: tuple[Mode, ...] = ("cpu", "shm_cpu", "sharded_cpu")
 RANK_MODES: tuple[Mode, ...] = ("shm_cpu", *SHARDED_MODES)
 Mechanism = Literal["resident", "prefetch", "uva", "cache"]
 Backend = Literal["auto", "prefetch", "uva", "none"]

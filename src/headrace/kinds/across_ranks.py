@@ -23,6 +23,8 @@ def _remark(mode: str) -> str:
 
 
 class Shared(StoreKind):
+    """One copy in host memory for all ranks of a host."""
+
     name: StoreName = "shm_cpu"
     label = "host, shared"
     beside = ()

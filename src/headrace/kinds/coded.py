@@ -20,6 +20,8 @@ _CPU_DECODES = 0.3e9  # bytes of weights per second, two cores of 2 GHz
 
 
 class Coded(StoreKind):
+    """Host memory that holds the code of a unit."""
+
     name: StoreName = "exp3"
     label = "host, coded"
     beside = ()

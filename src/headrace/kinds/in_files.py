@@ -12,6 +12,8 @@ __all__ = ["KINDS"]
 
 
 class InFiles(StoreKind):
+    """The files of a checkpoint."""
+
     name: StoreName = "disk"
     label = "file"
     beside = ()

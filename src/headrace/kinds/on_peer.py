@@ -12,6 +12,8 @@ __all__ = ["KINDS"]
 
 
 class OnPeer(StoreKind):
+    """The memory of another GPU."""
+
     name: StoreName = "peer"
     label = "peer GPU"
     beside = ()

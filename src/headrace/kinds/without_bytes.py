@@ -11,6 +11,8 @@ __all__ = ["KINDS"]
 
 
 class WithoutBytes(StoreKind):
+    """No memory, and no weights."""
+
     name: StoreName = "meta"
     label = "nowhere"
     beside = ()
