@@ -13,15 +13,15 @@ import pytest
 import measures
 
 BOUNDS = {
-    "lines of src": 22734,
-    "lines of the core": 15188,
+    "lines of src": 22740,
+    "lines of the core": 15194,
     "files of src": 150,
     "lines of tests": 40600,
     "longest class": 349,
     "Prefetcher": 297,
     "branches on a kind of store": 4,
     "files that headrace.api loads": 39,
-    "lines that headrace.api loads": 7153,
+    "lines that headrace.api loads": 7159,
     "lines of the spine": 5446,
     "files of the spine": 52,
     "files to the first copy": 42,

@@ -173,7 +173,7 @@ READS: list[Callable[[torch.Tensor], Any]] = [
     lambda w: torch.from_numpy(w.detach().float().numpy().copy()),
     lambda w: torch.from_dlpack(w.detach()).clone(),
     lambda w: copy.deepcopy(w.data),
-    lambda w: w.untyped_storage().nbytes() - w.nbytes,
+    lambda w: w.untyped_storage().nbytes() >= w.nbytes,  # of several weights, perhaps, or with padding
     # From the weight on: what lies before it in its storage is not the same after every step.
     lambda w: w.data.untyped_storage().tolist()[w.storage_offset() * w.element_size() :][:64],
 ]

@@ -48,6 +48,7 @@ __all__ = [
     "bind",
     "fill_empty",
     "is_placeholder",
+    "leave_placeholders",
     "live_tensors",
     "own_forward",
     "own_storage",
@@ -753,6 +754,12 @@ def is_placeholder(tensor: torch.Tensor) -> bool:
 def resident_rule(name: str) -> str:
     """How to keep the tensor ``name`` on the device, for messages: in Python and on a command line."""
     return f"rules=[({name!r}, 'resident')], --offload-rule {name}=resident"
+
+
+def leave_placeholders(library: torch.library.Library, op: str) -> None:
+    """Let the custom operator ``op`` of ``library``, which reads no bytes of them, run on placeholders as they are."""
+    for key in (_PLACEHOLDER, _PINNED, _BELOW_PYTHON):
+        library.impl(op, torch.library.fallthrough_kernel, key)
 
 
 def _on_access(operator: torch._ops.OpOverload, *args: Any, **kwargs: Any) -> Any:
