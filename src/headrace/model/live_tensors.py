@@ -31,6 +31,7 @@ from typing import Any
 
 import torch
 from torch import nn
+from torch._ops import OpOverload
 from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils._pytree import tree_leaves, tree_map_only
 
@@ -41,10 +42,10 @@ from headrace.model.records import Location, StorageInfo, TensorInfo
 __all__ = [
     "BoundStorage",
     "BoundTensor",
-    "Loan",
     "OnAccess",
     "Path",
     "Saved",
+    "TemporaryCopy",
     "bind",
     "fill_empty",
     "is_placeholder",
@@ -62,13 +63,13 @@ __all__ = [
 if "refuse_reload" in globals():  # this module is being reloaded
     globals()["refuse_reload"]()
 
-# What an operator gets in place of a placeholder, which other threads and compiled code may read meanwhile, and what to
-# call when it has run.
-Loan = tuple[torch.Tensor, Callable[[], None] | None]
+# What an operator gets in place of a placeholder, which other threads and compiled code may read meanwhile, and
+# release_copy, to call when it has run.
+TemporaryCopy = tuple[torch.Tensor, Callable[[], None] | None]
 
-# Gives a placeholder its bytes for good (returns None), or lends them. Takes the tensor, the operator that uses it, and
-# whether the operator writes it in place. OutsideAccessError: it cannot have them.
-OnAccess = Callable[["BoundTensor", torch._ops.OpOverload, bool], Loan | None]
+# Gives a placeholder its bytes for good (returns None), or the operator a copy of them. Takes the tensor, the operator
+# that uses it, and whether the operator writes it in place. OutsideAccessError: it cannot have them.
+OnAccess = Callable[["BoundTensor", OpOverload, bool], TemporaryCopy | None]
 
 # Attributes from a module to a tensor at or below it, into a tensor subclass too.
 Path = tuple[str, ...]
@@ -106,7 +107,7 @@ class BoundTensor:
         self.tensor = self.original = self.original_data = tensor
         _bound.add(self)  # before it has another tensor over that memory
         self.original_data = tensor.data
-        self._revive: Callable[[], torch.Tensor | None] | None = None  # memory of the original, if it was released
+        self._weak_original: Callable[[], torch.Tensor | None] | None = None  # None: it was not released
         self.lost = False  # the model holds another tensor, or none, in its place
         self.in_slot: torch.Tensor | None = None  # over slot memory; None: not brought by a unit (any more)
         self._unguarded: torch.Tensor | None = None  # the same for engines, whose compiled code counts as writing
@@ -333,12 +334,12 @@ class BoundTensor:
     def forget_original(self) -> None:
         """Release the memory that the tensor had."""
         if self.original.device.type != "meta":
-            self._revive = self._revive or _reviver(self.original_data)
+            self._weak_original = self._weak_original or _weak_memory(self.original_data)
             self.original_data = self.tensor.data
 
-    def revived_data(self) -> torch.Tensor | None:
+    def original_memory(self) -> torch.Tensor | None:
         """The memory that :meth:`forget_original` released, if views that the model keeps elsewhere still hold it."""
-        return None if self._revive is None else self._revive()
+        return None if self._weak_original is None else self._weak_original()
 
     def is_held_by(self, module: nn.Module, attr: str, inner: tuple[str, ...] = ()) -> bool:
         """Whether ``module`` has this very tensor at ``attr`` now; ``inner``: the path inside a subclass."""
@@ -440,7 +441,7 @@ class BoundStorage:
     @property
     def is_kept_elsewhere(self) -> bool:
         """Whether the memory that the model came with was released, and views kept elsewhere hold it still."""
-        return not self.keeps_original and any(tensor.revived_data() is not None for tensor in self.tensors)
+        return not self.keeps_original and any(tensor.original_memory() is not None for tensor in self.tensors)
 
     @property
     def is_placeholder(self) -> bool:
@@ -475,7 +476,7 @@ class BoundStorage:
 
     def return_to_original(self) -> bool:
         """Point every tensor at the memory that the model came with, if views kept elsewhere hold it still."""
-        found = [tensor.original_data if self.keeps_original else tensor.revived_data() for tensor in self.tensors]
+        found = [tensor.original_data if self.keeps_original else tensor.original_memory() for tensor in self.tensors]
         if self.on_meta or any(data is None for data in found):
             return False
         for tensor, data in zip(self.tensors, found, strict=True):
@@ -538,21 +539,21 @@ def used_elsewhere(storages: Collection[BoundStorage]) -> list[BoundStorage]:
     return [storage for storage in live if used & {storage_id(bound.original_data) for bound in storage.tensors}]
 
 
-def _reviver(data: torch.Tensor) -> Callable[[], torch.Tensor | None]:
+def _weak_memory(data: torch.Tensor) -> Callable[[], torch.Tensor | None]:
     """A function that makes ``data`` again as long as another tensor keeps its memory alive."""
     # Weak, because the memory has to be freed unless a view outside of the model keeps it.
     weak = StorageWeakRef(data.untyped_storage())
     geometry = (data.storage_offset(), data.shape, data.stride())
     dtype, device, is_inference = data.dtype, data.device, data.is_inference()
 
-    def revive() -> torch.Tensor | None:
+    def memory() -> torch.Tensor | None:
         storage = torch.UntypedStorage._new_with_weak_ptr(weak.cdata)
         if storage is None:
             return None
         with torch.inference_mode(is_inference):
             return torch.empty(0, dtype=dtype, device=device).set_(storage, *geometry)
 
-    return revive
+    return memory
 
 
 def live_tensors(module: nn.Module, paths: Iterable[Path]) -> Iterator[torch.Tensor]:
@@ -755,30 +756,30 @@ def resident_rule(name: str) -> str:
     return f"rules=[({name!r}, 'resident')], --offload-rule {name}=resident"
 
 
-def _on_access(operator: torch._ops.OpOverload, *args: Any, **kwargs: Any) -> Any:
+def _on_access(operator: OpOverload, *args: Any, **kwargs: Any) -> Any:
     """Give every placeholder among the arguments its bytes, then run ``operator`` as if nothing were offloaded."""
     targets = (target for target in written_in_place(operator, args, kwargs) if isinstance(target, torch.Tensor))
     written = {storage_id(target) for target in targets}
-    loans: dict[int, Loan] = {}  # by storage, which aliases share
-    lent: dict[int, torch.Tensor] = {}
+    copies: dict[int, TemporaryCopy] = {}  # by storage, which aliases share
+    given: dict[int, torch.Tensor] = {}  # in place of placeholders, by their ids
     returned: dict[int, torch.Tensor] = {}  # what is written; `numpy()` and `tolist()` take the pointer of what is read
     try:
         for argument in tree_leaves((args, kwargs)):
             if isinstance(argument, torch.Tensor) and is_placeholder(argument):
                 storage = storage_id(argument)
-                loan = loans.get(storage) or _materialize(argument, operator, storage in written)
-                if loan is not None:
-                    loans[storage] = loan
-                    lent[id(argument)] = with_bytes = _with_history(argument, loan[0])
+                copy = copies.get(storage) or _materialize(argument, operator, storage in written)
+                if copy is not None:
+                    copies[storage] = copy
+                    given[id(argument)] = with_bytes = _with_history(argument, copy[0])
                     returned |= {id(with_bytes): argument} if storage in written else {}
-        if lent:
-            args, kwargs = tree_map_only(torch.Tensor, lambda tensor: lent.get(id(tensor), tensor), (args, kwargs))
+        if given:
+            args, kwargs = tree_map_only(torch.Tensor, lambda tensor: given.get(id(tensor), tensor), (args, kwargs))
         output = operator(*args, **kwargs)
         return tree_map_only(torch.Tensor, lambda t: returned.get(id(t), t), output) if returned else output
     finally:
-        for _, end in loans.values():
-            if end is not None:
-                end()
+        for _, release_copy in copies.values():
+            if release_copy is not None:
+                release_copy()
 
 
 def _on_detach(tensor: torch.Tensor) -> torch.Tensor:
@@ -813,13 +814,13 @@ def _on_write(name: str, overload: str, /, *args: Any, **kwargs: Any) -> Any:
 
 
 @functools.cache
-def _operator(name: str, overload: str) -> torch._ops.OpOverload:
+def _operator(name: str, overload: str) -> OpOverload:
     # When it is called: torch makes the object of an operator when it is asked for, and of all 1,457 that takes 0.1 s.
-    operator: torch._ops.OpOverload = getattr(getattr(torch.ops.aten, name), overload)
+    operator: OpOverload = getattr(getattr(torch.ops.aten, name), overload)
     return operator
 
 
-def written_in_place(operator: torch._ops.OpOverload, args: Sequence[Any], kwargs: Mapping[str, Any]) -> list[Any]:
+def written_in_place(operator: OpOverload, args: Sequence[Any], kwargs: Mapping[str, Any]) -> list[Any]:
     """The arguments that ``operator`` writes in place, such as tensors."""
     targets: list[Any] = []
     is_norm = operator._schema.name in _NORMS
@@ -833,14 +834,14 @@ def written_in_place(operator: torch._ops.OpOverload, args: Sequence[Any], kwarg
 
 
 @functools.cache
-def _written(operator: torch._ops.OpOverload) -> list[tuple[int, str]]:
+def _written(operator: OpOverload) -> list[tuple[int, str]]:
     """Position and name of each argument that ``operator`` writes."""
     undeclared = _STATISTICS if operator._schema.name in _STATISTICS_OF else ()
     arguments = enumerate(operator._schema.arguments)
     return [(p, a.name) for p, a in arguments if a.name in undeclared or (a.alias_info and a.alias_info.is_write)]
 
 
-def _materialize(argument: torch.Tensor, operator: torch._ops.OpOverload, is_written: bool) -> Loan | None:
+def _materialize(argument: torch.Tensor, operator: OpOverload, is_written: bool) -> TemporaryCopy | None:
     owner = _owners.get(storage_id(argument))
     if owner is None:
         raise StateError(
@@ -861,20 +862,20 @@ def _materialize(argument: torch.Tensor, operator: torch._ops.OpOverload, is_wri
     if owner.is_read_here and owner.in_slot is not None:
         return owner.in_slot.data, None
     is_out = owner.is_pinned or is_placeholder(owner.tensor)
-    loan = owner.on_access(owner, operator, is_written) if owner.on_access and is_out else None
+    copy = owner.on_access(owner, operator, is_written) if owner.on_access and is_out else None
     # An alias of the placeholder has a TensorImpl of its own, which is not changed with the owner's.
-    if loan is None and argument is not owner.tensor:
+    if copy is None and argument is not owner.tensor:
         with torch.no_grad():
             argument.data = owner.tensor.data
-    return loan
+    return copy
 
 
-def _with_history(argument: torch.Tensor, lent: torch.Tensor) -> torch.Tensor:
-    """``lent``, to autograd a view of ``argument``."""
+def _with_history(argument: torch.Tensor, copy: torch.Tensor) -> torch.Tensor:
+    """``copy``, to autograd a view of ``argument``."""
     if not argument.requires_grad:
-        return lent
+        return copy
     view: torch.Tensor = torch.ops.aten.alias(argument)
-    view.data = lent
+    view.data = copy
     return view
 
 
