@@ -27,6 +27,7 @@ import functools
 import weakref
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from enum import Enum, auto
 from typing import Any
 
 import torch
@@ -40,24 +41,9 @@ from headrace.memory.pinned import device_view
 from headrace.model.records import Location, StorageInfo, TensorInfo
 
 __all__ = [
-    "BoundStorage",
-    "BoundTensor",
-    "OnAccess",
-    "Path",
-    "Saved",
-    "TemporaryCopy",
-    "bind",
-    "fill_empty",
-    "is_placeholder",
-    "live_tensors",
-    "own_forward",
-    "own_storage",
-    "read_pinned",
-    "refuse_reload",
-    "resident_rule",
-    "storage_id",
-    "used_elsewhere",
-    "written_in_place",
+    "BoundStorage", "BoundTensor", "OnAccess", "Path", "Saved", "TemporaryCopy", "TensorState", "bind", "fill_empty",
+    "is_placeholder", "live_tensors", "own_forward", "own_storage", "read_pinned", "refuse_reload", "resident_rule",
+    "storage_id", "used_elsewhere", "written_in_place",
 ]  # fmt: skip
 
 if "refuse_reload" in globals():  # this module is being reloaded
@@ -93,8 +79,46 @@ def refuse_reload() -> None:
             )
 
 
+class TensorState(Enum):
+    """What an offloaded tensor views, and so what an operator finds there.
+
+    - RESIDENT: Memory that stays, with its bytes: what the model came with, or what has replaced that. It follows every
+      state: ``point_at`` moves or promotes a tensor, ``return_to`` and ``restore`` end its offload.
+    - FIXED: Its slot at all times, as engines need it, whose compiled code takes addresses and waits for units. It
+      follows RESIDENT (``point_at_slot``), PLACEHOLDER and PINNED (``stay_in_slot``).
+    - PLACEHOLDER: No memory. An operator that takes it calls ``on_access``, which makes it RESIDENT, or gives the
+      operator a temporary copy and leaves the state. It follows RESIDENT (``point_at_slot`` with ``on_access``), FIXED
+      (``leave_slot``) and OPEN (``to_placeholder``).
+    - OPEN: Its slot, read-only, for a window of its module. It follows PLACEHOLDER (``open``).
+    - PINNED: Its slot, whose address compiled code has. To all others outside of windows it is a placeholder. It
+      follows PLACEHOLDER and OPEN (``pin_to_slot``).
+    - LOST: As FIXED, PLACEHOLDER or OPEN, but the model holds another tensor in its place, or none, and uses what it
+      holds. It ends when the model holds this one again.
+
+    ``point_at_slot`` refuses what is not RESIDENT; other methods leave alone what may not move, since their callers go
+    over all tensors. OPEN and LOST are read off the tensor and the model, so that an interrupt between two lines leaves
+    no contradiction.
+    """
+
+    RESIDENT = auto()
+    FIXED = auto()
+    PLACEHOLDER = auto()
+    OPEN = auto()
+    PINNED = auto()
+    LOST = auto()
+
+
+# Every forward compares these for each tensor, and in Python 3.11 an attribute of an Enum is a call.
+RESIDENT, FIXED, PLACEHOLDER, OPEN, PINNED, LOST = TensorState
+
+
 class BoundTensor:
-    """One tensor object and every place that holds it."""
+    """One tensor object and every place that holds it.
+
+    Attributes:
+        in_slot: a view of the slot, read-only unless FIXED; set by :meth:`point_at_slot`, and kept when RESIDENT again.
+        bare: a PINNED placeholder without its address.
+    """
 
     def __init__(self, model: nn.Module, info: TensorInfo) -> None:
         self.info = info
@@ -108,26 +132,31 @@ class BoundTensor:
         _bound.add(self)  # before it has another tensor over that memory
         self.original_data = tensor.data
         self._weak_original: Callable[[], torch.Tensor | None] | None = None  # None: it was not released
-        self.lost = False  # the model holds another tensor, or none, in its place
-        self.in_slot: torch.Tensor | None = None  # over slot memory; None: not brought by a unit (any more)
-        self._unguarded: torch.Tensor | None = None  # the same for engines, whose compiled code counts as writing
-        self._slot_view: torch.Tensor | None = None  # the same; kept when the tensor is promoted beside an open window
-        self._placeholder: torch.Tensor | None = None  # None: the tensor views its slot all the time
+        self._state, self._is_lost = RESIDENT, False  # together: see state
+        self.in_slot: torch.Tensor
+        self._unguarded: torch.Tensor  # the same for engines, whose compiled code counts as writing
+        self._placeholder: torch.Tensor
         self._slot_storage = self._placeholder_storage = self._num_own_views = 0
         self.on_access: OnAccess | None = None
-        self.bare: torch.Tensor | None = None  # of a pinned placeholder: one without an address
+        self.bare: torch.Tensor | None = None
         self._runs_here: Callable[[], bool] = lambda: False
         self._reported = False
-        self._address = (
-            0 if self.tensor.device.type == "meta" or is_placeholder(self.tensor) else self.tensor.data_ptr()
-        )
-        self._first_address = self._address
+        has_memory = tensor.device.type != "meta" and not is_placeholder(tensor)
+        self._first_address = self._address = tensor.data_ptr() if has_memory else 0
         self._version: int | None = None
         self._is_replayed = False  # by CUDA graphs of compiled code, which raise the version and call nothing of ours
 
+    @property
+    def state(self) -> TensorState:
+        """What the tensor views now; LOST as the latest window or check has found it."""
+        if self._is_lost and self._state in (FIXED, PLACEHOLDER):
+            return LOST
+        is_open = self._state is PLACEHOLDER and storage_id(self.tensor) == self._slot_storage
+        return OPEN if is_open else self._state
+
     def point_at(self, buffer: torch.Tensor) -> None:
         """Make the tensor a view of ``buffer`` (uint8, 1-D), with its own shape, strides and dtype."""
-        self.in_slot = None
+        self._state = RESIDENT
         # Inference tensors and others cannot take each other's data.
         with torch.inference_mode(self.original.is_inference()):
             view = self.view_of(buffer)
@@ -150,15 +179,22 @@ class BoundTensor:
 
         ``on_access``: called when the placeholder is used.
         """
+        if self._state is not RESIDENT:
+            raise StateError(
+                f"{self.name} cannot get a slot, because it is {self._state.name}; this is a bug in headrace: please "
+                f"report it, and offload the model again"
+            )
         self.point_at(own_storage(buffer))  # in no local variable, which would count as one of our own views below
         self.in_slot = self._unguarded = self.tensor.data
         self._slot_storage = storage_id(self.in_slot)
+        self._state = FIXED
         if on_access is not None:
             self.on_access = on_access
             with torch.inference_mode(self.original.is_inference()):
                 self._placeholder = placeholder_like(self.in_slot, self)
-                self.in_slot = self._slot_view = guarded(self.in_slot, self)
+                self.in_slot = guarded(self.in_slot, self)
             self._placeholder_storage = storage_id(self._placeholder)
+            self._state = PLACEHOLDER
             self.tensor.data = self._placeholder
             self._num_own_views = torch._C._storage_Use_Count(self._slot_storage)  # with torch's own, by version
 
@@ -169,9 +205,9 @@ class BoundTensor:
             ModelChangedError: it was moved or written since :meth:`to_placeholder`. A replaced or deleted tensor is the
                 caller's right: it is reported once, and the new one is used.
         """
-        if self.in_slot is None:
+        if self._state is RESIDENT:
             return
-        if self._placeholder is None:
+        if self._state is FIXED:
             self.check()  # looks for a loss itself
             self.note_version()  # unknown after compiled code, whose ops count as writes
         elif self._find_loss():
@@ -187,9 +223,9 @@ class BoundTensor:
         Returns:
             what is wrong, if it was moved or written since :meth:`open`.
         """
-        if self.in_slot is None or self.lost:
+        if self._state is RESIDENT or self._is_lost:
             return None
-        if self._placeholder is None:
+        if self._state is FIXED:
             error = self._change()
             self.note_version()
             return error
@@ -202,17 +238,17 @@ class BoundTensor:
         """Whether the model now holds another tensor, or none, at this place; warns the first time."""
         module, place = self.places[0]
         if self._is_registered:  # what getattr() finds, without its detour
-            self.lost = self._holder.get(self._attr) is not self.tensor
+            self._is_lost = self._holder.get(self._attr) is not self.tensor
         else:
-            self.lost = not self.is_held_by(module, place.attr, place.inner)
-        if self.lost and not self._reported:
+            self._is_lost = not self.is_held_by(module, place.attr, place.inner)
+        if self._is_lost and not self._reported:
             self._reported = True
             what = "replaced" if hasattr(module, place.attr) else "deleted"
             warn_user(
                 f"{place.name} was {what} after it was offloaded; headrace leaves the new state alone and the tensor "
                 f"is resident from now on. Offload again to bring it back under the plan"
             )
-        return self.lost
+        return self._is_lost
 
     def _moved(self) -> ModelChangedError:
         return ModelChangedError(
@@ -238,54 +274,51 @@ class BoundTensor:
 
     def reads(self, buffer: torch.Tensor) -> bool:
         """Whether the tensor views ``buffer``, the bytes of its storage, and will until the offload ends."""
-        is_fixed = self.in_slot is None and not is_placeholder(self.tensor)
+        is_fixed = self._state is RESIDENT and not is_placeholder(self.tensor)
         return is_fixed and self.tensor.data_ptr() == self.view_of(buffer).data_ptr()
 
-    def unpin_from_slot(self, on_access: OnAccess) -> None:
-        """Make a tensor that stays in its slot a placeholder, until :meth:`stay_in_slot`; ``on_access``: as above."""
-        if self.in_slot is None or self._placeholder is not None or self._find_loss():
+    def leave_slot(self, on_access: OnAccess) -> None:
+        """Make a FIXED tensor a placeholder, until :meth:`stay_in_slot`; ``on_access``: as above."""
+        if self._state is not FIXED or self._find_loss():
             return
         self.on_access = on_access
         with torch.inference_mode(self.original.is_inference()):
             self._placeholder = placeholder_like(self.in_slot, self)
         self._placeholder_storage = storage_id(self._placeholder)
+        self._state = PLACEHOLDER
         self.tensor.data = self._placeholder
 
     def stay_in_slot(self) -> None:
-        """Keep the tensor in its slot from now on."""
-        if self._placeholder is not None and self.in_slot is not None and not self._find_loss():
+        """Keep a placeholder in its slot from now on."""
+        if self._state in (PLACEHOLDER, PINNED) and not self._find_loss():
             # The declared mutations of the custom ops, which order compiled code, are writes that a guard would refuse.
             self.in_slot = self._unguarded
             self.open()
-            self._placeholder = None
+            self._state = FIXED
             self.note_version()
 
     def pin_to_slot(self, runs_here: Callable[[], bool] | None = None) -> None:
-        """Give the placeholder the address of the slot, because compiled code relies on addresses.
+        """Give a placeholder the address of the slot, because compiled code relies on addresses.
 
         ``runs_here``: whether the slot holds the unit for a run of its module in the calling thread.
         """
         # Tracing may put another tensor in its place for a while (torch.export), which reads no slot.
-        if self._placeholder is None or self.in_slot is None or self.is_pinned or self._find_loss():
+        if self._state is not PLACEHOLDER or self._find_loss():
             return
         with torch.inference_mode(self.original.is_inference()):
-            self.bare, self._placeholder = self._placeholder, _marked_view(self.in_slot, self, _PINNED, _BELOW_PYTHON)
-        self._placeholder.untyped_storage().__class__ = _PlaceholderStorage
-        self._placeholder_storage, self._version = self._slot_storage, None
-        self._runs_here = runs_here or self._runs_here
+            pinned = _marked_view(self.in_slot, self, _PINNED, _BELOW_PYTHON)
+        pinned.untyped_storage().__class__ = _PlaceholderStorage
+        self.bare, self._version, self._runs_here = self._placeholder, None, runs_here or self._runs_here
         if is_placeholder(self.tensor):
-            self.tensor.data = self._placeholder
-
-    @property
-    def is_pinned(self) -> bool:
-        """Whether the placeholder has the address of the slot."""
-        return self.in_slot is not None and self._placeholder_storage == self._slot_storage
+            self.tensor.data = pinned  # first: as a view of its slot a PLACEHOLDER is right, too
+        # In one line, since `bare` would be another one after an interrupt in between.
+        self._placeholder, self._placeholder_storage, self._state = pinned, self._slot_storage, PINNED
 
     @property
     def is_read_here(self) -> bool:
         """Whether compiled code of the calling thread reads a pinned placeholder, or its module runs in the thread."""
         is_compiled = torch._C._dispatch_tls_is_dispatch_key_excluded(_PINNED_KEY)
-        return self.is_pinned and (is_compiled or self._runs_here())
+        return self._state is PINNED and (is_compiled or self._runs_here())
 
     @property
     def name(self) -> str:
@@ -294,17 +327,17 @@ class BoundTensor:
 
     def is_viewed(self, num_known: int = 0) -> bool:
         """Whether more than ``num_known`` other tensors view the slot through this tensor's storage."""
-        if self._placeholder is None:
+        if self._state is FIXED:
             return False
         # Every view holds the storage, in any thread and any container; torch has no list of a tensor's views.
         has_more = torch._C._storage_Use_Count(self._slot_storage) > self._num_own_views + num_known
-        return has_more and not self.is_pinned  # compiled code has views of its own
+        return has_more and self._state is not PINNED  # compiled code has views of its own
 
     def offset_in_slot(self, view: torch.Tensor) -> int | None:
         """Bytes from this tensor's first one in its slot to the first of ``view``; ``None``: it views other memory."""
-        mine = self._unguarded if self._slot_view is None else self._slot_view
-        if mine is None or storage_id(view) != self._slot_storage:
+        if storage_id(view) != self._slot_storage:
             return None
+        mine = self._unguarded
         return int(view.storage_offset() * view.itemsize - mine.storage_offset() * mine.itemsize)
 
     def view_of(self, buffer: torch.Tensor) -> torch.Tensor:
@@ -317,7 +350,7 @@ class BoundTensor:
 
     def restore(self) -> None:
         """Restore the original tensor object and its original memory."""
-        self.in_slot = None
+        self._state = RESIDENT
         if self.tensor is not self.original:
             self._put(self.original)
             self.tensor = self.original
@@ -327,7 +360,7 @@ class BoundTensor:
 
     def return_to(self, data: torch.Tensor) -> None:
         """Make the tensor a view of ``data``, which is memory that it had before."""
-        self.in_slot = None
+        self._state = RESIDENT
         self.tensor.data = self.original_data = data
         self._address = self.tensor.data_ptr()
 
@@ -355,7 +388,7 @@ class BoundTensor:
             raise error
 
     def _change(self) -> ModelChangedError | None:
-        if self.in_slot is None or self._find_loss():  # promoted, or lost
+        if self._state is RESIDENT or self._find_loss():
             return None
         if torch.Tensor.data_ptr(self.tensor) != self._address:
             return self._moved()
@@ -371,14 +404,14 @@ class BoundTensor:
         """Whether its data was set (``tensor.data = ...``) since :meth:`point_at` or :meth:`point_at_slot`."""
         if self.tensor.device.type == "meta":
             return False
-        if self.in_slot is None:
+        if self._state is RESIDENT:
             # Not the tensor's own data_ptr, which torch.utils.swap_tensors gives to another, and asks that one.
             return not is_placeholder(self.tensor) and torch.Tensor.data_ptr(self.tensor) != self._address
         return storage_id(self.tensor) not in (self._placeholder_storage, self._slot_storage)
 
     def refuse_copy(self, given: Collection[int]) -> None:
         """Raise ``StateError`` unless compiled code was given this very memory (``given``: addresses), not a copy."""
-        if not self.lost and self._address not in given:
+        if not self._is_lost and self._address not in given:
             raise StateError(
                 f"{self.info.name}: the compiler passes a copy made before the bytes are on the device, so the result "
                 f"would be wrong; compile with backend='inductor' or 'eager', run under torch.inference_mode() or "
@@ -391,9 +424,8 @@ class BoundTensor:
 
     def note_version(self, known: bool = True) -> None:
         """Remember the version counter, so that :meth:`check` sees writes; ``known=False`` forgets it."""
-        if self._placeholder is not None:
-            return  # a write raises before it happens
-        self._version = _version(self.tensor) if known and not self._is_replayed else None
+        if self._state is FIXED or self._state is RESIDENT:  # a write of others raises before it happens
+            self._version = _version(self.tensor) if known and not self._is_replayed else None
 
     def invalidate_saved(self) -> None:
         """Invalidate what autograd has saved of this tensor, whose data is about to change."""
@@ -446,7 +478,7 @@ class BoundStorage:
     @property
     def is_placeholder(self) -> bool:
         """Whether one of the tensors has no memory now."""
-        return any(is_placeholder(tensor.tensor) and not tensor.is_pinned for tensor in self.tensors)
+        return any(is_placeholder(tensor.tensor) and tensor.state is not PINNED for tensor in self.tensors)
 
     def _bytes_around(self, first: torch.Tensor) -> torch.Tensor:
         start = first.storage_offset() * first.dtype.itemsize - self._first.info.byte_offset
@@ -661,16 +693,15 @@ class _PlaceholderStorage(torch.UntypedStorage):
     def nbytes(self) -> int:
         """The size of what the placeholder stands for."""
         owner = _owners.get(int(self._cdata))
-        memory = (
-            None if owner is None else (owner.in_slot if owner.in_slot is not None else owner.tensor).untyped_storage()
-        )
+        view = None if owner is None else owner.tensor if owner.state is RESIDENT else owner.in_slot
+        memory = None if view is None else view.untyped_storage()
         return super().nbytes() if memory is None or memory._cdata == self._cdata else memory.nbytes()
 
     size = __len__ = nbytes
 
     def _refuse(self, name: str, *args: Any, **kwargs: Any) -> Any:
         owner = _owners.get(int(self._cdata))
-        if owner is not None and owner.is_pinned and (owner.is_read_here or not is_placeholder(owner.tensor)):
+        if owner is not None and owner.state is PINNED and (owner.is_read_here or not is_placeholder(owner.tensor)):
             return getattr(torch.UntypedStorage, name)(self, *args, **kwargs)
         raise OutsideAccessError(
             f"the storage of {'a weight' if owner is None else owner.name}, which is offloaded, was read, written or "
@@ -686,9 +717,8 @@ class _PlaceholderStorage(torch.UntypedStorage):
 def placeholder_like(tensor: torch.Tensor, owner: BoundTensor) -> torch.Tensor:
     """A placeholder of the shape, strides, dtype and device of ``tensor``, which ``owner`` answers for."""
     placeholder = _marked(tensor, _PLACEHOLDER, _BELOW_PYTHON)
-    placeholder.untyped_storage().__class__ = (
-        _PlaceholderStorage  # kept, like the object itself, with the storage of C++
-    )
+    # The class is kept, like the object itself, with the storage of C++.
+    placeholder.untyped_storage().__class__ = _PlaceholderStorage
     # Code that asks for the pointer gets an error of torch instead of the null pointer of an empty storage.
     torch._C._set_throw_on_mutable_data_ptr(placeholder)
     _owners[storage_id(placeholder)] = owner
@@ -859,9 +889,9 @@ def _materialize(argument: torch.Tensor, operator: OpOverload, is_written: bool)
             f"offloaded, and the weight's data was set (.data = ...) since, so the bytes that the alias stands for are "
             f"gone: take it again"
         )
-    if owner.is_read_here and owner.in_slot is not None:
+    if owner.is_read_here:
         return owner.in_slot.data, None
-    is_out = owner.is_pinned or is_placeholder(owner.tensor)
+    is_out = owner.state is PINNED or is_placeholder(owner.tensor)
     copy = owner.on_access(owner, operator, is_written) if owner.on_access and is_out else None
     # An alias of the placeholder has a TensorImpl of its own, which is not changed with the owner's.
     if copy is None and argument is not owner.tensor:

@@ -40,6 +40,7 @@ from headrace.model.live_tensors import (
     BoundStorage,
     BoundTensor,
     TemporaryCopy,
+    TensorState,
     is_placeholder,
     own_storage,
     resident_rule,
@@ -234,7 +235,7 @@ class Promoter(NotCopyable):
     def _in_slots(self, graph: fx.Graph) -> dict[int, BoundTensor]:
         """The tensors in slots that ``graph`` takes, by their storages in it."""
         tensors = [tensor for storage in self._bound.values() for tensor in storage.tensors]
-        in_slot = {id(tensor.tensor): tensor for tensor in tensors if tensor.in_slot is not None}
+        in_slot = {id(tensor.tensor): tensor for tensor in tensors if tensor.state is not TensorState.RESIDENT}
         found: dict[int, BoundTensor] = {}
         for node in graph.find_nodes(op="placeholder"):
             live = getattr(node.meta.get("grapharg"), "example", None)  # the tensor behind this graph input
@@ -256,7 +257,7 @@ class Promoter(NotCopyable):
             self._require_allowed(tensor, how)
             needed = self.plan.device_bytes + storage.info.num_bytes
             is_over = self.plan.budget_bytes is not None and needed > self.plan.budget_bytes
-            if is_over or self.plan.mechanism_of(name) == "cache" or tensor.is_pinned:
+            if is_over or self.plan.mechanism_of(name) == "cache" or tensor.state is TensorState.PINNED:
                 return False
             # In the memory that the model came with, if that still exists: views kept elsewhere share it.
             if storage.home != self._device or not storage.return_to_original():
@@ -282,7 +283,7 @@ class Promoter(NotCopyable):
         """Why it is not made resident, as a clause."""
         if self.plan.mechanism_of(storage.info.name) == "cache":
             return "its module reads its experts through a cache (headrace.expert_rows)"
-        if storage.tensors[0].is_pinned:
+        if storage.tensors[0].state is TensorState.PINNED:
             return "compiled code reads it at the address of its slot"
         return f"making it resident would exceed the budget of {self.plan.budget_bytes} bytes, which can be raised"
 

@@ -262,7 +262,7 @@ class OffloadSession(NotCopyable):
         tensors = [tensor for name in names for tensor in self._bound[name].tensors]
         try:
             for tensor in tensors:
-                tensor.unpin_from_slot(self._promoter.on_outside_access)
+                tensor.leave_slot(self._promoter.on_outside_access)
             yield
         finally:
             for tensor in tensors:
