@@ -13,19 +13,19 @@ import pytest
 import measures
 
 BOUNDS = {
-    "lines of src": 22722,
-    "lines of the core": 15176,
-    "files of src": 150,
+    "lines of src": 22745,
+    "lines of the core": 15197,
+    "files of src": 151,
     "lines of tests": 40900,
     "longest class": 349,
     "Prefetcher": 297,
     "branches on a kind of store": 4,
-    "files that headrace.api loads": 39,
-    "lines that headrace.api loads": 7141,
-    "lines of the spine": 5440,
-    "files of the spine": 52,
-    "files to the first copy": 42,
-    "functions to the first copy": 403,
+    "files that headrace.api loads": 40,
+    "lines that headrace.api loads": 7161,
+    "lines of the spine": 5443,
+    "files of the spine": 53,
+    "files to the first copy": 43,
+    "functions to the first copy": 406,
 }
 # What a measure may lie below its bound, so that not every small change edits the table.
 SLACK = dict.fromkeys(["lines of src", "lines of the core", "lines that headrace.api loads", "lines of the spine"], 60)

@@ -33,17 +33,18 @@ from typing import Any
 import torch
 from torch import nn
 from torch._ops import OpOverload
-from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils._pytree import tree_leaves, tree_map_only
 
 from headrace.errors import ModelChangedError, OutsideAccessError, StateError, warn_user
 from headrace.memory.pinned import device_view
+from headrace.model import torch_private
 from headrace.model.records import Location, StorageInfo, TensorInfo
+from headrace.model.torch_private import storage_id
 
 __all__ = [
     "BoundStorage", "BoundTensor", "OnAccess", "Path", "Saved", "TemporaryCopy", "TensorState", "bind", "fill_empty",
     "is_placeholder", "live_tensors", "own_forward", "own_storage", "read_pinned", "refuse_reload", "resident_rule",
-    "storage_id", "used_elsewhere", "written_in_place",
+    "used_elsewhere", "written_in_place",
 ]  # fmt: skip
 
 if "refuse_reload" in globals():  # this module is being reloaded
@@ -167,7 +168,7 @@ class BoundTensor:
                 # A meta tensor cannot take data (`.data = view`), so a new object has to replace it, with its
                 # attributes: bitsandbytes keeps scales there.
                 attributes = vars(self.tensor)
-                view = torch.Tensor._make_subclass(type(self.tensor), view, self.tensor.requires_grad)
+                view = torch_private.make_subclass(type(self.tensor), view, self.tensor.requires_grad)
                 vars(view).update(attributes)
             self._put(view)
             self.tensor = view
@@ -196,7 +197,7 @@ class BoundTensor:
             self._placeholder_storage = storage_id(self._placeholder)
             self._state = PLACEHOLDER
             self.tensor.data = self._placeholder
-            self._num_own_views = torch._C._storage_Use_Count(self._slot_storage)  # with torch's own, by version
+            self._num_own_views = torch_private.use_count(self._slot_storage)  # with torch's own, by version
 
     def open(self) -> None:
         """Make the tensor a view of its slot, which holds its unit now.
@@ -306,7 +307,7 @@ class BoundTensor:
         if self._state is not PLACEHOLDER or self._find_loss():
             return
         with torch.inference_mode(self.original.is_inference()):
-            pinned = _marked_view(self.in_slot, self, _PINNED, _BELOW_PYTHON)
+            pinned = _marked_view(self.in_slot, self, _PINNED_KEY, _BELOW_PYTHON)
         pinned.untyped_storage().__class__ = _PlaceholderStorage
         self.bare, self._version, self._runs_here = self._placeholder, None, runs_here or self._runs_here
         if is_placeholder(self.tensor):
@@ -317,7 +318,7 @@ class BoundTensor:
     @property
     def is_read_here(self) -> bool:
         """Whether compiled code of the calling thread reads a pinned placeholder, or its module runs in the thread."""
-        is_compiled = torch._C._dispatch_tls_is_dispatch_key_excluded(_PINNED_KEY)
+        is_compiled = torch_private.is_excluded(_PINNED)
         return self._state is PINNED and (is_compiled or self._runs_here())
 
     @property
@@ -330,7 +331,7 @@ class BoundTensor:
         if self._state is FIXED:
             return False
         # Every view holds the storage, in any thread and any container; torch has no list of a tensor's views.
-        has_more = torch._C._storage_Use_Count(self._slot_storage) > self._num_own_views + num_known
+        has_more = torch_private.use_count(self._slot_storage) > self._num_own_views + num_known
         return has_more and self._state is not PINNED  # compiled code has views of its own
 
     def offset_in_slot(self, view: torch.Tensor) -> int | None:
@@ -346,7 +347,7 @@ class BoundTensor:
         view = torch.empty(0, dtype=self.info.dtype, device=buffer.device)
         view.set_(buffer.untyped_storage(), start // view.itemsize, self.info.shape, self.info.stride)
         view = view.conj() if self.original.is_conj() else view
-        return torch._neg_view(view) if self.original.is_neg() else view
+        return torch_private.negative_view(view) if self.original.is_neg() else view
 
     def restore(self) -> None:
         """Restore the original tensor object and its original memory."""
@@ -367,7 +368,7 @@ class BoundTensor:
     def forget_original(self) -> None:
         """Release the memory that the tensor had."""
         if self.original.device.type != "meta":
-            self._weak_original = self._weak_original or _weak_memory(self.original_data)
+            self._weak_original = self._weak_original or torch_private.weak_memory(self.original_data)
             self.original_data = self.tensor.data
 
     def original_memory(self) -> torch.Tensor | None:
@@ -558,7 +559,7 @@ def fill_empty(model: nn.Module, device: torch.device) -> None:
 
 def used_elsewhere(storages: Collection[BoundStorage]) -> list[BoundStorage]:
     """Those whose memory has another user than the model: an alias, an array of ``numpy()``, a list of views."""
-    count = torch._C._storage_Use_Count
+    count = torch_private.use_count
     probe = torch.empty(1, device="cpu")
     of_python = count(storage_id(probe)) - 1  # Python's object of a storage, which storage_id() makes, counts too
     own: dict[int, dict[int, torch.Tensor]] = {}  # by storage and identity
@@ -569,23 +570,6 @@ def used_elsewhere(storages: Collection[BoundStorage]) -> list[BoundStorage]:
     used = {address for address, tensors in own.items() if count(address) > len(tensors) + of_python}
     live = (storage for storage in storages if not storage.on_meta)
     return [storage for storage in live if used & {storage_id(bound.original_data) for bound in storage.tensors}]
-
-
-def _weak_memory(data: torch.Tensor) -> Callable[[], torch.Tensor | None]:
-    """A function that makes ``data`` again as long as another tensor keeps its memory alive."""
-    # Weak, because the memory has to be freed unless a view outside of the model keeps it.
-    weak = StorageWeakRef(data.untyped_storage())
-    geometry = (data.storage_offset(), data.shape, data.stride())
-    dtype, device, is_inference = data.dtype, data.device, data.is_inference()
-
-    def memory() -> torch.Tensor | None:
-        storage = torch.UntypedStorage._new_with_weak_ptr(weak.cdata)
-        if storage is None:
-            return None
-        with torch.inference_mode(is_inference):
-            return torch.empty(0, dtype=dtype, device=device).set_(storage, *geometry)
-
-    return memory
 
 
 def live_tensors(module: nn.Module, paths: Iterable[Path]) -> Iterator[torch.Tensor]:
@@ -650,16 +634,12 @@ def _version(tensor: torch.Tensor) -> int | None:
 
 # -- dispatch keys -----------------------------------------------------------------------------------------------------
 
-_PLACEHOLDER, _PINNED, _GUARDED = "DeferredInit", "TESTING_ONLY_GenericMode", "TESTING_ONLY_GenericWrapper"
+_DEFERRED_KEY, _PINNED_KEY, _GUARDED_KEY = "DeferredInit", "TESTING_ONLY_GenericMode", "TESTING_ONLY_GenericWrapper"
 # Within the `__torch_dispatch__` of a subclass, torch excludes all keys above Python's: one below it sees what the
 # subclass does with a placeholder inside of it. No backend has kernels for this one.
 _BELOW_PYTHON = "CustomRNGKeyId"
-_COMPOSITE = "CompositeImplicitAutograd"  # of operators that consist of others
-_PLACEHOLDER_KEY, _PINNED_KEY, _GUARDED_KEY, _BELOW_KEY = map(
-    torch._C._dispatch_key_parse, (_PLACEHOLDER, _PINNED, _GUARDED, _BELOW_PYTHON)
-)
-_GUARDED_KEYS = torch._C.DispatchKeySet(_GUARDED_KEY)
-_PINNED_KEYS = torch._C.DispatchKeySet(_PINNED_KEY) | torch._C.DispatchKeySet(_BELOW_KEY)
+_DEFERRED, _PINNED, _GUARDED = map(torch_private.parse_key, (_DEFERRED_KEY, _PINNED_KEY, _GUARDED_KEY))
+_GUARDED_KEYS, _PINNED_KEYS = torch_private.key_set(_GUARDED_KEY), torch_private.key_set(_PINNED_KEY, _BELOW_PYTHON)
 
 # These neither read nor write bytes: bookkeeping, aliases, and factories that only ask for shape, dtype and device.
 _TOUCHES_NOTHING = {
@@ -677,14 +657,6 @@ _STATISTICS_OF = _NORMS | {
 _STATISTICS = ("running_mean", "running_var")
 
 _owners: weakref.WeakValueDictionary[int, BoundTensor] = weakref.WeakValueDictionary()
-
-
-class _Geometry(torch.Tensor):
-    """Makes tensors with keys of our choice, nothing else: torch builds these for subclasses alone."""
-
-    @classmethod
-    def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:  # type: ignore[override]
-        raise AssertionError("the tensors made from this one are plain")
 
 
 class _PlaceholderStorage(torch.UntypedStorage):
@@ -716,69 +688,41 @@ class _PlaceholderStorage(torch.UntypedStorage):
 
 def placeholder_like(tensor: torch.Tensor, owner: BoundTensor) -> torch.Tensor:
     """A placeholder of the shape, strides, dtype and device of ``tensor``, which ``owner`` answers for."""
-    placeholder = _marked(tensor, _PLACEHOLDER, _BELOW_PYTHON)
+    _register()
+    placeholder = torch_private.with_keys(tensor, _DEFERRED_KEY, _BELOW_PYTHON)
     # The class is kept, like the object itself, with the storage of C++.
     placeholder.untyped_storage().__class__ = _PlaceholderStorage
     # Code that asks for the pointer gets an error of torch instead of the null pointer of an empty storage.
-    torch._C._set_throw_on_mutable_data_ptr(placeholder)
+    torch_private.refuse_pointer(placeholder)
     _owners[storage_id(placeholder)] = owner
     return placeholder
 
 
 def guarded(tensor: torch.Tensor, owner: BoundTensor) -> torch.Tensor:
     """``tensor`` over the same storage, read-only for everything that the dispatcher sees."""
-    return _marked_view(tensor, owner, _GUARDED)
+    return _marked_view(tensor, owner, _GUARDED_KEY)
 
 
 @contextmanager
 def read_pinned() -> Iterator[None]:
     """Within, pinned placeholders are read at their addresses: for compiled code that waits for their units."""
-    with torch._C._ExcludeDispatchKeyGuard(_PINNED_KEYS):
+    with torch_private.excluding(_PINNED_KEYS):
         yield
 
 
 def _marked_view(tensor: torch.Tensor, owner: BoundTensor, *marks: str) -> torch.Tensor:
-    view = _marked(tensor, *marks)
+    _register()
+    view = torch_private.with_keys(tensor, *marks)
     # `set_` itself is declared as a write of `view`, which the guard would refuse.
-    with torch.no_grad(), read_pinned(), torch._C._ExcludeDispatchKeyGuard(_GUARDED_KEYS):
+    with torch.no_grad(), read_pinned(), torch_private.excluding(_GUARDED_KEYS):
         view.set_(tensor.untyped_storage(), tensor.storage_offset(), tensor.shape, tensor.stride())
     _owners[storage_id(view)] = owner
     return view
 
 
-def _marked(tensor: torch.Tensor, *marks: str) -> torch.Tensor:
-    """A tensor like ``tensor`` with the keys ``marks``, without memory; an inference tensor if inference mode is on."""
-    _register()
-    lazy = ["Conjugate"] * tensor.is_conj() + ["Negative"] * tensor.is_neg()
-    keys = torch._C.DispatchKeySet(torch._C.DispatchKey.Undefined)
-    for name in (*marks, *lazy):
-        keys = keys | torch._C.DispatchKeySet(torch._C._dispatch_key_parse(name))
-    # The only function of torch that makes a tensor with given dispatch keys; it makes a subclass.
-    geometry = torch.Tensor._make_wrapper_subclass(
-        _Geometry,
-        tensor.shape,
-        strides=tensor.stride(),
-        dtype=tensor.dtype,
-        device=tensor.device,
-        storage_size=0,
-        _extra_dispatch_keys=keys,
-    )
-    marked = torch.empty(0, dtype=tensor.dtype, device=tensor.device)
-    with torch._C._DisableTorchDispatch():
-        # Sets keys, shape and storage; the Python class stays torch.Tensor, so no __torch_dispatch__ runs later.
-        marked.data = geometry
-    return marked
-
-
-def storage_id(tensor: torch.Tensor) -> int:
-    """The address of the tensor's storage object, which all views of it share; its memory may change."""
-    return int(tensor.untyped_storage()._cdata)
-
-
 def is_placeholder(tensor: torch.Tensor) -> bool:
     """Whether the bytes of ``tensor`` are elsewhere, or, where it is pinned, may be."""
-    keys = torch._C._dispatch_keys(tensor)
-    return bool(keys.has(_PLACEHOLDER_KEY) or keys.has(_PINNED_KEY))
+    return torch_private.has_key(tensor, _DEFERRED, _PINNED)
 
 
 def resident_rule(name: str) -> str:
@@ -827,7 +771,7 @@ def _on_write(name: str, overload: str, /, *args: Any, **kwargs: Any) -> Any:
     """Refuse an operator of ``aten`` if it writes a guarded tensor; others may be among its arguments."""
     operator = _operator(name, overload)
     for target in written_in_place(operator, args, kwargs):
-        if isinstance(target, torch.Tensor) and torch._C._dispatch_keys(target).has(_GUARDED_KEY):
+        if isinstance(target, torch.Tensor) and torch_private.has_key(target, _GUARDED):
             owner = _owners.get(storage_id(target))
             name = "a weight" if owner is None else owner.name
             raise ModelChangedError(
@@ -839,7 +783,7 @@ def _on_write(name: str, overload: str, /, *args: Any, **kwargs: Any) -> Any:
     # A tensor that C++ has made of a number comes as a number, which another overload takes (`2 ** weight`).
     arguments = zip(operator._schema.arguments, args, strict=False)
     is_number = any(isinstance(value, int | float | complex) and str(a.type) == "Tensor" for a, value in arguments)
-    with torch._C._ExcludeDispatchKeyGuard(_GUARDED_KEYS):
+    with torch_private.excluding(_GUARDED_KEYS):
         return (operator.overloadpacket if is_number else operator)(*args, **kwargs)
 
 
@@ -915,24 +859,19 @@ def _register() -> tuple[torch.library.Library, ...]:
     everything, aten = torch.library.Library("_", "IMPL"), torch.library.Library("aten", "IMPL")
     # A fallback of a key serves the operators of every library in every thread. A TorchDispatchMode would cost 10 us
     # per operator, see one thread only, and change how composite operators decompose.
-    for key in (_PLACEHOLDER, _PINNED, _BELOW_PYTHON):
+    for key in (_DEFERRED_KEY, _PINNED_KEY, _BELOW_PYTHON):
         everything.fallback(_on_access, key)
-    everything.fallback(torch.library.fallthrough_kernel, _GUARDED)
-    for schema in torch._C._jit_get_all_schemas():
-        namespace, _, name = schema.name.partition("::")
-        qualified = f"{name}.{schema.overload_name}" if schema.overload_name else name
-        if namespace != "aten" or not torch._C._dispatch_has_kernel(f"aten::{qualified}"):
-            continue  # one of TorchScript's own
-        overload = schema.overload_name or "default"
+    everything.fallback(torch.library.fallthrough_kernel, _GUARDED_KEY)
+    for schema, qualified, consists_of_others in torch_private.aten_operators():
+        name, overload = schema.name.removeprefix("aten::"), schema.overload_name or "default"
         reads = any("Tensor" in str(argument.type) for argument in schema.arguments) and name not in _TOUCHES_NOTHING
         # By operator, since torch looks up no fallback beside a tensor of a subclass, such as a jagged one, nor in a
         # TorchDispatchMode, and since many operators have a kernel for every backend's keys, also for _BELOW_PYTHON.
         on_access = functools.partial(_on_named_access, name, overload) if reads else torch.library.fallthrough_kernel
         # An operator that consists of others needs none below Python, where each of those is found. With one it would
         # fail for tensors in the layout of oneDNN (to_mkldnn()), whose key of autograd that of _BELOW_PYTHON is, too.
-        consists_of_others = torch._C._dispatch_has_kernel_for_dispatch_key(f"aten::{qualified}", _COMPOSITE)
-        for key in (_PLACEHOLDER, _PINNED, *(() if consists_of_others else (_BELOW_PYTHON,))):
-            aten.impl(qualified, _on_detach if (name, key) == ("detach", _PINNED) else on_access, key)
+        for key in (_DEFERRED_KEY, _PINNED_KEY, *(() if consists_of_others else (_BELOW_PYTHON,))):
+            aten.impl(qualified, _on_detach if (name, key) == ("detach", _PINNED_KEY) else on_access, key)
         if schema.is_mutable or schema.name in _STATISTICS_OF:  # all others keep the fall-through and their speed
-            aten.impl(qualified, functools.partial(_on_write, name, overload), _GUARDED)
+            aten.impl(qualified, functools.partial(_on_write, name, overload), _GUARDED_KEY)
     return everything, aten

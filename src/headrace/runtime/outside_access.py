@@ -44,9 +44,9 @@ from headrace.model.live_tensors import (
     is_placeholder,
     own_storage,
     resident_rule,
-    storage_id,
     written_in_place,
 )
+from headrace.model.torch_private import storage_id
 from headrace.model.tracing import traced_graph
 from headrace.plan.plan import Plan
 from headrace.stores.store import Store, new_buffer
