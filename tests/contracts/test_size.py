@@ -13,19 +13,19 @@ import pytest
 import measures
 
 BOUNDS = {
-    "lines of src": 22740,
-    "lines of the core": 15194,
-    "files of src": 150,
-    "lines of tests": 40600,
+    "lines of src": 22764,
+    "lines of the core": 15216,
+    "files of src": 151,
+    "lines of tests": 40800,
     "longest class": 349,
     "Prefetcher": 297,
     "branches on a kind of store": 4,
-    "files that headrace.api loads": 39,
-    "lines that headrace.api loads": 7159,
-    "lines of the spine": 5446,
-    "files of the spine": 52,
-    "files to the first copy": 42,
-    "functions to the first copy": 404,
+    "files that headrace.api loads": 40,
+    "lines that headrace.api loads": 7180,
+    "lines of the spine": 5453,
+    "files of the spine": 53,
+    "files to the first copy": 43,
+    "functions to the first copy": 407,
 }
 # What a measure may lie below its bound, so that not every small change edits the table.
 SLACK = dict.fromkeys(["lines of src", "lines of the core", "lines that headrace.api loads", "lines of the spine"], 60)

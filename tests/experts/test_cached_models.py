@@ -271,7 +271,7 @@ class TestBits:
         torch._dynamo.reset()
 
     def test_a_module_that_does_not_ask_for_rows(self) -> None:
-        """Its tensors are lent to it: slow, and right."""
+        """It gets temporary copies of its tensors: slow, and right."""
         model = Experts().eval()
         model.forward = lambda x: model.up.sum() * x  # type: ignore[method-assign]
         expected = model(torch.ones(2))

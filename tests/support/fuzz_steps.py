@@ -621,5 +621,5 @@ _KINDS = [
 STEPS = {kind.run.__name__: kind for kind in _KINDS}
 OTHERS = {"other_forward", "other_offload", "other_remove"}
 # Not for layers that change in a forward: threads would race on the twin too, tracers leave their own values there, and
-# what they keep of a weight that is lent is a copy.
+# what they keep of a weight that was used outside of its module is a copy.
 NOT_STATEFUL = {"two_threads", "alias", "export", "export_layer", "fx_trace", "jit_trace", "vmap", "functional_call"}
