@@ -14,10 +14,13 @@ from typing import Any
 import pytest
 import torch
 from torch import nn
+from torch._C._dynamo.eval_frame import _debug_get_cache_entry_list
 
 import headrace
 from checks import require_forwards, run_threads
 from headrace.errors import HeadraceWarning, ModelChangedError, StateError
+from headrace.model.live_tensors import BoundTensor
+from headrace.runtime.prefetcher import Prefetcher
 from headrace.testing import SlowLink, assert_moved, assert_same_bits, boundaries, offload_over
 from models import DIM, MoE, OddStack, QuantStack, ScaledStack, Stack, all_layers, expecting, rows
 
@@ -151,6 +154,15 @@ class Towers(nn.Module):
         for layer in (*(self.images if looks else ()), *(self.text if self.always else ())):
             x = x + layer(x)
         return self.head(x)
+
+
+class Recurrent(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.cell = nn.LSTM(DIM, DIM)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return x + self.cell(x)[0]
 
 
 class TestInductor:
@@ -299,6 +311,18 @@ class TestInductor:
         require_forwards(handle, x, expected, 2)
         assert not torch._dynamo.utils.counters["recompile_limit"]
         handle.remove()
+
+    @pytest.mark.parametrize("whole", [True, False])
+    def test_recurrent_layers(self, whole: bool) -> None:
+        """Dynamo breaks its graph at an LSTM. It compiled what copies weights, and parts of the hooks."""
+        model, x = nn.Sequential(*(Recurrent() for _ in range(4))).eval(), rows()
+        expected = model(x)
+        with offload_over(model, headrace.Prefetch(1, 1, 2, params=["ALL_MODEL_PARAMS"]), SlowLink()) as handle:
+            for module in [model] if whole else model:
+                module.compile(backend="eager")
+            require_forwards(handle, x, expected, 2)
+            for function in (Prefetcher.wait, Prefetcher.release, BoundTensor.open):
+                assert not _debug_get_cache_entry_list(function.__code__)
 
     def test_layers_around_units_share_compiled_code(self) -> None:
         """Torch guards on ids of hooks below a layer that is compiled, and keeps 8 versions of a code."""

@@ -345,3 +345,19 @@ def test_reads_around_a_graph_break_inside_of_a_layer() -> None:
         step = torch.compile(model, backend="eager")
         assert_same_bits([step(x), step(x)], [expected, expected])
         assert_moved(handle, 2)
+
+
+@pytest.mark.parametrize("grad", [True, False])
+def test_a_view_returned_behind_a_graph_break(grad: bool) -> None:
+    """The layer's code is a graph of its own then, and so is its hook, to which the view is an input."""
+
+    class Returns(nn.Linear):
+        def forward(self, x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+            torch._dynamo.graph_break()
+            return super().forward(x[0]), self.weight.t()
+
+    model = nn.Sequential(*(Returns(DIM, DIM) for _ in range(3))).eval()
+    with headrace.offload(model, EVERYTHING), torch.set_grad_enabled(grad):
+        compiled = torch.compile(model, backend="eager")
+        with pytest.raises(Exception, match=r"0.weight is returned by its module, whole or as a view outside"):
+            compiled((rows(), None))

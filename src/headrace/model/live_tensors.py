@@ -39,7 +39,7 @@ from headrace.errors import ModelChangedError, OutsideAccessError, StateError, w
 from headrace.memory.pinned import device_view
 from headrace.model import torch_private
 from headrace.model.records import Location, StorageInfo, TensorInfo
-from headrace.model.torch_private import storage_id
+from headrace.model.torch_private import leave_to_python, storage_id
 
 __all__ = [
     "BoundStorage", "BoundTensor", "OnAccess", "Path", "Saved", "TemporaryCopy", "TensorState", "bind", "fill_empty",
@@ -736,6 +736,7 @@ def leave_placeholders(library: torch.library.Library, op: str) -> None:
         library.impl(op, torch.library.fallthrough_kernel, key)
 
 
+@leave_to_python
 def _on_access(operator: OpOverload, *args: Any, **kwargs: Any) -> Any:
     """Give every placeholder among the arguments its bytes, then run ``operator`` as if nothing were offloaded."""
     targets = (target for target in written_in_place(operator, args, kwargs) if isinstance(target, torch.Tensor))
@@ -762,6 +763,7 @@ def _on_access(operator: OpOverload, *args: Any, **kwargs: Any) -> Any:
                 release_copy()
 
 
+@leave_to_python
 def _on_detach(tensor: torch.Tensor) -> torch.Tensor:
     """An alias of a pinned placeholder without its address: what asks for the pointer alone is not to find the slot."""
     owner = _owners.get(storage_id(tensor))
@@ -769,10 +771,12 @@ def _on_detach(tensor: torch.Tensor) -> torch.Tensor:
         return (tensor if owner is None or owner.bare is None else owner.bare).detach()
 
 
+@leave_to_python
 def _on_named_access(name: str, overload: str, /, *args: Any, **kwargs: Any) -> Any:
     return _on_access(_operator(name, overload), *args, **kwargs)
 
 
+@leave_to_python
 def _on_write(name: str, overload: str, /, *args: Any, **kwargs: Any) -> Any:
     """Refuse an operator of ``aten`` if it writes a guarded tensor; others may be among its arguments."""
     operator = _operator(name, overload)

@@ -14,8 +14,9 @@ import torch
 from torch.multiprocessing.reductions import StorageWeakRef
 
 __all__ = [
-    "aten_operators", "excluding", "has_key", "is_excluded", "key_set", "make_subclass", "negative_view", "parse_key",
-    "proxy_mode", "refuse_pointer", "storage_id", "transform", "use_count", "weak_memory", "with_keys",
+    "aten_operators", "excluding", "has_key", "is_excluded", "key_set", "leave_to_python", "make_subclass",
+    "negative_view", "parse_key", "proxy_mode", "refuse_pointer", "storage_id", "transform", "use_count",
+    "weak_memory", "with_keys",
 ]  # fmt: skip
 
 # -- dispatch keys -----------------------------------------------------------------------------------------------------
@@ -104,6 +105,15 @@ def weak_memory(data: torch.Tensor) -> Callable[[], torch.Tensor | None]:
 
 
 # -- tracers -----------------------------------------------------------------------------------------------------------
+
+
+def leave_to_python(function: Any) -> Any:
+    """``function``, which Dynamo leaves alone with all it calls: ``torch.compiler.disable`` without a further call."""
+    frames = torch._C._dynamo.eval_frame
+    skip = frames._FrameAction.SKIP
+    frames.set_code_exec_strategy(function.__code__, frames._FrameExecStrategy(skip, skip))
+    return function
+
 
 transform = torch._C._functorch.peek_interpreter_stack  # of torch.func, that runs; None: none does
 proxy_mode = functools.partial(torch._C._get_dispatch_mode, torch._C._TorchDispatchModeKey.PROXY)  # of make_fx

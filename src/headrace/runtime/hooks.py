@@ -30,6 +30,7 @@ from torch.utils.hooks import RemovableHandle
 
 from headrace.errors import ModelChangedError, OutsideAccessError, StateError
 from headrace.model.live_tensors import BoundStorage, BoundTensor, Saved, live_tensors, own_forward, resident_rule
+from headrace.model.torch_private import leave_to_python
 from headrace.model.tracing import refuse_export, refuse_tracers, traced_graph
 from headrace.runtime.compile_ops import (
     END_OF_GRADIENTS,
@@ -154,6 +155,9 @@ class _ModuleHook(NotCopyable):
             return
         # The wait goes before every other hook, since those may read weights; the release after every other hook.
         before, after = (_of_kind(method, self._kind) for method in (self._before, self._after))
+        # Dynamo breaks a graph at an RNN, and would do so in the middle of hooks that look for its weights.
+        if any(isinstance(each, nn.RNNBase) for each in self._module.modules()):
+            before, after = map(leave_to_python, (before, after))
         self._handles.append(self._entry.register_forward_pre_hook(before, prepend=True, with_kwargs=True))
         self._register_after(after)
 
@@ -282,20 +286,22 @@ class UnitHook(_ModuleHook):
         outputs = tensors_in(output)
         with torch.no_grad():
             torch.ops.headrace.release(module._headrace_tag, module._headrace_token, tensors, outputs)
+            if self._promoter is not None:
+                self._promoter.check_trace()  # before outputs are left out, which may be views of weights
             leave_out_graph_inputs()
-        if self._promoter is not None:
-            self._promoter.check_trace()
         if not torch.is_grad_enabled():
             return None
         sources = [*tensors_in((args, kwargs)), *live_tensors(module, self._trained())]
         sources = [source for source in sources if source.requires_grad]
         return tree_map_only(torch.Tensor, functools.partial(_end_gradients, module, sources), output)
 
+    @leave_to_python
     def _run_before(self, module: nn.Module, args: Any, kwargs: Any = None) -> None:
         if self._prefetcher is not None:
             refuse_tracers(args, kwargs)
             self._open(self._prefetcher)
 
+    @leave_to_python
     def _run_after(self, module: nn.Module, args: Any, output: Any) -> Any:
         window = self._my_window(running=False)
         if self._prefetcher is None or window is None:
@@ -516,6 +522,7 @@ class ForwardHook(_ModuleHook):
         if self._promoter is not None:
             self._promoter.check_trace()
 
+    @leave_to_python
     def _run_before(self, module: nn.Module, args: Any, kwargs: Any = None) -> None:
         if (prefetcher := self._prefetcher) is not None:
             refuse_tracers(args, kwargs)
@@ -525,6 +532,7 @@ class ForwardHook(_ModuleHook):
                 self._end_interrupted(prefetcher)
                 raise
 
+    @leave_to_python
     def _run_after(self, module: nn.Module, args: Any, output: Any) -> None:
         if (prefetcher := self._prefetcher) is not None:
             try:
