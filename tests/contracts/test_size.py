@@ -22,7 +22,7 @@ BOUNDS = {
     "branches on a kind of store": 4,
     "files that headrace.api loads": 40,
     "lines that headrace.api loads": 7161,
-    "lines of the spine": 5443,
+    "lines of the spine": 5444,
     "files of the spine": 53,
     "files to the first copy": 43,
     "functions to the first copy": 406,
