@@ -237,13 +237,14 @@ class BoundTensor:
 
     def _find_loss(self) -> bool:
         """Whether the model now holds another tensor, or none, at this place; warns the first time."""
-        module, place = self.places[0]
         if self._is_registered:  # what getattr() finds, without its detour
             self._is_lost = self._holder.get(self._attr) is not self.tensor
         else:
+            module, place = self.places[0]
             self._is_lost = not self.is_held_by(module, place.attr, place.inner)
         if self._is_lost and not self._reported:
             self._reported = True
+            module, place = self.places[0]
             what = "replaced" if hasattr(module, place.attr) else "deleted"
             warn_user(
                 f"{place.name} was {what} after it was offloaded; headrace leaves the new state alone and the tensor "
@@ -328,18 +329,17 @@ class BoundTensor:
 
     def is_viewed(self, num_known: int = 0) -> bool:
         """Whether more than ``num_known`` other tensors view the slot through this tensor's storage."""
-        if self._state is FIXED:
+        if not self._num_own_views:  # never a placeholder in a slot, so there may be no slot to ask about
             return False
         # Every view holds the storage, in any thread and any container; torch has no list of a tensor's views.
         has_more = torch_private.use_count(self._slot_storage) > self._num_own_views + num_known
-        return has_more and self._state is not PINNED  # compiled code has views of its own
+        return has_more and self._state not in (FIXED, PINNED)  # compiled code has views of its own
 
     def offset_in_slot(self, view: torch.Tensor) -> int | None:
         """Bytes from this tensor's first one in its slot to the first of ``view``; ``None``: it views other memory."""
         if storage_id(view) != self._slot_storage:
             return None
-        mine = self._unguarded
-        return int(view.storage_offset() * view.itemsize - mine.storage_offset() * mine.itemsize)
+        return int(view.storage_offset() * view.itemsize - self.in_slot.storage_offset() * self.in_slot.itemsize)
 
     def view_of(self, buffer: torch.Tensor) -> torch.Tensor:
         """This tensor's shape, strides and dtype over the bytes of its storage."""
