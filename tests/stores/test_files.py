@@ -266,7 +266,7 @@ class TestPageCache:
         path, content = written
         options = direct_or_skip(path, None)
 
-        monkeypatch.setattr(files, "map_file", raising(OSError(errno.ENODEV, "No such device")))
+        monkeypatch.setattr("headrace.memory.pages.map_file", raising(OSError(errno.ENODEV, "No such device")))
         assert direct_bytes(path, content, options) == 1000
 
     def test_where_direct_reads_are_refused_files_are_read_all_the_same(

@@ -18,7 +18,6 @@ from torch import nn
 
 from headrace.config import as_policy, warn_about_variables
 from headrace.errors import OptionTypeError
-from headrace.memory.pinned import PinnedBuffer
 from headrace.model.inventory import Inventory, reject_self_managed_weights, take_inventory
 from headrace.model.live_tensors import bind
 from headrace.plan.kinds import HOST, slab_bytes
@@ -140,8 +139,10 @@ def open_ranks(group: dist.ProcessGroup | None) -> AbstractContextManager[RankGr
 
 def _already_pinned_bytes(plan: Plan, pooled: Mapping[str, AlreadyPinned]) -> int:
     """Bytes of ``pooled`` that stay in the pinned memory in which they are."""
-    if plan.kind is not HOST:
+    if plan.kind is not HOST or not pooled:
         return 0
+    from headrace.memory.pinned import PinnedBuffer
+
     # A pinned store adopts tensors that are read in place and units that are all there; a cache, experts that it maps.
     units = [[entry.storage for entry in unit.entries] for unit in plan.units_by_kind[HOST]]
     names = [name for names in units if all(name in pooled for name in names) for name in names]

@@ -21,7 +21,6 @@ from torch.utils.hooks import RemovableHandle
 from headrace.config import debug_enabled
 from headrace.errors import BudgetError, StateError, TransferError
 from headrace.formatting import format_size
-from headrace.memory.pinned import device_view
 from headrace.memory.system import trim_heap
 from headrace.model.live_tensors import BoundStorage, fill_empty, used_elsewhere
 from headrace.plan.cached_experts import CachedLayer
@@ -369,6 +368,8 @@ class OffloadSession(NotCopyable):
         is_mapped = self._device.type == "cpu" and plan.kind.in_files
         if is_mapped:
             from headrace.stores.product_bits import rounds_in_place
+        elif plan.uva and self._device.type == "cuda":
+            from headrace.memory.pinned import device_view
         for name in plan.uva:
             buffer, bound = self._store.in_place(name), self._bound[name]
             if is_mapped and bound.info.is_lookup and rounds_in_place(bound, buffer):
@@ -397,16 +398,9 @@ class OffloadSession(NotCopyable):
     def _attach_units(self, link: Link) -> None:
         options, debug = self._options, debug_enabled() and not self._store.is_split
         try:
+            graphs = options.replays_announced, options.break_capture, options.repeats
             self._prefetcher = prefetcher = Prefetcher(
-                self.plan,
-                self._store,
-                link,
-                self.recorder,
-                debug,
-                options.replays_announced,
-                options.break_capture,
-                options.repeats,
-                self._promoter.promoted,
+                self.plan, self._store, link, self.recorder, debug, *graphs, self._promoter.promoted
             )
         except torch.OutOfMemoryError as error:
             needed = self.plan.slots_bytes

@@ -31,7 +31,6 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from headrace.errors import CheckpointError, TransferError
-from headrace.memory.pages import Bytes, map_file, resident_bytes
 from headrace.memory.system import dup_above_stdio, round_up, touch_threads
 from headrace.stats import ReadStats
 
@@ -39,6 +38,7 @@ if TYPE_CHECKING:
     import torch
 
     from headrace.checkpoint.safetensors_header import FileFingerprint
+    from headrace.memory.pages import Bytes
 
 __all__ = [
     "ALIGN_BYTES",
@@ -276,6 +276,8 @@ class File(Source):
         # To ask which of its pages are cached; reading with RWF_NOWAIT would show it too, but starts to read ahead.
         self._mapped: Bytes | None = None
         if options.direct is None and self._direct_fd is not None and self.num_bytes > 0:
+            from headrace.memory.pages import map_file
+
             with suppress(OSError):  # a file system or a limit of address space that allows no mapping
                 self._mapped = map_file(self.fd, 0, self.num_bytes, read_only=True)
 
@@ -328,6 +330,8 @@ class File(Source):
         """Whether a range is read from the page cache because it is in it; where the options leave that open."""
         if self._mapped is None or offset + num_bytes > len(self._mapped):
             return False
+        from headrace.memory.pages import resident_bytes
+
         sample = self._mapped[offset : offset + min(num_bytes, _SAMPLE_BYTES)]
         return resident_bytes(sample) > len(sample) // 2
 

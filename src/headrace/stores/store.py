@@ -12,7 +12,6 @@ from typing import TYPE_CHECKING, ClassVar, Protocol
 import torch
 
 from headrace.errors import OptionError
-from headrace.memory.pinned import PinnedBuffer
 from headrace.model.live_tensors import BoundStorage, used_elsewhere
 from headrace.plan.kinds import Unit
 from headrace.plan.plan import Plan
@@ -25,6 +24,7 @@ from headrace.stores.sources import (
 if TYPE_CHECKING:
     from headrace.checkpoint.weight_map import WeightMap
     from headrace.codec.exponents import Piece
+    from headrace.memory.pinned import PinnedBuffer
     from headrace.memory.split_range import MappedMemory
     from headrace.ranks.group import RankGroup
 
