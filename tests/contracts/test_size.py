@@ -20,11 +20,11 @@ BOUNDS = {
     "longest class": 344,
     "Prefetcher": 297,
     "branches on a kind of store": 4,
-    "files that headrace.api loads": 37,
-    "lines that headrace.api loads": 6796,
-    "lines of the spine": 5436,
-    "files of the spine": 52,
-    "files to the first copy": 42,
+    "files that headrace.api loads": 36,
+    "lines that headrace.api loads": 6719,
+    "lines of the spine": 5438,
+    "files of the spine": 51,
+    "files to the first copy": 41,
     "functions to the first copy": 403,
 }
 # What a measure may lie below its bound, so that not every small change edits the table.

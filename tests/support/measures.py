@@ -25,11 +25,9 @@ OUTSIDE = {"adapters", "cli", "serving", "experts", "offloaders", "graphs", "cod
 # Rooms and files that a function opens when it needs them; no file of the spine imports one at its top.
 WINGS = OUTSIDE | {
     "checkpoint", "kinds", "ranks", "plan_model.py", "memory/pages.py", "memory/pinned.py", "memory/shared.py",
-    "memory/split_range.py",
-    "plan/alternatives.py",
-    "plan/build.py", "plan/candidates.py", "plan/cost_model.py", "plan/prediction.py", "plan/routing_traces.py",
-    "plan/speculation.py", "plan/tables.py", "plan/units.py", "runtime/debug.py", "stores/checkpoint_files.py",
-    "stores/coded_host.py",
+    "memory/split_range.py", "plan/alternatives.py", "plan/build.py", "plan/candidates.py", "plan/cost_model.py",
+    "plan/prediction.py", "plan/routing_traces.py", "plan/speculation.py", "plan/staging_ring.py", "plan/tables.py",
+    "plan/units.py", "runtime/debug.py", "stores/checkpoint_files.py", "stores/coded_host.py",
     "stores/expert_ranges.py", "stores/no_bytes.py", "stores/peer.py", "stores/product_bits.py",
     "stores/rank_stores.py", "stores/sharded.py", "stores/shared_host.py", "transfer/cuda_stream.py",
     "transfer/machine_probe.py", "transfer/measuring.py", "transfer/ring.py", "transfer/ring_process.py",

@@ -44,7 +44,8 @@ from headrace.plan.kinds import HOST, SLAB_ALIGNMENT_BYTES, StoreKind, kind_of, 
 from headrace.plan.plan import Plan, UnitSpec, assemble
 from headrace.plan.rates import Bools, Floats, Ints, Rates
 from headrace.plan.routing_traces import ExpertHits, FixedHits
-from headrace.plan.schedule import MAX_SLOTS, RING_BYTES
+from headrace.plan.schedule import MAX_SLOTS
+from headrace.plan.staging_ring import RING_BYTES
 from headrace.plan.units import TINY_BYTES, outside_units, stranded
 
 __all__ = ["CandidateTable", "Family", "MappedFiles", "Spill", "mean_log", "spill_order"]

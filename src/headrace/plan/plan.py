@@ -12,7 +12,7 @@ from functools import cached_property
 from importlib import import_module
 from itertools import accumulate
 from pathlib import Path
-from typing import Any, NamedTuple, cast
+from typing import TYPE_CHECKING, Any, NamedTuple, cast
 
 from headrace.config import Codec, Mechanism, Mode, StoreName
 from headrace.errors import OptionError, OptionTypeError, PlanFileError
@@ -21,7 +21,10 @@ from headrace.json_files import FormatError, Positive, decode, encode, parse, re
 from headrace.model.records import Inventory, StorageInfo
 from headrace.plan.cached_experts import CachedLayer, cache_bytes, cached_layers, why_not_cached
 from headrace.plan.kinds import HOST, SlabEntry, StoreKind, Unit, kind_of, slab_bytes
-from headrace.plan.schedule import ENTRY_BYTES, MAX_ENTRIES, RingLayout, chain, lay_out_ring, slot_of
+from headrace.plan.schedule import chain, slot_of
+
+if TYPE_CHECKING:
+    from headrace.plan.staging_ring import RingLayout
 
 __all__ = [
     "SCHEMA_VERSION",
@@ -287,10 +290,15 @@ class Plan:
         """Units that are stored in files; on the way to a GPU they pass through the staging ring."""
         return tuple(unit for unit in self.units if unit.kind.in_files)
 
-    def lay_out_ring(self, entry_bytes: int = ENTRY_BYTES, max_entries: int = MAX_ENTRIES) -> RingLayout:
-        """The staging ring for the units that are stored in files, of which there is at least one."""
+    def lay_out_ring(self, **limits: int) -> RingLayout:
+        """The staging ring for the units that are stored in files, of which there is at least one.
+
+        ``limits``: those of :func:`headrace.plan.staging_ring.lay_out_ring`.
+        """
+        from headrace.plan.staging_ring import lay_out_ring
+
         sizes, staged = [unit.num_bytes for unit in self.units], [unit.index for unit in self.staged_units]
-        return lay_out_ring(sizes, self.num_slots, entry_bytes, max_entries, staged)
+        return lay_out_ring(sizes, self.num_slots, staged=staged, **limits)
 
     @property
     def ring_bytes(self) -> int:

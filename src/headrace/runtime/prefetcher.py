@@ -1,8 +1,8 @@
 """Copies units into slots ahead of use: which unit is where, which code reads it, and what is copied next.
 
-The prefetcher follows the slot schedule while modules run in the expected order (expected_order.py). If they do not,
-results stay right: a unit whose slot holds another one is copied on demand (a *miss*), which is slower and counted in
-``stats()``.
+The prefetcher follows the slot schedule while modules run in the expected order (:class:`ExpectedOrder`). If they do
+not, results stay right: a unit whose slot holds another one is copied on demand (a *miss*), which is slower and counted
+in ``stats()``.
 
 Two threads may call the model: a slot that one of them reads is not refilled before it is done.
 
@@ -22,8 +22,7 @@ from torch import Tensor
 
 from headrace.errors import SlotConflictError, TransferError
 from headrace.plan.plan import Plan
-from headrace.plan.schedule import slot_of
-from headrace.runtime.expected_order import ExpectedOrder
+from headrace.plan.schedule import ExpectedOrder, slot_of
 from headrace.runtime.forwards import Forwards, release_left
 from headrace.runtime.replays import BreakCapture, Replays
 from headrace.runtime.slot import Reader, Slot, SlotState

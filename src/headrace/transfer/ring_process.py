@@ -30,7 +30,7 @@ from typing import NoReturn
 
 from headrace.errors import OptionError, TransferError
 from headrace.memory.pages import map_file
-from headrace.plan.schedule import RingLayout
+from headrace.plan.staging_ring import RingLayout
 from headrace.stores.sources import Copy, File
 from headrace.transfer.ring import Counter, RingMemory, RingServer
 
