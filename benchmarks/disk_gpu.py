@@ -140,7 +140,7 @@ def measure(ground: Ground, options: DiskOptions, device: torch.device) -> Itera
             "misses": staging.misses - before.misses,
             "bit_equal": bool(torch.equal(found, ground.expected)),
         }
-    handle._session._prefetcher.close()  # type: ignore[union-attr]  # remove() would bring all weights back
+    handle._session.prefetcher.close()  # type: ignore[union-attr]  # remove() would bring all weights back
 
 
 @torch.no_grad()

@@ -478,7 +478,7 @@ def held_bytes(model: torch.nn.Module, handle: headrace.Handle) -> int:
     """Device memory that weights have: residents by the tensors of the model, and slots."""
     resident, tensors = handle.plan.resident, chain(model.named_parameters(), model.named_buffers())
     live = {tensor.untyped_storage().data_ptr(): tensor.nbytes for name, tensor in tensors if name in resident}
-    prefetcher = handle._session._prefetcher
+    prefetcher = handle._session.prefetcher
     slots = [] if prefetcher is None else [slot.memory for slot in prefetcher.replays.live]
     return sum(live.values()) + sum(memory.nbytes for memory in slots if memory is not None)
 

@@ -20,6 +20,7 @@ from headrace.config import as_policy, warn_about_variables
 from headrace.errors import OptionTypeError
 from headrace.model.inventory import Inventory, reject_self_managed_weights, take_inventory
 from headrace.model.live_tensors import bind
+from headrace.model.records import ModelProfile
 from headrace.plan.kinds import HOST, slab_bytes
 from headrace.plan.plan import Plan
 from headrace.planning.context import PlanContext
@@ -28,7 +29,6 @@ from headrace.stores.store import AlreadyPinned, Pool, StoreRequest
 
 if TYPE_CHECKING:
     from headrace.checkpoint.weight_map import WeightMap
-    from headrace.model.records import ModelProfile
     from headrace.ranks.group import RankGroup
 
 __all__ = ["Prepared", "module_context", "open_ranks", "prepare"]
@@ -100,6 +100,8 @@ def module_context(request: PlanRequest, target: Target) -> PlanContext:
     inventory = take_inventory(model) if request.inventory is None else request.inventory
 
     def read_profile() -> ModelProfile:
+        if not hasattr(model, "config"):  # no model of transformers
+            return ModelProfile()
         from headrace.model.memory_profile import profile_of
 
         return profile_of(model, request.expected.context)
