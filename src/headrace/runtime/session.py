@@ -35,8 +35,7 @@ from headrace.runtime.replays import BreakCapture
 from headrace.stats import ExpertStats, ReadStats, Recorder, SpeculationCounts, Stats
 from headrace.stores.open_store import OpenedStore, open_store
 from headrace.stores.store import Progress, new_buffer
-from headrace.transfer.link import Link
-from headrace.transfer.open_link import open_link
+from headrace.transfer.link import Link, open_link
 
 if TYPE_CHECKING:
     from headrace.experts.cache import CountsReader, ExpertCache

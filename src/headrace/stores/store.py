@@ -107,10 +107,9 @@ class Load:
     pieces: tuple[tuple[int, torch.Tensor], ...] = ()
     coded: tuple[Piece, ...] = ()
 
-    @property
-    def coded_bytes(self) -> int | None:
-        """Bytes that cross the link; ``None``: it is not coded."""
-        return sum(piece.code_bytes for piece in self.coded) if self.coded else None
+    def link_bytes(self, unit: Unit) -> int:
+        """Bytes that cross the link for ``unit``: of its code, whose length the plan has only expected."""
+        return sum(piece.code_bytes for piece in self.coded) if self.coded else unit.payload_bytes
 
     @property
     def in_memory(self) -> tuple[tuple[int, torch.Tensor], ...]:
