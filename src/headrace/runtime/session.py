@@ -12,6 +12,7 @@ import time
 from collections.abc import Collection, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass, replace
+from importlib import import_module
 from typing import TYPE_CHECKING, Any, Protocol
 
 import torch
@@ -34,8 +35,8 @@ from headrace.runtime.prepare import Prepared
 from headrace.runtime.replays import BreakCapture
 from headrace.stats import ExpertStats, ReadStats, Recorder, SpeculationCounts, Stats
 from headrace.stores.open_store import OpenedStore, open_store
-from headrace.stores.store import Progress, new_buffer
-from headrace.transfer.link import Link, open_link
+from headrace.stores.store import Progress, Store, new_buffer
+from headrace.transfer.link import Link, ThreadLink
 
 if TYPE_CHECKING:
     from headrace.experts.cache import CountsReader, ExpertCache
@@ -45,7 +46,7 @@ if TYPE_CHECKING:
 
     Hook = UnitHook | ForwardHook | StateGuard | TableGuard | ExpertHook | AddressGuard
 
-__all__ = ["OffloadSession", "Progress", "SessionOptions"]
+__all__ = ["OffloadSession", "Progress", "SessionOptions", "open_link"]
 
 
 _log = logging.getLogger(__name__)
@@ -541,6 +542,16 @@ class OffloadSession(NotCopyable):
                 bound.restore()
             self._store.unpin()  # tensors moved into it stay there, in ordinary memory
             self._store.close()
+
+
+def open_link(store: Store, plan: Plan, device: torch.device, recorder: Recorder, measure_stalls: bool) -> Link:
+    """The link for ``store`` and ``device``; collective where each rank stores a part of every unit."""
+    if device.type == "cpu" and not plan.kind.is_split:
+        return ThreadLink(recorder=recorder)
+    modules = (kind.link_module for kind, units in plan.units_by_kind.items() if units)
+    module = import_module(next(filter(None, modules), "headrace.transfer.cuda_stream"))
+    link: Link = module.open_link(store, device, recorder, measure_stalls)
+    return link
 
 
 def _stats_of(layer: CachedLayer, cache: ExpertCache) -> ExpertStats:

@@ -19,7 +19,6 @@ import time
 import weakref
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
-from importlib import import_module
 from typing import Any, Protocol
 
 import torch
@@ -29,11 +28,11 @@ from headrace.memory.system import reader_threads
 from headrace.plan.plan import Plan
 from headrace.stats import Recorder, StagingStats
 from headrace.stores.sources import ByteRange, writable_view
-from headrace.stores.store import Load, Store, new_buffer
+from headrace.stores.store import Load, new_buffer
 
-__all__ = ["ComputeEvent", "Link", "ThreadLink", "ThreadTransfer", "Transfer", "end_threads", "open_link"]
+__all__ = ["ComputeEvent", "Link", "ThreadLink", "ThreadTransfer", "Transfer", "end_threads"]
 
-# Workers share a unit in pieces of this size, BLOCK_BYTES of stores/sources.py, so that each is one direct read.
+# Workers share a unit in pieces of this size, BLOCK_BYTES of file_reads.py, so that each is one direct read.
 PIECE_BYTES = 2 << 20
 
 
@@ -155,16 +154,6 @@ class Link(ABC):
     @abstractmethod
     def close(self) -> None:
         """Finish copies under way and release threads and streams; idempotent."""
-
-
-def open_link(store: Store, plan: Plan, device: torch.device, recorder: Recorder, measure_stalls: bool) -> Link:
-    """The link for ``store`` and ``device``; collective where each rank stores a part of every unit."""
-    if device.type == "cpu" and not plan.kind.is_split:
-        return ThreadLink(recorder=recorder)
-    modules = (kind.link_module for kind, units in plan.units_by_kind.items() if units)
-    module = import_module(next(filter(None, modules), "headrace.transfer.cuda_stream"))
-    link: Link = module.open_link(store, device, recorder, measure_stalls)
-    return link
 
 
 # Closed at the end of the program: a worker inside a copy would be torn out of it, which aborts the process.
