@@ -15,7 +15,7 @@ import measures
 BOUNDS = {
     "lines of src": 22677,
     "lines of the core": 15059,
-    "files of src": 149,
+    "files of src": 150,
     "lines of tests": 40600,
     "longest class": 344,
     "Prefetcher": 296,

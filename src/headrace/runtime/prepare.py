@@ -7,10 +7,12 @@ the same steps (:class:`~headrace.planning.context.PlanContext`). Nothing is all
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Mapping
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING, Any
+from importlib import import_module
+from typing import TYPE_CHECKING
 
 import torch
 import torch.distributed as dist
@@ -18,7 +20,7 @@ from torch import nn
 
 from headrace.config import as_policy, warn_about_variables
 from headrace.errors import OptionTypeError
-from headrace.model.inventory import Inventory, reject_self_managed_weights, take_inventory
+from headrace.model.inventory import Inventory, take_inventory
 from headrace.model.live_tensors import bind
 from headrace.model.records import ModelProfile
 from headrace.plan.kinds import HOST, slab_bytes
@@ -28,10 +30,13 @@ from headrace.planning.request import PlanRequest, Target, compute_device, peer_
 from headrace.stores.store import AlreadyPinned, Pool, StoreRequest
 
 if TYPE_CHECKING:
-    from headrace.checkpoint.weight_map import WeightMap
     from headrace.ranks.group import RankGroup
 
 __all__ = ["Prepared", "module_context", "open_ranks", "prepare"]
+
+# Some of the modules of these manage their weights themselves; which do, their adapter knows.
+_LIBRARIES = frozenset({"accelerate", "bitsandbytes", "compressed_tensors", "diffusers", "gptqmodel", "transformers"})
+_SELF_MANAGED = "headrace.adapters.self_managed"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -96,7 +101,11 @@ def prepare(request: PlanRequest, *, pool: Pool | None = None, allocates: bool =
 def module_context(request: PlanRequest, target: Target) -> PlanContext:
     """A request about a module, with the module as names and sizes."""
     model = request.model
-    weights = None if request.checkpoint is None else _open_weights(request.checkpoint)
+    weights = None
+    if request.checkpoint is not None:
+        from headrace.checkpoint.weight_map import WeightMap
+
+        weights = WeightMap.open(request.checkpoint)
     inventory = take_inventory(model) if request.inventory is None else request.inventory
 
     def read_profile() -> ModelProfile:
@@ -106,16 +115,12 @@ def module_context(request: PlanRequest, target: Target) -> PlanContext:
 
         return profile_of(model, request.expected.context)
 
-    for name, module in model.named_modules():
-        reject_self_managed_weights(name, module, torch.device(target.device.type))
-    bound, name = bind(model, inventory.storages), type(model).__name__
-    return PlanContext(request, target, inventory, read_profile, weights, name, model, bound)
-
-
-def _open_weights(checkpoint: Any) -> WeightMap:
-    from headrace.checkpoint.weight_map import WeightMap
-
-    return WeightMap.open(checkpoint)
+    if not _LIBRARIES.isdisjoint(sys.modules):
+        reject = import_module(_SELF_MANAGED).reject_self_managed_weights
+        for name, module in model.named_modules():
+            reject(name, module, torch.device(target.device.type))
+    bound = bind(model, inventory.storages)
+    return PlanContext(request, target, inventory, read_profile, weights, type(model).__name__, model, bound)
 
 
 # -- arguments --------------------------------------------------------------------------------------------------------
