@@ -33,7 +33,7 @@ from headrace.cli.bench_step import QWEN3_8B, DecoderShape, Stack, build_stack
 from headrace.config import ALL_MODEL_PARAMS
 from headrace.planning.request import PlanRequest
 from headrace.runtime.prepare import prepare as prepare_offload
-from headrace.stores.sources import DiskOptions
+from headrace.stores.file_reads import DiskOptions
 
 SECONDS_PER_VARIANT = 6.0
 MIN_STEPS, MAX_STEPS = 4, 40

@@ -19,7 +19,6 @@ from headrace.runtime.outside_access import place_of
 from headrace.runtime.prepare import Prepared, open_ranks, prepare
 from headrace.runtime.session import OffloadSession, Progress, SessionOptions
 from headrace.stats import Stats
-from headrace.stores.sources import DiskOptions
 from headrace.transfer.link import Link
 
 if TYPE_CHECKING:
@@ -27,6 +26,7 @@ if TYPE_CHECKING:
 
     from headrace.checkpoint.safetensors_header import Checkpoint
     from headrace.checkpoint.weight_map import WeightMap
+    from headrace.stores.file_reads import DiskOptions
 
 __all__ = ["Handle", "handle_of", "offload", "refuse_second_offload", "session_of", "start"]
 

@@ -35,7 +35,7 @@ if TYPE_CHECKING:
     from headrace.plan.prediction import PlanPrediction
     from headrace.plan.routing_traces import ExpertHits
     from headrace.plan.speculation import DraftCost, SpeculationForecast
-    from headrace.stores.sources import DiskOptions
+    from headrace.stores.file_reads import DiskOptions
 
 __all__ = ["PlanResult", "make_plan", "plan_model"]
 
@@ -154,7 +154,7 @@ class PlanResult:
 
 def plan_model(request: PlanRequest) -> PlanResult:
     """:func:`make_plan` with its planner; takes an ``OpenedModel`` too, and does not warn of a shortage."""
-    from headrace.stores.sources import File
+    from headrace.stores.file_reads import File
 
     require_kinds(request.device, request.disk)
     workload, policy = request.workload, request.policy

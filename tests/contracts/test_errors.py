@@ -31,8 +31,9 @@ from headrace.model.inventory import take_inventory
 from headrace.runtime import forwards
 from headrace.runtime.hooks import UnitHook
 from headrace.stores.checkpoint_files import DiskStore
+from headrace.stores.file_reads import File
 from headrace.stores.plain_host import CpuStore
-from headrace.stores.sources import ByteRange, Copy, File, Source
+from headrace.stores.sources import ByteRange, Copy, Source
 from headrace.testing import assert_moved, assert_same_bits
 from headrace.transfer.link import ThreadLink
 from models import DIM, MoE, Stack, all_layers, expecting, on_meta, rows, save, state_of

@@ -19,9 +19,10 @@ from checks import raising
 from headrace.errors import CheckpointError, TransferError
 from headrace.memory.pages import map_file, map_pages, resident_bytes
 from headrace.stats import ReadStats
-from headrace.stores import sources as files
+from headrace.stores import file_reads as files
+from headrace.stores.file_reads import ALIGN_BYTES, ConvertedFile, DiskOptions, File
 from headrace.stores.loader import Delivery, deliver, read_staged
-from headrace.stores.sources import ALIGN_BYTES, ByteRange, ConvertedFile, Copy, DiskOptions, File, writable_view
+from headrace.stores.sources import ByteRange, Copy, writable_view
 from models import open_files
 
 SIZE = 1_000_007
@@ -266,7 +267,7 @@ class TestPageCache:
         path, content = written
         options = direct_or_skip(path, None)
 
-        monkeypatch.setattr("headrace.memory.pages.map_file", raising(OSError(errno.ENODEV, "No such device")))
+        monkeypatch.setattr(files, "map_file", raising(OSError(errno.ENODEV, "No such device")))
         assert direct_bytes(path, content, options) == 1000
 
     def test_where_direct_reads_are_refused_files_are_read_all_the_same(

@@ -23,7 +23,8 @@ from headrace.plan.staging_ring import WORD_BYTES, RingLayout
 from headrace.runtime.prefetcher import Prefetcher
 from headrace.stats import Recorder, StagingStats
 from headrace.stores.checkpoint_files import DiskStore
-from headrace.stores.sources import ByteRange, Copy, DiskOptions, Source
+from headrace.stores.file_reads import DiskOptions
+from headrace.stores.sources import ByteRange, Copy, Source
 from headrace.stores.store import Load, Store
 from headrace.transfer.link import ComputeEvent, Link, Transfer
 from headrace.transfer.ring import READ_BYTES, RingServer

@@ -36,7 +36,7 @@ from headrace.errors import OptionError, StateError, TransferError
 from headrace.memory.pinned import PinnedBuffer
 from headrace.memory.shared import SharedMemory
 from headrace.plan.staging_ring import WORD_BYTES
-from headrace.stores.sources import DiskOptions
+from headrace.stores.file_reads import DiskOptions
 from headrace.stores.store import Store
 from headrace.testing import assert_same_bits, offload_over
 from headrace.transfer import ring_readers, ring_streams

@@ -21,7 +21,7 @@ from headrace.plan.cached_experts import why_not_cached
 from headrace.plan.plan import DeviceName, Plan, assemble
 from headrace.planning.checks import check_limits, finalize_plan, needs_of, require_one_process
 from headrace.planning.request import PlanRequest, Target, can_read_in_place, has_triton, peer_of
-from headrace.stores.sources import TENSOR_ALIGN_BYTES, DiskOptions
+from headrace.stores.sources import TENSOR_ALIGN_BYTES
 
 if TYPE_CHECKING:
     import torch
@@ -34,6 +34,7 @@ if TYPE_CHECKING:
     from headrace.plan.rates import Rates
     from headrace.plan.routing_traces import ExpertHits
     from headrace.plan.speculation import DraftCost, Speculation, SpeculationForecast
+    from headrace.stores.file_reads import DiskOptions
 
 __all__ = ["PlanContext", "make_planner", "not_in_files"]
 

@@ -15,17 +15,9 @@ from headrace.memory.pages import map_parts
 from headrace.memory.pinned import pinned_region
 from headrace.model.live_tensors import BoundStorage, resident_rule
 from headrace.plan.kinds import Unit
+from headrace.stores.file_reads import ConvertedFile, DiskOptions, File, ReadCounter
 from headrace.stores.product_bits import rounds_in_place
-from headrace.stores.sources import (
-    TENSOR_ALIGN_BYTES,
-    ByteRange,
-    ConvertedFile,
-    Copy,
-    DiskOptions,
-    File,
-    ReadCounter,
-    fill_in_threads,
-)
+from headrace.stores.sources import TENSOR_ALIGN_BYTES, ByteRange, Copy, fill_in_threads
 from headrace.stores.store import Opened, Store, StoreRequest, kept_by_others, new_buffer, require_weights
 
 __all__ = ["DiskStore", "open_units"]

@@ -15,11 +15,7 @@ from headrace.errors import OptionError
 from headrace.model.live_tensors import BoundStorage, used_elsewhere
 from headrace.plan.kinds import Unit
 from headrace.plan.plan import Plan
-from headrace.stores.sources import (
-    Copy,
-    DiskOptions,
-    fill,
-)
+from headrace.stores.sources import Copy, fill
 
 if TYPE_CHECKING:
     from headrace.checkpoint.weight_map import WeightMap
@@ -27,6 +23,7 @@ if TYPE_CHECKING:
     from headrace.memory.pinned import PinnedBuffer
     from headrace.memory.split_range import MappedMemory
     from headrace.ranks.group import RankGroup
+    from headrace.stores.file_reads import DiskOptions
 
 __all__ = [
     "AlreadyPinned", "Destinations", "Load", "Opened", "Pool", "Progress", "Store", "StoreRequest", "Stores",
