@@ -137,7 +137,8 @@ class OffloadSession(NotCopyable):
             self._store.finish()
             self._account = self._store.account
             self._attach_hooks()
-            self._bring_again(viewed)
+            if viewed:
+                self._bring_again(viewed)
             self.reset()
             if ranks is not None:
                 ranks.exchange("attached")  # up to here each rank can undo its part
@@ -303,12 +304,17 @@ class OffloadSession(NotCopyable):
         moving = [self._bound[name] for name in self.plan.resident if prepared.must_move(name)]
         # To the loader both are memory of the device.
         places = {**self._resident_places(moving), **opened.on_device}
+        if opened.on_host or places:  # not on a CPU, where host memory or files hold everything already
+            self._fill(prepared, opened, moving, places)
+
+    def _fill(
+        self, prepared: Prepared, opened: OpenedStore, moving: list[BoundStorage], places: dict[str, torch.Tensor]
+    ) -> None:
+        from headrace.stores.loader import WeightLoader
+
         without_bytes = {b.info.name for b in moving if b.on_meta and not self.plan.kind.has_bytes}
         for name in without_bytes:
             places[name].zero_()  # the memory is used, like that of the slots
-        if not opened.on_host and not places:  # as on a CPU, where host memory or files hold everything already
-            return
-        from headrace.stores.loader import WeightLoader
 
         num_bytes = sum(self._bound[name].info.num_bytes for name in (*opened.on_host, *places))
         _log.info("loading begins: %d bytes", num_bytes)
@@ -334,35 +340,10 @@ class OffloadSession(NotCopyable):
         self._promoter.store = self._store
         if self._link is not None and plan.units:
             self._attach_units(self._link)
-        tables = []  # whose rows are the same at any address, and products with them are not
-        is_mapped = self._device.type == "cpu" and plan.kind.in_files
-        if is_mapped:
-            from headrace.stores.product_bits import rounds_in_place
-        elif plan.uva and self._device.type == "cuda":
-            from headrace.memory.pinned import device_view
-        for name in plan.uva:
-            buffer, bound = self._store.in_place(name), self._bound[name]
-            if is_mapped and bound.info.is_lookup and rounds_in_place(bound, buffer):
-                bound.point_at_slot(buffer, self._promoter.on_table_access)
-                tables.append(bound)
-            else:
-                bound.point_at(device_view(buffer, self._device) if self._device.type == "cuda" else buffer)
-        if tables:
-            self._hook(TableGuard(self._model, tables, self._promoter))
-            if not plan.units:  # else there is one, which checks what a compiler traces
-                token = new_token(self._device)
-                self._hook(
-                    ForwardHook(self._model, self._model, [], None, token, self._promoter, traced_in_forward=True)
-                )
+        if plan.uva:
+            self._attach_in_place()
         if plan.cached:
             self._attach_cached()
-        if plan.uva and is_mapped:
-            # A page that a shorter file has no longer ends the program (SIGBUS, mmap(2)), so files are compared before.
-            self._compare_mapped_files_around(self._model, None)
-            for name in plan.uva:
-                tensors = self._bound[name].info.tensors
-                for module in {at.module for tensor in tensors for at in tensor.locations}:  # a caller may run it alone
-                    self._compare_mapped_files_around(self._model.get_submodule(module), name)
         self._hook(StateGuard(self._model, [self._bound[name] for name in plan.offloaded_names], self._state_bytes))
 
     def _attach_units(self, link: Link) -> None:
@@ -403,10 +384,36 @@ class OffloadSession(NotCopyable):
             is_unhooked = options.called is None
             self._hook(CalledForwardHook(called, called, units, prefetcher, token, promoter, unhooked=is_unhooked))
         else:
-            in_forward = promoter is not None and entry is self._model
-            self._hook(
-                ForwardHook(self._model, entry, units, prefetcher, token, promoter, traced_in_forward=in_forward)
-            )
+            in_own = promoter is not None and entry is self._model
+            self._hook(ForwardHook(self._model, entry, units, prefetcher, token, promoter, traced_in_forward=in_own))
+
+    def _attach_in_place(self) -> None:
+        plan = self.plan
+        tables = []  # whose rows are the same at any address, and products with them are not
+        is_mapped = self._device.type == "cpu" and plan.kind.in_files
+        if is_mapped:
+            from headrace.stores.product_bits import rounds_in_place
+        elif self._device.type == "cuda":
+            from headrace.memory.pinned import device_view
+        for name in plan.uva:
+            buffer, bound = self._store.in_place(name), self._bound[name]
+            if is_mapped and bound.info.is_lookup and rounds_in_place(bound, buffer):
+                bound.point_at_slot(buffer, self._promoter.on_table_access)
+                tables.append(bound)
+            else:
+                bound.point_at(device_view(buffer, self._device) if self._device.type == "cuda" else buffer)
+        if tables:
+            self._hook(TableGuard(self._model, tables, self._promoter))
+            if not plan.units:  # else there is one, which checks what a compiler traces
+                model, token = self._model, new_token(self._device)
+                self._hook(ForwardHook(model, model, [], None, token, self._promoter, traced_in_forward=True))
+        if is_mapped:
+            # A page that a shorter file has no longer ends the program (SIGBUS, mmap(2)), so files are compared before.
+            self._compare_mapped_files_around(self._model, None)
+            for name in plan.uva:
+                tensors = self._bound[name].info.tensors
+                for module in {at.module for tensor in tensors for at in tensor.locations}:  # a caller may run it alone
+                    self._compare_mapped_files_around(self._model.get_submodule(module), name)
 
     def _attach_cached(self) -> None:
         from headrace.experts.attach import cached_hook

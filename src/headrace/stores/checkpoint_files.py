@@ -135,10 +135,8 @@ class DiskStore(Store):
     def copies(self, storage: str) -> list[Copy]:
         if storage in self._adopted:
             return [Copy(ByteRange.of(self._adopted[storage]), 0)]
-        return [
-            Copy(self._range(part.tensor, self._sources[storage].dtype), part.offset)
-            for part in self._sources[storage].parts
-        ]
+        source = self._sources[storage]
+        return [Copy(self._range(part.tensor, source.dtype), part.offset) for part in source.parts]
 
     def _range(self, tensor: FileTensor, dtype: torch.dtype) -> ByteRange:
         """The bytes of a file tensor as elements of ``dtype``."""
