@@ -200,7 +200,8 @@ def start(
 
     ``repeats``: see :class:`~headrace.runtime.session.SessionOptions`.
     """
-    _warn_about_training(prepared)
+    if prepared.model.training:
+        _warn_about_training(prepared)
     if prepared.ranks is not None and not prepared.plan.kind.needs_ranks:
         warn_user(
             f"group=... has no effect: mode {prepared.plan.mode!r} is each process's own; use mode "
@@ -265,7 +266,7 @@ def refuse_second_offload(model: nn.Module) -> None:
 
 def _warn_about_training(prepared: Prepared) -> None:
     model, plan, by_name = prepared.model, prepared.plan, prepared.inventory.by_name
-    if model.training and any(
+    if any(
         p.requires_grad and name in by_name and plan.mechanism_of(by_name[name].name) != "resident"
         for name, p in model.named_parameters()
     ):

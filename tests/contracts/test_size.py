@@ -13,19 +13,19 @@ import pytest
 import measures
 
 BOUNDS = {
-    "lines of src": 22677,
+    "lines of src": 22698,
     "lines of the core": 15016,
     "files of src": 151,
     "lines of tests": 40600,
-    "longest class": 344,
+    "longest class": 348,
     "Prefetcher": 296,
     "branches on a kind of store": 4,
     "files that headrace.api loads": 32,
     "lines that headrace.api loads": 6291,
-    "lines of the spine": 5345,
+    "lines of the spine": 5000,
     "files of the spine": 47,
     "files to the first copy": 37,
-    "functions to the first copy": 394,
+    "functions to the first copy": 381,
 }
 # What a measure may lie below its bound, so that not every small change edits the table.
 SLACK = dict.fromkeys(["lines of src", "lines of the core", "lines that headrace.api loads", "lines of the spine"], 60)

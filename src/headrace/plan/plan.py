@@ -351,6 +351,19 @@ class Plan:
             raise OptionError(_foreign_model(planned, found, missing, self.model_name))
         for problem in self._misplaced_units(inventory):
             raise OptionError(f"{problem}; {_REPLAN}")
+        if self.cached:
+            self._check_cached(inventory)
+        for unit in self.units:
+            # Several stores in one plan are host memory and others beside it (Stores).
+            if unit.store not in (self.mode, *self.kind.beside):
+                raise OptionError(
+                    f"unit {unit.index} ({unit.module_fqn}) is stored in {unit.store!r}, and the plan has mode "
+                    f"{self.mode!r}; expected the store of the mode, or one of {', '.join(HOST.beside)} in mode 'cpu'"
+                )
+            if reason := unit.kind.why_not(self, unit, inventory):
+                raise OptionError(f"unit {unit.index} ({unit.module_fqn}) is {reason}; {_REPLAN}")
+
+    def _check_cached(self, inventory: Inventory) -> None:
         for layer in self.cached:
             if self.kind is not HOST:
                 raise OptionError(
@@ -362,15 +375,6 @@ class Plan:
             there = cached_layers(inventory, layer.storages, layer.num_slots)
             if [layer] != [replace(each, overflow_rows=layer.overflow_rows) for each in there]:
                 raise OptionError(f"the plan caches experts at {layer.module_fqn!r} that are not there; {_REPLAN}")
-        for unit in self.units:
-            # Several stores in one plan are host memory and others beside it (Stores).
-            if unit.store not in (self.mode, *self.kind.beside):
-                raise OptionError(
-                    f"unit {unit.index} ({unit.module_fqn}) is stored in {unit.store!r}, and the plan has mode "
-                    f"{self.mode!r}; expected the store of the mode, or one of {', '.join(HOST.beside)} in mode 'cpu'"
-                )
-            if reason := unit.kind.why_not(self, unit, inventory):
-                raise OptionError(f"unit {unit.index} ({unit.module_fqn}) is {reason}; {_REPLAN}")
 
     def _misplaced_units(self, inventory: Inventory) -> Iterator[str]:
         """Why units could be read before they are copied, or overwritten while they are read."""
@@ -508,8 +512,10 @@ def with_code(plan: Plan, inventory: Inventory, codec: Codec) -> Plan:
     Raises:
         OptionError: there are none, or units are in files.
     """
-    if codec == "none" or codec == "auto":
-        return plan
+    return plan if codec == "none" or codec == "auto" else _coded(plan, inventory, codec)
+
+
+def _coded(plan: Plan, inventory: Inventory, codec: StoreName) -> Plan:
     if plan.staged_units:
         raise OptionError(
             f"codec {codec!r}: {len(plan.staged_units)} units are stored in files, from which nothing coded is read; "

@@ -115,8 +115,11 @@ def require_kinds(device: object, disk: object) -> None:
                 f"disk: expected headrace.DiskOptions, such as DiskOptions(direct=True), found {type(disk).__name__} "
                 f"{disk!r}"
             )
-    if device is None or device == "cpu":
-        return
+    if device is not None and device != "cpu":
+        _require_device(device)
+
+
+def _require_device(device: object) -> None:
     import torch
 
     expected = "expected 'cpu', 'cuda', 'cuda:N' or a torch.device"

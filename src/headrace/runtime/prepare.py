@@ -94,7 +94,8 @@ def prepare(request: PlanRequest, *, pool: Pool | None = None, allocates: bool =
         on_host = pool.find_in_engine_memory(bound)
         prepared = replace(prepared, pooled=pool.find_storages(bound), on_host=on_host)
     if allocates:
-        context.require_room(plan, {*prepared.pooled, *prepared.on_host}, _already_pinned_bytes(plan, prepared.pooled))
+        pinned_already = _already_pinned_bytes(plan, prepared.pooled) if prepared.pooled else 0
+        context.require_room(plan, {*prepared.pooled, *prepared.on_host}, pinned_already)
     return prepared
 
 
@@ -146,7 +147,7 @@ def open_ranks(group: dist.ProcessGroup | None) -> AbstractContextManager[RankGr
 
 def _already_pinned_bytes(plan: Plan, pooled: Mapping[str, AlreadyPinned]) -> int:
     """Bytes of ``pooled`` that stay in the pinned memory in which they are."""
-    if plan.kind is not HOST or not pooled:
+    if plan.kind is not HOST:
         return 0
     from headrace.memory.pinned import PinnedBuffer
 
