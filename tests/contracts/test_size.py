@@ -14,17 +14,17 @@ import measures
 
 BOUNDS = {
     "lines of src": 22698,
-    "lines of the core": 15016,
+    "lines of the core": 15034,
     "files of src": 151,
     "lines of tests": 40600,
     "longest class": 348,
     "Prefetcher": 296,
     "branches on a kind of store": 4,
     "files that headrace.api loads": 32,
-    "lines that headrace.api loads": 6291,
+    "lines that headrace.api loads": 6312,
     "lines of the spine": 5000,
-    "files of the spine": 47,
-    "files to the first copy": 37,
+    "files of the spine": 48,
+    "files to the first copy": 38,
     "functions to the first copy": 381,
 }
 # What a measure may lie below its bound, so that not every small change edits the table.
