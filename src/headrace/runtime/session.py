@@ -315,7 +315,6 @@ class OffloadSession(NotCopyable):
         without_bytes = {b.info.name for b in moving if b.on_meta and not self.plan.kind.has_bytes}
         for name in without_bytes:
             places[name].zero_()  # the memory is used, like that of the slots
-
         num_bytes = sum(self._bound[name].info.num_bytes for name in (*opened.on_host, *places))
         _log.info("loading begins: %d bytes", num_bytes)
         begin = time.perf_counter()
