@@ -300,6 +300,21 @@ class TestInductor:
         assert not torch._dynamo.utils.counters["recompile_limit"]
         handle.remove()
 
+    def test_layers_around_units_share_compiled_code(self) -> None:
+        """Torch guards on ids of hooks below a layer that is compiled, and keeps 8 versions of a code."""
+        model, x = Stack(12).eval(), rows()
+        blocks = {f"block{index}": block for index, block in enumerate(model.layers)}
+        model.layers = nn.ModuleDict({**blocks, "block12": nn.Linear(DIM, DIM)})  # of two kinds: no stack
+        model.order = list(model.layers)
+        for layer in blocks.values():
+            layer.compile(backend="eager", fullgraph=True)
+        expected = model(x)
+        torch._dynamo.reset()
+        handle = offload_over(model, headrace.Rules([("layers.block*", "prefetch")]), SlowLink())
+        assert handle.plan.units[0].module_fqn.startswith("layers.block0.")
+        require_forwards(handle, x, expected, 2)
+        handle.remove()
+
     @pytest.mark.parametrize("frozen", [True, False])
     def test_gradients_end_at_offloaded_modules(self, frozen: bool) -> None:
         """The forward has the right bits; autograd saved weights whose slots hold other units, and found no fault."""

@@ -614,14 +614,14 @@ class TestOthers:
 
     @promoted
     @pytest.mark.filterwarnings("ignore:.*its bytes are copied for every such use:headrace.HeadraceWarning")
-    @pytest.mark.parametrize("when", ["promoted", "lent", "resting", "removed", "offloaded again"])
+    @pytest.mark.parametrize("when", ["promoted", "copied", "resting", "removed", "offloaded again"])
     def test_an_alias_of_a_weight_whose_data_was_set(self, when: str) -> None:
         """The resident's alias keeps the old bytes, which are nowhere any more."""
         model = Stack(3).eval()
         weight = model.layers[0].linear.weight
         before, other = weight.clone(), torch.ones(DIM, DIM)
         handle = headrace.offload(model, all_layers(1))
-        if when == "lent":
+        if when == "copied":
             limit(handle, 1)
         used, alias = weight.data, weight.detach()[:, :]
         owners = [*handle._session._bound.values()]  # without them an alias has no offload to ask, and says that

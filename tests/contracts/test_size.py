@@ -13,19 +13,19 @@ import pytest
 import measures
 
 BOUNDS = {
-    "lines of src": 22698,
-    "lines of the core": 15034,
-    "files of src": 151,
-    "lines of tests": 40600,
+    "lines of src": 22742,
+    "lines of the core": 15076,
+    "files of src": 152,
+    "lines of tests": 40810,
     "longest class": 348,
     "Prefetcher": 296,
     "branches on a kind of store": 4,
-    "files that headrace.api loads": 32,
-    "lines that headrace.api loads": 6312,
-    "lines of the spine": 5000,
-    "files of the spine": 48,
-    "files to the first copy": 38,
-    "functions to the first copy": 381,
+    "files that headrace.api loads": 33,
+    "lines that headrace.api loads": 6353,
+    "lines of the spine": 5017,
+    "files of the spine": 49,
+    "files to the first copy": 39,
+    "functions to the first copy": 385,
 }
 # What a measure may lie below its bound, so that not every small change edits the table.
 SLACK = dict.fromkeys(["lines of src", "lines of the core", "lines that headrace.api loads", "lines of the spine"], 60)

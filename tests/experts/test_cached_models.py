@@ -32,9 +32,9 @@ from moe_models import IDS, cached, gpt_oss, outputs, qwen
 class Experts(nn.Module):
     """A module of one's own that reads its experts by rows."""
 
-    def __init__(self) -> None:
+    def __init__(self, num_outputs: int = 32) -> None:
         super().__init__()
-        self.up = nn.Parameter(torch.randn(6, 32, 24))
+        self.up = nn.Parameter(torch.randn(6, num_outputs, 24))
         self.gate = nn.Linear(24, 6)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
@@ -105,6 +105,19 @@ class TestBits:
                 compiled = torch.compile(model, fullgraph=True)
                 assert_same_bits([compiled(IDS).logits for _ in range(2)], expected)
                 assert handle.stats().bytes_moved > 0
+        torch._dynamo.reset()
+
+    @pytest.mark.slow
+    def test_layers_compiled_one_by_one(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        """Their hooks are compiled by themselves, and are given the experts, which have no bytes of their own."""
+        monkeypatch.setenv("HEADRACE_DEBUG", "1")  # a mode, in which torch looks up no fallback of a dispatch key
+        model, x = nn.Sequential(Experts(24), Experts(24)).eval(), torch.randn(5, 24)
+        expected = model(x)
+        with headrace.offload(model, Rules([("*up", "cache"), ("*gate*", "prefetch")], expert_slots=3)) as handle:
+            for layer in model:
+                layer.compile()
+            torch.testing.assert_close([model(x), model(x)], [expected, expected], rtol=1e-5, atol=1e-4)
+            assert handle.stats().bytes_moved > 0
         torch._dynamo.reset()
 
     def test_loaded_from_a_folder(self, tmp_path: Path) -> None:
@@ -258,7 +271,7 @@ class TestBits:
         torch._dynamo.reset()
 
     def test_a_module_that_does_not_ask_for_rows(self) -> None:
-        """Its tensors are lent to it: slow, and right."""
+        """It gets temporary copies of its tensors: slow, and right."""
         model = Experts().eval()
         model.forward = lambda x: model.up.sum() * x  # type: ignore[method-assign]
         expected = model(torch.ones(2))

@@ -288,7 +288,7 @@ def test_a_draft_is_part_of_the_budget(target: Path, draft: Path) -> None:
 
 
 def test_a_budget_holds_weights_that_are_used_elsewhere(target: Path) -> None:
-    """As without speculation: what has no room is lent, not made resident."""
+    """As without speculation: what has no room is copied for each use, not made resident."""
     budget = sum(p.nbytes for p in LlamaForCausalLM.from_pretrained(target).parameters()) * 3 // 4
     with warnings.catch_warnings():
         warnings.simplefilter("ignore", HeadraceWarning)

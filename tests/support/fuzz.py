@@ -297,6 +297,8 @@ def campaign(args: argparse.Namespace) -> int:
     examples: dict[str, int] = {}
     seeds = list(range(args.seed, args.seed + args.cases))
     for seed, result in run_cases(seeds, args.jobs, args.shrink, args.limit, args.resident):
+        if time.monotonic() - start > args.minutes * 60:
+            break
         outcomes[result["outcome"]] += 1
         plain["all"] += result["plain"]
         if result["outcome"] == "refused":
@@ -312,7 +314,8 @@ def campaign(args: argparse.Namespace) -> int:
                 note = result["notes"][-1] if result["notes"] else ""
                 print(f"seed {seed}: {result['outcome']} {note[: args.width]}\n{result['case']}", flush=True)
     took = time.monotonic() - start
-    print(f"{args.cases} cases in {took:.1f} s, {args.cases / took:.1f} cases/s with {args.jobs} processes")
+    cases = outcomes.total()
+    print(f"{cases} cases in {took:.1f} s, {cases / took:.1f} cases/s with {args.jobs} processes")
     print(", ".join(f"{name} {outcomes[name]}" for name in OUTCOMES), f"(refused by offload(): {refusals['offload']})")
     print(f"{plain['refused']} of {plain['all']} cases without a trap are refused")
     for kind, count in kinds.most_common(args.kinds):
@@ -337,6 +340,7 @@ def main() -> int:
     """The command line."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--cases", type=int, default=1, help="how many seeds, from --seed on; 1 prints the case")
+    parser.add_argument("--minutes", type=float, default=float("inf"), help="after which no further case counts")
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--jobs", type=int, default=2, help="worker processes")
     parser.add_argument("--limit", type=float, default=LIMIT_S, help="seconds of CPU time for a case")

@@ -173,7 +173,7 @@ READS: list[Callable[[torch.Tensor], Any]] = [
     lambda w: torch.from_numpy(w.detach().float().numpy().copy()),
     lambda w: torch.from_dlpack(w.detach()).clone(),
     lambda w: copy.deepcopy(w.data),
-    lambda w: w.untyped_storage().nbytes() - w.nbytes,
+    lambda w: w.untyped_storage().nbytes() >= w.nbytes,  # of several weights, perhaps, or with padding
     # From the weight on: what lies before it in its storage is not the same after every step.
     lambda w: w.data.untyped_storage().tolist()[w.storage_offset() * w.element_size() :][:64],
 ]
@@ -621,5 +621,5 @@ _KINDS = [
 STEPS = {kind.run.__name__: kind for kind in _KINDS}
 OTHERS = {"other_forward", "other_offload", "other_remove"}
 # Not for layers that change in a forward: threads would race on the twin too, tracers leave their own values there, and
-# what they keep of a weight that is lent is a copy.
+# what they keep of a weight that was used outside of its module is a copy.
 NOT_STATEFUL = {"two_threads", "alias", "export", "export_layer", "fx_trace", "jit_trace", "vmap", "functional_call"}

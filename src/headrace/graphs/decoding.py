@@ -36,7 +36,7 @@ from headrace.errors import OptionError, StateError, warn_user
 from headrace.formatting import format_size
 from headrace.graphs.own_graphs import capturing, replaying
 from headrace.memory.system import gc_paused, round_up
-from headrace.model.live_tensors import storage_id
+from headrace.model.torch_private import storage_id
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel

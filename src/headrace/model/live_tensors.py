@@ -27,47 +27,35 @@ import functools
 import weakref
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from enum import Enum, auto
 from typing import Any
 
 import torch
 from torch import nn
-from torch.multiprocessing.reductions import StorageWeakRef
+from torch._ops import OpOverload
 from torch.utils._pytree import tree_leaves, tree_map_only
 
 from headrace.errors import ModelChangedError, OutsideAccessError, StateError, warn_user
+from headrace.model import torch_private
 from headrace.model.records import Location, StorageInfo, TensorInfo
+from headrace.model.torch_private import storage_id
 
 __all__ = [
-    "BoundStorage",
-    "BoundTensor",
-    "Loan",
-    "OnAccess",
-    "Path",
-    "Saved",
-    "bind",
-    "fill_empty",
-    "is_placeholder",
-    "live_tensors",
-    "own_forward",
-    "own_storage",
-    "read_pinned",
-    "refuse_reload",
-    "resident_rule",
-    "storage_id",
-    "used_elsewhere",
-    "written_in_place",
+    "BoundStorage", "BoundTensor", "OnAccess", "Path", "Saved", "TemporaryCopy", "TensorState", "bind", "fill_empty",
+    "is_placeholder", "leave_placeholders", "live_tensors", "own_forward", "own_storage", "read_pinned",
+    "refuse_reload", "resident_rule", "used_elsewhere", "written_in_place",
 ]  # fmt: skip
 
 if "refuse_reload" in globals():  # this module is being reloaded
     globals()["refuse_reload"]()
 
-# What an operator gets in place of a placeholder, which other threads and compiled code may read meanwhile, and what to
-# call when it has run.
-Loan = tuple[torch.Tensor, Callable[[], None] | None]
+# What an operator gets in place of a placeholder, which other threads and compiled code may read meanwhile, and
+# release_copy, to call when it has run.
+TemporaryCopy = tuple[torch.Tensor, Callable[[], None] | None]
 
-# Gives a placeholder its bytes for good (returns None), or lends them. Takes the tensor, the operator that uses it, and
-# whether the operator writes it in place. OutsideAccessError: it cannot have them.
-OnAccess = Callable[["BoundTensor", torch._ops.OpOverload, bool], Loan | None]
+# Gives a placeholder its bytes for good (returns None), or the operator a copy of them. Takes the tensor, the operator
+# that uses it, and whether the operator writes it in place. OutsideAccessError: it cannot have them.
+OnAccess = Callable[["BoundTensor", OpOverload, bool], TemporaryCopy | None]
 
 # Attributes from a module to a tensor at or below it, into a tensor subclass too.
 Path = tuple[str, ...]
@@ -91,8 +79,46 @@ def refuse_reload() -> None:
             )
 
 
+class TensorState(Enum):
+    """What an offloaded tensor views, and so what an operator finds there.
+
+    - RESIDENT: Memory that stays, with its bytes: what the model came with, or what has replaced that. It follows every
+      state: ``point_at`` moves or promotes a tensor, ``return_to`` and ``restore`` end its offload.
+    - FIXED: Its slot at all times, as engines need it, whose compiled code takes addresses and waits for units. It
+      follows RESIDENT (``point_at_slot``), PLACEHOLDER and PINNED (``stay_in_slot``).
+    - PLACEHOLDER: No memory. An operator that takes it calls ``on_access``, which makes it RESIDENT, or gives the
+      operator a temporary copy and leaves the state. It follows RESIDENT (``point_at_slot`` with ``on_access``), FIXED
+      (``leave_slot``) and OPEN (``to_placeholder``).
+    - OPEN: Its slot, read-only, for a window of its module. It follows PLACEHOLDER (``open``).
+    - PINNED: Its slot, whose address compiled code has. To all others outside of windows it is a placeholder. It
+      follows PLACEHOLDER and OPEN (``pin_to_slot``).
+    - LOST: As FIXED, PLACEHOLDER or OPEN, but the model holds another tensor in its place, or none, and uses what it
+      holds. It ends when the model holds this one again.
+
+    ``point_at_slot`` refuses what is not RESIDENT; other methods leave alone what may not move, since their callers go
+    over all tensors. OPEN and LOST are read off the tensor and the model, so that an interrupt between two lines leaves
+    no contradiction.
+    """
+
+    RESIDENT = auto()
+    FIXED = auto()
+    PLACEHOLDER = auto()
+    OPEN = auto()
+    PINNED = auto()
+    LOST = auto()
+
+
+# Every forward compares these for each tensor, and in Python 3.11 an attribute of an Enum is a call.
+RESIDENT, FIXED, PLACEHOLDER, OPEN, PINNED, LOST = TensorState
+
+
 class BoundTensor:
-    """One tensor object and every place that holds it."""
+    """One tensor object and every place that holds it.
+
+    Attributes:
+        in_slot: a view of the slot, read-only unless FIXED; set by :meth:`point_at_slot`, and kept when RESIDENT again.
+        bare: a PINNED placeholder without its address.
+    """
 
     def __init__(self, model: nn.Module, info: TensorInfo) -> None:
         self.info = info
@@ -105,27 +131,32 @@ class BoundTensor:
         self.tensor = self.original = self.original_data = tensor
         _bound.add(self)  # before it has another tensor over that memory
         self.original_data = tensor.data
-        self._revive: Callable[[], torch.Tensor | None] | None = None  # memory of the original, if it was released
-        self.lost = False  # the model holds another tensor, or none, in its place
-        self.in_slot: torch.Tensor | None = None  # over slot memory; None: not brought by a unit (any more)
-        self._unguarded: torch.Tensor | None = None  # the same for engines, whose compiled code counts as writing
-        self._slot_view: torch.Tensor | None = None  # the same; kept when the tensor is promoted beside an open window
-        self._placeholder: torch.Tensor | None = None  # None: the tensor views its slot all the time
+        self._weak_original: Callable[[], torch.Tensor | None] | None = None  # None: it was not released
+        self._state, self._is_lost = RESIDENT, False  # together: see state
+        self.in_slot: torch.Tensor
+        self._unguarded: torch.Tensor  # the same for engines, whose compiled code counts as writing
+        self._placeholder: torch.Tensor
         self._slot_storage = self._placeholder_storage = self._num_own_views = 0
         self.on_access: OnAccess | None = None
-        self.bare: torch.Tensor | None = None  # of a pinned placeholder: one without an address
+        self.bare: torch.Tensor | None = None
         self._runs_here: Callable[[], bool] = lambda: False
         self._reported = False
-        self._address = (
-            0 if self.tensor.device.type == "meta" or is_placeholder(self.tensor) else self.tensor.data_ptr()
-        )
-        self._first_address = self._address
+        has_memory = tensor.device.type != "meta" and not is_placeholder(tensor)
+        self._first_address = self._address = tensor.data_ptr() if has_memory else 0
         self._version: int | None = None
         self._is_replayed = False  # by CUDA graphs of compiled code, which raise the version and call nothing of ours
 
+    @property
+    def state(self) -> TensorState:
+        """What the tensor views now; LOST as the latest window or check has found it."""
+        if self._is_lost and self._state in (FIXED, PLACEHOLDER):
+            return LOST
+        is_open = self._state is PLACEHOLDER and storage_id(self.tensor) == self._slot_storage
+        return OPEN if is_open else self._state
+
     def point_at(self, buffer: torch.Tensor) -> None:
         """Make the tensor a view of ``buffer`` (uint8, 1-D), with its own shape, strides and dtype."""
-        self.in_slot = None
+        self._state = RESIDENT
         # Inference tensors and others cannot take each other's data.
         with torch.inference_mode(self.original.is_inference()):
             view = self.view_of(buffer)
@@ -136,7 +167,7 @@ class BoundTensor:
                 # A meta tensor cannot take data (`.data = view`), so a new object has to replace it, with its
                 # attributes: bitsandbytes keeps scales there.
                 attributes = vars(self.tensor)
-                view = torch.Tensor._make_subclass(type(self.tensor), view, self.tensor.requires_grad)
+                view = torch_private.make_subclass(type(self.tensor), view, self.tensor.requires_grad)
                 vars(view).update(attributes)
             self._put(view)
             self.tensor = view
@@ -148,17 +179,24 @@ class BoundTensor:
 
         ``on_access``: called when the placeholder is used.
         """
+        if self._state is not RESIDENT:
+            raise StateError(
+                f"{self.name} cannot get a slot, because it is {self._state.name}; this is a bug in headrace: please "
+                f"report it, and offload the model again"
+            )
         self.point_at(own_storage(buffer))  # in no local variable, which would count as one of our own views below
         self.in_slot = self._unguarded = self.tensor.data
         self._slot_storage = storage_id(self.in_slot)
+        self._state = FIXED
         if on_access is not None:
             self.on_access = on_access
             with torch.inference_mode(self.original.is_inference()):
                 self._placeholder = placeholder_like(self.in_slot, self)
-                self.in_slot = self._slot_view = guarded(self.in_slot, self)
+                self.in_slot = guarded(self.in_slot, self)
             self._placeholder_storage = storage_id(self._placeholder)
+            self._state = PLACEHOLDER
             self.tensor.data = self._placeholder
-            self._num_own_views = torch._C._storage_Use_Count(self._slot_storage)  # with torch's own, by version
+            self._num_own_views = torch_private.use_count(self._slot_storage)  # with torch's own, by version
 
     def open(self) -> None:
         """Make the tensor a view of its slot, which holds its unit now.
@@ -167,9 +205,9 @@ class BoundTensor:
             ModelChangedError: it was moved or written since :meth:`to_placeholder`. A replaced or deleted tensor is the
                 caller's right: it is reported once, and the new one is used.
         """
-        if self.in_slot is None:
+        if self._state is RESIDENT:
             return
-        if self._placeholder is None:
+        if self._state is FIXED:
             self.check()  # looks for a loss itself
             self.note_version()  # unknown after compiled code, whose ops count as writes
         elif self._find_loss():
@@ -185,9 +223,9 @@ class BoundTensor:
         Returns:
             what is wrong, if it was moved or written since :meth:`open`.
         """
-        if self.in_slot is None or self.lost:
+        if self._state is RESIDENT or self._is_lost:
             return None
-        if self._placeholder is None:
+        if self._state is FIXED:
             error = self._change()
             self.note_version()
             return error
@@ -200,17 +238,17 @@ class BoundTensor:
         """Whether the model now holds another tensor, or none, at this place; warns the first time."""
         module, place = self.places[0]
         if self._is_registered:  # what getattr() finds, without its detour
-            self.lost = self._holder.get(self._attr) is not self.tensor
+            self._is_lost = self._holder.get(self._attr) is not self.tensor
         else:
-            self.lost = not self.is_held_by(module, place.attr, place.inner)
-        if self.lost and not self._reported:
+            self._is_lost = not self.is_held_by(module, place.attr, place.inner)
+        if self._is_lost and not self._reported:
             self._reported = True
             what = "replaced" if hasattr(module, place.attr) else "deleted"
             warn_user(
                 f"{place.name} was {what} after it was offloaded; headrace leaves the new state alone and the tensor "
                 f"is resident from now on. Offload again to bring it back under the plan"
             )
-        return self.lost
+        return self._is_lost
 
     def _moved(self) -> ModelChangedError:
         return ModelChangedError(
@@ -236,54 +274,51 @@ class BoundTensor:
 
     def reads(self, buffer: torch.Tensor) -> bool:
         """Whether the tensor views ``buffer``, the bytes of its storage, and will until the offload ends."""
-        is_fixed = self.in_slot is None and not is_placeholder(self.tensor)
+        is_fixed = self._state is RESIDENT and not is_placeholder(self.tensor)
         return is_fixed and self.tensor.data_ptr() == self.view_of(buffer).data_ptr()
 
-    def unpin_from_slot(self, on_access: OnAccess) -> None:
-        """Make a tensor that stays in its slot a placeholder, until :meth:`stay_in_slot`; ``on_access``: as above."""
-        if self.in_slot is None or self._placeholder is not None or self._find_loss():
+    def leave_slot(self, on_access: OnAccess) -> None:
+        """Make a FIXED tensor a placeholder, until :meth:`stay_in_slot`; ``on_access``: as above."""
+        if self._state is not FIXED or self._find_loss():
             return
         self.on_access = on_access
         with torch.inference_mode(self.original.is_inference()):
             self._placeholder = placeholder_like(self.in_slot, self)
         self._placeholder_storage = storage_id(self._placeholder)
+        self._state = PLACEHOLDER
         self.tensor.data = self._placeholder
 
     def stay_in_slot(self) -> None:
-        """Keep the tensor in its slot from now on."""
-        if self._placeholder is not None and self.in_slot is not None and not self._find_loss():
+        """Keep a placeholder in its slot from now on."""
+        if self._state in (PLACEHOLDER, PINNED) and not self._find_loss():
             # The declared mutations of the custom ops, which order compiled code, are writes that a guard would refuse.
             self.in_slot = self._unguarded
             self.open()
-            self._placeholder = None
+            self._state = FIXED
             self.note_version()
 
     def pin_to_slot(self, runs_here: Callable[[], bool] | None = None) -> None:
-        """Give the placeholder the address of the slot, because compiled code relies on addresses.
+        """Give a placeholder the address of the slot, because compiled code relies on addresses.
 
         ``runs_here``: whether the slot holds the unit for a run of its module in the calling thread.
         """
         # Tracing may put another tensor in its place for a while (torch.export), which reads no slot.
-        if self._placeholder is None or self.in_slot is None or self.is_pinned or self._find_loss():
+        if self._state is not PLACEHOLDER or self._find_loss():
             return
         with torch.inference_mode(self.original.is_inference()):
-            self.bare, self._placeholder = self._placeholder, _marked_view(self.in_slot, self, _PINNED, _BELOW_PYTHON)
-        self._placeholder.untyped_storage().__class__ = _PlaceholderStorage
-        self._placeholder_storage, self._version = self._slot_storage, None
-        self._runs_here = runs_here or self._runs_here
+            pinned = _marked_view(self.in_slot, self, _PINNED_KEY, _BELOW_PYTHON)
+        pinned.untyped_storage().__class__ = _PlaceholderStorage
+        self.bare, self._version, self._runs_here = self._placeholder, None, runs_here or self._runs_here
         if is_placeholder(self.tensor):
-            self.tensor.data = self._placeholder
-
-    @property
-    def is_pinned(self) -> bool:
-        """Whether the placeholder has the address of the slot."""
-        return self.in_slot is not None and self._placeholder_storage == self._slot_storage
+            self.tensor.data = pinned  # first: as a view of its slot a PLACEHOLDER is right, too
+        # In one line, since `bare` would be another one after an interrupt in between.
+        self._placeholder, self._placeholder_storage, self._state = pinned, self._slot_storage, PINNED
 
     @property
     def is_read_here(self) -> bool:
         """Whether compiled code of the calling thread reads a pinned placeholder, or its module runs in the thread."""
-        is_compiled = torch._C._dispatch_tls_is_dispatch_key_excluded(_PINNED_KEY)
-        return self.is_pinned and (is_compiled or self._runs_here())
+        is_compiled = torch_private.is_excluded(_PINNED)
+        return self._state is PINNED and (is_compiled or self._runs_here())
 
     @property
     def name(self) -> str:
@@ -292,17 +327,17 @@ class BoundTensor:
 
     def is_viewed(self, num_known: int = 0) -> bool:
         """Whether more than ``num_known`` other tensors view the slot through this tensor's storage."""
-        if self._placeholder is None:
+        if self._state is FIXED:
             return False
         # Every view holds the storage, in any thread and any container; torch has no list of a tensor's views.
-        has_more = torch._C._storage_Use_Count(self._slot_storage) > self._num_own_views + num_known
-        return has_more and not self.is_pinned  # compiled code has views of its own
+        has_more = torch_private.use_count(self._slot_storage) > self._num_own_views + num_known
+        return has_more and self._state is not PINNED  # compiled code has views of its own
 
     def offset_in_slot(self, view: torch.Tensor) -> int | None:
         """Bytes from this tensor's first one in its slot to the first of ``view``; ``None``: it views other memory."""
-        mine = self._unguarded if self._slot_view is None else self._slot_view
-        if mine is None or storage_id(view) != self._slot_storage:
+        if storage_id(view) != self._slot_storage:
             return None
+        mine = self._unguarded
         return int(view.storage_offset() * view.itemsize - mine.storage_offset() * mine.itemsize)
 
     def view_of(self, buffer: torch.Tensor) -> torch.Tensor:
@@ -311,11 +346,11 @@ class BoundTensor:
         view = torch.empty(0, dtype=self.info.dtype, device=buffer.device)
         view.set_(buffer.untyped_storage(), start // view.itemsize, self.info.shape, self.info.stride)
         view = view.conj() if self.original.is_conj() else view
-        return torch._neg_view(view) if self.original.is_neg() else view
+        return torch_private.negative_view(view) if self.original.is_neg() else view
 
     def restore(self) -> None:
         """Restore the original tensor object and its original memory."""
-        self.in_slot = None
+        self._state = RESIDENT
         if self.tensor is not self.original:
             self._put(self.original)
             self.tensor = self.original
@@ -325,19 +360,19 @@ class BoundTensor:
 
     def return_to(self, data: torch.Tensor) -> None:
         """Make the tensor a view of ``data``, which is memory that it had before."""
-        self.in_slot = None
+        self._state = RESIDENT
         self.tensor.data = self.original_data = data
         self._address = self.tensor.data_ptr()
 
     def forget_original(self) -> None:
         """Release the memory that the tensor had."""
         if self.original.device.type != "meta":
-            self._revive = self._revive or _reviver(self.original_data)
+            self._weak_original = self._weak_original or torch_private.weak_memory(self.original_data)
             self.original_data = self.tensor.data
 
-    def revived_data(self) -> torch.Tensor | None:
+    def original_memory(self) -> torch.Tensor | None:
         """The memory that :meth:`forget_original` released, if views that the model keeps elsewhere still hold it."""
-        return None if self._revive is None else self._revive()
+        return None if self._weak_original is None else self._weak_original()
 
     def is_held_by(self, module: nn.Module, attr: str, inner: tuple[str, ...] = ()) -> bool:
         """Whether ``module`` has this very tensor at ``attr`` now; ``inner``: the path inside a subclass."""
@@ -353,7 +388,7 @@ class BoundTensor:
             raise error
 
     def _change(self) -> ModelChangedError | None:
-        if self.in_slot is None or self._find_loss():  # promoted, or lost
+        if self._state is RESIDENT or self._find_loss():
             return None
         if torch.Tensor.data_ptr(self.tensor) != self._address:
             return self._moved()
@@ -369,14 +404,14 @@ class BoundTensor:
         """Whether its data was set (``tensor.data = ...``) since :meth:`point_at` or :meth:`point_at_slot`."""
         if self.tensor.device.type == "meta":
             return False
-        if self.in_slot is None:
+        if self._state is RESIDENT:
             # Not the tensor's own data_ptr, which torch.utils.swap_tensors gives to another, and asks that one.
             return not is_placeholder(self.tensor) and torch.Tensor.data_ptr(self.tensor) != self._address
         return storage_id(self.tensor) not in (self._placeholder_storage, self._slot_storage)
 
     def refuse_copy(self, given: Collection[int]) -> None:
         """Raise ``StateError`` unless compiled code was given this very memory (``given``: addresses), not a copy."""
-        if not self.lost and self._address not in given:
+        if not self._is_lost and self._address not in given:
             raise StateError(
                 f"{self.info.name}: the compiler passes a copy made before the bytes are on the device, so the result "
                 f"would be wrong; compile with backend='inductor' or 'eager', run under torch.inference_mode() or "
@@ -389,9 +424,8 @@ class BoundTensor:
 
     def note_version(self, known: bool = True) -> None:
         """Remember the version counter, so that :meth:`check` sees writes; ``known=False`` forgets it."""
-        if self._placeholder is not None:
-            return  # a write raises before it happens
-        self._version = _version(self.tensor) if known and not self._is_replayed else None
+        if self._state is FIXED or self._state is RESIDENT:  # a write of others raises before it happens
+            self._version = _version(self.tensor) if known and not self._is_replayed else None
 
     def invalidate_saved(self) -> None:
         """Invalidate what autograd has saved of this tensor, whose data is about to change."""
@@ -439,12 +473,12 @@ class BoundStorage:
     @property
     def is_kept_elsewhere(self) -> bool:
         """Whether the memory that the model came with was released, and views kept elsewhere hold it still."""
-        return not self.keeps_original and any(tensor.revived_data() is not None for tensor in self.tensors)
+        return not self.keeps_original and any(tensor.original_memory() is not None for tensor in self.tensors)
 
     @property
     def is_placeholder(self) -> bool:
         """Whether one of the tensors has no memory now."""
-        return any(is_placeholder(tensor.tensor) and not tensor.is_pinned for tensor in self.tensors)
+        return any(is_placeholder(tensor.tensor) and tensor.state is not PINNED for tensor in self.tensors)
 
     def _bytes_around(self, first: torch.Tensor) -> torch.Tensor:
         start = first.storage_offset() * first.dtype.itemsize - self._first.info.byte_offset
@@ -474,7 +508,7 @@ class BoundStorage:
 
     def return_to_original(self) -> bool:
         """Point every tensor at the memory that the model came with, if views kept elsewhere hold it still."""
-        found = [tensor.original_data if self.keeps_original else tensor.revived_data() for tensor in self.tensors]
+        found = [tensor.original_data if self.keeps_original else tensor.original_memory() for tensor in self.tensors]
         if self.on_meta or any(data is None for data in found):
             return False
         for tensor, data in zip(self.tensors, found, strict=True):
@@ -524,7 +558,7 @@ def fill_empty(model: nn.Module, device: torch.device) -> None:
 
 def used_elsewhere(storages: Collection[BoundStorage]) -> list[BoundStorage]:
     """Those whose memory has another user than the model: an alias, an array of ``numpy()``, a list of views."""
-    count = torch._C._storage_Use_Count
+    count = torch_private.use_count
     probe = torch.empty(1, device="cpu")
     of_python = count(storage_id(probe)) - 1  # Python's object of a storage, which storage_id() makes, counts too
     own: dict[int, dict[int, torch.Tensor]] = {}  # by storage and identity
@@ -535,23 +569,6 @@ def used_elsewhere(storages: Collection[BoundStorage]) -> list[BoundStorage]:
     used = {address for address, tensors in own.items() if count(address) > len(tensors) + of_python}
     live = (storage for storage in storages if not storage.on_meta)
     return [storage for storage in live if used & {storage_id(bound.original_data) for bound in storage.tensors}]
-
-
-def _reviver(data: torch.Tensor) -> Callable[[], torch.Tensor | None]:
-    """A function that makes ``data`` again as long as another tensor keeps its memory alive."""
-    # Weak, because the memory has to be freed unless a view outside of the model keeps it.
-    weak = StorageWeakRef(data.untyped_storage())
-    geometry = (data.storage_offset(), data.shape, data.stride())
-    dtype, device, is_inference = data.dtype, data.device, data.is_inference()
-
-    def revive() -> torch.Tensor | None:
-        storage = torch.UntypedStorage._new_with_weak_ptr(weak.cdata)
-        if storage is None:
-            return None
-        with torch.inference_mode(is_inference):
-            return torch.empty(0, dtype=dtype, device=device).set_(storage, *geometry)
-
-    return revive
 
 
 def live_tensors(module: nn.Module, paths: Iterable[Path]) -> Iterator[torch.Tensor]:
@@ -620,16 +637,12 @@ def _version(tensor: torch.Tensor) -> int | None:
 
 # -- dispatch keys -----------------------------------------------------------------------------------------------------
 
-_PLACEHOLDER, _PINNED, _GUARDED = "DeferredInit", "TESTING_ONLY_GenericMode", "TESTING_ONLY_GenericWrapper"
+_DEFERRED_KEY, _PINNED_KEY, _GUARDED_KEY = "DeferredInit", "TESTING_ONLY_GenericMode", "TESTING_ONLY_GenericWrapper"
 # Within the `__torch_dispatch__` of a subclass, torch excludes all keys above Python's: one below it sees what the
 # subclass does with a placeholder inside of it. No backend has kernels for this one.
 _BELOW_PYTHON = "CustomRNGKeyId"
-_COMPOSITE = "CompositeImplicitAutograd"  # of operators that consist of others
-_PLACEHOLDER_KEY, _PINNED_KEY, _GUARDED_KEY, _BELOW_KEY = map(
-    torch._C._dispatch_key_parse, (_PLACEHOLDER, _PINNED, _GUARDED, _BELOW_PYTHON)
-)
-_GUARDED_KEYS = torch._C.DispatchKeySet(_GUARDED_KEY)
-_PINNED_KEYS = torch._C.DispatchKeySet(_PINNED_KEY) | torch._C.DispatchKeySet(_BELOW_KEY)
+_DEFERRED, _PINNED, _GUARDED = map(torch_private.parse_key, (_DEFERRED_KEY, _PINNED_KEY, _GUARDED_KEY))
+_GUARDED_KEYS, _PINNED_KEYS = torch_private.key_set(_GUARDED_KEY), torch_private.key_set(_PINNED_KEY, _BELOW_PYTHON)
 
 # These neither read nor write bytes: bookkeeping, aliases, and factories that only ask for shape, dtype and device.
 _TOUCHES_NOTHING = {
@@ -649,30 +662,21 @@ _STATISTICS = ("running_mean", "running_var")
 _owners: weakref.WeakValueDictionary[int, BoundTensor] = weakref.WeakValueDictionary()
 
 
-class _Geometry(torch.Tensor):
-    """Makes tensors with keys of our choice, nothing else: torch builds these for subclasses alone."""
-
-    @classmethod
-    def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:  # type: ignore[override]
-        raise AssertionError("the tensors made from this one are plain")
-
-
 class _PlaceholderStorage(torch.UntypedStorage):
     """Without bytes, so that what copies it would copy nothing, and find nothing wrong."""
 
     def nbytes(self) -> int:
         """The size of what the placeholder stands for."""
         owner = _owners.get(int(self._cdata))
-        memory = (
-            None if owner is None else (owner.in_slot if owner.in_slot is not None else owner.tensor).untyped_storage()
-        )
+        view = None if owner is None else owner.tensor if owner.state is RESIDENT else owner.in_slot
+        memory = None if view is None else view.untyped_storage()
         return super().nbytes() if memory is None or memory._cdata == self._cdata else memory.nbytes()
 
     size = __len__ = nbytes
 
     def _refuse(self, name: str, *args: Any, **kwargs: Any) -> Any:
         owner = _owners.get(int(self._cdata))
-        if owner is not None and owner.is_pinned and (owner.is_read_here or not is_placeholder(owner.tensor)):
+        if owner is not None and owner.state is PINNED and (owner.is_read_here or not is_placeholder(owner.tensor)):
             return getattr(torch.UntypedStorage, name)(self, *args, **kwargs)
         raise OutsideAccessError(
             f"the storage of {'a weight' if owner is None else owner.name}, which is offloaded, was read, written or "
@@ -687,70 +691,41 @@ class _PlaceholderStorage(torch.UntypedStorage):
 
 def placeholder_like(tensor: torch.Tensor, owner: BoundTensor) -> torch.Tensor:
     """A placeholder of the shape, strides, dtype and device of ``tensor``, which ``owner`` answers for."""
-    placeholder = _marked(tensor, _PLACEHOLDER, _BELOW_PYTHON)
-    placeholder.untyped_storage().__class__ = (
-        _PlaceholderStorage  # kept, like the object itself, with the storage of C++
-    )
+    _register()
+    placeholder = torch_private.with_keys(tensor, _DEFERRED_KEY, _BELOW_PYTHON)
+    # The class is kept, like the object itself, with the storage of C++.
+    placeholder.untyped_storage().__class__ = _PlaceholderStorage
     # Code that asks for the pointer gets an error of torch instead of the null pointer of an empty storage.
-    torch._C._set_throw_on_mutable_data_ptr(placeholder)
+    torch_private.refuse_pointer(placeholder)
     _owners[storage_id(placeholder)] = owner
     return placeholder
 
 
 def guarded(tensor: torch.Tensor, owner: BoundTensor) -> torch.Tensor:
     """``tensor`` over the same storage, read-only for everything that the dispatcher sees."""
-    return _marked_view(tensor, owner, _GUARDED)
+    return _marked_view(tensor, owner, _GUARDED_KEY)
 
 
 @contextmanager
 def read_pinned() -> Iterator[None]:
     """Within, pinned placeholders are read at their addresses: for compiled code that waits for their units."""
-    with torch._C._ExcludeDispatchKeyGuard(_PINNED_KEYS):
+    with torch_private.excluding(_PINNED_KEYS):
         yield
 
 
 def _marked_view(tensor: torch.Tensor, owner: BoundTensor, *marks: str) -> torch.Tensor:
-    view = _marked(tensor, *marks)
+    _register()
+    view = torch_private.with_keys(tensor, *marks)
     # `set_` itself is declared as a write of `view`, which the guard would refuse.
-    with torch.no_grad(), read_pinned(), torch._C._ExcludeDispatchKeyGuard(_GUARDED_KEYS):
+    with torch.no_grad(), read_pinned(), torch_private.excluding(_GUARDED_KEYS):
         view.set_(tensor.untyped_storage(), tensor.storage_offset(), tensor.shape, tensor.stride())
     _owners[storage_id(view)] = owner
     return view
 
 
-def _marked(tensor: torch.Tensor, *marks: str) -> torch.Tensor:
-    """A tensor like ``tensor`` with the keys ``marks``, without memory; an inference tensor if inference mode is on."""
-    _register()
-    lazy = ["Conjugate"] * tensor.is_conj() + ["Negative"] * tensor.is_neg()
-    keys = torch._C.DispatchKeySet(torch._C.DispatchKey.Undefined)
-    for name in (*marks, *lazy):
-        keys = keys | torch._C.DispatchKeySet(torch._C._dispatch_key_parse(name))
-    # The only function of torch that makes a tensor with given dispatch keys; it makes a subclass.
-    geometry = torch.Tensor._make_wrapper_subclass(
-        _Geometry,
-        tensor.shape,
-        strides=tensor.stride(),
-        dtype=tensor.dtype,
-        device=tensor.device,
-        storage_size=0,
-        _extra_dispatch_keys=keys,
-    )
-    marked = torch.empty(0, dtype=tensor.dtype, device=tensor.device)
-    with torch._C._DisableTorchDispatch():
-        # Sets keys, shape and storage; the Python class stays torch.Tensor, so no __torch_dispatch__ runs later.
-        marked.data = geometry
-    return marked
-
-
-def storage_id(tensor: torch.Tensor) -> int:
-    """The address of the tensor's storage object, which all views of it share; its memory may change."""
-    return int(tensor.untyped_storage()._cdata)
-
-
 def is_placeholder(tensor: torch.Tensor) -> bool:
     """Whether the bytes of ``tensor`` are elsewhere, or, where it is pinned, may be."""
-    keys = torch._C._dispatch_keys(tensor)
-    return bool(keys.has(_PLACEHOLDER_KEY) or keys.has(_PINNED_KEY))
+    return torch_private.has_key(tensor, _DEFERRED, _PINNED)
 
 
 def resident_rule(name: str) -> str:
@@ -758,30 +733,36 @@ def resident_rule(name: str) -> str:
     return f"rules=[({name!r}, 'resident')], --offload-rule {name}=resident"
 
 
-def _on_access(operator: torch._ops.OpOverload, *args: Any, **kwargs: Any) -> Any:
+def leave_placeholders(library: torch.library.Library, op: str) -> None:
+    """Let the custom operator ``op`` of ``library``, which reads no bytes of them, run on placeholders as they are."""
+    for key in (_DEFERRED_KEY, _PINNED_KEY, _BELOW_PYTHON):
+        library.impl(op, torch.library.fallthrough_kernel, key)
+
+
+def _on_access(operator: OpOverload, *args: Any, **kwargs: Any) -> Any:
     """Give every placeholder among the arguments its bytes, then run ``operator`` as if nothing were offloaded."""
     targets = (target for target in written_in_place(operator, args, kwargs) if isinstance(target, torch.Tensor))
     written = {storage_id(target) for target in targets}
-    loans: dict[int, Loan] = {}  # by storage, which aliases share
-    lent: dict[int, torch.Tensor] = {}
+    copies: dict[int, TemporaryCopy] = {}  # by storage, which aliases share
+    given: dict[int, torch.Tensor] = {}  # in place of placeholders, by their ids
     returned: dict[int, torch.Tensor] = {}  # what is written; `numpy()` and `tolist()` take the pointer of what is read
     try:
         for argument in tree_leaves((args, kwargs)):
             if isinstance(argument, torch.Tensor) and is_placeholder(argument):
                 storage = storage_id(argument)
-                loan = loans.get(storage) or _materialize(argument, operator, storage in written)
-                if loan is not None:
-                    loans[storage] = loan
-                    lent[id(argument)] = with_bytes = _with_history(argument, loan[0])
+                copy = copies.get(storage) or _materialize(argument, operator, storage in written)
+                if copy is not None:
+                    copies[storage] = copy
+                    given[id(argument)] = with_bytes = _with_history(argument, copy[0])
                     returned |= {id(with_bytes): argument} if storage in written else {}
-        if lent:
-            args, kwargs = tree_map_only(torch.Tensor, lambda tensor: lent.get(id(tensor), tensor), (args, kwargs))
+        if given:
+            args, kwargs = tree_map_only(torch.Tensor, lambda tensor: given.get(id(tensor), tensor), (args, kwargs))
         output = operator(*args, **kwargs)
         return tree_map_only(torch.Tensor, lambda t: returned.get(id(t), t), output) if returned else output
     finally:
-        for _, end in loans.values():
-            if end is not None:
-                end()
+        for _, release_copy in copies.values():
+            if release_copy is not None:
+                release_copy()
 
 
 def _on_detach(tensor: torch.Tensor) -> torch.Tensor:
@@ -799,7 +780,7 @@ def _on_write(name: str, overload: str, /, *args: Any, **kwargs: Any) -> Any:
     """Refuse an operator of ``aten`` if it writes a guarded tensor; others may be among its arguments."""
     operator = _operator(name, overload)
     for target in written_in_place(operator, args, kwargs):
-        if isinstance(target, torch.Tensor) and torch._C._dispatch_keys(target).has(_GUARDED_KEY):
+        if isinstance(target, torch.Tensor) and torch_private.has_key(target, _GUARDED):
             owner = _owners.get(storage_id(target))
             name = "a weight" if owner is None else owner.name
             raise ModelChangedError(
@@ -811,18 +792,18 @@ def _on_write(name: str, overload: str, /, *args: Any, **kwargs: Any) -> Any:
     # A tensor that C++ has made of a number comes as a number, which another overload takes (`2 ** weight`).
     arguments = zip(operator._schema.arguments, args, strict=False)
     is_number = any(isinstance(value, int | float | complex) and str(a.type) == "Tensor" for a, value in arguments)
-    with torch._C._ExcludeDispatchKeyGuard(_GUARDED_KEYS):
+    with torch_private.excluding(_GUARDED_KEYS):
         return (operator.overloadpacket if is_number else operator)(*args, **kwargs)
 
 
 @functools.cache
-def _operator(name: str, overload: str) -> torch._ops.OpOverload:
+def _operator(name: str, overload: str) -> OpOverload:
     # When it is called: torch makes the object of an operator when it is asked for, and of all 1,457 that takes 0.1 s.
-    operator: torch._ops.OpOverload = getattr(getattr(torch.ops.aten, name), overload)
+    operator: OpOverload = getattr(getattr(torch.ops.aten, name), overload)
     return operator
 
 
-def written_in_place(operator: torch._ops.OpOverload, args: Sequence[Any], kwargs: Mapping[str, Any]) -> list[Any]:
+def written_in_place(operator: OpOverload, args: Sequence[Any], kwargs: Mapping[str, Any]) -> list[Any]:
     """The arguments that ``operator`` writes in place, such as tensors."""
     targets: list[Any] = []
     is_norm = operator._schema.name in _NORMS
@@ -836,14 +817,14 @@ def written_in_place(operator: torch._ops.OpOverload, args: Sequence[Any], kwarg
 
 
 @functools.cache
-def _written(operator: torch._ops.OpOverload) -> list[tuple[int, str]]:
+def _written(operator: OpOverload) -> list[tuple[int, str]]:
     """Position and name of each argument that ``operator`` writes."""
     undeclared = _STATISTICS if operator._schema.name in _STATISTICS_OF else ()
     arguments = enumerate(operator._schema.arguments)
     return [(p, a.name) for p, a in arguments if a.name in undeclared or (a.alias_info and a.alias_info.is_write)]
 
 
-def _materialize(argument: torch.Tensor, operator: torch._ops.OpOverload, is_written: bool) -> Loan | None:
+def _materialize(argument: torch.Tensor, operator: OpOverload, is_written: bool) -> TemporaryCopy | None:
     owner = _owners.get(storage_id(argument))
     if owner is None:
         raise StateError(
@@ -861,23 +842,23 @@ def _materialize(argument: torch.Tensor, operator: torch._ops.OpOverload, is_wri
             f"offloaded, and the weight's data was set (.data = ...) since, so the bytes that the alias stands for are "
             f"gone: take it again"
         )
-    if owner.is_read_here and owner.in_slot is not None:
+    if owner.is_read_here:
         return owner.in_slot.data, None
-    is_out = owner.is_pinned or is_placeholder(owner.tensor)
-    loan = owner.on_access(owner, operator, is_written) if owner.on_access and is_out else None
+    is_out = owner.state is PINNED or is_placeholder(owner.tensor)
+    copy = owner.on_access(owner, operator, is_written) if owner.on_access and is_out else None
     # An alias of the placeholder has a TensorImpl of its own, which is not changed with the owner's.
-    if loan is None and argument is not owner.tensor:
+    if copy is None and argument is not owner.tensor:
         with torch.no_grad():
             argument.data = owner.tensor.data
-    return loan
+    return copy
 
 
-def _with_history(argument: torch.Tensor, lent: torch.Tensor) -> torch.Tensor:
-    """``lent``, to autograd a view of ``argument``."""
+def _with_history(argument: torch.Tensor, copy: torch.Tensor) -> torch.Tensor:
+    """``copy``, to autograd a view of ``argument``."""
     if not argument.requires_grad:
-        return lent
+        return copy
     view: torch.Tensor = torch.ops.aten.alias(argument)
-    view.data = lent
+    view.data = copy
     return view
 
 
@@ -887,24 +868,19 @@ def _register() -> tuple[torch.library.Library, ...]:
     everything, aten = torch.library.Library("_", "IMPL"), torch.library.Library("aten", "IMPL")
     # A fallback of a key serves the operators of every library in every thread. A TorchDispatchMode would cost 10 us
     # per operator, see one thread only, and change how composite operators decompose.
-    for key in (_PLACEHOLDER, _PINNED, _BELOW_PYTHON):
+    for key in (_DEFERRED_KEY, _PINNED_KEY, _BELOW_PYTHON):
         everything.fallback(_on_access, key)
-    everything.fallback(torch.library.fallthrough_kernel, _GUARDED)
-    for schema in torch._C._jit_get_all_schemas():
-        namespace, _, name = schema.name.partition("::")
-        qualified = f"{name}.{schema.overload_name}" if schema.overload_name else name
-        if namespace != "aten" or not torch._C._dispatch_has_kernel(f"aten::{qualified}"):
-            continue  # one of TorchScript's own
-        overload = schema.overload_name or "default"
+    everything.fallback(torch.library.fallthrough_kernel, _GUARDED_KEY)
+    for schema, qualified, consists_of_others in torch_private.aten_operators():
+        name, overload = schema.name.removeprefix("aten::"), schema.overload_name or "default"
         reads = any("Tensor" in str(argument.type) for argument in schema.arguments) and name not in _TOUCHES_NOTHING
         # By operator, since torch looks up no fallback beside a tensor of a subclass, such as a jagged one, nor in a
         # TorchDispatchMode, and since many operators have a kernel for every backend's keys, also for _BELOW_PYTHON.
         on_access = functools.partial(_on_named_access, name, overload) if reads else torch.library.fallthrough_kernel
         # An operator that consists of others needs none below Python, where each of those is found. With one it would
         # fail for tensors in the layout of oneDNN (to_mkldnn()), whose key of autograd that of _BELOW_PYTHON is, too.
-        consists_of_others = torch._C._dispatch_has_kernel_for_dispatch_key(f"aten::{qualified}", _COMPOSITE)
-        for key in (_PLACEHOLDER, _PINNED, *(() if consists_of_others else (_BELOW_PYTHON,))):
-            aten.impl(qualified, _on_detach if (name, key) == ("detach", _PINNED) else on_access, key)
+        for key in (_DEFERRED_KEY, _PINNED_KEY, *(() if consists_of_others else (_BELOW_PYTHON,))):
+            aten.impl(qualified, _on_detach if (name, key) == ("detach", _PINNED_KEY) else on_access, key)
         if schema.is_mutable or schema.name in _STATISTICS_OF:  # all others keep the fall-through and their speed
-            aten.impl(qualified, functools.partial(_on_write, name, overload), _GUARDED)
+            aten.impl(qualified, functools.partial(_on_write, name, overload), _GUARDED_KEY)
     return everything, aten

@@ -9,6 +9,7 @@ import torch
 from torch import fx
 
 from headrace.errors import StateError
+from headrace.model import torch_private
 from headrace.model.live_tensors import read_pinned
 
 __all__ = ["refuse_export", "refuse_tracers", "traced_graph"]
@@ -37,9 +38,9 @@ def refuse_tracers(args: tuple[Any, ...], kwargs: dict[str, Any] | None) -> None
     tracer = None
     if torch.jit.is_tracing():  # type: ignore[attr-defined, no-untyped-call]
         tracer = "torch.jit.trace"
-    elif torch._C._functorch.peek_interpreter_stack() is not None:
+    elif torch_private.transform() is not None:
         tracer = "a transform of torch.func (vmap, grad, linearize, ...)"
-    elif torch._C._get_dispatch_mode(torch._C._TorchDispatchModeKey.PROXY) is not None:
+    elif torch_private.proxy_mode() is not None:
         tracer = "make_fx"
     elif True in [isinstance(value, torch.fx.Proxy) for value in (*args, *(kwargs or {}).values())]:
         tracer = "torch.fx.symbolic_trace"

@@ -43,6 +43,7 @@ import torch
 from torch.utils._pytree import tree_leaves
 
 from headrace.errors import StateError
+from headrace.model.live_tensors import leave_placeholders
 from headrace.model.tracing import traced_graph
 
 __all__ = [
@@ -191,5 +192,6 @@ _define(
     _end_gradients,
     _end_gradients,
 )
+leave_placeholders(_library, "end_gradients")  # such as the experts of a cache, of which it only needs the history
 _define("refuse_backward", "(Tensor tag, Tensor gradient) -> Tensor", _refuse_backward, lambda *_: torch.empty(1))
 torch.library.register_autograd("headrace::end_gradients", _backward, setup_context=_save_tag, lib=_library)

@@ -18,7 +18,7 @@ from functools import partial
 import torch
 
 from headrace.errors import OutsideAccessError, RaceError
-from headrace.model.live_tensors import BoundTensor, resident_rule
+from headrace.model.live_tensors import BoundTensor, TensorState, resident_rule
 from headrace.plan.kinds import SlabEntry
 from headrace.plan.plan import Plan
 from headrace.runtime.outside_access import address_of
@@ -99,7 +99,8 @@ class AddressGuard:
         return address
 
     def _check(self, bound: BoundTensor, address: int) -> None:
-        first = self._names.setdefault(address, bound.name) if bound.in_slot is not None else bound.name
+        is_resident = bound.state is TensorState.RESIDENT
+        first = bound.name if is_resident else self._names.setdefault(address, bound.name)
         if first != bound.name:
             raise OutsideAccessError(
                 f"data_ptr() of {bound.name} is used as a key, and has been one for {first}, which is in the same slot "

@@ -19,6 +19,7 @@ import threading
 import time
 import traceback
 import types
+from collections import OrderedDict
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -114,6 +115,7 @@ class _ModuleHook(NotCopyable):
 
     # Where hooks of the root are traced by themselves, what it computes after its last unit is in the wrapper's graph.
     _ends_trace = False
+    _hook_id: int
 
     # Methods of the subclasses: in compiled code, in eager code, and around the module's forward in eager code.
     _trace_before: Callable[..., Any]
@@ -153,7 +155,22 @@ class _ModuleHook(NotCopyable):
         # The wait goes before every other hook, since those may read weights; the release after every other hook.
         before, after = (_of_kind(method, self._kind) for method in (self._before, self._after))
         self._handles.append(self._entry.register_forward_pre_hook(before, prepend=True, with_kwargs=True))
-        self._handles.append(self._module.register_forward_hook(after, with_kwargs=True, always_call=True))
+        self._register_after(after)
+
+    def _register_after(self, hook: Callable[..., Any]) -> None:
+        """``register_forward_hook`` with ``always_call``, by the same id in each module.
+
+        Dynamo guards on ids of hooks that are always called, so that modules with other ids would be compiled again.
+        """
+        module = self._module
+        flags = [module._forward_hooks_with_kwargs, module._forward_hooks_always_called]
+        handle = RemovableHandle(module._forward_hooks, extra_dict=flags)
+        if self._hook_id not in module._forward_hooks:  # by another offload
+            handle.id = self._hook_id
+        self._handles.append(handle)
+        for flag in flags:
+            flag[handle.id] = True
+        module._forward_hooks[handle.id] = hook
 
     def remove(self) -> None:
         """Take the hooks off. Compiled code that still holds them finds ops without effect."""
@@ -176,6 +193,8 @@ class UnitHook(_ModuleHook):
 
     ``siblings``: all hooks of the offload. The other arguments are those of the base class.
     """
+
+    _hook_id = RemovableHandle(OrderedDict()).id
 
     def __init__(
         self,
@@ -445,6 +464,7 @@ class ForwardHook(_ModuleHook):
     """
 
     _ends_trace = True
+    _hook_id = RemovableHandle(OrderedDict()).id
 
     def __init__(
         self,

@@ -30,6 +30,7 @@ from typing import Any, cast
 import torch
 import torch.nn.functional as F
 from torch import fx, nn
+from torch._ops import OpOverload
 from torch.utils._pytree import tree_leaves, tree_map_only
 from torch.utils.hooks import RemovableHandle
 
@@ -38,13 +39,14 @@ from headrace.formatting import format_size
 from headrace.model.live_tensors import (
     BoundStorage,
     BoundTensor,
-    Loan,
+    TemporaryCopy,
+    TensorState,
     is_placeholder,
     own_storage,
     resident_rule,
-    storage_id,
     written_in_place,
 )
+from headrace.model.torch_private import storage_id
 from headrace.model.tracing import traced_graph
 from headrace.plan.plan import Plan
 from headrace.stores.store import Store, new_buffer
@@ -100,7 +102,7 @@ class Promoter(NotCopyable):
         self.plan = plan
         self.tensor_lock = threading.RLock()
         self.promoted: list[str] = []
-        self.lent: list[str] = []  # not promoted, because the budget has no room: copied for every use
+        self.copied: list[str] = []  # not promoted, because the budget has no room
         self._bound = bound
         self._device = device
         self._refusal = refusal
@@ -114,15 +116,15 @@ class Promoter(NotCopyable):
         self.rewriting = lambda name: nullcontext()  # holds the prefetcher
         self._bound, self._storage_of = {}, {}
 
-    def on_outside_access(self, tensor: BoundTensor, operator: torch._ops.OpOverload, is_written: bool) -> Loan | None:
+    def on_outside_access(self, tensor: BoundTensor, operator: OpOverload, is_written: bool) -> TemporaryCopy | None:
         """An ``operator`` used a placeholder outside its module: make it resident, or give it a temporary copy.
 
-        What is written is lent and goes back to the store, where it can.
+        What is written is such a copy, which goes back to the store, where it can.
         """
         storage = self._storage_of[id(tensor)]
         name, how = storage.info.name, f"{tensor.info.name} was given to {operator}"
         self._require_allowed(tensor, how)
-        # Operators such as t_ write the geometry of a tensor, which goes with the loan; ours only declare to write.
+        # Operators such as t_ write the geometry of a tensor, which goes with the copy; ours only declare to write.
         writes_bytes = operator.namespace == "aten" and torch.Tag.inplace_view not in operator.tags
         # Views that the model keeps elsewhere see a write to the memory that it came with, and none to another.
         to_store = is_written and writes_bytes and self._is_offloaded_here(name) and not storage.is_kept_elsewhere
@@ -133,15 +135,15 @@ class Promoter(NotCopyable):
             in_files = kind is not None and kind.in_files
             other = ", or offload in mode 'cpu', where host memory takes the write" if in_files else ""
             raise OutsideAccessError(
-                f"{how} {_OUTSIDE}, which writes it in place, and {self._why_lent(storage)}: {_fix(tensor)}{other}"
+                f"{how} {_OUTSIDE}, which writes it in place, and {self._why_copied(storage)}: {_fix(tensor)}{other}"
             )
         if not to_store:
-            self._warn_of_loan(storage, tensor, how)
+            self._warn_of_copy(storage, tensor, how)
         buffer = self._on_device(storage)
         if not to_store:
             return tensor.copy_of(buffer), None
 
-        def write_back() -> None:
+        def release_copy() -> None:
             if self.store is not None:
                 with self.rewriting(name):
                     self.store.in_place(name).copy_(buffer)
@@ -149,9 +151,9 @@ class Promoter(NotCopyable):
                         torch.cuda.current_stream(self._device).synchronize()
 
         with torch.inference_mode(tensor.original.is_inference()):
-            return tensor.view_of(buffer), write_back
+            return tensor.view_of(buffer), release_copy
 
-    def on_table_access(self, tensor: BoundTensor, operator: torch._ops.OpOverload, is_written: bool) -> Loan | None:
+    def on_table_access(self, tensor: BoundTensor, operator: OpOverload, is_written: bool) -> TemporaryCopy | None:
         """:meth:`on_outside_access` for a table that is read in place where products would round differently."""
         if is_written or operator.overloadpacket not in _ROW_READS or self.store is None:
             return self.on_outside_access(tensor, operator, is_written)
@@ -189,7 +191,7 @@ class Promoter(NotCopyable):
         if self._promote(storage, tensor, how):
             bases = {id(bound): bound.tensor for bound in storage.tensors}
         else:
-            self._warn_of_loan(storage, tensor, how)
+            self._warn_of_copy(storage, tensor, how)
             buffer = self._on_device(storage)
             bases = {id(bound): bound.copy_of(buffer) for bound in storage.tensors}
 
@@ -233,7 +235,7 @@ class Promoter(NotCopyable):
     def _in_slots(self, graph: fx.Graph) -> dict[int, BoundTensor]:
         """The tensors in slots that ``graph`` takes, by their storages in it."""
         tensors = [tensor for storage in self._bound.values() for tensor in storage.tensors]
-        in_slot = {id(tensor.tensor): tensor for tensor in tensors if tensor.in_slot is not None}
+        in_slot = {id(tensor.tensor): tensor for tensor in tensors if tensor.state is not TensorState.RESIDENT}
         found: dict[int, BoundTensor] = {}
         for node in graph.find_nodes(op="placeholder"):
             live = getattr(node.meta.get("grapharg"), "example", None)  # the tensor behind this graph input
@@ -243,7 +245,7 @@ class Promoter(NotCopyable):
         return found
 
     def _promote(self, storage: BoundStorage, tensor: BoundTensor, how: str) -> bool:
-        """Make ``storage`` resident; ``False``: it cannot be, see :meth:`_why_lent`.
+        """Make ``storage`` resident; ``False``: it cannot be, see :meth:`_why_copied`.
 
         Raises:
             OutsideAccessError: nothing may be promoted here and now.
@@ -255,7 +257,7 @@ class Promoter(NotCopyable):
             self._require_allowed(tensor, how)
             needed = self.plan.device_bytes + storage.info.num_bytes
             is_over = self.plan.budget_bytes is not None and needed > self.plan.budget_bytes
-            if is_over or self.plan.mechanism_of(name) == "cache" or tensor.is_pinned:
+            if is_over or self.plan.mechanism_of(name) == "cache" or tensor.state is TensorState.PINNED:
                 return False
             # In the memory that the model came with, if that still exists: views kept elsewhere share it.
             if storage.home != self._device or not storage.return_to_original():
@@ -277,11 +279,11 @@ class Promoter(NotCopyable):
             )
         return True
 
-    def _why_lent(self, storage: BoundStorage) -> str:
+    def _why_copied(self, storage: BoundStorage) -> str:
         """Why it is not made resident, as a clause."""
         if self.plan.mechanism_of(storage.info.name) == "cache":
             return "its module reads its experts through a cache (headrace.expert_rows)"
-        if storage.tensors[0].is_pinned:
+        if storage.tensors[0].state is TensorState.PINNED:
             return "compiled code reads it at the address of its slot"
         return f"making it resident would exceed the budget of {self.plan.budget_bytes} bytes, which can be raised"
 
@@ -295,14 +297,14 @@ class Promoter(NotCopyable):
         if reason is not None:
             raise OutsideAccessError(f"{how} {_OUTSIDE}, and {reason}: {_fix(tensor)}")
 
-    def _warn_of_loan(self, storage: BoundStorage, tensor: BoundTensor, how: str) -> None:
-        if not self.lent:
+    def _warn_of_copy(self, storage: BoundStorage, tensor: BoundTensor, how: str) -> None:
+        if not self.copied:
             warn_user(
-                f"{how} {_OUTSIDE}, and {self._why_lent(storage)}: its bytes are copied for every such use, which is "
+                f"{how} {_OUTSIDE}, and {self._why_copied(storage)}: its bytes are copied for every such use, which is "
                 f"slow and takes memory of its size; stats().notes lists all such tensors. To avoid it: {_fix(tensor)}"
             )
-        if tensor.info.name not in self.lent:
-            self.lent.append(tensor.info.name)
+        if tensor.info.name not in self.copied:
+            self.copied.append(tensor.info.name)
 
     def _on_device(self, storage: BoundStorage) -> torch.Tensor:
         assert self.store is not None
@@ -356,7 +358,7 @@ def _is_our_own(node: fx.Node) -> bool:
 def _written_by(node: fx.Node) -> list[Any]:
     """What ``node`` writes in place; a graph of Dynamo calls functions and methods as the model does."""
     function = getattr(node.target, "default", node.target)  # of an operator by its name
-    if isinstance(function, torch._ops.OpOverload):
+    if isinstance(function, OpOverload):
         return tree_leaves(written_in_place(function, node.args, node.kwargs))
     name = getattr(node.target, "__name__", str(node.target))
     by_name = name.endswith("_") and not name.endswith("__") and name != "requires_grad_"

@@ -232,7 +232,7 @@ class OffloadSession(NotCopyable):
         tensors = [tensor for name in names for tensor in self._bound[name].tensors]
         try:
             for tensor in tensors:
-                tensor.unpin_from_slot(self._promoter.on_outside_access)
+                tensor.leave_slot(self._promoter.on_outside_access)
             yield
         finally:
             for tensor in tensors:
@@ -502,7 +502,7 @@ class OffloadSession(NotCopyable):
             notes += note_on_experts(self._model, self.plan.uva)
         for what, names in (
             ("resident since they were used outside of their module's forward", self._promoter.promoted),
-            ("copied for every use outside of their module's forward, for want of room", self._promoter.lent),
+            ("copied for every use outside of their module's forward, for want of room", self._promoter.copied),
         ):
             if names:
                 notes.append(f"{what}: {', '.join(names)}")

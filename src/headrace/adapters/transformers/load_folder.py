@@ -43,7 +43,8 @@ from headrace.errors import CheckpointError, OptionError, OptionTypeError, warn_
 from headrace.formatting import format_size, listed
 from headrace.graphs.decoding import decode_in_graphs
 from headrace.memory.system import gc_paused
-from headrace.model.live_tensors import BoundStorage, storage_id
+from headrace.model.live_tensors import BoundStorage
+from headrace.model.torch_private import storage_id
 from headrace.plan.plan import Plan
 from headrace.plan.speculation import Speculation
 from headrace.planning.context import not_in_files

@@ -58,6 +58,7 @@ from headrace.errors import CheckpointError
 from headrace.model.inventory import inner_tensors
 from headrace.model.memory_profile import is_routed
 from headrace.model.records import Location, dotted_name, dotted_prefixes
+from headrace.model.torch_private import make_subclass
 
 if TYPE_CHECKING:
     from transformers.quantizers.base import HfQuantizer
@@ -489,7 +490,7 @@ def _empty(tensor: torch.Tensor) -> torch.Tensor:
     if hasattr(tensor, "__tensor_flatten__"):
         return _rebuilt(tensor, _empty)
     empty = torch.empty_strided(tensor.shape, tensor.stride(), dtype=tensor.dtype, device="meta")
-    return torch.Tensor._make_subclass(type(tensor), empty, tensor.requires_grad)
+    return make_subclass(type(tensor), empty, tensor.requires_grad)
 
 
 def _rebuilt(tensor: Any, inner: Callable[[torch.Tensor], torch.Tensor]) -> torch.Tensor:
