@@ -33,7 +33,7 @@ from headrace.cli.bench_step import QWEN3_8B, DecoderShape, Stack, build_stack
 from headrace.config import ALL_MODEL_PARAMS
 from headrace.planning.request import PlanRequest
 from headrace.runtime.prepare import prepare as prepare_offload
-from headrace.stores.sources import DiskOptions
+from headrace.stores.file_reads import DiskOptions
 
 SECONDS_PER_VARIANT = 6.0
 MIN_STEPS, MAX_STEPS = 4, 40
@@ -140,7 +140,7 @@ def measure(ground: Ground, options: DiskOptions, device: torch.device) -> Itera
             "misses": staging.misses - before.misses,
             "bit_equal": bool(torch.equal(found, ground.expected)),
         }
-    handle._session._prefetcher.close()  # type: ignore[union-attr]  # remove() would bring all weights back
+    handle._session.prefetcher.close()  # type: ignore[union-attr]  # remove() would bring all weights back
 
 
 @torch.no_grad()

@@ -41,7 +41,7 @@ from harness import append, counts, finish, parser_of, read_plainly, words_of, w
 from headrace.config import Mode
 from headrace.memory.pages import map_pages, populate_parallel
 from headrace.memory.system import PeakMeter, num_cores, rss_bytes
-from headrace.stores.sources import DiskOptions
+from headrace.stores.file_reads import DiskOptions
 
 _HEADRACE: dict[str, tuple[Mode, DiskOptions | None]] = {
     "headrace": ("cpu", None),

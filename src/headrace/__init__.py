@@ -42,7 +42,7 @@ if TYPE_CHECKING:
     from headrace.plan.plan import Plan
     from headrace.plan.speculation import Speculation
     from headrace.plan_model import make_plan
-    from headrace.stores.sources import DiskOptions
+    from headrace.stores.file_reads import DiskOptions
 
 __all__ = [
     "UVA",
@@ -85,7 +85,7 @@ _HOMES = {
     "headrace.plan.plan": ("Plan",),
     "headrace.plan.speculation": ("Speculation",),
     "headrace.plan_model": ("make_plan",),
-    "headrace.stores.sources": ("DiskOptions",),
+    "headrace.stores.file_reads": ("DiskOptions",),
 }
 _HOME_OF = {name: home for home, names in _HOMES.items() for name in names}
 

@@ -19,7 +19,6 @@ from headrace.runtime.outside_access import place_of
 from headrace.runtime.prepare import Prepared, open_ranks, prepare
 from headrace.runtime.session import OffloadSession, Progress, SessionOptions
 from headrace.stats import Stats
-from headrace.stores.sources import DiskOptions
 from headrace.transfer.link import Link
 
 if TYPE_CHECKING:
@@ -27,6 +26,7 @@ if TYPE_CHECKING:
 
     from headrace.checkpoint.safetensors_header import Checkpoint
     from headrace.checkpoint.weight_map import WeightMap
+    from headrace.stores.file_reads import DiskOptions
 
 __all__ = ["Handle", "handle_of", "offload", "refuse_second_offload", "session_of", "start"]
 
@@ -200,7 +200,8 @@ def start(
 
     ``repeats``: see :class:`~headrace.runtime.session.SessionOptions`.
     """
-    _warn_about_training(prepared)
+    if prepared.model.training:
+        _warn_about_training(prepared)
     if prepared.ranks is not None and not prepared.plan.kind.needs_ranks:
         warn_user(
             f"group=... has no effect: mode {prepared.plan.mode!r} is each process's own; use mode "
@@ -265,7 +266,7 @@ def refuse_second_offload(model: nn.Module) -> None:
 
 def _warn_about_training(prepared: Prepared) -> None:
     model, plan, by_name = prepared.model, prepared.plan, prepared.inventory.by_name
-    if model.training and any(
+    if any(
         p.requires_grad and name in by_name and plan.mechanism_of(by_name[name].name) != "resident"
         for name, p in model.named_parameters()
     ):

@@ -35,7 +35,7 @@ if TYPE_CHECKING:
     from headrace.plan.prediction import PlanPrediction
     from headrace.plan.routing_traces import ExpertHits
     from headrace.plan.speculation import DraftCost, SpeculationForecast
-    from headrace.stores.sources import DiskOptions
+    from headrace.stores.file_reads import DiskOptions
 
 __all__ = ["PlanResult", "make_plan", "plan_model"]
 
@@ -154,7 +154,7 @@ class PlanResult:
 
 def plan_model(request: PlanRequest) -> PlanResult:
     """:func:`make_plan` with its planner; takes an ``OpenedModel`` too, and does not warn of a shortage."""
-    from headrace.stores.sources import File
+    from headrace.stores.file_reads import File
 
     require_kinds(request.device, request.disk)
     workload, policy = request.workload, request.policy
@@ -197,21 +197,7 @@ def _context(request: PlanRequest) -> PlanContext:
     if is_folder or hasattr(model, "unstreamable"):  # an OpenedModel; its class needs transformers
         if request.checkpoint is not None:
             raise OptionError("checkpoint: a folder is its own checkpoint; leave checkpoint out")
-        # First, since quantised weights take other forms on a GPU and on a CPU.
-        target = _target(request)
-        facts = _read_folder(request, target) if is_folder else model
-        for difference in facts.differences:
-            warn_user(difference)
-        if is_folder and facts.step_rows and isinstance(given := request.given, Budget):
-            # As headrace.adapters.diffusers does: what every step runs gets the budget.
-            steps = [f"re:{part}\\..*" for part in facts.inventory.children("") if part.startswith("transformer")]
-            rows = given.workload.batch_sizes if max(given.workload.batch_sizes) > 1 else (facts.step_rows,)
-            workload = replace(given.workload, batch_sizes=rows, repeated=given.workload.repeated or steps)
-            request = replace(request, policy=replace(given, workload=workload), workload=None)
-        request = replace(request, unstreamable=not_in_files(facts.inventory, facts.weights))
-        name, module = (model_name(model_to_plan(model)), None) if is_folder else (model.name, model.module)
-        read = partial(getattr, facts, "profile") if is_folder else partial(model.profile, request.expected.context)
-        context = PlanContext(request, target, facts.inventory, read, facts.weights, name, module)
+        context = _folder_context(request, is_folder)
     else:
         from torch import nn
 
@@ -226,6 +212,26 @@ def _context(request: PlanRequest) -> PlanContext:
     if request.expert_trace is not None:
         context = replace(context, hits=_hits_of(request.expert_trace, context.inventory))
     return context
+
+
+def _folder_context(request: PlanRequest, is_folder: bool) -> PlanContext:
+    """``is_folder``: the model is one, and no ``OpenedModel``."""
+    model = request.model
+    # First, since quantised weights take other forms on a GPU and on a CPU.
+    target = _target(request)
+    facts = _read_folder(request, target) if is_folder else model
+    for difference in facts.differences:
+        warn_user(difference)
+    if is_folder and facts.step_rows and isinstance(given := request.given, Budget):
+        # As headrace.adapters.diffusers does: what every step runs gets the budget.
+        steps = [f"re:{part}\\..*" for part in facts.inventory.children("") if part.startswith("transformer")]
+        rows = given.workload.batch_sizes if max(given.workload.batch_sizes) > 1 else (facts.step_rows,)
+        workload = replace(given.workload, batch_sizes=rows, repeated=given.workload.repeated or steps)
+        request = replace(request, policy=replace(given, workload=workload), workload=None)
+    request = replace(request, unstreamable=not_in_files(facts.inventory, facts.weights))
+    name, module = (model_name(model_to_plan(model)), None) if is_folder else (model.name, model.module)
+    read = partial(getattr, facts, "profile") if is_folder else partial(model.profile, request.expected.context)
+    return PlanContext(request, target, facts.inventory, read, facts.weights, name, module)
 
 
 def _heads_cost(context: PlanContext) -> DraftCost:

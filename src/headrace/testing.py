@@ -30,7 +30,8 @@ from headrace.planning.request import PlanRequest
 from headrace.runtime.hooks import CalledForwardHook, ForwardHook, UnitHook, new_token, unhooked_modules
 from headrace.runtime.prepare import Prepared, prepare
 from headrace.stats import Recorder
-from headrace.stores.sources import DiskOptions, Source
+from headrace.stores.file_reads import DiskOptions
+from headrace.stores.sources import Source
 from headrace.stores.store import Load
 from headrace.transfer.link import ComputeEvent, Link, ThreadLink, ThreadTransfer
 

@@ -27,7 +27,7 @@ import headrace
 from checks import raising
 from headrace.checkpoint.safetensors_header import Checkpoint, FileFingerprint, FileTensor
 from headrace.errors import CheckpointError
-from headrace.stores.sources import DiskOptions, File
+from headrace.stores.file_reads import DiskOptions, File
 
 INDEX = "model.safetensors.index.json"
 DTYPES = {

@@ -37,7 +37,7 @@ from headrace.model.inventory import take_inventory
 from headrace.model.memory_profile import ModelProfile
 from headrace.plan_model import PlanResult, plan_model
 from headrace.planning.request import PlanRequest
-from headrace.stores import sources
+from headrace.stores import file_reads
 from headrace.transfer import machine_probe
 from plans import memory_curve
 
@@ -491,7 +491,7 @@ def test_the_files_are_still_opened(folder: Path, reads: list[Path], monkeypatch
     flags = ["plan", str(folder), "--device", "cpu", "--device-memory", "4MiB", "--disk-direct"]
     plan_model(PlanRequest(folder, None, device="cpu"))
 
-    monkeypatch.setattr(sources, "_open_direct", raising(OSError(22, "Invalid argument")))
+    monkeypatch.setattr(file_reads, "_open_direct", raising(OSError(22, "Invalid argument")))
     done = CliRunner().invoke(app, flags)
     assert done.exit_code == 2
     assert "may not support --disk-direct" in done.stderr

@@ -54,7 +54,7 @@ from headrace.config import RANK_MODES, SHARDED_MODES, UVA, VARIABLES, Budget, M
 from headrace.errors import CheckpointError, HeadraceError, HeadraceWarning, OptionError
 from headrace.flags import COMMAND_LINE, EXCLUDES, OffloadFlags, engine_surface, flag_of
 from headrace.formatting import format_size
-from headrace.stores.sources import DiskOptions, File
+from headrace.stores.file_reads import DiskOptions, File
 from headrace.transfer.machine_probe import Probe
 from models import aligned
 

@@ -31,8 +31,9 @@ from headrace.model.inventory import take_inventory
 from headrace.runtime import forwards
 from headrace.runtime.hooks import UnitHook
 from headrace.stores.checkpoint_files import DiskStore
+from headrace.stores.file_reads import File
 from headrace.stores.plain_host import CpuStore
-from headrace.stores.sources import ByteRange, Copy, File, Source
+from headrace.stores.sources import ByteRange, Copy, Source
 from headrace.testing import assert_moved, assert_same_bits
 from headrace.transfer.link import ThreadLink
 from models import DIM, MoE, Stack, all_layers, expecting, on_meta, rows, save, state_of
@@ -404,8 +405,8 @@ class TestTransfers:
         path = save(model, tmp_path) / "model.safetensors"
         handle = headrace.offload(model, all_layers(slots, "disk"), checkpoint=path, disk=options)
         for unit in range(slots):  # the copies made ahead must not be what fails
-            handle._session._prefetcher.wait(unit)
-            handle._session._prefetcher.release(unit)
+            handle._session.prefetcher.wait(unit)
+            handle._session.prefetcher.release(unit)
         assert_same_bits(model(x), expected)
         whole, was = path.read_bytes(), path.stat()
         with path.open("r+b") as file:
@@ -513,7 +514,7 @@ class TestTransfers:
             def read(self, offset: int, into: memoryview) -> None:
                 raise ZeroDivisionError("source")
 
-        loads = handle._session._prefetcher._loads
+        loads = handle._session.prefetcher._loads
         loads[2] = type(loads[2])(2, (Copy(ByteRange(Broken(), 0, 8), 0),))
         with pytest.raises(TransferError, match=r"unit 2 was not copied: ZeroDivisionError\('source'\)"):
             model(rows())
@@ -526,7 +527,7 @@ class TestTransfers:
         has_it, ends = threading.Event(), threading.Event()
 
         def hold() -> None:
-            handle._session._prefetcher.wait(0)
+            handle._session.prefetcher.wait(0)
             has_it.set()
             ends.wait()
 

@@ -17,7 +17,7 @@ from checks import raising, require_forwards
 from headrace.checkpoint.safetensors_header import Checkpoint
 from headrace.errors import OptionError
 from headrace.model.live_tensors import BoundStorage
-from headrace.stores import sources
+from headrace.stores import file_reads
 from headrace.testing import assert_same_bits
 from headrace.transfer import link as threads
 from interrupts import Interrupter
@@ -36,14 +36,14 @@ def test_while_files_are_opened_or_closed(call: str, tmp_path: Path, monkeypatch
     interrupted = raising(KeyboardInterrupt)
     if call == "offload":
         with monkeypatch.context() as patch:
-            patch.setattr(sources, "dup_above_stdio", interrupted)
+            patch.setattr(file_reads, "dup_above_stdio", interrupted)
             with pytest.raises(KeyboardInterrupt):
                 headrace.offload(model, policy, checkpoint=folder)
     else:
         handle = headrace.offload(model, policy, checkpoint=folder)
         require_forwards(handle, rows(), expected, 1)
         with monkeypatch.context() as patch:
-            patch.setattr(sources.os, "close", lambda fd: interrupted(close(fd)))
+            patch.setattr(file_reads.os, "close", lambda fd: interrupted(close(fd)))
             with pytest.raises(KeyboardInterrupt):
                 handle.remove()
         handle.remove()

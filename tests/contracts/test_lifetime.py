@@ -53,7 +53,7 @@ class TestGivenBack:
         model(rows())
         assert len(readers()) == 2
         assert open_files(tmp_path) == (1 if mode == "disk" else 0)
-        slot = weakref.ref(handle._session._prefetcher.slot_memory(0))
+        slot = weakref.ref(handle._session.prefetcher.slot_memory(0))
         handle.remove()
         assert readers() == []
         assert open_files(tmp_path) == 0
@@ -68,7 +68,7 @@ class TestGivenBack:
         checkpoint = save(model, tmp_path) if mode == "disk" else None
         handle = headrace.offload(model, all_layers(2, mode), checkpoint=checkpoint)
         model(rows())
-        slot, weight = weakref.ref(handle._session._prefetcher.slot_memory(0)), weakref.ref(model.head.weight)
+        slot, weight = weakref.ref(handle._session.prefetcher.slot_memory(0)), weakref.ref(model.head.weight)
         del model, handle
         assert eventually(lambda: readers() == [] and open_files(tmp_path) == 0)
         assert slot() is None
@@ -109,8 +109,7 @@ class TestGivenBack:
             assert_moved(handle, 1)
             attachment = handle._session
             gone = [
-                weakref.ref(thing)
-                for thing in (attachment, attachment._prefetcher, *attachment._prefetcher.replays.live)
+                weakref.ref(thing) for thing in (attachment, attachment.prefetcher, *attachment.prefetcher.replays.live)
             ]
             handle.remove()
             del handle, attachment
@@ -599,7 +598,7 @@ class TestRefused:
             if child == 0:
                 status = 1
                 try:
-                    handle._session._prefetcher.wait(1)
+                    handle._session.prefetcher.wait(1)
                 except StateError as error:
                     status = 0 if "is a fork of the one that offloaded" in str(error) else 2
                 finally:

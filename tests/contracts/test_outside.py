@@ -850,7 +850,7 @@ class TestRemove:
 
         model = Stack(3).eval()
         handle = headrace.offload(model, all_layers(1))
-        slot = weakref.ref(handle._session._prefetcher.slot_memory(0))
+        slot = weakref.ref(handle._session.prefetcher.slot_memory(0))
         model(rows())
         handle.remove()
         assert slot() is None

@@ -13,19 +13,19 @@ import pytest
 import measures
 
 BOUNDS = {
-    "lines of src": 22764,
-    "lines of the core": 15216,
-    "files of src": 151,
-    "lines of tests": 40800,
-    "longest class": 349,
-    "Prefetcher": 297,
+    "lines of src": 22742,
+    "lines of the core": 15076,
+    "files of src": 152,
+    "lines of tests": 40810,
+    "longest class": 348,
+    "Prefetcher": 296,
     "branches on a kind of store": 4,
-    "files that headrace.api loads": 40,
-    "lines that headrace.api loads": 7161,
-    "lines of the spine": 5444,
-    "files of the spine": 53,
-    "files to the first copy": 43,
-    "functions to the first copy": 407,
+    "files that headrace.api loads": 33,
+    "lines that headrace.api loads": 6353,
+    "lines of the spine": 5017,
+    "files of the spine": 49,
+    "files to the first copy": 39,
+    "functions to the first copy": 385,
 }
 # What a measure may lie below its bound, so that not every small change edits the table.
 SLACK = dict.fromkeys(["lines of src", "lines of the core", "lines that headrace.api loads", "lines of the spine"], 60)

@@ -52,7 +52,7 @@ def test_a_thread_that_ended_within_a_forward_holds_up_no_other() -> None:
     """As compiled code that raises leaves it: nothing has released the unit that its module was reading."""
     model, x, expected = expecting(Stack(4))
     with headrace.offload(model, Prefetch(1, 1, 1, params=["layers"])) as handle:
-        prefetcher = handle._session._prefetcher
+        prefetcher = handle._session.prefetcher
         assert prefetcher is not None
 
         def begin() -> None:

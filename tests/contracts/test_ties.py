@@ -117,7 +117,7 @@ def test_ties_and_views_hold_while_offloaded() -> None:
         assert layer.cached_t.stride() == (1, DIM)
         assert layer.cached_row.data_ptr() == layer.weight.data_ptr() + 3 * DIM * 4
         unit = handle.plan.units[1]
-        memory = handle._session._prefetcher.slot_memory(1)
+        memory = handle._session.prefetcher.slot_memory(1)
         for tensor in (layer.weight, layer.strided, layer.fp8, layer.mask, layer.table):
             offset = tensor.data_ptr() - memory.data_ptr()
             assert offset in {entry.offset for entry in unit.entries}

@@ -23,12 +23,13 @@ from torch import nn
 from transformers.quantizers.base import HfQuantizer
 
 import headrace
+from headrace.adapters.self_managed import reject_self_managed_weights
 from headrace.adapters.transformers import build_meta_model, load, quantised
 from headrace.adapters.transformers.conversion import match
 from headrace.adapters.transformers.opened_model import open_model
 from headrace.checkpoint.safetensors_header import Checkpoint
 from headrace.errors import CheckpointError, OptionError
-from headrace.model.inventory import reject_self_managed_weights, take_inventory
+from headrace.model.inventory import take_inventory
 from quantised_checkpoints import FORMATS, MOVES, by_load, by_offload, logits, resident
 from ranks import outcomes
 

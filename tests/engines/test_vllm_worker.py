@@ -117,7 +117,7 @@ def test_a_replay_after_an_interrupt_finds_its_units() -> None:
     """Hooks run after an error, but not after Ctrl-C: the forward seemed to go on, so nothing was made ready."""
     worker = loaded(GROUP)
     plain = worker.execute_model(ids())
-    pipeline = worker._offloader._session._prefetcher
+    pipeline = worker._offloader._session.prefetcher
 
     hook = worker.model_runner.get_model().visual[0].register_forward_hook(raising(KeyboardInterrupt))
     with pytest.raises(KeyboardInterrupt):

@@ -97,7 +97,7 @@ def test_the_copy_stream_is_none_of_torchs_pool() -> None:
     assert len(pooled) < 64
     handle = headrace.offload(nn.Sequential(*(Spin(1, 1) for _ in range(8))), Prefetch(1, 1, 2), device="cuda")
     assert handle._session is not None
-    assert handle._session._prefetcher._link._stream.cuda_stream not in pooled  # type: ignore[union-attr]
+    assert handle._session.prefetcher._link._stream.cuda_stream not in pooled  # type: ignore[union-attr]
 
 
 class Hasty(StreamLink):

@@ -20,7 +20,7 @@ from headrace.memory.system import Limits
 from headrace.model.inventory import take_inventory
 from headrace.plan import candidates
 from headrace.plan.build import build_plan
-from headrace.plan.schedule import RING_BYTES
+from headrace.plan.staging_ring import RING_BYTES
 from headrace.planning import context as planning_context
 from headrace.planning.checks import needs_of
 

@@ -24,8 +24,9 @@ from headrace.checkpoint.safetensors_header import Checkpoint
 from headrace.checkpoint.weight_map import Conversion
 from headrace.errors import HeadraceWarning, TransferError
 from headrace.runtime.prepare import Prepared
+from headrace.stores.file_reads import DiskOptions, ReadCounter
 from headrace.stores.loader import TensorConverter
-from headrace.stores.sources import Copy, DiskOptions, ReadCounter, writable_view
+from headrace.stores.sources import Copy, writable_view
 from registrars import Ledger, pin_by
 from shm_ranks import ranks
 

@@ -17,8 +17,9 @@ import torch
 
 from headrace.errors import CheckpointError, TransferError
 from headrace.memory.pages import map_pages
+from headrace.stores.file_reads import DiskOptions, File
 from headrace.stores.loader import _BUFFER_BYTES, BUFFER_BYTES, NUM_BUFFERS, CudaUploader, Read, UploadRing
-from headrace.stores.sources import ByteRange, DiskOptions, File, MemorySource, Source, writable_view
+from headrace.stores.sources import ByteRange, MemorySource, Source, writable_view
 from registrars import Ledger
 
 SIZE = 64

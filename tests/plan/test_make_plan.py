@@ -8,12 +8,14 @@ import json
 import math
 import os
 import re
+import sys
 import warnings
 from collections.abc import Callable, Iterator
 from dataclasses import replace
 from functools import partial
 from itertools import chain
 from pathlib import Path
+from types import ModuleType
 from typing import Any, get_args
 from unittest.mock import patch
 
@@ -38,7 +40,7 @@ from headrace.errors import HeadraceWarning, LimitError, OptionError, OptionType
 from headrace.plan.plan import Machine
 from headrace.plan_model import plan_model
 from headrace.planning.request import PlanRequest
-from headrace.stores.sources import DiskOptions
+from headrace.stores.file_reads import DiskOptions
 from headrace.transfer.machine_probe import MACHINES, Probe, named_machine
 from models import MoE, OddStack, Stack, aligned, on_meta, rows, save, state_of
 from moe_models import qwen
@@ -478,7 +480,7 @@ def held_bytes(model: torch.nn.Module, handle: headrace.Handle) -> int:
     """Device memory that weights have: residents by the tensors of the model, and slots."""
     resident, tensors = handle.plan.resident, chain(model.named_parameters(), model.named_buffers())
     live = {tensor.untyped_storage().data_ptr(): tensor.nbytes for name, tensor in tensors if name in resident}
-    prefetcher = handle._session._prefetcher
+    prefetcher = handle._session.prefetcher
     slots = [] if prefetcher is None else [slot.memory for slot in prefetcher.replays.live]
     return sum(live.values()) + sum(memory.nbytes for memory in slots if memory is not None)
 
@@ -553,8 +555,9 @@ class TestOneDoor:
             ):
                 call(qwen("eager"), Rules([("experts", "cache")], expert_slots=2))
 
-    def test_a_module_that_keeps_addresses_of_its_weights(self) -> None:
+    def test_a_module_that_keeps_addresses_of_its_weights(self, monkeypatch: pytest.MonkeyPatch) -> None:
         """As a layer of ExLlama's does."""
+        monkeypatch.setitem(sys.modules, "gptqmodel", ModuleType("gptqmodel"))  # whose layer it is
         model = Stack()
         vars(model.layers[3].linear)["q_handle"] = object()
         for machine in (None, "h200"):

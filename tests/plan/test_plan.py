@@ -294,7 +294,7 @@ class TestPredictions:
     def test_slots_have_the_predicted_size(self, model: nn.Module, slots: int) -> None:
         with headrace.offload(model.eval(), all_layers(slots)) as handle:
             plan = handle.plan
-            memory = [handle._session._prefetcher.slot_memory(index) for index in range(slots)]
+            memory = [handle._session.prefetcher.slot_memory(index) for index in range(slots)]
             assert [slot.untyped_storage().nbytes() for slot in memory] == list(plan.slot_bytes)
             assert len({slot.data_ptr() for slot in memory}) == slots
             names = take_inventory(model).by_name

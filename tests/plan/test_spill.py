@@ -25,7 +25,7 @@ from headrace.plan.candidates import Spill, spill_order
 from headrace.plan.cost_model import Forecaster
 from headrace.plan.plan import Plan, UnitSpec, assemble
 from headrace.plan.rates import NOMINAL_GPU, Rates
-from headrace.plan.schedule import RING_BYTES
+from headrace.plan.staging_ring import RING_BYTES
 from headrace.planning import context as planning_context
 from headrace.planning.checks import needs_of
 from headrace.planning.context import make_planner

@@ -18,7 +18,7 @@ from headrace.plan.cost_model import Forecaster
 from headrace.plan.kinds import slab_bytes
 from headrace.plan.plan import Machine, Plan
 from headrace.plan.rates import NOMINAL_GPU, Curve, Rates
-from headrace.plan.schedule import lay_out_ring
+from headrace.plan.staging_ring import lay_out_ring
 from headrace.planning.checks import needs_of
 from headrace.stores.checkpoint_files import DiskStore
 from headrace.transfer.machine_probe import Probe

@@ -18,8 +18,8 @@ from hypothesis import strategies as st
 
 from device_model import BYTES, Device, DeviceLink, Graph, Op, plan_and_store
 from headrace.errors import HeadraceWarning, SlotConflictError, StateError
+from headrace.graphs.own_graphs import capturing, replaying
 from headrace.runtime import forwards
-from headrace.runtime.own_graphs import capturing, replaying
 from headrace.runtime.prefetcher import Prefetcher
 from headrace.runtime.slot import SlotState
 from headrace.stats import Recorder

@@ -145,7 +145,7 @@ def events(path: Path, kind: str) -> list[dict[str, Any]]:
 class TestTrace:
     @pytest.fixture(autouse=True)
     def _slow_copies(self, monkeypatch: pytest.MonkeyPatch) -> None:
-        monkeypatch.setattr("headrace.transfer.open_link.ThreadLink", partial(SlowLink, 0.005))
+        monkeypatch.setattr("headrace.runtime.session.ThreadLink", partial(SlowLink, 0.005))
 
     def test_is_a_chrome_trace(self, tmp_path: Path) -> None:
         model, x = Stack(5, max_pause_s=0.002).eval(), rows()

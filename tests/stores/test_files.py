@@ -19,9 +19,10 @@ from checks import raising
 from headrace.errors import CheckpointError, TransferError
 from headrace.memory.pages import map_file, map_pages, resident_bytes
 from headrace.stats import ReadStats
-from headrace.stores import sources as files
+from headrace.stores import file_reads as files
+from headrace.stores.file_reads import ALIGN_BYTES, ConvertedFile, DiskOptions, File
 from headrace.stores.loader import Delivery, deliver, read_staged
-from headrace.stores.sources import ALIGN_BYTES, ByteRange, ConvertedFile, Copy, DiskOptions, File, writable_view
+from headrace.stores.sources import ByteRange, Copy, writable_view
 from models import open_files
 
 SIZE = 1_000_007

@@ -20,7 +20,8 @@ from headrace.plan.build import Planner, build_plan
 from headrace.plan.candidates import Spill
 from headrace.plan.plan import Machine, Plan
 from headrace.plan.prediction import PlanPrediction
-from headrace.plan.schedule import lay_out_ring, steady_order
+from headrace.plan.schedule import steady_order
+from headrace.plan.staging_ring import lay_out_ring
 from headrace.plan.units import move_on_demand
 from headrace.planning.checks import needs_of
 from headrace.stores import plain_host
@@ -105,7 +106,7 @@ class TestWhatAPlanSays:
 
     def test_the_ring_knows_the_units_in_files_alone(self) -> None:
         made = two_stores(Stack(7), 3, 0, 2, 5)
-        layout = made.lay_out_ring(4096, 3)
+        layout = made.lay_out_ring(entry_bytes=4096, max_entries=3)
         assert set(layout.of_unit) == {0, 2, 5}
         cycle = list(dict.fromkeys(piece.unit for piece in layout.pieces))
         assert cycle == [unit for unit in steady_order(7, 3) if unit in (0, 2, 5)]

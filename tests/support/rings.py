@@ -19,11 +19,12 @@ from headrace.checkpoint.weight_map import FilePart, TensorSource
 from headrace.memory.shared import SharedMemory
 from headrace.model.inventory import Inventory, Location, StorageInfo, TensorInfo
 from headrace.plan.plan import Plan, UnitSpec, assemble
-from headrace.plan.schedule import WORD_BYTES, RingLayout
+from headrace.plan.staging_ring import WORD_BYTES, RingLayout
 from headrace.runtime.prefetcher import Prefetcher
 from headrace.stats import Recorder, StagingStats
 from headrace.stores.checkpoint_files import DiskStore
-from headrace.stores.sources import ByteRange, Copy, DiskOptions, Source
+from headrace.stores.file_reads import DiskOptions
+from headrace.stores.sources import ByteRange, Copy, Source
 from headrace.stores.store import Load, Store
 from headrace.transfer.link import ComputeEvent, Link, Transfer
 from headrace.transfer.ring import READ_BYTES, RingServer
@@ -139,7 +140,7 @@ class FakeRingLink(Link):
         self.log: list[int] = []
 
     def prepare(self, plan: Plan, loads: Sequence[Load]) -> None:
-        self.layout: RingLayout = plan.lay_out_ring(ENTRY_BYTES, self._entries)
+        self.layout: RingLayout = plan.lay_out_ring(entry_bytes=ENTRY_BYTES, max_entries=self._entries)
         memory = torch.full((self.layout.num_bytes,), 0xEE, dtype=torch.uint8)
         memory[self.layout.words_at :] = 0
         self.ring = StagingRing(self.layout, memory)
@@ -198,7 +199,7 @@ class ProcessRingLink(FakeRingLink):
         self._closed = False
 
     def prepare(self, plan: Plan, loads: Sequence[Load]) -> None:
-        self.layout = plan.lay_out_ring(ENTRY_BYTES, self._entries)
+        self.layout = plan.lay_out_ring(entry_bytes=ENTRY_BYTES, max_entries=self._entries)
         task = RingTask(self.layout, reads_of(self.layout, loads, self._read_bytes), self._threads, self._stuck_s)
         shared = SharedMemory.create(self.layout.num_bytes)
         memory = shared.map(0, self.layout.num_bytes)

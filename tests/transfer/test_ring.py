@@ -23,9 +23,10 @@ from torch import nn
 from checks import eventually, raising
 from headrace.errors import TransferError
 from headrace.plan.plan import Plan
-from headrace.plan.schedule import STATUS_BYTES, RingLayout, lay_out_ring, next_in_chain, steady_order
+from headrace.plan.schedule import next_in_chain, steady_order
+from headrace.plan.staging_ring import STATUS_BYTES, RingLayout, lay_out_ring
 from headrace.stats import StagingStats
-from headrace.stores.sources import DiskOptions
+from headrace.stores.file_reads import DiskOptions
 from headrace.testing import assert_same_bits, offload_over
 from headrace.transfer.ring import Counter, RingMemory
 from models import QuantStack, Stack, all_layers, rows, save

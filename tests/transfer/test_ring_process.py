@@ -35,8 +35,8 @@ from faulty_readers import Faults
 from headrace.errors import OptionError, StateError, TransferError
 from headrace.memory.pinned import PinnedBuffer
 from headrace.memory.shared import SharedMemory
-from headrace.plan.schedule import WORD_BYTES
-from headrace.stores.sources import DiskOptions
+from headrace.plan.staging_ring import WORD_BYTES
+from headrace.stores.file_reads import DiskOptions
 from headrace.stores.store import Store
 from headrace.testing import assert_same_bits, offload_over
 from headrace.transfer import ring_readers, ring_streams
@@ -347,7 +347,7 @@ class TestEnd:
         faults.linger(0.2)
         plan, patterns = make_plan(6, 2)
         store = disk_store(save_patterns(patterns, tmp_path))
-        layout = plan.lay_out_ring(ENTRY_BYTES, 4)
+        layout = plan.lay_out_ring(entry_bytes=ENTRY_BYTES, max_entries=4)
         ledger = Ledger()
         shared = SharedMemory.create(layout.num_bytes)
         pinned = PinnedBuffer(shared.map(0, layout.num_bytes))
@@ -453,7 +453,9 @@ class TestLink:
     ) -> None:
         before = (descriptors(), ring_mappings())
         link = prepare()
-        assert list(ledger.held.values()) == [make_plan(6, 2)[0].lay_out_ring(ENTRY_BYTES, 3).num_bytes]
+        assert list(ledger.held.values()) == [
+            make_plan(6, 2)[0].lay_out_ring(entry_bytes=ENTRY_BYTES, max_entries=3).num_bytes
+        ]
         self.check(link)
         stats = link.staging_stats()
         assert stats is not None

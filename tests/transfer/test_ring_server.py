@@ -19,8 +19,9 @@ from hypothesis import strategies as st
 from checks import eventually
 from headrace.checkpoint.safetensors_header import opened
 from headrace.errors import TransferError
-from headrace.plan.schedule import cut, lay_out_ring
-from headrace.stores.sources import ByteRange, Copy, DiskOptions, File
+from headrace.plan.staging_ring import cut, lay_out_ring
+from headrace.stores.file_reads import DiskOptions, File
+from headrace.stores.sources import ByteRange, Copy
 from headrace.stores.store import Load
 from headrace.transfer.ring import PAUSE_S, POISON, WANTED, RingMemory, RingServer
 from headrace.transfer.ring_process import RingTask

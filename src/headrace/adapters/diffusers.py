@@ -35,7 +35,7 @@ from headrace.planning.context import not_in_files
 from headrace.planning.request import PlanRequest, require_kinds
 from headrace.runtime.prepare import prepare
 from headrace.runtime.session import Progress
-from headrace.stores.sources import DiskOptions
+from headrace.stores.file_reads import DiskOptions
 
 __all__ = ["Components", "PipelineHandle", "load"]
 

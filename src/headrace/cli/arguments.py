@@ -22,7 +22,7 @@ if TYPE_CHECKING:
 
     from headrace.plan.plan import DeviceName, Plan
     from headrace.plan.speculation import Speculation
-    from headrace.stores.sources import DiskOptions
+    from headrace.stores.file_reads import DiskOptions
 
 __all__ = [
     "DTYPE_HELP",
@@ -159,7 +159,7 @@ def requested(
 
 def disk_options(flags: OffloadFlags) -> DiskOptions | None:
     """How checkpoint files are read; ``None`` without a flag for it."""
-    from headrace.stores.sources import DiskOptions
+    from headrace.stores.file_reads import DiskOptions
 
     # None and not the defaults, which differ between loading and streaming.
     if not (flags.disk_direct or flags.disk_drop_cache):

@@ -35,7 +35,7 @@ from headrace.errors import OptionError
 from headrace.memory.pinned import pinned_region
 from headrace.model.inventory import take_inventory
 from headrace.plan.build import build_plan
-from headrace.stores.sources import DiskOptions
+from headrace.stores.file_reads import DiskOptions
 
 __all__ = [
     "QWEN3_8B", "DecoderShape", "LinkProbe", "Stack", "Timing", "build_stack", "capture", "event_times", "fill",

@@ -34,12 +34,14 @@ from headrace.api import session_of
 from headrace.config import RANK_MODES
 from headrace.errors import OptionError, StateError, warn_user
 from headrace.formatting import format_size
+from headrace.graphs.own_graphs import capturing, replaying
 from headrace.memory.system import gc_paused, round_up
 from headrace.model.torch_private import storage_id
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
 
+    from headrace.runtime.prefetcher import Prefetcher
     from headrace.runtime.session import OffloadSession
 
 __all__ = ["CACHE_NAME", "LENGTH_STEP", "DecodeGraphs", "Inputs", "StepGraph", "arguments_in_force", "decode_in_graphs"]
@@ -134,7 +136,12 @@ class DecodeGraphs:
         self.release()
         if self._session is not None:
             self._session.attachments.remove(self)
-            self._session.release_graphs()
+        if (prefetcher := self._prefetcher) is not None:
+            prefetcher.replays.release_graphs()
+
+    @property
+    def _prefetcher(self) -> Prefetcher | None:
+        return None if self._session is None else self._session.prefetcher
 
     def release(self) -> None:
         """Free cache and graphs; the next call makes new ones."""
@@ -236,7 +243,7 @@ class DecodeGraphs:
             return f"{type(model).__name__} does not decode with a static cache"
         if self._session is not None and self._session.plan.mode in RANK_MODES:
             return f"several ranks share its weights (mode {self._session.plan.mode})"
-        if self._session is not None and not self._session.can_capture():
+        if self._prefetcher is not None and not self._prefetcher.replays.can_capture():
             return "other code has captured CUDA graphs over this offload"
         if not self._with_hooks and (name := _hooked_module(model)) is not None:
             return (
@@ -300,9 +307,9 @@ class DecodeGraphs:
         else:
             _advance(cache)
         self.replays += 1
-        if self._session is None:
+        if (prefetcher := self._prefetcher) is None:
             return captured.step.replay(inputs)
-        with self._session.replaying(captured.copied):
+        with replaying(prefetcher, captured.copied):
             return captured.step.replay(inputs)
 
     def _compare_model(self) -> None:
@@ -315,9 +322,9 @@ class DecodeGraphs:
     def _capture(self, call: Callable[..., Any], inputs: Inputs, cache: StaticCache) -> _Captured | None:
         lengths = _window_lengths(cache)
         try:
-            if self._session is None:
+            if (prefetcher := self._prefetcher) is None:
                 return _Captured(StepGraph(call, inputs, self._model.device), [])
-            with self._session.capturing() as copied:
+            with capturing(prefetcher) as copied:
                 return _Captured(StepGraph(call, inputs, self._model.device), copied)
         except (RuntimeError, StateError) as error:
             for layer, length in zip(_windows(cache), lengths, strict=True):

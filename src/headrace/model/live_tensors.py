@@ -36,7 +36,6 @@ from torch._ops import OpOverload
 from torch.utils._pytree import tree_leaves, tree_map_only
 
 from headrace.errors import ModelChangedError, OutsideAccessError, StateError, warn_user
-from headrace.memory.pinned import device_view
 from headrace.model import torch_private
 from headrace.model.records import Location, StorageInfo, TensorInfo
 from headrace.model.torch_private import leave_to_python, storage_id
@@ -603,7 +602,11 @@ def own_storage(buffer: torch.Tensor) -> torch.Tensor:
     """The same memory, kept alive, under a storage object of its own."""
     # The tensors of all units in a slot share its memory. With one storage for all, its use count (is_viewed) and its
     # owner (_owners) would mix the tensors of different units.
-    return torch.frombuffer(buffer.numpy(), dtype=torch.uint8) if buffer.is_cpu else device_view(buffer, buffer.device)
+    if buffer.is_cpu:
+        return torch.frombuffer(buffer.numpy(), dtype=torch.uint8)
+    from headrace.memory.pinned import device_view
+
+    return device_view(buffer, buffer.device)
 
 
 class Saved:

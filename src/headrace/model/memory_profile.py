@@ -20,13 +20,30 @@ from torch.fx.experimental import _config
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from headrace.errors import OptionError
+from headrace.model.patterns import compile_pattern
 from headrace.model.records import ModelProfile
 
-__all__ = ["ROW_IMPLEMENTATIONS", "ModelProfile", "chosen_implementation", "is_routed", "measured", "profile_of"]
+__all__ = [
+    "ROW_IMPLEMENTATIONS",
+    "ModelProfile",
+    "chosen_implementation",
+    "is_routed",
+    "measured",
+    "note_on_experts",
+    "profile_of",
+]
 
 # Implementations of experts in transformers that compute the same bits whatever the order of the rows. `eager` adds up
 # the experts of a token in the order of their numbers.
 ROW_IMPLEMENTATIONS = ("grouped_mm", "batched_mm")
+
+# By the implementation of experts in transformers: what it reads of those in place.
+_NOTES = {
+    "grouped_mm": "each routed expert is read once per step, the others not at all",
+    "batched_mm": "only routed experts are read, once per token that chose them; 'grouped_mm' reads each once",
+    "eager": "only routed experts are read, but the host waits for the routing and the step cannot be captured; "
+    "model.set_experts_implementation('grouped_mm') does without",
+}
 
 # A tensor of a cache, and how many tokens its layer keeps at most; 0 means all.
 _Kept = tuple[torch.Tensor, int]
@@ -139,6 +156,15 @@ def chosen_implementation(module: nn.Module) -> str | None:
         return None
     chosen: str | None = getattr(getattr(module, "config", None), "_experts_implementation", None)
     return chosen
+
+
+def note_on_experts(model: nn.Module, in_place: Iterable[str]) -> list[str]:
+    """A note for ``stats()``, if any of the weights read ``in_place`` are experts that transformers runs."""
+    chosen = getattr(getattr(model, "config", None), "_experts_implementation", None)
+    if chosen is None or not any(map(compile_pattern("experts"), in_place)):
+        return []
+    meaning = _NOTES.get(chosen, "whether it reads only the routed experts is not known to headrace")
+    return [f"experts are read in place by {chosen!r}: {meaning}"]
 
 
 def _max_context(config: Any) -> int | None:

@@ -174,6 +174,11 @@ class Planner:
         on_link = plain.offloaded_bytes and plain.kind is HOST and self.has_triton
         if not on_link or self.rates.copies_take_cores:  # a CPU decodes more slowly than it copies
             return plain
+        return self._coded_if_faster(plain, budget, movable, forced)
+
+    def _coded_if_faster(
+        self, plain: Plan, budget: Budget, movable: Collection[str] | None, forced: Mapping[str, Mechanism] | None
+    ) -> Plan:
         if plain.staged_units:
             uncoded_bytes = (UNITS_AT_ONCE + UNITS_AHEAD) * max(unit.num_bytes for unit in plain.units)
             budget = self._within_free(budget, uncoded_bytes)
@@ -253,8 +258,9 @@ class Planner:
                 f"{both if budget.mode else ', the default on a CPU; leave --peer-memory out'}"
             )
         movable = self._movable(budget, names)
-        forced = resolve_rules(self.inventory, budget.rules, self._fixed(mode), self._refused(mode))
-        forced = {**(unruled or {}), **forced}
+        forced = dict(unruled or {})
+        if budget.rules:
+            forced |= resolve_rules(self.inventory, budget.rules, self._fixed(mode), self._refused(mode))
         if workload.repeated:
             once: dict[str, Mechanism] = {s.name: "prefetch" for s in self._run_once(movable, workload)}
             forced = once | forced
@@ -331,7 +337,7 @@ class Planner:
             tuple(self.alternatives(budget, plan)) if budget is not None and plan.offloaded_bytes else (),
             self.least_budget_bytes(workload) if policy is None else None,
             notes=(*self._notes(plan, context), *self._advice(policy, plan, workload)),
-            caches=tuple(self._caches(plan, workload.batch_sizes[0], context)),
+            caches=tuple(self._caches(plan, workload.batch_sizes[0], context)) if plan.cached else (),
         )
 
     def least_budget_bytes(self, workload: Workload) -> int:
@@ -346,6 +352,9 @@ class Planner:
         is_own_choice = isinstance(policy, Budget) and not policy.rules and not policy.params
         if policy is None or is_own_choice or not plan.offloaded_bytes or plan.mode != self.default_mode:
             return
+        yield from self._advice_on_size(policy, plan, workload)
+
+    def _advice_on_size(self, policy: Policy | Plan, plan: Plan, workload: Workload) -> Iterator[str]:
         beside = self.profile.workload_bytes(max(workload.batch_sizes), workload.context)
         num_bytes = policy.num_bytes if isinstance(policy, Budget) else plan.device_bytes + beside
         if num_bytes >= self.inventory.num_bytes + beside:
@@ -363,9 +372,7 @@ class Planner:
             )
 
     def _caches(self, plan: Plan, rows: int, context: int) -> Iterator[CachePoint]:
-        """``plan`` with other numbers of slots for cached experts, and at given hit rates."""
-        if not plan.cached:
-            return
+        """``plan``, which caches some, with other numbers of slots for experts, and at given hit rates."""
         hits = (self.hits, *map(FixedHits, _SHOWN_HITS))
         forecasters = [self._forecaster(plan, rows, context, each) for each in hits]
         shares = (layer.num_slots / layer.num_experts for layer in plan.cached)
@@ -388,9 +395,11 @@ class Planner:
             yield "no KV cache is counted: the model's forward returns none"
         if plan.cached:
             yield f"expected hit rate of cached experts from {self.hits.source}; misses are fetched before use"
-        if self.mapped is None or not plan.kind.in_files:
-            return
-        if joined := {name: self.mapped.joined_bytes[name] for name in plan.uva if name in self.mapped.joined_bytes}:
+        if self.mapped is not None and plan.kind.in_files:
+            yield from self._notes_on_files(plan, self.mapped)
+
+    def _notes_on_files(self, plan: Plan, mapped: MappedFiles) -> Iterator[str]:
+        if joined := {name: mapped.joined_bytes[name] for name in plan.uva if name in mapped.joined_bytes}:
             num_bytes = sum(joined.values())
             seconds = num_bytes // mmap.PAGESIZE * _JOIN_S
             yield (
@@ -398,11 +407,11 @@ class Planner:
                 f"{format_size(num_bytes)} of host memory for the pages in which they meet and {seconds:.2f} s"
             )
         layered = (s for layer in find_layers(self.inventory) for s in self.inventory.under(layer))
-        experts = [s.name for s in layered if experts_in(self.inventory, s) > 1 and s.name in self.mapped.refused]
+        experts = [s.name for s in layered if experts_in(self.inventory, s) > 1 and s.name in mapped.refused]
         if stay := [name for name in experts if plan.mechanism_of(name) == "prefetch"]:
             yield (
                 f"{listed(stay, 'tensor')} of experts cannot be read in place, so every forward copies all of them: "
-                f"{stay[0]} {self.mapped.refused[stay[0]]}; save_pretrained(FOLDER, save_original_format=False) writes "
+                f"{stay[0]} {mapped.refused[stay[0]]}; save_pretrained(FOLDER, save_original_format=False) writes "
                 f"files from which they can"
             )
 
@@ -486,7 +495,7 @@ def _best(table: CandidateTable, device_bytes: int, host_bytes: int | None, code
         plan, left = family.plan(row, host_bytes), device_bytes - int(family.memory.device_bytes[row])
         with suppress(OptionError):  # it has no unit for a code
             plan = with_code(plan, table.inventory, codec)
-        plans.append(_with_more_experts(plan, left) if table.expert_slots is None else plan)
+        plans.append(_with_more_experts(plan, left) if plan.cached and table.expert_slots is None else plan)
     if len(plans) < 2:
         return plans[0] if plans else None
     forecasters = [table.forecaster(rows) for rows in table.batch_sizes]
@@ -496,8 +505,6 @@ def _best(table: CandidateTable, device_bytes: int, host_bytes: int | None, code
 
 def _with_more_experts(plan: Plan, left: int) -> Plan:
     """``plan`` with as many more slots for experts as ``left`` bytes have room for, spread evenly over the layers."""
-    if not plan.cached:
-        return plan
     room = left + plan.cache_bytes
     counts = range(plan.cached[0].num_slots, max(layer.num_experts for layer in plan.cached) + 1)
     fitting = bisect_right(counts, room, key=lambda count: cache_bytes(with_slots(plan.cached, count)))

@@ -44,7 +44,8 @@ from headrace.plan.kinds import HOST, SLAB_ALIGNMENT_BYTES, StoreKind, kind_of, 
 from headrace.plan.plan import Plan, UnitSpec, assemble
 from headrace.plan.rates import Bools, Floats, Ints, Rates
 from headrace.plan.routing_traces import ExpertHits, FixedHits
-from headrace.plan.schedule import MAX_SLOTS, RING_BYTES
+from headrace.plan.schedule import MAX_SLOTS
+from headrace.plan.staging_ring import RING_BYTES
 from headrace.plan.units import TINY_BYTES, outside_units, stranded
 
 __all__ = ["CandidateTable", "Family", "MappedFiles", "Spill", "mean_log", "spill_order"]
@@ -173,6 +174,11 @@ class CandidateTable:
         self.roles = {
             layer: {self._role(layer, s): s for s in inside[layer] if s.name in free} for layer in self.layers
         }
+        self._experts: dict[str, list[StorageInfo]] = {}  # by their role
+        for role, storage in (item for mine in self.roles.values() for item in mine.items()):
+            if experts_in(inventory, storage) > 1:
+                self._experts.setdefault(role, []).append(storage)
+        self._every_role = list(dict.fromkeys(role for mine in self.roles.values() for role in mine))
         always = {layer: tuple(s for s in inside[layer] if s.name in must_move) for layer in self.layers}
         # Asked for together, so that no unit ends up inside another.
         with_units = [layer for layer in self.layers if self.roles[layer] or always[layer]]
@@ -235,43 +241,24 @@ class CandidateTable:
         return self.profile.workload_bytes(max(budget.workload.batch_sizes), budget.workload.context)
 
     @cached_property
-    def families(self) -> list[Family]:
-        """All candidates, in runs that differ in numbers only."""
-        return list(self._families())
-
-    @cached_property
     def has_code(self) -> bool:
         """Whether any candidate has a unit in the code of ``rates``."""
         return any(family.memory.is_coded.any() for family in self.families)
 
     @cached_property
-    def _every_role(self) -> list[str]:
-        return list(dict.fromkeys(role for mine in self.roles.values() for role in mine))
-
-    @cached_property
-    def _experts(self) -> dict[str, list[StorageInfo]]:
-        """Roles of experts, and their storages."""
-        found: dict[str, list[StorageInfo]] = {}
-        for role, storage in (item for mine in self.roles.values() for item in mine.items()):
-            if experts_in(self.inventory, storage) > 1:
-                found.setdefault(role, []).append(storage)
-        return found
-
-    def _families(self) -> Iterator[Family]:
+    def families(self) -> list[Family]:
+        """All candidates, in runs that differ in numbers only."""
         forced = {name for name, how in self.forced.items() if how == "cache"}
         families = list(self._uncached_families())
-        for cached in self._caches(forced) if forced else [()]:
-            yield from (replace(family, cached=cached) for family in families)
-        names = self._cached_by_choice
-        if forced or not names:
-            return
+        if forced:
+            families = [replace(family, cached=cached) for cached in self._caches(forced) for family in families]
+        if forced or not self.cacheable or not (names := self._cached_by_choice()):
+            return families
         beside = {role for mine in self.roles.values() for role, s in mine.items() if s.name in names}
         dense_sets = RoleSets(self, [role for role in self._every_role if role not in beside])
-        families = [f for how, uva in self._outside_ways() for f in self._evenly_spaced(dense_sets, how, uva)]
-        for cached in self._caches(names):
-            yield from (replace(family, cached=cached) for family in families)
+        dense = [f for how, uva in self._outside_ways() for f in self._evenly_spaced(dense_sets, how, uva)]
+        return families + [replace(family, cached=cached) for cached in self._caches(names) for family in dense]
 
-    @cached_property
     def _cached_by_choice(self) -> set[str]:
         """Movable experts with what belongs to them, such as biases; empty where not all of that may be cached."""
         weights = {s for storages in self._experts.values() for s in storages}
@@ -599,10 +586,13 @@ class Family:
 
     def _placed(self, host_bytes: float | None) -> Placed:
         """Stores of units: the peer as far as it has room, then host memory, then files."""
-        table, spill, on_peer = self.table, self.table.spill, dict[str, Bools]()
-        uncoded, in_files = self._uncoded(), dict[str, Bools]()
-        if not table.peer_bytes and host_bytes is None:
-            return Placed(UnitStores(table.kind, [(HOST, uncoded)]), np.zeros(len(self.high)))
+        table, uncoded = self.table, self._uncoded()
+        if table.peer_bytes or host_bytes is not None:
+            return self._placed_within(host_bytes, uncoded)
+        return Placed(UnitStores(table.kind, [(HOST, uncoded)]), np.zeros(len(self.high)))
+
+    def _placed_within(self, host_bytes: float | None, uncoded: dict[str, Bools]) -> Placed:
+        table, spill, on_peer, in_files = self.table, self.table.spill, dict[str, Bools](), dict[str, Bools]()
         slabs = dict(self._units(table.slabs))
         order = [fqn for fqn in table.spill_order if fqn in slabs]
         # What memory is left becomes slots, and with their number host memory begins elsewhere in a piece.

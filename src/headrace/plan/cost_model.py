@@ -59,7 +59,7 @@ from headrace.plan.kinds import StoreKind, Unit
 from headrace.plan.plan import Plan, UnitSpec
 from headrace.plan.rates import Bools, Floats, Ints, Rates
 from headrace.plan.routing_traces import ExpertHits, FixedHits
-from headrace.plan.schedule import RING_BYTES
+from headrace.plan.staging_ring import RING_BYTES
 
 __all__ = [
     "Bound", "Forecast", "Forecaster", "Stage", "StageTimes", "StepModel", "StorageCost", "UnitStores", "cached_cost",

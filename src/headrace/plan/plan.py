@@ -12,7 +12,7 @@ from functools import cached_property
 from importlib import import_module
 from itertools import accumulate
 from pathlib import Path
-from typing import Any, NamedTuple, cast
+from typing import TYPE_CHECKING, Any, NamedTuple, cast
 
 from headrace.config import Codec, Mechanism, Mode, StoreName
 from headrace.errors import OptionError, OptionTypeError, PlanFileError
@@ -21,7 +21,10 @@ from headrace.json_files import FormatError, Positive, decode, encode, parse, re
 from headrace.model.records import Inventory, StorageInfo
 from headrace.plan.cached_experts import CachedLayer, cache_bytes, cached_layers, why_not_cached
 from headrace.plan.kinds import HOST, SlabEntry, StoreKind, Unit, kind_of, slab_bytes
-from headrace.plan.schedule import ENTRY_BYTES, MAX_ENTRIES, RingLayout, chain, lay_out_ring, slot_of
+from headrace.plan.schedule import chain, slot_of
+
+if TYPE_CHECKING:
+    from headrace.plan.staging_ring import RingLayout
 
 __all__ = [
     "SCHEMA_VERSION",
@@ -287,10 +290,15 @@ class Plan:
         """Units that are stored in files; on the way to a GPU they pass through the staging ring."""
         return tuple(unit for unit in self.units if unit.kind.in_files)
 
-    def lay_out_ring(self, entry_bytes: int = ENTRY_BYTES, max_entries: int = MAX_ENTRIES) -> RingLayout:
-        """The staging ring for the units that are stored in files, of which there is at least one."""
+    def lay_out_ring(self, **limits: int) -> RingLayout:
+        """The staging ring for the units that are stored in files, of which there is at least one.
+
+        ``limits``: those of :func:`headrace.plan.staging_ring.lay_out_ring`.
+        """
+        from headrace.plan.staging_ring import lay_out_ring
+
         sizes, staged = [unit.num_bytes for unit in self.units], [unit.index for unit in self.staged_units]
-        return lay_out_ring(sizes, self.num_slots, entry_bytes, max_entries, staged)
+        return lay_out_ring(sizes, self.num_slots, staged=staged, **limits)
 
     @property
     def ring_bytes(self) -> int:
@@ -343,6 +351,19 @@ class Plan:
             raise OptionError(_foreign_model(planned, found, missing, self.model_name))
         for problem in self._misplaced_units(inventory):
             raise OptionError(f"{problem}; {_REPLAN}")
+        if self.cached:
+            self._check_cached(inventory)
+        for unit in self.units:
+            # Several stores in one plan are host memory and others beside it (Stores).
+            if unit.store not in (self.mode, *self.kind.beside):
+                raise OptionError(
+                    f"unit {unit.index} ({unit.module_fqn}) is stored in {unit.store!r}, and the plan has mode "
+                    f"{self.mode!r}; expected the store of the mode, or one of {', '.join(HOST.beside)} in mode 'cpu'"
+                )
+            if reason := unit.kind.why_not(self, unit, inventory):
+                raise OptionError(f"unit {unit.index} ({unit.module_fqn}) is {reason}; {_REPLAN}")
+
+    def _check_cached(self, inventory: Inventory) -> None:
         for layer in self.cached:
             if self.kind is not HOST:
                 raise OptionError(
@@ -354,15 +375,6 @@ class Plan:
             there = cached_layers(inventory, layer.storages, layer.num_slots)
             if [layer] != [replace(each, overflow_rows=layer.overflow_rows) for each in there]:
                 raise OptionError(f"the plan caches experts at {layer.module_fqn!r} that are not there; {_REPLAN}")
-        for unit in self.units:
-            # Several stores in one plan are host memory and others beside it (Stores).
-            if unit.store not in (self.mode, *self.kind.beside):
-                raise OptionError(
-                    f"unit {unit.index} ({unit.module_fqn}) is stored in {unit.store!r}, and the plan has mode "
-                    f"{self.mode!r}; expected the store of the mode, or one of {', '.join(HOST.beside)} in mode 'cpu'"
-                )
-            if reason := unit.kind.why_not(self, unit, inventory):
-                raise OptionError(f"unit {unit.index} ({unit.module_fqn}) is {reason}; {_REPLAN}")
 
     def _misplaced_units(self, inventory: Inventory) -> Iterator[str]:
         """Why units could be read before they are copied, or overwritten while they are read."""
@@ -500,8 +512,10 @@ def with_code(plan: Plan, inventory: Inventory, codec: Codec) -> Plan:
     Raises:
         OptionError: there are none, or units are in files.
     """
-    if codec == "none" or codec == "auto":
-        return plan
+    return plan if codec == "none" or codec == "auto" else _coded(plan, inventory, codec)
+
+
+def _coded(plan: Plan, inventory: Inventory, codec: StoreName) -> Plan:
     if plan.staged_units:
         raise OptionError(
             f"codec {codec!r}: {len(plan.staged_units)} units are stored in files, from which nothing coded is read; "

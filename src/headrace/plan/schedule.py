@@ -1,6 +1,6 @@
-"""The schedule: which slot a unit uses, what refills a slot, and which entry of the staging ring a piece uses.
+"""The schedule: which slot a unit uses, in which order units are expected to run, and so what refills a slot.
 
-Pure functions of sizes and counts. The process that reads files into a ring imports this module and has no torch.
+Pure functions of sizes and counts.
 
 CUDA graphs need fixed addresses, so unit ``u`` always uses slot ``u mod S``. The units of one slot form a *chain*:
 ``s, s + S, s + 2S, ...``. When a unit has run, its slot is refilled with the next unit of the same chain, and after
@@ -10,44 +10,30 @@ A model may run its units in another order than it declares them: a UNet declare
 convolutions, and runs one after the other in turn. A pipeline runs the units of its transformer once per step.
 Addresses stay, so a unit keeps its slot, but each chain then runs in the order that was seen (:class:`Schedule`).
 
+That order is learned from the forwards so far (:class:`ExpectedOrder`). It is the plan's, until a forward has run every
+unit once in another order; then it is that order. Captured graphs fix the order of their copies, so it does not change
+once there are any. A pipeline of several models (``repeats``) runs some units several times and leaves others out: it
+is predicted to repeat the order of the previous call, and a run of units that has begun again is taken for a loop that
+continues.
+
 The refill must come from the slot's own chain. The rule ``(u + S) mod N`` used elsewhere looks alike but, whenever
 ``S`` does not divide ``N``, names a unit of *another* slot, or one whose slot is still being read.
-
-Before a GPU, units in files pass through a ring of pinned host memory. A captured copy has a fixed host address as
-well, so a piece of a unit always uses the same entry. Units are cut into pieces, because a ring of whole units would
-take gigabytes of host memory for large layers and let nothing cross the link before the first of them is read.
-
-The pieces of a forward form a cycle, which is divided into laps of (almost) equal length; the piece that is ``j``-th
-in its lap uses entry ``j``. Lap lengths differ by one at most, so any ``P // laps`` consecutive pieces of the cycle of
-``P``, across its end too, lie in different entries: that many can be read ahead. With ``p mod R`` it would be only
-``P mod R`` of them at the end of the cycle.
 """
 
 from __future__ import annotations
 
 from bisect import bisect_left
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
-from itertools import chain as concatenate
-from itertools import pairwise
 
 from headrace.errors import warn_user
-from headrace.memory.system import round_up
 
 __all__ = [
-    "ENTRY_BYTES",
-    "MAX_ENTRIES",
     "MAX_SLOTS",
-    "RING_BYTES",
-    "STATUS_BYTES",
-    "WORD_BYTES",
-    "Piece",
-    "RingLayout",
+    "ExpectedOrder",
     "Schedule",
     "chain",
-    "cut",
-    "lay_out_ring",
     "next_in_chain",
     "slot_of",
     "steady_order",
@@ -56,23 +42,12 @@ __all__ = [
 
 # Slots that a budget may choose, so that copies run as many units ahead.
 MAX_SLOTS = 3
-# One copy each: long enough for 98 % of the rate of the link, short enough that the first one starts soon.
-ENTRY_BYTES = 16 << 20
-# As many as the readers of files in the page cache need so that none has to wait: one being copied, three being read
-# into, and as many again for the time between. All of them together may stay in a processor's cache; through four times
-# as much, copies for which a link has 55 GB/s came at 30, since every byte then crosses the memory bus thrice.
-MAX_ENTRIES = 8
-# A word of the handshake has a cache line alone, so that the device's polling disturbs no other.
-WORD_BYTES = 64
-_PAGE_BYTES = 4096
-# Counters and an error message, after the words.
-STATUS_BYTES = 4096
-# The largest ring.
-RING_BYTES = MAX_ENTRIES * (ENTRY_BYTES + WORD_BYTES) + WORD_BYTES + STATUS_BYTES
-
-
 # How many runs a loop is expected to go on for when it is seen first; the next forward knows its true length.
 _EXPECTED_RUNS = 4096
+# Runs of units in one call of a pipeline that are remembered: hours of them.
+_MOST_RUNS = 1 << 20
+# Runs that are expected of a call before it has shown its order, with all its loops.
+_MOST_EXPECTED = 1 << 16
 
 
 # -- slots -------------------------------------------------------------------------------------------------------------
@@ -174,102 +149,56 @@ def _from(positions: Sequence[int], start: int) -> int | None:
     return positions[bisect_left(positions, start) % len(positions)] if positions else None
 
 
-# -- the staging ring --------------------------------------------------------------------------------------------------
-
-
-@dataclass(frozen=True)
-class Piece:
-    """``num_bytes`` from ``start`` of the slab of ``unit``, which pass through ``entry``."""
-
-    unit: int
-    start: int
-    num_bytes: int
-    entry: int
-
-
-@dataclass(frozen=True)
-class RingLayout:
-    """Entries, and the pieces that pass through them.
+class ExpectedOrder:
+    """Follows the runs of units.
 
     Attributes:
-        entry_bytes, num_entries: of the ring.
-        pieces: those of the cycle in its order, then those of units that stay in their slots and are copied once.
-        of_unit: positions in ``pieces`` by unit.
-        following: by position, the position that is expected next; ``None``: nothing is.
+        schedule: that of the order that is expected now.
     """
 
-    entry_bytes: int
-    num_entries: int
-    pieces: tuple[Piece, ...]
-    of_unit: Mapping[int, range]
-    following: tuple[int | None, ...]
+    def __init__(self, num_units: int, num_slots: int, repeats: bool) -> None:
+        self.schedule = Schedule(tuple(range(num_units)), num_slots)
+        self._num_units, self._num_slots, self._repeats = num_units, num_slots, repeats
+        self._position = -1  # of the latest run
+        self._seen: list[int] = []  # units in the order in which the latest forward has run them, one more at most
+        self._most_seen = _MOST_RUNS if repeats else num_units
 
-    @property
-    def words_at(self) -> int:
-        """Where in the memory the words begin, in bytes: after the entries."""
-        return self.num_entries * self.entry_bytes
+    def begin(self) -> None:
+        """A forward begins."""
+        self._seen, self._position = [], -1
 
-    @property
-    def status_at(self) -> int:
-        """Where the status begins, in bytes: after a word for each entry and one more."""
-        return self.words_at + (1 + self.num_entries) * WORD_BYTES
+    def run(self, unit: int, in_forward: bool) -> int:
+        """A run of ``unit`` begins; its position in the expected order."""
+        position = self._locate(unit, in_forward)
+        if in_forward and len(self._seen) <= self._most_seen:
+            self._seen.append(unit)
+        return position
 
-    @property
-    def num_bytes(self) -> int:
-        """Host memory: the entries, the words and the status."""
-        return self.status_at + STATUS_BYTES
+    def following(self, slot: int, position: int, unit: int) -> int:
+        """What ``slot`` has to hold after the run of ``unit`` at ``position``; ``unit`` itself if it is alone there."""
+        following = self.schedule.following(slot, position)
+        return unit if following is None else following
 
+    def adopt(self) -> bool:
+        """Expect the order of the forward that has just ended, if it has run every unit once or may do otherwise.
 
-def lay_out_ring(
-    unit_bytes: Sequence[int],
-    num_slots: int,
-    entry_bytes: int = ENTRY_BYTES,
-    max_entries: int = MAX_ENTRIES,
-    staged: Collection[int] | None = None,
-) -> RingLayout:
-    """The ring for units of these slab sizes, at least one, in order of execution, over ``num_slots`` slots.
+        Returns:
+            whether that is another one.
+        """
+        order = tuple(self._seen)
+        is_order = 0 < len(order) <= _MOST_RUNS if self._repeats else sorted(order) == list(range(self._num_units))
+        if not is_order or order == self.schedule.order:
+            return False
+        self.schedule = Schedule(order, self._num_slots)
+        return True
 
-    Args:
-        entry_bytes: of an entry at most; rounded up to whole pages.
-        max_entries: of the ring, at least 1.
-        staged: the units that pass through it, at least one; the others take part in the schedule alone. Default all.
-    """
-    through = set(range(len(unit_bytes)) if staged is None else staged)
-    moving = [unit for unit in dict.fromkeys(steady_order(len(unit_bytes), num_slots)) if unit in through]
-    staying = sorted(through.difference(moving))
-    cuts = {unit: cut(unit_bytes[unit], round_up(entry_bytes, _PAGE_BYTES)) for unit in through}
-    entry_bytes = round_up(max(num_bytes for pieces in cuts.values() for _, num_bytes in pieces), _PAGE_BYTES)
-    length = sum(len(cuts[unit]) for unit in moving)
-    laps = -(-length // max_entries)
-    bounds = [lap * length // laps for lap in range(laps + 1)] if laps else []
-    entries = [entry for start, end in pairwise(bounds) for entry in range(end - start)]  # of each piece of the cycle
-    num_entries = max(entries, default=min(max_entries, sum(map(len, cuts.values()))) - 1) + 1
-    pieces: list[Piece] = []
-    of_unit: dict[int, range] = {}
-    for unit in concatenate(moving, staying):
-        of_unit[unit] = range(len(pieces), len(pieces) + len(cuts[unit]))
-        for start, num_bytes in cuts[unit]:
-            position = len(pieces)
-            entry = entries[position] if position < length else position % num_entries
-            pieces.append(Piece(unit, start, num_bytes, entry))
-    following: list[int | None] = [(position + 1) % length for position in range(length)]
-    following += [_behind(position, pieces) for position in range(length, len(pieces))]
-    return RingLayout(entry_bytes, num_entries, tuple(pieces), of_unit, tuple(following))
-
-
-def cut(num_bytes: int, most: int) -> list[tuple[int, int]]:
-    """Start and size of as few stretches as it takes, of one size in whole pages if ``most`` is in pages.
-
-    A small one at the end would keep an entry from reading ahead, or a reader from the next read.
-    """
-    if not num_bytes:
-        return []
-    count = -(-num_bytes // most)
-    size = min(most, round_up(-(-num_bytes // count), _PAGE_BYTES))
-    return [(start, min(size, num_bytes - start)) for start in range(0, num_bytes, size)]
-
-
-def _behind(position: int, pieces: Sequence[Piece]) -> int | None:
-    """Within a unit that stays in its slot: its next piece. After its last piece nothing is expected."""
-    same = position + 1 < len(pieces) and pieces[position + 1].unit == pieces[position].unit
-    return position + 1 if same else None
+    def _locate(self, unit: int, in_forward: bool) -> int:
+        found = self.schedule.find(unit, self._position + 1)
+        if found is None:
+            return self._position  # expected nowhere, so the rest still is
+        is_loop = self._repeats and in_forward and found <= self._position and unit in self._seen
+        if is_loop and len(self.schedule.order) < _MOST_EXPECTED:  # what makes no sense as loops must not grow
+            self.schedule = self.schedule.again(found, self._position)
+            found = self._position + 1
+        self._position = found
+        return found

@@ -4,14 +4,14 @@ from __future__ import annotations
 
 import logging
 import os
-from collections.abc import Collection
+from collections.abc import Collection, Sequence
 from dataclasses import replace
 from typing import TYPE_CHECKING
 
 from headrace.config import pin_memory_disabled
 from headrace.errors import LimitError, OptionError, warn_user
 from headrace.formatting import format_size
-from headrace.memory.system import DEVICE, PEER, Limits, Needs, round_up
+from headrace.memory.system import DEVICE, PEER, Limits, Needs, Shortage, round_up
 from headrace.model.records import Inventory
 from headrace.plan.kinds import slab_bytes
 from headrace.plan.plan import DeviceName, Machine, Plan
@@ -43,21 +43,8 @@ def finalize_plan(
     plan.check_machine(machine)
     if device.type == "cuda" and weights is not None and plan.staged_units:
         _refuse_converting(plan, inventory, weights)
-    if plan.cached and device.type == "cpu" and os.environ.get("TRITON_INTERPRET") != "1":
-        raise OptionError(
-            f"experts of {plan.cached[0].module_fqn} are cached, and the device is a CPU; expected a CUDA device, "
-            f"which has memory of its own (on a CPU use experts=uva)"
-        )
-    if (plan.cached or plan.coded_units) and not has_triton(device):
-        raise OptionError(
-            "cached experts and codecs are run by Triton, which is not installed: install it (pip install triton; on "
-            "Windows triton-windows), or use experts=uva and codec='none' (--offload-codec none)"
-        )
-    if plan.cached and not can_read_in_place(device):
-        raise OptionError(
-            f"experts of {plan.cached[0].module_fqn} are cached, for which {device} has to address host memory; "
-            f"expected HEADRACE_DISABLE_UVA and HEADRACE_DISABLE_PIN_MEMORY not to be set"
-        )
+    if plan.cached or plan.coded_units:
+        _require_kernels(plan, device)
     if device.type == "cuda" and not isinstance(device, DeviceName):
         _warn_of_memory(plan, device)
     if plan.peer_bytes and (device.type == "cpu" or not isinstance(device, DeviceName)):
@@ -89,6 +76,25 @@ def require_one_process(ranks: RankGroup | None) -> None:
         raise OptionError(
             f"peer_memory is for one process beside an idle GPU, and this is one of {num_processes}: let them share "
             f"their memory (mode 'sharded_gpu' with group=), or leave peer_memory out (--peer-memory)"
+        )
+
+
+def _require_kernels(plan: Plan, device: torch.device | DeviceName) -> None:
+    """Refuse cached experts and codes where their kernels do not run."""
+    if plan.cached and device.type == "cpu" and os.environ.get("TRITON_INTERPRET") != "1":
+        raise OptionError(
+            f"experts of {plan.cached[0].module_fqn} are cached, and the device is a CPU; expected a CUDA device, "
+            f"which has memory of its own (on a CPU use experts=uva)"
+        )
+    if not has_triton(device):
+        raise OptionError(
+            "cached experts and codecs are run by Triton, which is not installed: install it (pip install triton; on "
+            "Windows triton-windows), or use experts=uva and codec='none' (--offload-codec none)"
+        )
+    if plan.cached and not can_read_in_place(device):
+        raise OptionError(
+            f"experts of {plan.cached[0].module_fqn} are cached, for which {device} has to address host memory; "
+            f"expected HEADRACE_DISABLE_UVA and HEADRACE_DISABLE_PIN_MEMORY not to be set"
         )
 
 
@@ -135,6 +141,11 @@ def needs_of(plan: Plan, *, on_gpu: bool, elsewhere: Collection[str] = (), on_me
             sizes = {entry.storage: entry.num_bytes for unit in units for entry in unit.entries}
             stored += kind.host_bytes(plan, units, {**(plan.uva if kind is plan.kind else {}), **sizes}, on_meta)
         return Needs(host_bytes=plan.slots_bytes + sum(moved) + stored)
+    return _needs_beside_gpu(plan, moved, experts_bytes)
+
+
+def _needs_beside_gpu(plan: Plan, moved: Sequence[int], experts_bytes: int) -> Needs:
+    """``moved``: bytes of residents that have to move to the GPU."""
     in_place = sum(slab_bytes([size]) for size in plan.uva.values())  # a GPU cannot address a mapped file
     pinned = experts_bytes + sum(
         kind.pinned_bytes(plan, units, in_place if kind is plan.kind else 0)
@@ -156,9 +167,11 @@ def check_limits(plan: Plan, limits: Limits, needs: Needs) -> None:
     Raises:
         LimitError: names the limit that misses most, by how much, and a device-memory budget that should fit.
     """
-    shortage = limits.shortage(needs)
-    if shortage is None:
-        return
+    if (shortage := limits.shortage(needs)) is not None:
+        raise _limit_error(plan, limits, needs, shortage)
+
+
+def _limit_error(plan: Plan, limits: Limits, needs: Needs, shortage: Shortage) -> LimitError:
     limit, needed, available, fix = shortage
     missing = needed - available
     on_gpu, budget = limits.device_free_bytes is not None, _fitting_budget(plan, limit, missing, limits, needs)
@@ -176,7 +189,7 @@ def check_limits(plan: Plan, limits: Limits, needs: Needs) -> None:
         f"bytes) can be had: {format_size(missing)} ({missing} bytes) too little. {advice}, or {fix}; nothing was "
         f"allocated"
     )
-    raise LimitError(message, limit, needed, available, budget)
+    return LimitError(message, limit, needed, available, budget)
 
 
 def _fitting_budget(plan: Plan, limit: str, missing: int, limits: Limits, needs: Needs) -> int | None:

@@ -21,7 +21,7 @@ from headrace.plan.cached_experts import why_not_cached
 from headrace.plan.plan import DeviceName, Plan, assemble
 from headrace.planning.checks import check_limits, finalize_plan, needs_of, require_one_process
 from headrace.planning.request import PlanRequest, Target, can_read_in_place, has_triton, peer_of
-from headrace.stores.sources import TENSOR_ALIGN_BYTES, DiskOptions
+from headrace.stores.sources import TENSOR_ALIGN_BYTES
 
 if TYPE_CHECKING:
     import torch
@@ -34,6 +34,7 @@ if TYPE_CHECKING:
     from headrace.plan.rates import Rates
     from headrace.plan.routing_traces import ExpertHits
     from headrace.plan.speculation import DraftCost, Speculation, SpeculationForecast
+    from headrace.stores.file_reads import DiskOptions
 
 __all__ = ["PlanContext", "make_planner", "not_in_files"]
 
@@ -92,9 +93,13 @@ class PlanContext:
         Raises:
             OptionError: no GPU, or one whose memory is not known.
         """
-        given, target = self.request.given, self.target
-        if not isinstance(given, Budget) or given.device_memory != AUTO:
-            return self
+        given = self.request.given
+        if isinstance(given, Budget) and given.device_memory == AUTO:
+            return self._sized(given, guesser_bytes)
+        return self
+
+    def _sized(self, given: Budget, guesser_bytes: int) -> PlanContext:
+        target = self.target
         free_bytes = target.machine.device_bytes
         if target.device.type == "cuda" and target.rates is None:
             free_bytes = read_limits(target.device).device_free_bytes
@@ -136,12 +141,16 @@ class PlanContext:
         Raises:
             BudgetError: nothing is left.
         """
-        context, speculation = self.sized(), self.request.speculation
-        if speculation is None:
-            return context
+        speculation = self.request.speculation
+        return self.sized() if speculation is None else self._with_draft(speculation, open_draft, heads_cost)
+
+    def _with_draft(
+        self, speculation: Speculation, open_draft: Callable[..., PlanContext], heads_cost: Callable[..., DraftCost]
+    ) -> PlanContext:
         from headrace.checkpoint.model_folder import draft_folder
         from headrace.plan.speculation import LOOKUP, DraftCost
 
+        context = self.sized()
         if speculation.guesser == LOOKUP:
             return context
         request, policy = context.request, context.request.given

@@ -19,7 +19,6 @@ from headrace.errors import OptionError, OptionTypeError
 from headrace.model.records import Inventory
 from headrace.plan.kinds import kind_of
 from headrace.plan.plan import DeviceName, Machine, Plan
-from headrace.stores.sources import DiskOptions
 
 if TYPE_CHECKING:
     import torch
@@ -30,6 +29,7 @@ if TYPE_CHECKING:
     from headrace.plan.rates import Rates
     from headrace.plan.speculation import Speculation
     from headrace.ranks.group import RankGroup
+    from headrace.stores.file_reads import DiskOptions
 
 __all__ = [
     "PlanRequest", "Target", "can_read_in_place", "compute_device", "describe_device", "gpu_memory_kind", "has_triton",
@@ -107,13 +107,19 @@ def require_kinds(device: object, disk: object) -> None:
     Raises:
         OptionError, OptionTypeError: a text that names no device; another type.
     """
-    if disk is not None and not isinstance(disk, DiskOptions):
-        raise OptionTypeError(
-            f"disk: expected headrace.DiskOptions, such as DiskOptions(direct=True), found {type(disk).__name__} "
-            f"{disk!r}"
-        )
-    if device is None or device == "cpu":
-        return
+    if disk is not None:
+        from headrace.stores.file_reads import DiskOptions
+
+        if not isinstance(disk, DiskOptions):
+            raise OptionTypeError(
+                f"disk: expected headrace.DiskOptions, such as DiskOptions(direct=True), found {type(disk).__name__} "
+                f"{disk!r}"
+            )
+    if device is not None and device != "cpu":
+        _require_device(device)
+
+
+def _require_device(device: object) -> None:
     import torch
 
     expected = "expected 'cpu', 'cuda', 'cuda:N' or a torch.device"

@@ -1,8 +1,8 @@
 """Copies units into slots ahead of use: which unit is where, which code reads it, and what is copied next.
 
-The prefetcher follows the slot schedule while modules run in the expected order (expected_order.py). If they do not,
-results stay right: a unit whose slot holds another one is copied on demand (a *miss*), which is slower and counted in
-``stats()``.
+The prefetcher follows the slot schedule while modules run in the expected order (:class:`ExpectedOrder`). If they do
+not, results stay right: a unit whose slot holds another one is copied on demand (a *miss*), which is slower and counted
+in ``stats()``.
 
 Two threads may call the model: a slot that one of them reads is not refilled before it is done.
 
@@ -22,27 +22,26 @@ from torch import Tensor
 
 from headrace.errors import SlotConflictError, TransferError
 from headrace.plan.plan import Plan
-from headrace.plan.schedule import slot_of
-from headrace.runtime.expected_order import ExpectedOrder
+from headrace.plan.schedule import ExpectedOrder, slot_of
 from headrace.runtime.forwards import Forwards, release_left
 from headrace.runtime.replays import BreakCapture, Replays
 from headrace.runtime.slot import Reader, Slot, SlotState
 from headrace.stats import Recorder, UnitStats
-from headrace.stores.store import Store
-from headrace.transfer.decoded_units import DecodingMemory, slot_sizes
+from headrace.stores.store import Load, Store
 from headrace.transfer.link import Link
 
 if TYPE_CHECKING:
     from headrace.runtime.debug import Guard
-    from headrace.stores.sources import Copy
+    from headrace.transfer.decoded_units import DecodingMemory
 
 __all__ = ["Prefetcher"]
 
 
-def _new_guard(plan: Plan, copies: Sequence[Sequence[Copy]], promoted: Collection[str]) -> Guard:
+def _new_guard(plan: Plan, store: Store, loads: Sequence[Load], promoted: Collection[str]) -> Guard:
     from headrace.runtime.debug import Guard
 
-    return Guard(plan, copies, promoted)
+    decoded = [store.unit_copies(plan.units[load.unit]) if load.coded else load.copies for load in loads]
+    return Guard(plan, decoded, promoted)
 
 
 class Prefetcher:
@@ -83,15 +82,16 @@ class Prefetcher:
         self._recorder = recorder
         self._loads = [store.load(unit) for unit in plan.units]
         link.prepare(plan, self._loads)
-        self._copy_bytes = [
-            unit.payload_bytes if load.coded_bytes is None else load.coded_bytes
-            for unit, load in zip(plan.units, self._loads, strict=True)
-        ]
-        sizes = slot_sizes(plan, self._loads)
+        self._copy_bytes = [load.link_bytes(unit) for load, unit in zip(self._loads, plan.units, strict=True)]
+        self._coded = frozenset(load.unit for load in self._loads if load.coded)
+        self._decoding: DecodingMemory | None = None
+        sizes: Sequence[int] = plan.slot_bytes
+        if self._coded:
+            from headrace.transfer.decoded_units import DecodingMemory, slot_sizes
+
+            self._decoding, sizes = DecodingMemory(link, plan.decoding_bytes), slot_sizes(sizes, self._loads)
         self.slots_bytes = sum(sizes) + plan.decoding_bytes
         live = [Slot(index, link.allocate(num_bytes)) for index, num_bytes in enumerate(sizes)]
-        self._decoding = DecodingMemory(link, self._loads, plan.decoding_bytes)
-        self._coded = self._decoding.units
         self._slot_of = [slot_of(unit, len(live)) for unit in range(len(plan.units))]
         self._order = ExpectedOrder(len(plan.units), len(live), repeats)
         self._repeats = repeats
@@ -99,13 +99,12 @@ class Prefetcher:
         self._lock = self.forwards.lock
         self.replays = Replays(live, link, self.forwards, self._order.schedule, replays_announced, refused=repeats)
         self.has_run = False
-        decoded = [store.unit_copies(plan.units[load.unit]) if load.coded else load.copies for load in self._loads]
-        self._guard = _new_guard(plan, decoded, promoted) if debug and plan.kind.has_bytes else None
+        self._guard = _new_guard(plan, store, self._loads, promoted) if debug and plan.kind.has_bytes else None
         self.stats = [UnitStats(unit.module_fqn, unit.store) for unit in plan.units]
 
     def slot_memory(self, unit: int) -> Tensor:
         """Where compute reads ``unit``: uint8, 1-D, fixed for the life of the prefetcher."""
-        if self._decoding.memory is not None and unit in self._coded:
+        if self._decoding is not None and unit in self._coded:
             return self._decoding.memory
         return self.replays.live[self._slot_of[unit]].memory
 
@@ -372,7 +371,7 @@ class Prefetcher:
         begin = time.perf_counter_ns()
         try:
             stalled_s = slot.wait_for_copy(self._link, measure=True)
-            if unit in self._coded:
+            if self._decoding is not None and unit in self._coded:
                 self._decoding.make_readable(self._loads[unit], slot.memory, slot.events)
             if self._guard and slot.transfer is not None and self.replays.captured is None:
                 self._guard.copied(unit, self.slot_memory(unit))
@@ -389,7 +388,7 @@ class Prefetcher:
 
     def _end_read(self, unit: int, slot: Slot) -> None:
         """What is written next to where compute read ``unit`` waits for all compute submitted so far."""
-        if unit not in self._coded:
+        if self._decoding is None or unit not in self._coded:
             slot.record_read(self._link)
         else:
             self._decoding.note_read()
@@ -441,7 +440,7 @@ class Prefetcher:
             # Views of the store and slots: a handle kept after remove() must not keep them alive.
             self._loads.clear()
             self.replays.close()
-            self._decoding.close()
+            self._decoding = None
             self._guard = None
 
     def snapshot(self) -> tuple[UnitStats, ...]:

@@ -7,10 +7,12 @@ the same steps (:class:`~headrace.planning.context.PlanContext`). Nothing is all
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Mapping
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING, Any
+from importlib import import_module
+from typing import TYPE_CHECKING
 
 import torch
 import torch.distributed as dist
@@ -18,9 +20,9 @@ from torch import nn
 
 from headrace.config import as_policy, warn_about_variables
 from headrace.errors import OptionTypeError
-from headrace.memory.pinned import PinnedBuffer
-from headrace.model.inventory import Inventory, reject_self_managed_weights, take_inventory
+from headrace.model.inventory import Inventory, take_inventory
 from headrace.model.live_tensors import bind
+from headrace.model.records import ModelProfile
 from headrace.plan.kinds import HOST, slab_bytes
 from headrace.plan.plan import Plan
 from headrace.planning.context import PlanContext
@@ -28,11 +30,13 @@ from headrace.planning.request import PlanRequest, Target, compute_device, peer_
 from headrace.stores.store import AlreadyPinned, Pool, StoreRequest
 
 if TYPE_CHECKING:
-    from headrace.checkpoint.weight_map import WeightMap
-    from headrace.model.records import ModelProfile
     from headrace.ranks.group import RankGroup
 
 __all__ = ["Prepared", "module_context", "open_ranks", "prepare"]
+
+# Some of the modules of these manage their weights themselves; which do, their adapter knows.
+_LIBRARIES = frozenset({"accelerate", "bitsandbytes", "compressed_tensors", "diffusers", "gptqmodel", "transformers"})
+_SELF_MANAGED = "headrace.adapters.self_managed"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -90,31 +94,34 @@ def prepare(request: PlanRequest, *, pool: Pool | None = None, allocates: bool =
         on_host = pool.find_in_engine_memory(bound)
         prepared = replace(prepared, pooled=pool.find_storages(bound), on_host=on_host)
     if allocates:
-        context.require_room(plan, {*prepared.pooled, *prepared.on_host}, _already_pinned_bytes(plan, prepared.pooled))
+        pinned_already = _already_pinned_bytes(plan, prepared.pooled) if prepared.pooled else 0
+        context.require_room(plan, {*prepared.pooled, *prepared.on_host}, pinned_already)
     return prepared
 
 
 def module_context(request: PlanRequest, target: Target) -> PlanContext:
     """A request about a module, with the module as names and sizes."""
     model = request.model
-    weights = None if request.checkpoint is None else _open_weights(request.checkpoint)
+    weights = None
+    if request.checkpoint is not None:
+        from headrace.checkpoint.weight_map import WeightMap
+
+        weights = WeightMap.open(request.checkpoint)
     inventory = take_inventory(model) if request.inventory is None else request.inventory
 
     def read_profile() -> ModelProfile:
+        if not hasattr(model, "config"):  # no model of transformers
+            return ModelProfile()
         from headrace.model.memory_profile import profile_of
 
         return profile_of(model, request.expected.context)
 
-    for name, module in model.named_modules():
-        reject_self_managed_weights(name, module, torch.device(target.device.type))
-    bound, name = bind(model, inventory.storages), type(model).__name__
-    return PlanContext(request, target, inventory, read_profile, weights, name, model, bound)
-
-
-def _open_weights(checkpoint: Any) -> WeightMap:
-    from headrace.checkpoint.weight_map import WeightMap
-
-    return WeightMap.open(checkpoint)
+    if not _LIBRARIES.isdisjoint(sys.modules):
+        reject = import_module(_SELF_MANAGED).reject_self_managed_weights
+        for name, module in model.named_modules():
+            reject(name, module, torch.device(target.device.type))
+    bound = bind(model, inventory.storages)
+    return PlanContext(request, target, inventory, read_profile, weights, type(model).__name__, model, bound)
 
 
 # -- arguments --------------------------------------------------------------------------------------------------------
@@ -142,6 +149,8 @@ def _already_pinned_bytes(plan: Plan, pooled: Mapping[str, AlreadyPinned]) -> in
     """Bytes of ``pooled`` that stay in the pinned memory in which they are."""
     if plan.kind is not HOST:
         return 0
+    from headrace.memory.pinned import PinnedBuffer
+
     # A pinned store adopts tensors that are read in place and units that are all there; a cache, experts that it maps.
     units = [[entry.storage for entry in unit.entries] for unit in plan.units_by_kind[HOST]]
     names = [name for names in units if all(name in pooled for name in names) for name in names]

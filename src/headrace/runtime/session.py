@@ -10,8 +10,9 @@ from __future__ import annotations
 import logging
 import time
 from collections.abc import Collection, Iterator, Sequence
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextlib import contextmanager
 from dataclasses import asdict, dataclass, replace
+from importlib import import_module
 from typing import TYPE_CHECKING, Any, Protocol
 
 import torch
@@ -21,25 +22,21 @@ from torch.utils.hooks import RemovableHandle
 from headrace.config import debug_enabled
 from headrace.errors import BudgetError, StateError, TransferError
 from headrace.formatting import format_size
-from headrace.memory.pinned import device_view
 from headrace.memory.system import trim_heap
 from headrace.model.live_tensors import BoundStorage, fill_empty, used_elsewhere
 from headrace.plan.cached_experts import CachedLayer
 from headrace.plan.kinds import slab_bytes
 from headrace.plan.plan import Plan
-from headrace.runtime.attach import cached_hook, forward_hook, unit_hooks
 from headrace.runtime.forwards import release_left
-from headrace.runtime.hooks import ForwardHook, UnitHook, new_token
+from headrace.runtime.hooks import CalledForwardHook, ForwardHook, UnitHook, new_token, unhooked_modules
 from headrace.runtime.outside_access import NotCopyable, Promoter, StateGuard, TableGuard
-from headrace.runtime.own_graphs import capturing, replaying
 from headrace.runtime.prefetcher import Prefetcher
 from headrace.runtime.prepare import Prepared
 from headrace.runtime.replays import BreakCapture
 from headrace.stats import ExpertStats, ReadStats, Recorder, SpeculationCounts, Stats
 from headrace.stores.open_store import OpenedStore, open_store
-from headrace.stores.store import Progress, new_buffer
-from headrace.transfer.link import Link
-from headrace.transfer.open_link import open_link
+from headrace.stores.store import Progress, Store, new_buffer
+from headrace.transfer.link import Link, ThreadLink
 
 if TYPE_CHECKING:
     from headrace.experts.cache import CountsReader, ExpertCache
@@ -49,16 +46,8 @@ if TYPE_CHECKING:
 
     Hook = UnitHook | ForwardHook | StateGuard | TableGuard | ExpertHook | AddressGuard
 
-__all__ = ["OffloadSession", "Progress", "SessionOptions"]
+__all__ = ["OffloadSession", "Progress", "SessionOptions", "open_link"]
 
-
-# A note of stats(), by the implementation of experts in transformers that reads them in place.
-_EXPERTS = {
-    "grouped_mm": "each routed expert is read once per step, the others not at all",
-    "batched_mm": "only routed experts are read, once per token that chose them; 'grouped_mm' reads each once",
-    "eager": "only routed experts are read, but the host waits for the routing and the step cannot be captured; "
-    "model.set_experts_implementation('grouped_mm') does without",
-}
 
 _log = logging.getLogger(__name__)
 
@@ -109,6 +98,8 @@ class OffloadSession(NotCopyable):
 
     Attributes:
         attachments: in the order in which they were attached; :meth:`remove` removes the last one first.
+        prefetcher: copies the units; ``None``: there are none.
+        in_force: from :meth:`attach` to :meth:`remove`.
     """
 
     def __init__(self, prepared: Prepared, options: SessionOptions = SessionOptions()) -> None:
@@ -120,10 +111,10 @@ class OffloadSession(NotCopyable):
         self._hooks: list[Hook | RemovableHandle] = []  # empty once they are taken off
         self._caches: list[tuple[CachedLayer, ExpertCache]] = []
         self._ranges: ExpertRanges | None = None
-        self._prefetcher: Prefetcher | None = None
+        self.prefetcher: Prefetcher | None = None
         self._reads = ReadStats()
         self._link = options.link
-        self._in_force = False
+        self.in_force = False
         self.attachments: list[Attachment] = []
 
     def attach(self) -> None:
@@ -139,14 +130,15 @@ class OffloadSession(NotCopyable):
         viewed = {bound.info.name for bound in used_elsewhere(self._bound.values())} if on_cpu else set()
         opened = open_store(prepared)
         self._store, self._ranges = opened.store, opened.ranges
-        self._in_force = True
+        self.in_force = True
         try:
             self._start_link()
             self._load(prepared, opened)
             self._store.finish()
             self._account = self._store.account
             self._attach_hooks()
-            self._bring_again(viewed)
+            if viewed:
+                self._bring_again(viewed)
             self.reset()
             if ranks is not None:
                 ranks.exchange("attached")  # up to here each rank can undo its part
@@ -162,7 +154,7 @@ class OffloadSession(NotCopyable):
     def _bring_again(self, viewed: Collection[str]) -> None:
         """Have slots empty before each forward where an alias may have written the memory that is the store."""
         units = [unit.index for unit in self.plan.units if any(entry.storage in viewed for entry in unit.entries)]
-        prefetcher = self._prefetcher
+        prefetcher = self.prefetcher
         if prefetcher is None or not units:
             return
 
@@ -172,11 +164,6 @@ class OffloadSession(NotCopyable):
                     pass
 
         self._hooks.append(self._model.register_forward_pre_hook(empty_slots, prepend=True))
-
-    @property
-    def in_force(self) -> bool:
-        """From :meth:`attach` to :meth:`remove`."""
-        return self._in_force
 
     @property
     def plan(self) -> Plan:
@@ -193,9 +180,9 @@ class OffloadSession(NotCopyable):
         sizes = {"resident": plan.resident_bytes, "prefetch": plan.prefetched_bytes, "uva": plan.uva_bytes}
         sizes |= {"cache": plan.cached_bytes} if plan.cached else {}
         experts = tuple(_stats_of(layer, cache) for layer, cache in self._caches)
-        units = self._prefetcher.snapshot() if self._prefetcher else ()
+        units = self.prefetcher.snapshot() if self.prefetcher else ()
         staging = self._link.staging_stats() if self._link else None
-        slots_bytes = self._prefetcher.slots_bytes if self._prefetcher else 0
+        slots_bytes = self.prefetcher.slots_bytes if self.prefetcher else 0
         stores = {"resident": plan.resident_bytes, "slots": slots_bytes, "cache": plan.cache_bytes}
         stores |= self._account
         sizes_by_store = {name: size for name, size in stores.items() if size}
@@ -215,41 +202,24 @@ class OffloadSession(NotCopyable):
     @property
     def has_run(self) -> bool:
         """Whether a forward of the model has begun."""
-        return self._prefetcher is not None and self._prefetcher.has_run
+        return self.prefetcher is not None and self.prefetcher.has_run
 
     def counters(self) -> Stats:
         """The totals of :meth:`stats`, without its errors, and without waiting for a GPU."""
-        units = self._prefetcher.stats if self._prefetcher else ()
+        units = self.prefetcher.stats if self.prefetcher else ()
         if self._device.type == "cpu" and self._link is not None:
             units = [replace(unit, last_stall_s=self._link.last_stall_s(index)) for index, unit in enumerate(units)]
         return Stats(tuple(units), notes=self._notes())
 
     def reset(self) -> None:
         """No forward runs, whether one was interrupted or not: make the slots hold what the next one needs first."""
-        if self._prefetcher is not None:
-            self._prefetcher.finish_forward(whole=False)
+        if self.prefetcher is not None:
+            self.prefetcher.finish_forward(whole=False)
 
     def wait_all(self) -> None:
         """Order compute after every copy under way."""
-        if self._prefetcher is not None:
-            self._prefetcher.wait_all()
-
-    def can_capture(self) -> bool:
-        """Whether no other code has captured graphs over this offload."""
-        return self._prefetcher is None or self._prefetcher.replays.can_capture()
-
-    def release_graphs(self) -> None:
-        """The graphs of :meth:`capturing` are freed."""
-        if self._prefetcher is not None:
-            self._prefetcher.replays.release_graphs()
-
-    def capturing(self) -> AbstractContextManager[list[int]]:
-        """Within, this project captures a whole forward (:func:`headrace.runtime.own_graphs.capturing`)."""
-        return nullcontext([]) if self._prefetcher is None else capturing(self._prefetcher)
-
-    def replaying(self, copied: Sequence[int]) -> AbstractContextManager[None]:
-        """Within, a graph of :meth:`capturing` is replayed, which has given ``copied``."""
-        return nullcontext() if self._prefetcher is None else replaying(self._prefetcher, copied)
+        if self.prefetcher is not None:
+            self.prefetcher.wait_all()
 
     @contextmanager
     def as_placeholders(self) -> Iterator[None]:
@@ -279,7 +249,7 @@ class OffloadSession(NotCopyable):
             BudgetError: the model came from a GPU on which its weights no longer fit; the offload stays in force.
             StateError: called inside a forward, or while another thread does not end one; graphs may still be replayed.
         """
-        if not self._in_force:
+        if not self.in_force:
             return
         if any(hook.runs_here for hook in self._hooks if isinstance(hook, UnitHook | ForwardHook)):
             raise StateError("remove() was called inside a forward of the model: call it when the forward has returned")
@@ -289,21 +259,21 @@ class OffloadSession(NotCopyable):
             self._remove(graphs_released)
         except BaseException:
             release_left(self._promoter.tensor_lock)
-            if self._prefetcher is not None:
-                self._prefetcher.abandon()
+            if self.prefetcher is not None:
+                self.prefetcher.abandon()
             raise
 
     def _remove(self, graphs_released: bool) -> None:
-        if self._prefetcher is not None:
-            self._prefetcher.stop(graphs_released)
+        if self.prefetcher is not None:
+            self.prefetcher.stop(graphs_released)
         try:
             # Read everything first: if a file is gone or memory is short the offload stays in force, nothing is lost.
             with self._promoter.tensor_lock:
                 names = (*self.plan.offloaded_names, *self.plan.resident)
                 restored = {name: self._bring_back(name) for name in names}
         except Exception:
-            if self._prefetcher is not None:
-                self._prefetcher.forwards.resume()
+            if self.prefetcher is not None:
+                self.prefetcher.forwards.resume()
             raise
         # Tensors before hooks: an interrupt here leaves a model that refuses to run, not one that runs without waiting.
         for name, buffer in restored.items():
@@ -314,7 +284,7 @@ class OffloadSession(NotCopyable):
                 bound.give_back(buffer)
         self._detach()
         self._store.close()
-        self._in_force = False
+        self.in_force = False
         self._promoter.close()
         self._bound, self._caches, self._ranges = {}, [], None
         _log.info("%s has its weights again; %s", type(self._model).__name__, self.counters())
@@ -334,13 +304,17 @@ class OffloadSession(NotCopyable):
         moving = [self._bound[name] for name in self.plan.resident if prepared.must_move(name)]
         # To the loader both are memory of the device.
         places = {**self._resident_places(moving), **opened.on_device}
+        if opened.on_host or places:  # not on a CPU, where host memory or files hold everything already
+            self._fill(prepared, opened, moving, places)
+
+    def _fill(
+        self, prepared: Prepared, opened: OpenedStore, moving: list[BoundStorage], places: dict[str, torch.Tensor]
+    ) -> None:
+        from headrace.stores.loader import WeightLoader
+
         without_bytes = {b.info.name for b in moving if b.on_meta and not self.plan.kind.has_bytes}
         for name in without_bytes:
             places[name].zero_()  # the memory is used, like that of the slots
-        if not opened.on_host and not places:  # as on a CPU, where host memory or files hold everything already
-            return
-        from headrace.stores.loader import WeightLoader
-
         num_bytes = sum(self._bound[name].info.num_bytes for name in (*opened.on_host, *places))
         _log.info("loading begins: %d bytes", num_bytes)
         begin = time.perf_counter()
@@ -365,48 +339,18 @@ class OffloadSession(NotCopyable):
         self._promoter.store = self._store
         if self._link is not None and plan.units:
             self._attach_units(self._link)
-        tables = []  # whose rows are the same at any address, and products with them are not
-        is_mapped = self._device.type == "cpu" and plan.kind.in_files
-        if is_mapped:
-            from headrace.stores.product_bits import rounds_in_place
-        for name in plan.uva:
-            buffer, bound = self._store.in_place(name), self._bound[name]
-            if is_mapped and bound.info.is_lookup and rounds_in_place(bound, buffer):
-                bound.point_at_slot(buffer, self._promoter.on_table_access)
-                tables.append(bound)
-            else:
-                bound.point_at(device_view(buffer, self._device) if self._device.type == "cuda" else buffer)
-        if tables:
-            self._hook(TableGuard(self._model, tables, self._promoter))
-            if not plan.units:  # else there is one, which checks what a compiler traces
-                token = new_token(self._device)
-                self._hook(
-                    ForwardHook(self._model, self._model, [], None, token, self._promoter, traced_in_forward=True)
-                )
+        if plan.uva:
+            self._attach_in_place()
         if plan.cached:
             self._attach_cached()
-        if plan.uva and is_mapped:
-            # A page that a shorter file has no longer ends the program (SIGBUS, mmap(2)), so files are compared before.
-            self._compare_mapped_files_around(self._model, None)
-            for name in plan.uva:
-                tensors = self._bound[name].info.tensors
-                for module in {at.module for tensor in tensors for at in tensor.locations}:  # a caller may run it alone
-                    self._compare_mapped_files_around(self._model.get_submodule(module), name)
         self._hook(StateGuard(self._model, [self._bound[name] for name in plan.offloaded_names], self._state_bytes))
 
     def _attach_units(self, link: Link) -> None:
         options, debug = self._options, debug_enabled() and not self._store.is_split
         try:
-            self._prefetcher = prefetcher = Prefetcher(
-                self.plan,
-                self._store,
-                link,
-                self.recorder,
-                debug,
-                options.replays_announced,
-                options.break_capture,
-                options.repeats,
-                self._promoter.promoted,
+            graphs = options.replays_announced, options.break_capture, options.repeats
+            self.prefetcher = prefetcher = Prefetcher(
+                self.plan, self._store, link, self.recorder, debug, *graphs, self._promoter.promoted
             )
         except torch.OutOfMemoryError as error:
             needed = self.plan.slots_bytes
@@ -417,28 +361,69 @@ class OffloadSession(NotCopyable):
             ) from error
         unit_of = {entry.storage: unit.index for unit in self.plan.units for entry in unit.entries}
         self._promoter.rewriting = lambda name: prefetcher.rewriting(unit_of[name])
-        token = new_token(self._device)
+        token, unhooked = new_token(self._device), unhooked_modules(self._model)
         promoter = None if options.keeps_addresses else self._promoter
-        units = []
-        for hook in unit_hooks(self._model, self.plan, self._bound, prefetcher, token, promoter):
-            units.append(hook)
-            self._hook(hook)
+        on_access = None if promoter is None else promoter.on_outside_access
+        units: list[UnitHook] = []  # each hook knows all
+        for unit in self.plan.units:
+            memory, storages = prefetcher.slot_memory(unit.index), [self._bound[part.storage] for part in unit.entries]
+            for part, storage in zip(unit.entries, storages, strict=True):
+                storage.point_at_slot(memory[part.offset : part.offset + part.num_bytes], on_access)
+            module = self._model.get_submodule(unit.module_fqn)
+            facts = module in unhooked, promoter is not None and module is self._model
+            units.append(UnitHook(module, unit.index, storages, prefetcher, token, promoter, units, *facts))
+            self._hook(units[-1])
         if debug:
             from headrace.runtime.debug import AddressGuard
 
             names = [part.storage for unit in self.plan.units for part in unit.entries]
             self._hook(AddressGuard([tensor for name in names for tensor in self._bound[name].tensors]))
-        entry = options.entry or self._model
-        self._hook(forward_hook(self._model, entry, options.called, units, prefetcher, token, promoter))
+        entry, called = options.entry or self._model, options.called or self._model
+        if options.called is not None or self._model in unhooked:
+            is_unhooked = options.called is None
+            self._hook(CalledForwardHook(called, called, units, prefetcher, token, promoter, unhooked=is_unhooked))
+        else:
+            in_own = promoter is not None and entry is self._model
+            self._hook(ForwardHook(self._model, entry, units, prefetcher, token, promoter, traced_in_forward=in_own))
+
+    def _attach_in_place(self) -> None:
+        plan = self.plan
+        tables = []  # whose rows are the same at any address, and products with them are not
+        is_mapped = self._device.type == "cpu" and plan.kind.in_files
+        if is_mapped:
+            from headrace.stores.product_bits import rounds_in_place
+        elif self._device.type == "cuda":
+            from headrace.memory.pinned import device_view
+        for name in plan.uva:
+            buffer, bound = self._store.in_place(name), self._bound[name]
+            if is_mapped and bound.info.is_lookup and rounds_in_place(bound, buffer):
+                bound.point_at_slot(buffer, self._promoter.on_table_access)
+                tables.append(bound)
+            else:
+                bound.point_at(device_view(buffer, self._device) if self._device.type == "cuda" else buffer)
+        if tables:
+            self._hook(TableGuard(self._model, tables, self._promoter))
+            if not plan.units:  # else there is one, which checks what a compiler traces
+                model, token = self._model, new_token(self._device)
+                self._hook(ForwardHook(model, model, [], None, token, self._promoter, traced_in_forward=True))
+        if is_mapped:
+            # A page that a shorter file has no longer ends the program (SIGBUS, mmap(2)), so files are compared before.
+            self._compare_mapped_files_around(self._model, None)
+            for name in plan.uva:
+                tensors = self._bound[name].info.tensors
+                for module in {at.module for tensor in tensors for at in tensor.locations}:  # a caller may run it alone
+                    self._compare_mapped_files_around(self._model.get_submodule(module), name)
 
     def _attach_cached(self) -> None:
+        from headrace.experts.attach import cached_hook
         from headrace.experts.rows import CacheStreamOrder
 
         assert self._ranges is not None  # there are cached layers
         turn, factory = CacheStreamOrder(self._device), self._options.expert_kernel_factory
         on_access = None if self._options.keeps_addresses else self._promoter.on_outside_access
         for layer in self.plan.cached:
-            hook, cache = cached_hook(self._model, layer, self._bound, self._ranges, turn, factory, on_access)
+            rows = {name: self._ranges.rows(name) for name in layer.storages}
+            hook, cache = cached_hook(self._model, layer, self._bound, rows, turn, factory, on_access)
             self._caches.append((layer, cache))
             self._hook(hook)
         turn.follow(self._device)  # the first forward may run on another stream than what made the caches
@@ -511,14 +496,10 @@ class OffloadSession(NotCopyable):
     def _notes(self) -> tuple[str, ...]:
         """What a user should know about how the offload runs."""
         notes = []
-        # Set by transformers on models with experts.
-        experts = getattr(getattr(self._model, "config", None), "_experts_implementation", None)
-        if experts is not None:
-            from headrace.model.patterns import compile_pattern
+        if self.plan.uva:
+            from headrace.model.memory_profile import note_on_experts
 
-            if any(map(compile_pattern("experts"), self.plan.uva)):
-                meaning = _EXPERTS.get(experts, "whether it reads only the routed experts is not known to headrace")
-                notes.append(f"experts are read in place by {experts!r}: {meaning}")
+            notes += note_on_experts(self._model, self.plan.uva)
         for what, names in (
             ("resident since they were used outside of their module's forward", self._promoter.promoted),
             ("copied for every use outside of their module's forward, for want of room", self._promoter.copied),
@@ -553,13 +534,13 @@ class OffloadSession(NotCopyable):
         for hook in self._hooks:
             hook.remove()
         self._hooks.clear()  # one of them holds this
-        if self._prefetcher is not None:
-            self._prefetcher.close()
+        if self.prefetcher is not None:
+            self.prefetcher.close()
         elif self._link is not None:
             self._link.close()
 
     def _undo(self) -> None:
-        self._in_force = False
+        self.in_force = False
         try:
             self._detach()
         finally:
@@ -567,6 +548,16 @@ class OffloadSession(NotCopyable):
                 bound.restore()
             self._store.unpin()  # tensors moved into it stay there, in ordinary memory
             self._store.close()
+
+
+def open_link(store: Store, plan: Plan, device: torch.device, recorder: Recorder, measure_stalls: bool) -> Link:
+    """The link for ``store`` and ``device``; collective where each rank stores a part of every unit."""
+    if device.type == "cpu" and not plan.kind.is_split:
+        return ThreadLink(recorder=recorder)
+    modules = (kind.link_module for kind, units in plan.units_by_kind.items() if units)
+    module = import_module(next(filter(None, modules), "headrace.transfer.cuda_stream"))
+    link: Link = module.open_link(store, device, recorder, measure_stalls)
+    return link
 
 
 def _stats_of(layer: CachedLayer, cache: ExpertCache) -> ExpertStats:

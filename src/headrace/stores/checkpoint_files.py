@@ -15,17 +15,9 @@ from headrace.memory.pages import map_parts
 from headrace.memory.pinned import pinned_region
 from headrace.model.live_tensors import BoundStorage, resident_rule
 from headrace.plan.kinds import Unit
+from headrace.stores.file_reads import ConvertedFile, DiskOptions, File, ReadCounter
 from headrace.stores.product_bits import rounds_in_place
-from headrace.stores.sources import (
-    TENSOR_ALIGN_BYTES,
-    ByteRange,
-    ConvertedFile,
-    Copy,
-    DiskOptions,
-    File,
-    ReadCounter,
-    fill_in_threads,
-)
+from headrace.stores.sources import TENSOR_ALIGN_BYTES, ByteRange, Copy, fill_in_threads
 from headrace.stores.store import Opened, Store, StoreRequest, kept_by_others, new_buffer, require_weights
 
 __all__ = ["DiskStore", "open_units"]
@@ -143,10 +135,8 @@ class DiskStore(Store):
     def copies(self, storage: str) -> list[Copy]:
         if storage in self._adopted:
             return [Copy(ByteRange.of(self._adopted[storage]), 0)]
-        return [
-            Copy(self._range(part.tensor, self._sources[storage].dtype), part.offset)
-            for part in self._sources[storage].parts
-        ]
+        source = self._sources[storage]
+        return [Copy(self._range(part.tensor, source.dtype), part.offset) for part in source.parts]
 
     def _range(self, tensor: FileTensor, dtype: torch.dtype) -> ByteRange:
         """The bytes of a file tensor as elements of ``dtype``."""

@@ -29,7 +29,8 @@ from headrace.memory.pinned import MIN_ADOPTED_BYTES, CudaRegistrar, PinnedBuffe
 from headrace.memory.system import cpus_near, touch_threads, trim_heap
 from headrace.model.live_tensors import BoundStorage
 from headrace.stats import ReadStats
-from headrace.stores.sources import ALIGN_BYTES, ByteRange, Copy, DiskOptions, ReadCounter, writable_view
+from headrace.stores.file_reads import ALIGN_BYTES, DiskOptions, ReadCounter
+from headrace.stores.sources import ByteRange, Copy, writable_view
 from headrace.stores.store import Progress, Store, new_buffer, require_weights
 
 if TYPE_CHECKING:

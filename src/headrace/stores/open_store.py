@@ -10,7 +10,6 @@ from typing import TYPE_CHECKING, cast
 
 import torch
 
-from headrace.memory.pinned import CudaRegistrar, refuse_capture
 from headrace.stores.store import Opened, StoreRequest, Stores
 
 if TYPE_CHECKING:
@@ -41,6 +40,8 @@ def open_store(request: StoreRequest) -> OpenedStore:
     """
     plan, device, ranks = request.plan, request.device, request.ranks
     if device.type == "cuda":
+        from headrace.memory.pinned import CudaRegistrar, refuse_capture
+
         refuse_capture(CudaRegistrar(device))
     for stamp in request.weights.checkpoint.stamps if request.weights is not None else ():
         stamp.check()  # offsets come from headers read earlier

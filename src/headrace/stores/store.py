@@ -12,21 +12,18 @@ from typing import TYPE_CHECKING, ClassVar, Protocol
 import torch
 
 from headrace.errors import OptionError
-from headrace.memory.pinned import PinnedBuffer
 from headrace.model.live_tensors import BoundStorage, used_elsewhere
 from headrace.plan.kinds import Unit
 from headrace.plan.plan import Plan
-from headrace.stores.sources import (
-    Copy,
-    DiskOptions,
-    fill,
-)
+from headrace.stores.sources import Copy, fill
 
 if TYPE_CHECKING:
     from headrace.checkpoint.weight_map import WeightMap
     from headrace.codec.exponents import Piece
+    from headrace.memory.pinned import PinnedBuffer
     from headrace.memory.split_range import MappedMemory
     from headrace.ranks.group import RankGroup
+    from headrace.stores.file_reads import DiskOptions
 
 __all__ = [
     "AlreadyPinned", "Destinations", "Load", "Opened", "Pool", "Progress", "Store", "StoreRequest", "Stores",
@@ -107,10 +104,9 @@ class Load:
     pieces: tuple[tuple[int, torch.Tensor], ...] = ()
     coded: tuple[Piece, ...] = ()
 
-    @property
-    def coded_bytes(self) -> int | None:
-        """Bytes that cross the link; ``None``: it is not coded."""
-        return sum(piece.code_bytes for piece in self.coded) if self.coded else None
+    def link_bytes(self, unit: Unit) -> int:
+        """Bytes that cross the link for ``unit``: of its code, whose length the plan has only expected."""
+        return sum(piece.code_bytes for piece in self.coded) if self.coded else unit.payload_bytes
 
     @property
     def in_memory(self) -> tuple[tuple[int, torch.Tensor], ...]:

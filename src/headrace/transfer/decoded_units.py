@@ -6,7 +6,6 @@ from collections.abc import Sequence
 
 import torch
 
-from headrace.plan.plan import Plan
 from headrace.plan.schedule import slot_of
 from headrace.stores.store import Load
 from headrace.transfer.link import ComputeEvent, Link
@@ -14,9 +13,9 @@ from headrace.transfer.link import ComputeEvent, Link
 __all__ = ["DecodingMemory", "slot_sizes"]
 
 
-def slot_sizes(plan: Plan, loads: Sequence[Load]) -> list[int]:
-    """Bytes of each slot: as planned, or more, for a code may be longer than the plan expects."""
-    sizes = list(plan.slot_bytes)
+def slot_sizes(planned: Sequence[int], loads: Sequence[Load]) -> list[int]:
+    """Bytes of each slot: as ``planned``, or more, for a code may be longer than the plan expects."""
+    sizes = list(planned)
     for load in loads:
         if load.coded:
             slot = slot_of(load.unit, len(sizes))
@@ -28,19 +27,16 @@ class DecodingMemory:
     """Holds a coded unit for as long as it is read; slots hold the codes of these.
 
     Attributes:
-        units: those that are coded.
-        memory: where compute reads each of them: uint8, 1-D; ``None``: there are none.
+        memory: where compute reads each of them: uint8, 1-D.
     """
 
-    def __init__(self, link: Link, loads: Sequence[Load], num_bytes: int) -> None:
+    def __init__(self, link: Link, num_bytes: int) -> None:
         self._link = link
-        self.units = frozenset(load.unit for load in loads if load.coded)
-        self.memory: torch.Tensor | None = link.allocate(num_bytes) if self.units else None
+        self.memory = link.allocate(num_bytes)
         self._uses: list[tuple[int | None, ComputeEvent]] = []  # the latest: their captures and ends
 
     def make_readable(self, load: Load, code: torch.Tensor, reads: list[ComputeEvent]) -> None:
         """Decode ``code``, whose copy was waited for; ``reads`` gets an event after which it may be overwritten."""
-        assert self.memory is not None
         capture = self._link.capture_id
         after = [event for captured, event in self._uses if captured == capture]
         self._link.decode(load, code, self.memory, after)
@@ -52,8 +48,3 @@ class DecodingMemory:
         """What is decoded next waits for all compute submitted so far, which may read this memory."""
         if (event := self._link.record_compute()) is not None:
             self._uses.append((self._link.capture_id, event))
-
-    def close(self) -> None:
-        """Free the memory."""
-        self.memory = None
-        self._uses.clear()

@@ -27,7 +27,7 @@ from headrace.plan.cached_experts import CachedLayer
 from headrace.plan.rates import Curve, Rates
 from headrace.ranks.group import this_host
 from headrace.stores.expert_ranges import ExpertRanges
-from headrace.stores.sources import DiskOptions, File
+from headrace.stores.file_reads import DiskOptions, File
 from headrace.transfer.machine_probe import (
     Probe,
     describe_machine,

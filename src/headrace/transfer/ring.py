@@ -9,7 +9,7 @@ with constants that are the same at every replay, because both words are zero ag
 thread, the *server*, polls the words and hands reads to workers:
 
 * A tag of zero means that the stream is done with the entry: the next piece of the expected order (the cycle of
-  :mod:`headrace.plan.schedule`) is read into it. The tag is set when the last part of a piece has been read, by the
+  :mod:`headrace.plan.staging_ring`) is read into it. The tag is set when the last part of a piece has been read, by the
   worker that read it, which looks for such entries as well.
 * The order is expected, not relied on: the tag names the piece in an entry, and the stream waits for its own.
   Where it requests a piece that is neither in the ring nor being read (a unit skipped or repeated, an aborted forward,
@@ -42,7 +42,7 @@ import numpy as np
 
 from headrace.errors import TransferError
 from headrace.memory.pages import Bytes
-from headrace.plan.schedule import STATUS_BYTES, WORD_BYTES, RingLayout
+from headrace.plan.staging_ring import STATUS_BYTES, WORD_BYTES, RingLayout
 from headrace.stats import StagingStats
 from headrace.stores.sources import Copy
 

@@ -30,8 +30,9 @@ from typing import NoReturn
 
 from headrace.errors import OptionError, TransferError
 from headrace.memory.pages import map_file
-from headrace.plan.schedule import RingLayout
-from headrace.stores.sources import Copy, File
+from headrace.plan.staging_ring import RingLayout
+from headrace.stores.file_reads import File
+from headrace.stores.sources import Copy
 from headrace.transfer.ring import Counter, RingMemory, RingServer
 
 __all__ = ["RingTask", "exit_description", "main", "poison"]

@@ -34,7 +34,7 @@ from headrace.memory.pinned import CudaRegistrar, PinnedBuffer, pin_shared, refu
 from headrace.memory.shared import SharedMemory
 from headrace.memory.system import reader_threads, touch_threads
 from headrace.plan.plan import Plan
-from headrace.plan.schedule import ENTRY_BYTES, MAX_ENTRIES, WORD_BYTES, RingLayout, cut
+from headrace.plan.staging_ring import ENTRY_BYTES, MAX_ENTRIES, WORD_BYTES, RingLayout, cut
 from headrace.stats import Recorder, StagingStats
 from headrace.stores.sources import Copy, clip
 from headrace.stores.store import Load, Store
@@ -103,7 +103,7 @@ class RingLink(StreamLink):
                 "forbids; unset it, or use mode 'cpu' (--offload-mode cpu)"
             )
         refuse_capture(CudaRegistrar(self._device))
-        layout = plan.lay_out_ring(self._entry_bytes, self._max_entries)
+        layout = plan.lay_out_ring(entry_bytes=self._entry_bytes, max_entries=self._max_entries)
         task = RingTask(layout, reads_of(layout, loads), self._num_threads, self._stuck_s)
         shared = SharedMemory.create(layout.num_bytes)
         try:

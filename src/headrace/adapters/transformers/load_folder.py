@@ -51,7 +51,7 @@ from headrace.planning.context import not_in_files
 from headrace.planning.request import PlanRequest, Target, compute_device, require_kinds
 from headrace.runtime.prepare import Prepared, module_context, open_ranks, prepare
 from headrace.runtime.session import Progress
-from headrace.stores.sources import DiskOptions
+from headrace.stores.file_reads import DiskOptions
 from headrace.stores.store import new_buffer
 
 if TYPE_CHECKING:

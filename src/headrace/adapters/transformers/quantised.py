@@ -51,10 +51,11 @@ from transformers import PretrainedConfig, PreTrainedModel
 from transformers.core_model_loading import set_param_for_module
 from transformers.quantizers.auto import AutoHfQuantizer
 
+from headrace.adapters.self_managed import reject_self_managed_weights
 from headrace.checkpoint.safetensors_header import Checkpoint, FileTensor
 from headrace.checkpoint.weight_map import Conversion, TensorSource
 from headrace.errors import CheckpointError
-from headrace.model.inventory import inner_tensors, reject_self_managed_weights
+from headrace.model.inventory import inner_tensors
 from headrace.model.memory_profile import is_routed
 from headrace.model.records import Location, dotted_name, dotted_prefixes
 from headrace.model.torch_private import make_subclass
