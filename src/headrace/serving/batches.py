@@ -26,7 +26,6 @@ from transformers.cli.serving import utils
 from transformers.generation.continuous_batching import cb_logits_processors
 from transformers.generation.continuous_batching.cache import group_layers_by_attn_type
 from transformers.generation.continuous_batching.scheduler import SCHEDULER_MAPPING, FIFOScheduler
-from transformers.utils.chat_parsing import ResponseParser
 
 from headrace.errors import OptionError
 from headrace.formatting import TokenText
@@ -74,7 +73,8 @@ def settings_of(request: GenerationRequest, default: GenerationConfig) -> Simple
     return SimpleNamespace(
         max_new_tokens=request.max_tokens,
         most_tokens=default.max_new_tokens or _ANSWER_TOKENS,
-        most_calls=1 if getattr(request, "parallel_tool_calls", None) is False else None,
+        tools=getattr(request, "tools", None),
+        one_call=getattr(request, "parallel_tool_calls", None) is False,
         stops=[*(request.stop or []), *([own] if isinstance(own, str) else own)],
         continues=isinstance(request, Completion),
         processing=processing,
@@ -230,7 +230,7 @@ class _Job(utils.CBStreamer):
         self._new_text = TokenText(decode, self.prompt if settings.continues else ())
         # Text that may begin a stop string has to wait for the next tokens.
         self._num_held = max(map(len, settings.stops), default=1) - 1
-        self._num_sent = self._num_calls = 0
+        self._num_sent, self._has_called = 0, False
 
     def put(self, output: Any) -> None:
         """Take a further part of the answer from the manager."""
@@ -261,11 +261,10 @@ class _Job(utils.CBStreamer):
             self.ended.set_result(None)
             chunks += [None] if parser is None else [*_found(lambda: parser.finalize()[1]), None]
         for chunk in chunks:
-            if isinstance(chunk, utils.ToolCall):
-                self._num_calls += 1
-                if self._num_calls > (self.settings.most_calls or self._num_calls):
-                    continue
-            self.queue.put_nowait(chunk)
+            is_call = isinstance(chunk, utils.ToolCall)
+            if not (is_call and self._has_called and self.settings.one_call):
+                self.queue.put_nowait(chunk)
+            self._has_called |= is_call
 
 
 def _found(read: Callable[..., Any], *texts: str) -> list[Any]:
@@ -277,12 +276,9 @@ def _found(read: Callable[..., Any], *texts: str) -> list[Any]:
     return []
 
 
-def _message(texts: list[str], most_calls: int | None, parser: ResponseParser) -> dict[str, Any]:
-    """The message of an answer, read as if ``texts`` were streamed."""
-    chunks = _found(lambda: parser.initial_events)
-    chunks += [chunk for text in texts for chunk in _found(parser.feed, text)]
-    chunks += _found(lambda: parser.finalize()[1])
-    calls = [chunk for chunk in chunks if isinstance(chunk, utils.ToolCall)][:most_calls]
+def _message(chunks: list[Any]) -> dict[str, Any]:
+    """The message of an answer, of what was found in it."""
+    calls = [chunk for chunk in chunks if isinstance(chunk, utils.ToolCall)]
     return {
         "thinking": "".join(chunk for chunk in chunks if isinstance(chunk, utils.ReasoningText)) or None,
         "content": "".join(chunk for chunk in chunks if type(chunk) is str),
@@ -344,15 +340,15 @@ class Batches(utils.BaseGenerateManager):
         Raises:
             RequestError: the request can never run, the queue is full, or the batch ended with an error.
         """
-        queue, job = self.generate_streaming(model, processor, inputs, gen_config, request_id)
-        texts: list[str] = []
+        parser = utils.build_response_parser(processor, model, inputs["input_ids"], gen_config.tools)
+        queue, job = self.generate_streaming(model, processor, inputs, gen_config, request_id, parser)
+        chunks: list[Any] = []
         while (item := await queue.get()) is not None:
             if isinstance(item, utils._StreamError):
                 raise RequestError(json.loads(f'"{item.msg}"'), status=503)
-            texts.append(item)
+            chunks.append(item)
         # Handlers would parse the tokens, also those behind a stop string, and fail at an incomplete tool call.
-        most = job.settings.most_calls
-        processor.parse_response = lambda _, template, **given: _message(texts, most, ResponseParser(template, **given))
+        processor.parse_response = lambda *_, **__: _message(chunks)
         return job.text, len(job.prompt), job.tokens
 
     def cancel_request(self, request_id: str) -> None:
