@@ -344,7 +344,7 @@ def _read_prompt(
     Without both, the prompt of an instruct model gets its template, and a line in ``notes`` tells so.
     """
     tokenizer = open_with_template(opened.folder, _messages(text, system))
-    opened.check_generation(tokenizer, sampling, "")
+    opened.check_generation(tokenizer, {**opened.generation_settings, **sampling}, batched=False)
     if chat is None and system is None and _is_instruct(tokenizer, opened):
         chat = True
         notes.print(
@@ -409,7 +409,7 @@ def _is_instruct(tokenizer: Any, opened: OpenedModel) -> bool:
         end = tokenizer.apply_chat_template(turns, tokenize=False).rpartition(_ANSWER["content"])[2]
     except Exception:  # templates are programs and raise errors of any type
         return False
-    eos = opened.generation_config.eos_token_id
+    eos = opened.generation_settings.get("eos_token_id")
     stops = {tokenizer.eos_token_id, *(eos if isinstance(eos, list) else [eos])}
     return not stops.isdisjoint(tokenizer(end, add_special_tokens=False).input_ids)
 

@@ -251,14 +251,13 @@ def _default_settings(opened: OpenedModel, tokenizer: Any, *, greedy: bool) -> A
 
     opened.require_causal("headrace serve")
     pool_blocks(opened.module.config.get_text_config(), 1)
+    settings, fix = opened.generation_settings, ""
     if greedy:
-        kept = ("bos_token_id", "eos_token_id", "pad_token_id")
-        without = dict.fromkeys(opened.generation_settings.keys() - kept)
-        opened.check_generation(tokenizer, without, "", batched=True)
-        return GenerationConfig.from_dict({name: opened.generation_settings.get(name) for name in kept})
-    fix = ", leave its sampling out with --generation-config none, or use --engine vllm"
-    opened.check_generation(tokenizer, {}, fix, batched=True)
-    return opened.generation_config
+        settings = {name: settings.get(name) for name in ("bos_token_id", "eos_token_id", "pad_token_id")}
+    else:
+        fix = ", leave its sampling out with --generation-config none, or use --engine vllm"
+    opened.check_generation(tokenizer, settings, fix, batched=True)
+    return GenerationConfig.from_dict(settings)
 
 
 def _longest(flags: OffloadFlags, planned: PlanResult) -> int:
