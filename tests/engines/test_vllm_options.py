@@ -11,9 +11,10 @@ from engine_names import Name, differences
 from headrace import UVA, Budget, Prefetch
 from headrace.adapters.vllm import interface
 from headrace.adapters.vllm.interface import require_supported
-from headrace.adapters.vllm.options import EngineOptions, read_options
+from headrace.adapters.vllm.options import read_options
 from headrace.config import Workload
 from headrace.errors import OptionError, OptionTypeError, SizeError
+from headrace.flags import EngineOptions
 
 
 def offload_config(backend: str = "auto", **flags: Any) -> SimpleNamespace:

@@ -32,10 +32,6 @@ from headrace.formatting import listed
 if TYPE_CHECKING:
     import torch
 
-__all__ = [
-    "Checkpoint", "FileFingerprint", "FileTensor", "opened", "raw_header", "read_json", "require_file", "too_many_open",
-]  # fmt: skip
-
 _INDEX = "model.safetensors.index.json"
 _MAX_HEADER_BYTES = 100_000_000  # the format's own limit
 _FIRST_READ_BYTES = 128 * 1024  # holds the header of a shard of about 1,000 tensors

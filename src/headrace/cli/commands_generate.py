@@ -53,8 +53,6 @@ if TYPE_CHECKING:
     from headrace.plan_model import PlanResult
     from headrace.stats import Stats
 
-__all__ = ["chat", "generate"]
-
 _GREETING = "Hello"  # stands for the first message of a chat until there is one
 
 _ANSWER = {"role": "assistant", "content": "headrace"}

@@ -35,8 +35,6 @@ if TYPE_CHECKING:
     from headrace.adapters.transformers.opened_model import OpenedModel
     from headrace.plan_model import PlanResult
 
-__all__ = ["serve"]
-
 _SURFACE = Surface(modes=("cpu", "disk"), inside=" of headrace serve", needs={"batch": (), "context": ()})
 _BATCH = "1,8"
 _CONTEXT = 2048

@@ -35,14 +35,6 @@ from headrace.plan.kinds import slab_bytes
 from headrace.plan.units import TINY_BYTES
 from headrace.stores.store import AlreadyPinned
 
-__all__ = [
-    "BuildTimeFilter",
-    "BuildTimePool",
-    "mark_host_resident",
-    "mark_read_in_place",
-    "unmark",
-]
-
 # (name within the layer, bytes) -> whether the parameter leaves the GPU.
 Leaves = Callable[[str, int], bool]
 

@@ -44,16 +44,6 @@ from headrace.stats import Stats
 if TYPE_CHECKING:
     from headrace.experts.cache import CountsReader
 
-__all__ = [
-    "EngineOffloader",
-    "EnginePolicy",
-    "EngineTraits",
-    "LayerwiseOffloader",
-    "PrefetchOffloader",
-    "UVAOffloader",
-    "lookup_rule",
-]
-
 EnginePolicy = Prefetch | UVA | Budget
 
 _NEVER_PROMOTES = "an engine that has counted its memory has no room for more"

@@ -32,8 +32,6 @@ from headrace.formatting import TokenText
 from headrace.serving.admission import Admission, Pool
 from headrace.serving.request_body import Completion, GenerationRequest, RequestError
 
-__all__ = ["BLOCK_TOKENS", "Batches", "pool_blocks", "settings_of"]
-
 BLOCK_TOKENS = 32
 _STEP_TOKENS = 2048
 _ANSWER_TOKENS = 1024

@@ -59,8 +59,6 @@ if TYPE_CHECKING:
 
     ModelClass = type[PreTrainedModel] | type[_BaseAutoModelClass]
 
-__all__ = ["build_meta_model", "differences", "load", "load_matched"]
-
 _SETTERS = (torch.ops.aten.zero_, torch.ops.aten.fill_, torch.ops.aten.copy_)
 _MANY_LAYERS, _MANY_MODULES, _MANY_LABELS, _LARGE = 1000, 20_000, 1_000_000, 10_000_000
 # Ends of the names for a number of layers in configurations: num_hidden_layers, n_layer, depths, ...

@@ -33,8 +33,6 @@ from headrace.model.records import Inventory, ModelProfile
 from headrace.planning.context import not_in_files
 from headrace.planning.request import compute_device
 
-__all__ = ["OpenedModel", "open_model"]
-
 # Settings of generation_config.json that change no token of one text, or that batches have, too; and that only
 # ``generate`` has.
 _BATCHED = """bos_token_id decoder_start_token_id pad_token_id max_length max_new_tokens use_cache cache_implementation
