@@ -324,11 +324,6 @@ def mark_read_in_place(bound: Mapping[str, BoundStorage], in_place: Collection[s
             mark_host_resident(tensor.tensor, name in in_place)
 
 
-def unmark(tensor: torch.Tensor) -> None:
-    """Take the engine's mark from a tensor that lies on its device."""
-    mark_host_resident(tensor, False)
-
-
 def mark_host_resident(tensor: torch.Tensor, is_on_host: bool) -> None:
     """Set the engine's mark on ``tensor``, or take it away."""
     if is_on_host:
