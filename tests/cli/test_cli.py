@@ -74,6 +74,10 @@ FLAGS = {
         "--attn-implementation", "--no-graphs", "--quiet", "--trace", "--expert-trace", "--acceptance", *OFFLOAD_FLAGS,
         "-v", "--verbose",
     ],
+    "serve": [
+        "--engine", "--host", "--port", "--api-key", "--served-model-name", "--max-queue", "--cors", "--allowed-hosts",
+        "--generation-config", "--dtype", "--additional-config", "--dry-run", *OFFLOAD_FLAGS, "--measure-stalls",
+    ],
 }  # fmt: skip
 
 
@@ -101,7 +105,7 @@ def test_the_table_names_its_own_flags() -> None:
     assert [flag_of(name) for name in VERB_FLAGS] == OFFLOAD_FLAGS
 
 
-@pytest.mark.parametrize("verb", ["", *FLAGS, "probe", "serve", "bench", "bench step"])
+@pytest.mark.parametrize("verb", ["", *FLAGS, "probe", "bench", "bench step"])
 def test_help(verb: str) -> None:
     for flag in ("--help", "-h"):
         result = succeed(*verb.split(), flag)
