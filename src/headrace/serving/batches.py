@@ -13,15 +13,15 @@ import json
 import math
 import secrets
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from contextlib import suppress
 from dataclasses import fields
-from functools import partial
+from functools import cache, partial
 from types import SimpleNamespace
 from typing import Any
 
 import torch
-from transformers import ContinuousBatchingConfig, GenerationConfig, TopKLogitsWarper
+from transformers import ContinuousBatchingConfig, GenerationConfig, LogitsProcessorList, TopKLogitsWarper
 from transformers.cli.serving import utils
 from transformers.generation.continuous_batching import cb_logits_processors
 from transformers.generation.continuous_batching.cache import group_layers_by_attn_type
@@ -65,8 +65,7 @@ def settings_of(request: GenerationRequest, default: GenerationConfig) -> Simple
     }
     if samples and request.seed not in (None, -1):  # -1: a random one
         processing["seed"] = request.seed
-    applied = {"repetition_penalty": request.repetition_penalty, "min_new_tokens": request.min_tokens}
-    processing |= {name: value for name, value in applied.items() if value is not None}
+    changes = {"repetition_penalty": request.repetition_penalty, "min_new_tokens": request.min_tokens}
     own = default.stop_strings or []
     return SimpleNamespace(
         max_new_tokens=request.max_tokens,
@@ -76,22 +75,28 @@ def settings_of(request: GenerationRequest, default: GenerationConfig) -> Simple
         stops=[*(request.stop or []), *([own] if isinstance(own, str) else own)],
         continues=isinstance(request, Completion),
         processing=processing,
+        changes={name: value for name, value in changes.items() if value is not None},
     )
 
 
+def _processors(model: Any, settings: SimpleNamespace, num_prompt: int, device: torch.device) -> LogitsProcessorList:
+    """What ``generate`` applies to the tokens of a request before it samples."""
+    config, ends = copy.deepcopy(model.generation_config), settings.processing["eos_token_id"]
+    vars(config).update(settings.changes, do_sample=False, eos_token_id=None if ends == -1 else ends)
+    model._prepare_special_tokens(config, device=device)
+    found: LogitsProcessorList = model._get_logits_processor(config, num_prompt, device=device)
+    return found
+
+
 class _Processors(cb_logits_processors.ContinuousBatchingLogitsProcessor):
-    """What ``generate`` applies before it samples, to each request with all its tokens.
+    """Applies the processors of each request, made at its first token, to all its tokens.
 
     In a batch transformers has only the last token of each, and drops these processors.
     """
 
-    supported_kwargs: dict[str, type] = {"repetition_penalty": float, "min_new_tokens": int}  # noqa: RUF012
+    supported_kwargs: dict[str, type] = {"processors": Callable}  # type: ignore[dict-item] # noqa: RUF012
     ignored_kwargs = ()
-
-    def __init__(self, model: Any, default: GenerationConfig) -> None:
-        self._model, self._settings = model, copy.deepcopy(default)
-        self._settings.do_sample = False
-        self._states: list[Any] = []
+    _states: Sequence[Any] = ()
 
     def fill_defaults(self, int32_tensor: torch.Tensor) -> None:
         int32_tensor.zero_()  # not read
@@ -102,14 +107,7 @@ class _Processors(cb_logits_processors.ContinuousBatchingLogitsProcessor):
 
     def __call__(self, scores: torch.Tensor, tensor_arg: torch.Tensor) -> torch.Tensor:
         for at, state in enumerate(self._states):
-            settings: Any = copy.copy(self._settings)
-            given = state.logit_processor_kwargs
-            vars(settings).update({name: given[name] for name in self.supported_kwargs if name in given})
-            settings.eos_token_id = sorted(state._eos_token_ids) or None
-            self._model._prepare_special_tokens(settings, device=scores.device)
-            num_prompt = state._true_initial_tokens or len(state.initial_tokens)
-            processors = self._model._get_logits_processor(settings, num_prompt, device=scores.device)
-            if processors:
+            if processors := state.logit_processor_kwargs["processors"](scores.device):
                 ids = torch.tensor([state.initial_tokens + state.generated_tokens], device=scores.device)
                 scores[at] = processors(ids, scores[at : at + 1])[0]
         return scores
@@ -197,7 +195,7 @@ def _new_manager(model: Any, pool: Pool) -> Any:
         continuous_batching_config=ContinuousBatchingConfig(**{k: v for k, v in options.items() if k in known}),
     )
     applied = manager.logit_processor
-    applied.logits_processor.insert(0, _Processors(model, model.generation_config))
+    applied.logits_processor.insert(0, _Processors())
     applied.tensors_required += 1
     applied.supported_keys.update(_Processors.supported_kwargs)
     manager.start()
@@ -323,6 +321,7 @@ class Batches(utils.BaseGenerateManager):
         self.require_alive()
         if self._manager is None:
             self._manager = _new_manager(self.model, self.admission.pool)
+        settings.processing["processors"] = cache(partial(_processors, self.model, settings, num_tokens))
         alone = job.name if "seed" in settings.processing else None
         self.admission.enter(job.name, num_tokens, settings.max_new_tokens, alone)
         self._jobs[job.name] = job
