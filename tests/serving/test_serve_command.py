@@ -50,7 +50,7 @@ def nothing_is_loaded(monkeypatch: pytest.MonkeyPatch) -> None:
     (["--batch", "0"], "--batch '0': expected numbers of rows"),
     (["--context", "0"], "--context = 0: expected at least 1"),
     (["--context", "0", "--device-memory", "2MiB"], "--context = 0: expected at least 1"),
-    (["--context", "5000"], "--context 5000: expected at most 4096, the tokens that the model was made for"),
+    (["--context", "5000"], "a context of 5000 tokens is longer than the 4096 that the model was made for"),
     (["--device-memory", "1KiB"], "1.0 KiB"),
     (["--batch", "100000000"], "the plan does not fit this machine"),
     (["--port", "65536"], "--port 65536: expected a port from 1 to 65535, or 0 for a free one"),

@@ -262,11 +262,7 @@ def _longest(flags: OffloadFlags, planned: PlanResult) -> int:
     """Tokens of the longest sequence: as the flags or the plan set it, else a default."""
     limit = planned.planner.profile.max_context
     asked = int(flags.context) if flags.context is not None else planned.plan.context
-    if asked and limit and asked > limit:
-        raise OptionError(
-            f"--context {asked}: expected at most {limit}, the tokens that the model was made for "
-            f"(max_position_embeddings in its configuration)"
-        )
+    planned.planner.profile.check_context(asked)
     return asked or min(_CONTEXT, limit or _CONTEXT)
 
 
