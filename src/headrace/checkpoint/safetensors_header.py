@@ -136,9 +136,12 @@ class Checkpoint:
 
     def read(self, name: str) -> torch.Tensor:
         """One tensor, byte for byte, in new CPU memory; CheckpointError if the file is short or changed."""
+        return self.read_range(self[name])
+
+    def read_range(self, tensor: FileTensor) -> torch.Tensor:
+        """The same for any range of a file, which may begin within a tensor and end in its neighbour."""
         import torch
 
-        tensor = self[name]
         result = torch.empty(tensor.shape, dtype=tensor.dtype, device="cpu")
         with opened(tensor.path) as (fd, _):
             _fill(fd, result.reshape(-1).view(torch.uint8).numpy().data, tensor.offset, tensor.path)

@@ -451,8 +451,9 @@ class _Writes(TorchDispatchMode):
             return False
         storage = self._prepared.bound[self._prepared.inventory.by_name[name].name]
         (live,) = [each for each in storage.tensors if name in each.info.names]
-        stored = source.parts[0].tensor.name
-        whole = self._weights.checkpoint.read(stored).to(part.dtype) if storage.on_meta else live.tensor.data
+        whole = live.tensor.data
+        if storage.on_meta:
+            whole = self._weights.checkpoint.read_range(source.parts[0].tensor).to(part.dtype).view(whole.shape)
         written = whole.as_strided(part.shape, part.stride(), part.storage_offset())
         before = written.clone()
         write(written)
