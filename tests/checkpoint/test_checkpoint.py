@@ -547,17 +547,11 @@ class TestDamagedLayout:
     def test_hole_at_the_start(self, damage: Any) -> None:
         assert "'b' at data byte 0; found a hole" in refusal(damage(lambda header: header.pop("a")))
 
-    def test_truncated_data(self, sound: Path) -> None:
+    @pytest.mark.parametrize(("more", "what"), [(-1, "is truncated"), (1, "has trailing bytes")])
+    def test_length_of_the_data(self, sound: Path, more: int, what: str) -> None:
         size = sound.stat().st_size
-        os.truncate(sound, size - 1)
-        message = refusal(sound)
-        assert f"a file of {size} bytes; found {size - 1} bytes, it is truncated" in message
-
-    def test_trailing_bytes(self, sound: Path) -> None:
-        size = sound.stat().st_size
-        os.truncate(sound, size + 1)
-        message = refusal(sound)
-        assert f"a file of {size} bytes; found {size + 1} bytes, it has trailing bytes" in message
+        os.truncate(sound, size + more)
+        assert f"a file of {size} bytes; found {size + more} bytes, it {what}" in refusal(sound)
 
 
 class TestSeveralFiles:
