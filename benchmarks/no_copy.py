@@ -13,7 +13,7 @@ from typing import Any
 from torch import nn
 
 from headrace.errors import StateError
-from headrace.offloaders.build_time import mark_read_in_place, unmark
+from headrace.offloaders.build_time import mark_host_resident, mark_read_in_place
 from headrace.offloaders.layerwise import EngineOffloader
 from headrace.plan.plan import Plan
 from headrace.stats import Stats, UnitStats
@@ -52,7 +52,7 @@ class NoCopyOffloader(EngineOffloader):
             self._boundaries.__exit__(None, None, None)
             self._boundaries = None
             for parameter in self._model().parameters():
-                unmark(parameter)
+                mark_host_resident(parameter, False)
 
     has_run = False  # of what is offloaded
 

@@ -17,46 +17,6 @@ from typing import Any, Literal, ParamSpec, TypeVar, cast, get_args
 
 from headrace.errors import OptionError, OptionTypeError, RuleError, SelectionError, SizeError, warn_user
 
-__all__ = [
-    "ALL_MODEL_PARAMS",
-    "CODES",
-    "RANK_MODES",
-    "SHARDED_MODES",
-    "UVA",
-    "VARIABLES",
-    "Budget",
-    "Check",
-    "Codec",
-    "Mechanism",
-    "Mode",
-    "OffloadConfig",
-    "Policy",
-    "Prefetch",
-    "Rule",
-    "Rules",
-    "StoreName",
-    "Workload",
-    "as_policy",
-    "cache_disabled",
-    "cache_folder",
-    "check_pattern",
-    "codec",
-    "count",
-    "debug_enabled",
-    "instead_of",
-    "names",
-    "number_in",
-    "one_of",
-    "parse_size",
-    "peer_timeout_s",
-    "pin_memory_disabled",
-    "row_counts",
-    "rules",
-    "size",
-    "uva_disabled",
-    "warn_about_variables",
-]
-
 ALL_MODEL_PARAMS = "ALL_MODEL_PARAMS"
 
 Mode = Literal["cpu", "shm_cpu", "sharded_cpu", "disk", "sharded_gpu", "meta"]

@@ -41,19 +41,6 @@ from headrace.config import (
 )
 from headrace.errors import OptionError, OptionTypeError
 
-__all__ = [
-    "COMMAND_LINE",
-    "EXCLUDES",
-    "EngineKeys",
-    "EngineOptions",
-    "OffloadFlags",
-    "Surface",
-    "counts",
-    "engine_surface",
-    "flag_of",
-    "parse_rules",
-]
-
 _GROUP = ("offload_group_size", "offload_num_in_group")
 _PREFETCH = (*_GROUP, "offload_prefetch_step")
 _UVA = ("cpu_offload_gb", "cpu_offload_params")

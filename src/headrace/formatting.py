@@ -4,8 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
 
-__all__ = ["TokenText", "format_rate", "format_size", "format_time", "in_unit", "listed", "pluralize", "size_unit"]
-
 _MOST_NAMES = 3
 _MOST_CHARACTERS = 300  # of a name, which may come from a file
 _CONTEXT_TOKENS = 8  # more than one character takes

@@ -20,8 +20,6 @@ from types import UnionType
 from typing import Annotated, Any, Literal, Union, get_args, get_origin, get_type_hints
 from uuid import uuid4
 
-__all__ = ["FormatError", "Positive", "decode", "encode", "parse", "read_file", "require", "write_file"]
-
 Positive = Annotated[int, 1]
 """A whole number of at least 1."""
 

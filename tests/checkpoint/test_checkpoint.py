@@ -526,46 +526,32 @@ class TestDamagedLayout:
         file.write_bytes(len(header).to_bytes(8, "little") + header)
         assert f"'a' of a shape that torch can have; found {shape}" in refusal(tmp_path, str(file))
 
-    @pytest.mark.parametrize(("field", "value"), [("shape", [2, 4]), ("dtype", "BF16"), ("shape", [])])
-    def test_length_disagrees_with_shape_and_dtype(self, damage: Any, field: str, value: object) -> None:
-        message = refusal(damage(lambda header: header["a"].update({field: value})))
-        assert "'a' of " in message
-        assert "found 24 bytes, data_offsets [0, 24]" in message
-
-    @pytest.mark.parametrize("offsets", [[-24, 0], [24, 0], [0, -24]])
-    def test_negative_or_decreasing_offsets(self, damage: Any, offsets: list[int]) -> None:
-        message = refusal(damage(lambda header: header["a"].update(data_offsets=offsets)))
-        assert str(offsets) in message
-
-    def test_size_of_true(self, damage: Any) -> None:
-        # In Python True is the integer 1, in JSON it is not.
-        assert "True" in refusal(damage(lambda header: header["a"].update(shape=[True, 6])))
-
-    def test_negative_size(self, damage: Any) -> None:
-        assert "[-2, -3]" in refusal(damage(lambda header: header["a"].update(shape=[-2, -3])))
-
-    def test_overlap(self, damage: Any) -> None:
-        message = refusal(damage(lambda header: header["b"].update(data_offsets=[20, 36])))
-        assert "'b' at data byte 24; found an overlap: it begins at byte 20" in message
-
-    def test_hole(self, damage: Any) -> None:
-        message = refusal(damage(lambda header: header["b"].update(data_offsets=[28, 44])))
-        assert "'b' at data byte 24; found a hole: it begins at byte 28" in message
+    @pytest.mark.parametrize(("name", "changes", "message"), [
+        *(
+            ("a", changes, "found 24 bytes, data_offsets [0, 24]")
+            for changes in ({"shape": [2, 4]}, {"dtype": "BF16"}, {"shape": []})
+        ),
+        *(("a", {"data_offsets": offsets}, str(offsets)) for offsets in ([-24, 0], [24, 0], [0, -24])),
+        ("a", {"shape": [True, 6]}, "True"),  # in Python it is the integer 1, in JSON it is not
+        ("a", {"shape": [-2, -3]}, "[-2, -3]"),
+        ("b", {"data_offsets": [20, 36]}, "'b' at data byte 24; found an overlap: it begins at byte 20"),
+        ("b", {"data_offsets": [28, 44]}, "'b' at data byte 24; found a hole: it begins at byte 28"),
+    ])  # fmt: skip
+    def test_an_entry_at_odds_with_itself_or_the_data(
+        self, damage: Any, name: str, changes: dict[str, Any], message: str
+    ) -> None:
+        found = refusal(damage(lambda header: header[name].update(changes)))
+        assert message in found
+        assert f"'{name}' " in found
 
     def test_hole_at_the_start(self, damage: Any) -> None:
         assert "'b' at data byte 0; found a hole" in refusal(damage(lambda header: header.pop("a")))
 
-    def test_truncated_data(self, sound: Path) -> None:
+    @pytest.mark.parametrize(("more", "what"), [(-1, "is truncated"), (1, "has trailing bytes")])
+    def test_length_of_the_data(self, sound: Path, more: int, what: str) -> None:
         size = sound.stat().st_size
-        os.truncate(sound, size - 1)
-        message = refusal(sound)
-        assert f"a file of {size} bytes; found {size - 1} bytes, it is truncated" in message
-
-    def test_trailing_bytes(self, sound: Path) -> None:
-        size = sound.stat().st_size
-        os.truncate(sound, size + 1)
-        message = refusal(sound)
-        assert f"a file of {size} bytes; found {size + 1} bytes, it has trailing bytes" in message
+        os.truncate(sound, size + more)
+        assert f"a file of {size} bytes; found {size + more} bytes, it {what}" in refusal(sound)
 
 
 class TestSeveralFiles:

@@ -6,10 +6,8 @@ The demo's parts are in test_demo.py.
 from __future__ import annotations
 
 import ast
-import contextlib
 import fcntl
 import importlib.metadata
-import io
 import json
 import logging
 import math
@@ -39,12 +37,11 @@ from transformers import (
     LlamaConfig,
     LlamaForCausalLM,
     Qwen3Config,
-    TextStreamer,
 )
 
 import headrace
 from checks import raising
-from commands import OFFLOAD_FLAGS, TINY, error_of, run, succeed, tiny_model
+from commands import OFFLOAD_FLAGS, TINY, changed, error_of, plain_text, run, succeed, tiny_model
 from headrace.checkpoint.safetensors_header import read_json
 from headrace.cli import app, terminal
 from headrace.cli.arguments import VERB_FLAGS, requested, target_device
@@ -56,7 +53,6 @@ from headrace.flags import COMMAND_LINE, EXCLUDES, OffloadFlags, engine_surface,
 from headrace.formatting import format_size
 from headrace.stores.file_reads import DiskOptions, File
 from headrace.transfer.machine_probe import Probe
-from models import aligned
 
 model = tiny_model
 ROOT = Path(__file__).parents[2]
@@ -77,6 +73,10 @@ FLAGS = {
         *GUESSES, "--system", "--max-new-tokens", "--temperature", "--top-p", "--top-k", "--seed", "--dtype",
         "--attn-implementation", "--no-graphs", "--quiet", "--trace", "--expert-trace", "--acceptance", *OFFLOAD_FLAGS,
         "-v", "--verbose",
+    ],
+    "serve": [
+        "--engine", "--host", "--port", "--api-key", "--served-model-name", "--max-queue", "--cors", "--allowed-hosts",
+        "--generation-config", "--dtype", "--additional-config", "--dry-run", *OFFLOAD_FLAGS, "--measure-stalls",
     ],
 }  # fmt: skip
 
@@ -105,7 +105,7 @@ def test_the_table_names_its_own_flags() -> None:
     assert [flag_of(name) for name in VERB_FLAGS] == OFFLOAD_FLAGS
 
 
-@pytest.mark.parametrize("verb", ["", *FLAGS, "probe", "serve", "bench", "bench step"])
+@pytest.mark.parametrize("verb", ["", *FLAGS, "probe", "bench", "bench step"])
 def test_help(verb: str) -> None:
     for flag in ("--help", "-h"):
         result = succeed(*verb.split(), flag)
@@ -577,17 +577,6 @@ def test_what_contradicts_a_plan_and_places_for_none(model: Path, tmp_path: Path
 # -- generate ----------------------------------------------------------------------------------------------------------
 
 
-def reference_text(folder: Path, prompt: str, **options: Any) -> str:
-    """What transformers alone prints for the same request."""
-    tokenizer = AutoTokenizer.from_pretrained(folder)
-    model = aligned(AutoModelForCausalLM.from_pretrained(folder).eval())
-    printed = io.StringIO()
-    with contextlib.redirect_stdout(printed):
-        inputs = tokenizer(prompt, return_tensors="pt", return_token_type_ids=False)
-        model.generate(**inputs, streamer=TextStreamer(tokenizer, True, skip_special_tokens=True), **options)
-    return printed.getvalue()
-
-
 @pytest.mark.parametrize("flags", [
     ["--device-memory", "2MiB"],
     ["--offload-group-size", "2", "--offload-mode", "cpu"],
@@ -596,7 +585,7 @@ def reference_text(folder: Path, prompt: str, **options: Any) -> str:
 ])  # fmt: skip
 def test_generate_prints_what_transformers_prints(model: Path, flags: list[str]) -> None:
     result = succeed("generate", model, "--prompt", "Water", "--max-new-tokens", 12, *flags)
-    assert result.stdout == reference_text(model, "Water", max_new_tokens=12, do_sample=False)
+    assert result.stdout == plain_text(model, "Water", max_new_tokens=12)
     assert "12 tokens in" in result.stderr
     moved = re.search(r"; (\d+(?:\.\d+)?) M?i?B moved \(", result.stderr)
     assert moved
@@ -607,7 +596,7 @@ def test_generate_samples_by_seed_and_reads_stdin(model: Path) -> None:
     args = ("generate", model, "--prompt", "-", "--max-new-tokens", 12, "--temperature", 1.5, "--seed", 3)
     result = succeed(*args, "--device-memory", "2MiB", stdin="Water")
     torch.manual_seed(3)
-    assert result.stdout == reference_text(model, "Water", max_new_tokens=12, do_sample=True, temperature=1.5)
+    assert result.stdout == plain_text(model, "Water", max_new_tokens=12, do_sample=True, temperature=1.5)
 
 
 def test_generate_writes_a_trace(model: Path, tmp_path: Path) -> None:
@@ -704,24 +693,25 @@ def test_ranks_of_torchrun_generate_from_shared_memory(
             torch.distributed.destroy_process_group()
     assert result.exit_code == 0, result.output
     assert "host, shared" in result.stderr
-    assert result.stdout == reference_text(model, "Water", max_new_tokens=8, do_sample=False)
+    assert result.stdout == plain_text(model, "Water", max_new_tokens=8)
 
 
 def test_generate_reads_every_token_of_a_prompt_without_a_mask(model: Path, tmp_path: Path) -> None:
-    folder = Path(shutil.copytree(model, tmp_path / "model"))
-    config = folder / "tokenizer_config.json"
-    config.write_text(json.dumps(json.loads(config.read_text()) | {"model_input_names": ["input_ids"]}))
+    folder = changed(model, tmp_path / "model", "tokenizer_config.json", model_input_names=["input_ids"])
     prompt = "Wa!!ter"
     assert 0 in AutoTokenizer.from_pretrained(folder)(prompt).input_ids, "generate() would mask a padding id of 0"
     result = succeed("generate", folder, "--prompt", prompt, "--max-new-tokens", 12, "--device-memory", "2MiB")
-    assert result.stdout == reference_text(folder, prompt, max_new_tokens=12, do_sample=False)
+    assert result.stdout == plain_text(folder, prompt, max_new_tokens=12)
 
 
-def test_generate_refuses_models_that_do_not_generate(tmp_path: Path) -> None:
+def test_models_that_do_not_generate_are_refused(model: Path, tmp_path: Path) -> None:
     config = BertConfig(hidden_size=32, num_hidden_layers=1, num_attention_heads=2, intermediate_size=64, vocab_size=99)
     BertModel(config).save_pretrained(tmp_path)
     assert "headrace generate needs a causal language model" in error_of("generate", tmp_path, "--prompt", "a")
     assert "headrace chat needs a causal language model" in error_of("chat", tmp_path)
+    for name in ("tokenizer.json", "tokenizer_config.json"):
+        shutil.copy(model / name, tmp_path)
+    assert "headrace serve needs a causal language model" in error_of("serve", tmp_path)
 
 
 @pytest.mark.parametrize("words", [("generate", "--prompt", "a"), ("serve", "--dry-run")])
@@ -925,23 +915,12 @@ def test_an_error_that_leaves_no_memory_to_say_it(
     assert capfd.readouterr().err == "error: no memory is left\n"
 
 
-def copied(model: Path, folder: Path, **config: object) -> Path:
-    """``model`` with other values in its config.json; the files of its weights are links."""
-    folder.mkdir()
-    for file in model.iterdir():
-        (folder / file.name).symlink_to(file)
-    changed = {**json.loads((model / "config.json").read_text()), **config}
-    (folder / "config.json").unlink()
-    (folder / "config.json").write_text(json.dumps(changed))
-    return folder
-
-
 @pytest.mark.parametrize("place", ["", "text_config"])
 def test_more_layers_than_files_can_hold(model: Path, tmp_path: Path, place: str) -> None:
     """transformers would build them first, for minutes."""
     for count in (200_000, 10**30):
         depth = {"num_hidden_layers": count}
-        folder = copied(model, tmp_path / str(count), **({place: depth} if place else depth))
+        folder = changed(model, tmp_path / str(count), "config.json", **({place: depth} if place else depth))
         message = error_of("plan", folder, "--device-memory", "2MiB")
         assert f"found num_hidden_layers = {str(count)[:20]}; correct config.json" in message
         assert "than its safetensors files have tensors (47), or 1000" in message
@@ -981,20 +960,20 @@ def test_what_transformers_would_make_for_minutes(tmp_path: Path, config: dict[s
     ],
 )
 def test_a_config_that_names_a_kernel_on_the_hub(model: Path, tmp_path: Path, config: dict[str, Any]) -> None:
-    message = error_of("plan", copied(model, tmp_path / "kernel", **config))
+    message = error_of("plan", changed(model, tmp_path / "kernel", "config.json", **config))
     found = "found _?[a-z]+_implementation = '[a-z|]*owner/kernel.*'; remove the entry"
     assert re.search(f"expected no kernel on the Hub, {found}", message)
 
 
 def test_a_config_that_is_nested_too_deeply(model: Path, tmp_path: Path) -> None:
-    folder = copied(model, tmp_path / "deep")
+    folder = changed(model, tmp_path / "deep", "config.json")
     (folder / "config.json").write_text('{"a":' * 100_000 + "1" + "}" * 100_000)
     assert "config.json: expected UTF-8 JSON; found maximum recursion depth" in error_of("plan", folder)
 
 
 @pytest.mark.parametrize("name", ["a\0b", "\ud800", "x" * 5000, "\x1b[31mred", "a\nb", ".", "/", "..", "", "sub/"])
 def test_odd_names_of_shards(model: Path, tmp_path: Path, name: str) -> None:
-    folder = copied(model, tmp_path / "odd")
+    folder = changed(model, tmp_path / "odd", "config.json")
     (folder / "sub").mkdir()
     (folder / "model.safetensors").rename(folder / "model-00001-of-00001.safetensors")
     index = folder / "model.safetensors.index.json"
@@ -1072,15 +1051,14 @@ def test_module_and_exit_code(tmp_path: Path) -> None:
     ],
 )
 def test_damaged_values_of_a_tokenizer(model: Path, tmp_path: Path, values: dict[str, Any], found: str) -> None:
-    folder = copied(model, tmp_path / "damaged")
-    (folder / "tokenizer_config.json").unlink(missing_ok=True)
+    folder = changed(model, tmp_path / "damaged", "config.json")
     (folder / "tokenizer_config.json").write_text(json.dumps(values))
     message = error_of("generate", folder, "--prompt", "a", "--device-memory", "2MiB")
     assert re.search(f"a tokenizer that transformers can read .*({found}).*; mend it", message)
 
 
 def test_a_key_twice_in_a_config(model: Path, tmp_path: Path) -> None:
-    folder = copied(model, tmp_path / "twice")
+    folder = changed(model, tmp_path / "twice", "config.json")
     text = (folder / "config.json").read_text()
     (folder / "config.json").write_text(text.replace("{", '{"vocab_size": 1, ', 1))
     assert "found a key given twice, [('vocab_size', 2)]. Download" in error_of("plan", folder)
@@ -1111,7 +1089,6 @@ def coded(folder: Path, file: str, auto_class: str, **changes: object) -> Path:
     """``folder`` with Python code of its own, which leaves a file ``ran``, for ``auto_class`` by its ``file``."""
     (folder / "code.py").write_text(f"open({str(folder / 'ran')!r}, 'w').close()\nraise ValueError\n")
     names = ["code.Mine", "code.Mine"] if auto_class == "AutoTokenizer" else "code.Mine"
-    (folder / file).unlink(missing_ok=True)  # perhaps a link
     (folder / file).write_text(json.dumps({"auto_map": {auto_class: names}, **changes}))
     return folder
 

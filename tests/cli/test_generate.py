@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
-import io
 import json
 import re
 import shutil
@@ -15,11 +13,11 @@ from typing import Any
 
 import pytest
 import torch
-from transformers import AutoModelForCausalLM, AutoTokenizer, TextStreamer
+from transformers import AutoModelForCausalLM, AutoTokenizer
 from typer.testing import CliRunner
 
 from checks import raising
-from commands import error_of, run, succeed, tiny_model, write_llama_tokenizer
+from commands import changed, error_of, plain_text, run, succeed, text_of, tiny_model, write_llama_tokenizer
 from headrace.cli import app, commands_generate
 from headrace.formatting import format_rate, format_time
 from headrace.plan.plan import Plan
@@ -48,16 +46,6 @@ def with_template(model: Path, tmp_path: Path) -> Callable[..., Path]:
     return copy
 
 
-def text_of(folder: Path, inputs: dict[str, torch.Tensor], **options: Any) -> str:
-    """What transformers alone prints for `inputs`."""
-    model = aligned(AutoModelForCausalLM.from_pretrained(folder, dtype=options.pop("dtype", None)).eval())
-    printed = io.StringIO()
-    with contextlib.redirect_stdout(printed):
-        streamer = TextStreamer(AutoTokenizer.from_pretrained(folder), True, skip_special_tokens=True)
-        model.generate(**inputs, streamer=streamer, **options)
-    return printed.getvalue()
-
-
 def chat_text(folder: Path, *messages: tuple[str, str], **options: Any) -> str:
     tokenizer = AutoTokenizer.from_pretrained(folder)
     conversation = [{"role": role, "content": content} for role, content in messages]
@@ -65,11 +53,6 @@ def chat_text(folder: Path, *messages: tuple[str, str], **options: Any) -> str:
         conversation, add_generation_prompt=True, return_tensors="pt", return_dict=True
     )
     return text_of(folder, {"input_ids": inputs["input_ids"]}, do_sample=False, **options)
-
-
-def plain_text(folder: Path, prompt: str, **options: Any) -> str:
-    ids = AutoTokenizer.from_pretrained(folder)(prompt, return_tensors="pt").input_ids
-    return text_of(folder, {"input_ids": ids}, do_sample=False, **options)
 
 
 def generate(folder: Path, *flags: object, prompt: str = "Water") -> Any:
@@ -267,13 +250,6 @@ def test_stdin(with_template: Callable[..., Path], words: tuple[str, ...]) -> No
 # -- generation_config.json --------------------------------------------------------------------------------------------
 
 
-def with_settings(model: Path, tmp_path: Path, **fields: Any) -> Path:
-    folder = Path(shutil.copytree(model, tmp_path / "settings"))
-    file = folder / "generation_config.json"
-    file.write_text(json.dumps({**json.loads(file.read_text()), **fields}))
-    return folder
-
-
 @pytest.mark.usefixtures("nothing_is_loaded")
 @pytest.mark.parametrize(("fields", "message"), [
     ({"num_beams": 2}, "num_beams = 2: it is not applied here"),
@@ -301,7 +277,9 @@ def with_settings(model: Path, tmp_path: Path, **fields: Any) -> Path:
 ])  # fmt: skip
 def test_settings_that_are_refused(model: Path, tmp_path: Path, fields: dict[str, Any], message: str) -> None:
     """Before weights are loaded, and by name."""
-    found = error_of("generate", with_settings(model, tmp_path, **fields), "--prompt", "a")
+    found = error_of(
+        "generate", changed(model, tmp_path / "settings", "generation_config.json", **fields), "--prompt", "a"
+    )
     assert f"/generation_config.json: {message}" in found
     assert found.endswith("; take it out of the file")
 
@@ -311,7 +289,7 @@ def test_settings_that_are_refused(model: Path, tmp_path: Path, fields: dict[str
     {"repetition_penalty": 1.05, "temperature": 0, "top_k": -1, "top_p": "x"}, {"pad_token_id": -1}, {"unknown": [1]},
 ])  # fmt: skip
 def test_settings_that_are_applied(model: Path, tmp_path: Path, fields: dict[str, Any]) -> None:
-    folder = with_settings(model, tmp_path, **fields)
+    folder = changed(model, tmp_path / "settings", "generation_config.json", **fields)
     shown = {"return_dict_in_generate": False, "tokenizer": AutoTokenizer.from_pretrained(folder)}
     ids = {"input_ids": AutoTokenizer.from_pretrained(folder)("Water", return_tensors="pt").input_ids}
     greedy: dict[str, Any] = {"do_sample": False, "temperature": None, "top_k": None, "top_p": None}
@@ -432,11 +410,8 @@ def test_a_text_longer_than_the_model_is_refused_first(model: Path) -> None:
     ],
 )
 def test_rope_scaling_makes_texts_longer(model: Path, tmp_path: Path, rope: dict[str, Any], limit: int) -> None:
-    folder = Path(shutil.copytree(model, tmp_path / "long"))
-    config = folder / "config.json"
-    raw = json.loads(config.read_text())
-    raw["rope_parameters"] = {**rope, "rope_theta": 10000.0}
-    config.write_text(json.dumps(raw))
+    stated = {**rope, "rope_theta": 10000.0}
+    folder = changed(model, tmp_path / "long", "config.json", rope_parameters=stated)
     message = error_of("generate", folder, "--prompt", "Water", "--max-new-tokens", limit)
     assert f"more than the {limit} that the model was made for" in message
 

@@ -8,14 +8,13 @@ from __future__ import annotations
 import json
 import re
 import shlex
-import shutil
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from commands import run, tiny_model
+from commands import changed, run, tiny_model
 from published_configs import QWEN3_8B, QWEN3_30B_A3B
 
 model = tiny_model
@@ -193,14 +192,6 @@ QUESTIONS = [
 ]  # fmt: skip
 
 
-def with_template(model: Path, place: Path) -> Path:
-    shutil.copytree(model, place)
-    file = place / "tokenizer_config.json"
-    template = "{% for m in messages %}{{ m['role'] }}: {{ m['content'] }}\n{% endfor %}"
-    file.write_text(json.dumps({**json.loads(file.read_text()), "chat_template": template}))
-    return place
-
-
 @pytest.mark.slow
 @pytest.mark.parametrize("question", QUESTIONS, ids=[question.asks for question in QUESTIONS])
 def test_an_answer(question: Question, model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -212,7 +203,9 @@ def test_an_answer(question: Question, model: Path, tmp_path: Path, monkeypatch:
         (folder / "config.json").write_text(json.dumps(question.config))
     command = question.command.replace("FOLDER", str(folder)).replace("TINY", str(model))
     if "CHATTY" in command:
-        command = command.replace("CHATTY", str(with_template(model, tmp_path / "chatty")))
+        template = "{% for m in messages %}{{ m['role'] }}: {{ m['content'] }}\n{% endfor %}"
+        chatty = changed(model, tmp_path / "chatty", "tokenizer_config.json", chat_template=template)
+        command = command.replace("CHATTY", str(chatty))
     done = run(*shlex.split(command), stdin=question.stdin)
     output = " ".join((done.stdout + done.stderr).split())
     assert done.exit_code == question.exit_code, output

@@ -14,9 +14,9 @@ from torch import nn
 from torch.testing._internal.two_tensor import TwoTensor
 
 import engines
-from engines import EngineModel, Layer, Linear, Wrapped, build, ids, is_lookup, resident, unfinished
+from engines import Layer, Linear, Wrapped, build, ids, is_lookup, resident, unfinished
 from headrace import UVA, Budget, Prefetch
-from headrace.errors import BudgetError, OptionError, SelectionError, StateError
+from headrace.errors import BudgetError, OptionError, StateError
 from headrace.model.inventory import without_lora
 from headrace.model.records import Inventory, ModelProfile
 from headrace.offloaders.layerwise import EngineOffloader, EnginePolicy, EngineTraits
@@ -131,14 +131,6 @@ def test_names_are_those_of_named_parameters(monkeypatch: pytest.MonkeyPatch) ->
     assert set(offloader.plan.uva) == {f"model.layers.{index}.runner.own.weight" for index in range(8)}
 
 
-def test_a_budget_keeps_what_is_not_called_resident_and_looks_rows_up_in_place() -> None:
-    _, offloader = build(Budget(SOME))
-    plan = offloader.plan
-    assert "lm_head.weight" in plan.resident
-    assert "visual.0.weight" in plan.resident
-    assert plan.device_bytes <= SOME
-
-
 def test_a_budget_counts_no_kernels_of_an_eager_forward(monkeypatch: pytest.MonkeyPatch) -> None:
     """Engines fuse kernels, also of a model whose code is that of transformers."""
     seen: list[ModelProfile] = []
@@ -151,20 +143,6 @@ def test_a_budget_counts_no_kernels_of_an_eager_forward(monkeypatch: pytest.Monk
     monkeypatch.setattr("headrace.offloaders.layerwise.make_planner", planner)
     build(Budget(SOME))
     assert [profile.kernels_per_step for profile in seen] == [None]
-
-
-def test_a_budget_for_everything_is_refused() -> None:
-    with pytest.raises(OptionError, match="offloads nothing: all weights together have"):
-        build(Budget("1GiB"))
-
-
-def test_a_pattern_reaches_a_tower() -> None:
-    plain = resident()
-    model, offloader = build(Prefetch(4, 1, 1, ["visual", "mlp"]))
-    assert set(offloader.plan.uva) == {"visual.0.weight", "visual.1.weight"}
-    assert len(offloader.plan.units) == 2
-    with torch.inference_mode():
-        assert torch.equal(model(ids()), plain(ids()))
 
 
 @pytest.mark.parametrize("kind", [EngineOffloader, NoCopyOffloader])
@@ -225,29 +203,6 @@ def test_a_budget_that_only_a_tower_in_place_can_meet() -> None:
     assert offloader.stats().bytes_moved > 0
 
 
-def test_a_tower_alone() -> None:
-    _, offloader = build(UVA(2**40, ["visual"]))
-    assert set(offloader.plan.uva) == {"visual.0.weight", "visual.1.weight"}
-
-
-def test_a_pattern_that_matches_nothing() -> None:
-    with pytest.raises(SelectionError, match="'expert' matches none"):
-        build(Prefetch(4, 1, 1, ["expert"]))
-
-
-def test_patterns_find_layers_that_lora_has_wrapped() -> None:
-    plain = resident()
-    model, offloader = unfinished(Prefetch(4, 1, 1, ["mlp.down_proj.weight"]), traits=TRAITS)
-    for layer in model.model.layers:
-        layer.mlp.down_proj = Wrapped(layer.mlp.down_proj)
-    offloader.post_init()
-    assert [entry.storage for unit in offloader.plan.units for entry in unit.entries] == [
-        f"model.layers.{index}.mlp.down_proj.base_layer.weight" for index in (3, 7)
-    ]
-    with torch.inference_mode():
-        assert torch.equal(model(ids()), plain(ids()))
-
-
 def build_wrapped(policy: EnginePolicy, layers: range) -> EngineOffloader:
     model, offloader = unfinished(policy, traits=TRAITS)
     for index in layers:
@@ -278,15 +233,6 @@ def test_what_an_engine_keeps_elsewhere_stays_there(kind: type[EngineOffloader])
     assert [unit.module_fqn for unit in offloader.plan.units][:1] == ["model.layers.3"]
     assert model.model.elsewhere.is_meta
     assert not any("packed" in name for name in offloader.plan.resident)
-
-
-def test_a_draft_model_stays_resident() -> None:
-    _, offloader = unfinished(Prefetch(4, 1, 1), traits=EngineTraits())
-    draft = EngineModel(offloader, num_layers=4)
-    offloader.post_init()
-    assert len(offloader.plan.units) == 2
-    before = draft.model.layers[3].mlp.down_proj.weight
-    assert torch.isfinite(before).all()
 
 
 @pytest.mark.parametrize("kind", [EngineOffloader, NoCopyOffloader])

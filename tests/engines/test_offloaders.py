@@ -58,16 +58,6 @@ class TestNames:
         assert parameters_of(BaseOffloader.wrap_modules) == [("modules_generator", empty), ("prefix", "")]
         assert [name for name, _ in parameters_of(headrace.create_offloader)] == ["config"]
 
-    @pytest.mark.parametrize("kind", [NoopOffloader, PrefetchOffloader, UVAOffloader])
-    def test_every_offloader_answers_every_call(self, kind: type[BaseOffloader]) -> None:
-        assert issubclass(kind, BaseOffloader)
-        for name in ("wrap_modules", "post_init", "sync_prev_onload", "join_after_forward", "remove"):
-            assert callable(getattr(kind, name))
-
-    def test_the_base_is_abstract(self) -> None:
-        with pytest.raises(TypeError, match="abstract"):
-            BaseOffloader()  # type: ignore[abstract]
-
 
 class TestWrapModules:
     @pytest.mark.parametrize(
@@ -76,26 +66,18 @@ class TestWrapModules:
     def test_one_module_at_a_time(self, offloader: BaseOffloader) -> None:
         """Layer N is dealt with before layer N+1 is built."""
         log: list[str] = []
-
-        class Noted(nn.Linear):
-            def __setattr__(self, name: str, value: Any) -> None:
-                super().__setattr__(name, value)
+        layers = [nn.Linear(4, 4) for _ in range(3)]
 
         def build() -> Iterator[nn.Module]:
-            for index in range(3):
+            for index, layer in enumerate(layers):
                 log.append(f"build {index}")
-                yield Noted(4, 4)
+                yield layer
                 log.append(f"taken {index}")
 
         modules = offloader.wrap_modules(build())
         assert log == [f"{what} {index}" for index in range(3) for what in ("build", "taken")]
-        assert [type(module) for module in modules] == [Noted] * 3
         assert isinstance(modules, list)
-
-    def test_returns_the_very_modules(self) -> None:
-        layers = [Block() for _ in range(4)]
-        for offloader in (NoopOffloader(), PrefetchOffloader(1, 1, 1), UVAOffloader(10**6)):
-            assert all(one is other for one, other in zip(offloader.wrap_modules(iter(layers)), layers, strict=True))
+        assert list(map(id, modules)) == list(map(id, layers)), "the very modules"
 
 
 class TestPrefetch:

@@ -11,9 +11,10 @@ from engine_names import Name, differences
 from headrace import UVA, Budget, Prefetch
 from headrace.adapters.vllm import interface
 from headrace.adapters.vllm.interface import require_supported
-from headrace.adapters.vllm.options import EngineOptions, read_options
+from headrace.adapters.vllm.options import read_options
 from headrace.config import Workload
 from headrace.errors import OptionError, OptionTypeError, SizeError
+from headrace.flags import EngineOptions
 
 
 def offload_config(backend: str = "auto", **flags: Any) -> SimpleNamespace:
@@ -100,23 +101,15 @@ def test_what_is_not_for_headrace_is_left_alone(additional: Any) -> None:
         ),
         # A backend does not settle it: vLLM would ignore the other flags with a warning.
         ({"backend": "uva", **GROUP, "cpu_offload_gb": 1.0}, "--offload-group-size and --cpu-offload-gb contradict"),
-        ({"backend": "prefetch"}, "--offload-backend prefetch needs --offload-group-size, which is not set"),
         ({"backend": "uva", **GROUP}, "--offload-backend uva needs --cpu-offload-gb, which is not set"),
-        ({"offload_group_size": 2, "offload_num_in_group": 3}, "num_in_group = 3 is larger than group_size = 2"),
         ({**GROUP, "offload_prefetch_step": 0}, "--offload-prefetch-step = 0: expected at least 1"),
         (
             {"offload_params": {"mlp"}},
             "--offload-params has no effect without headrace.device_memory or --offload-group-size inside vLLM: add "
             "one of them, or leave --offload-params out",
         ),
-        ({"offload_num_in_group": 2}, "--offload-num-in-group has no effect without --offload-group-size"),
         ({"offload_prefetch_step": 2}, "--offload-prefetch-step has no effect without --offload-group-size"),
         ({"cpu_offload_params": {"mlp"}}, "--cpu-offload-params has no effect without --cpu-offload-gb"),
-        ({**GROUP, "cpu_offload_params": {"mlp"}}, "--offload-group-size and --cpu-offload-params contradict"),
-        *(
-            ({"cpu_offload_gb": wrong}, f"--cpu-offload-gb {wrong:g}: expected a number of GiB, at least one byte")
-            for wrong in (float("inf"), float("nan"), 1e-10, -1.0)
-        ),
     ],
 )
 def test_flags_that_contradict_or_have_no_effect(flags: dict[str, Any], message: str) -> None:
@@ -146,10 +139,8 @@ FORM = """write it like --additional-config '{"headrace": {"device_memory": "20G
     ("20GiB", OptionTypeError, f"headrace: expected an object, found str '20GiB'; {FORM}"),
     ({"device_mem": "1GiB"}, OptionError, "headrace.device_mem is unknown: expected one of device_memory, batch"),
     ({"device_mem": "1GiB"}, OptionError, "did you mean 'device_memory'?"),
-    ({"zzz": 1}, OptionError, "headrace.zzz is unknown: expected one of"),
     ({"device_memory": "20 Gbit"}, SizeError, "headrace.device_memory: size '20 Gbit' is not a size; write it"),
     ({"device_memory": -1}, SizeError, "headrace.device_memory: size -1: expected more than 0 bytes; write it"),
-    ({"device_memory": "lots"}, SizeError, "headrace.device_memory: size 'lots' is not a size; write it like"),
     ({"device_memory": 1.5}, OptionTypeError, "headrace.device_memory: expected str or int, found float 1.5"),
     ({"device_memory": None}, OptionTypeError, "headrace.device_memory: expected str or int, found NoneType"),
     *(

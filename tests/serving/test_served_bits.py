@@ -14,7 +14,7 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
-from commands import TINY, write_llama_tokenizer
+from commands import TINY, changed, write_llama_tokenizer
 from headrace.cli.demo_run import ensure_model
 from headrace.config import Prefetch
 from models import aligned
@@ -162,9 +162,8 @@ SETTINGS: list[dict[str, Any]] = [
 @pytest.mark.parametrize("setting", SETTINGS, ids=lambda setting: next(iter(setting)))
 def test_settings_of_the_model(folder: Path, tmp_path: Path, setting: dict[str, Any]) -> None:
     """The tokens of ``generate`` with the same generation_config.json, for each of several requests at once."""
-    made = Path(shutil.copytree(folder, tmp_path / "settings"))
-    model: Any = aligned(AutoModelForCausalLM.from_pretrained(made).eval())
-    tokenizer: Any = AutoTokenizer.from_pretrained(made)
+    model: Any = aligned(AutoModelForCausalLM.from_pretrained(folder).eval())
+    tokenizer: Any = AutoTokenizer.from_pretrained(folder)
 
     def tokens_of(prompt: str, **given: Any) -> list[int]:
         ids = tokenizer(prompt, return_tensors="pt").input_ids
@@ -173,8 +172,7 @@ def test_settings_of_the_model(folder: Path, tmp_path: Path, setting: dict[str, 
 
     # Ends that the model chooses early, so that the least numbers of tokens count.
     ends = {"eos_token_id": sorted({tokens_of(prompt)[2] for prompt in PROMPTS})} if "min" in str(setting) else {}
-    written = json.loads((made / "generation_config.json").read_text())
-    (made / "generation_config.json").write_text(json.dumps({**written, **ends, **setting}))
+    made = changed(folder, tmp_path / "settings", "generation_config.json", **ends, **setting)
     wanted = [tokens_of(prompt, **ends, **setting) for prompt in PROMPTS]
     assert wanted != [tokens_of(prompt, **ends) for prompt in PROMPTS], "the setting has an effect"
     with serving(made, "2MiB") as served, ThreadPoolExecutor(len(PROMPTS)) as pool:

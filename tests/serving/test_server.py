@@ -21,8 +21,6 @@ from transformers.generation.continuous_batching import ContinuousBatchingManage
 from checks import eventually, raising
 from commands import TINY
 from headrace.cli.demo_run import ensure_model
-from headrace.errors import OptionError
-from headrace.serving.app import bind
 from servers import NAME, Served, serving
 
 KEY = "s3cret"
@@ -403,14 +401,3 @@ def test_a_request_that_the_ending_loop_drops(folder: Path, stream: bool) -> Non
         assert "the batching loop has ended: late" in text
         assert served.batches.admission.running == 0
         manager.background_thread_status.fatal_error = None
-
-
-@pytest.mark.slow
-def test_an_address_that_is_taken() -> None:
-    with bind("127.0.0.1", 0) as first:
-        first.listen()
-        port = first.getsockname()[1]
-        with pytest.raises(OptionError, match=f"--port {port}: expected a free address .* Address already in use"):
-            bind("127.0.0.1", port)
-    with pytest.raises(OptionError, match=r"--host 1\.2\.3\.4 --port 0: expected a free address of this machine"):
-        bind("1.2.3.4", 0)

@@ -2,17 +2,22 @@
 
 from __future__ import annotations
 
+import contextlib
+import io
+import json
+import shutil
 from pathlib import Path
 from string import ascii_letters
 from typing import Any
 
 import pytest
 from tokenizers import Tokenizer, decoders, models, normalizers
-from transformers import PreTrainedTokenizerFast
+from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedTokenizerFast, TextStreamer
 from typer.testing import CliRunner
 
 from headrace.cli import app
 from headrace.cli.demo_run import ModelSize, ensure_model
+from models import aligned
 
 TINY = ModelSize(hidden=128, intermediate=384, layers=4, heads=4, key_value_heads=2)
 # Of every verb that offloads, in the order of its help.
@@ -30,6 +35,30 @@ def tiny_model(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("model") / "tiny"
     ensure_model(folder, TINY)
     return folder
+
+
+def changed(model: Path, folder: Path, file: str, **fields: Any) -> Path:
+    """``folder``, a copy of ``model`` with other values in one of its JSON files."""
+    shutil.copytree(model, folder)
+    path = folder / file
+    path.write_text(json.dumps({**(json.loads(path.read_text()) if path.exists() else {}), **fields}))
+    return folder
+
+
+def text_of(folder: Path, inputs: Any, **options: Any) -> str:
+    """What transformers alone prints for ``inputs``."""
+    model = aligned(AutoModelForCausalLM.from_pretrained(folder, dtype=options.pop("dtype", None)).eval())
+    printed = io.StringIO()
+    with contextlib.redirect_stdout(printed):
+        streamer = TextStreamer(AutoTokenizer.from_pretrained(folder), True, skip_special_tokens=True)
+        model.generate(**inputs, streamer=streamer, **options)
+    return printed.getvalue()
+
+
+def plain_text(folder: Path, prompt: str, **options: Any) -> str:
+    """What transformers alone prints for a text that it continues."""
+    inputs = AutoTokenizer.from_pretrained(folder)(prompt, return_tensors="pt", return_token_type_ids=False)
+    return text_of(folder, inputs, **{"do_sample": False, **options})
 
 
 def write_llama_tokenizer(folder: Path) -> None:

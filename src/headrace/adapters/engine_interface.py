@@ -18,8 +18,6 @@ from typing import Any
 from headrace.errors import OptionError, warn_user
 from headrace.flags import flag_of
 
-__all__ = ["Refusal", "missing_hooks", "names_in", "refuse_flags", "require_hooks", "require_names", "version_number"]
-
 
 def version_number(version: str) -> tuple[int, ...] | None:
     """Major, minor and patch number of ``version``; ``None`` if it is no version number."""

@@ -27,8 +27,6 @@ from headrace.errors import CheckpointError
 from headrace.json_files import decode, encode, parse, read_file, write_file
 from headrace.model.records import DType, Inventory, ModelProfile
 
-__all__ = ["KNOWN_MODELS", "FolderFacts", "body_text", "folder_facts", "known_facts", "known_models"]
-
 # Raise it with any change of the entries.
 _SCHEMA = 7
 _MOST_FILES = 64  # those used last; a model of 46,000 tensors takes 4 MB

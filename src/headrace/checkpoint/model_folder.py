@@ -19,16 +19,6 @@ from headrace.errors import CheckpointError, OptionError, OptionTypeError
 from headrace.formatting import listed
 from headrace.json_files import read_file
 
-__all__ = [
-    "draft_folder",
-    "indexed_bytes",
-    "is_quantised",
-    "model_folder",
-    "model_name",
-    "model_to_plan",
-    "open_tokenizer",
-]
-
 _REPOSITORY = "models--"  # of the cache's folder for ORGANISATION/NAME: models--ORGANISATION--NAME
 # ORGANISATION/NAME, or NAME alone as in "gpt2" (https://huggingface.co/docs/hub/repositories-getting-started).
 _HUB_NAME = re.compile(r"[A-Za-z0-9][\w.-]*(/[\w.-]+)?")

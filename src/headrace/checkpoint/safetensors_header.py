@@ -32,10 +32,6 @@ from headrace.formatting import listed
 if TYPE_CHECKING:
     import torch
 
-__all__ = [
-    "Checkpoint", "FileFingerprint", "FileTensor", "opened", "raw_header", "read_json", "require_file", "too_many_open",
-]  # fmt: skip
-
 _INDEX = "model.safetensors.index.json"
 _MAX_HEADER_BYTES = 100_000_000  # the format's own limit
 _FIRST_READ_BYTES = 128 * 1024  # holds the header of a shard of about 1,000 tensors
@@ -140,9 +136,12 @@ class Checkpoint:
 
     def read(self, name: str) -> torch.Tensor:
         """One tensor, byte for byte, in new CPU memory; CheckpointError if the file is short or changed."""
+        return self.read_range(self[name])
+
+    def read_range(self, tensor: FileTensor) -> torch.Tensor:
+        """The same for any range of a file, which may begin within a tensor and end in its neighbour."""
         import torch
 
-        tensor = self[name]
         result = torch.empty(tensor.shape, dtype=tensor.dtype, device="cpu")
         with opened(tensor.path) as (fd, _):
             _fill(fd, result.reshape(-1).view(torch.uint8).numpy().data, tensor.offset, tensor.path)

@@ -24,8 +24,6 @@ from headrace.model.records import Inventory, StorageInfo, TensorInfo
 if TYPE_CHECKING:
     import torch
 
-__all__ = ["Conversion", "FilePart", "TensorSource", "WeightMap"]
-
 _FIX = (
     "The checkpoint is of another model, or was saved without this tensor, or with names or shapes that transformers "
     "changes while it loads (older names, unfused experts). Load the last with headrace.adapters.transformers.load; "

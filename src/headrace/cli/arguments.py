@@ -24,21 +24,6 @@ if TYPE_CHECKING:
     from headrace.plan.speculation import Speculation
     from headrace.stores.file_reads import DiskOptions
 
-__all__ = [
-    "DTYPE_HELP",
-    "VERB_FLAGS",
-    "SpeculationFlags",
-    "check_dtype",
-    "disk_options",
-    "refuse_idle",
-    "requested",
-    "require_folder",
-    "require_packages",
-    "require_writable",
-    "target_device",
-    "with_flags",
-]
-
 DTYPE_HELP = "bfloat16, float16 or float32 (default the checkpoint's own)."
 check_dtype = one_of(("bfloat16", "float16", "float32"))
 

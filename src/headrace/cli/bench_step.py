@@ -37,11 +37,6 @@ from headrace.model.inventory import take_inventory
 from headrace.plan.build import build_plan
 from headrace.stores.file_reads import DiskOptions
 
-__all__ = [
-    "QWEN3_8B", "DecoderShape", "LinkProbe", "Stack", "Timing", "build_stack", "capture", "event_times", "fill",
-    "interleave", "parse_policy", "run_cpu", "run_cuda", "time_cuda", "time_host",
-]  # fmt: skip
-
 WARM_UP_S = 0.2
 
 Step = Callable[[], object]

@@ -12,8 +12,6 @@ from headrace.cli.arguments import refuse_idle, require_writable, target_device,
 from headrace.config import count
 from headrace.flags import counts, row
 
-__all__ = ["bench"]
-
 _ROWS = "1,16,256,2048,8192"
 _VARIANTS = "even:0.25,group:4/1/2,group:1/1/2"
 _LAYERS = 36

@@ -13,8 +13,6 @@ from headrace.cli.terminal import stdout
 from headrace.errors import OptionError
 from headrace.flags import row
 
-__all__ = ["demo"]
-
 _NAME = "Qwen3 architecture, random weights"
 _BUDGET_SHARE = 0.30  # of the weights
 

@@ -53,8 +53,6 @@ if TYPE_CHECKING:
     from headrace.plan_model import PlanResult
     from headrace.stats import Stats
 
-__all__ = ["chat", "generate"]
-
 _GREETING = "Hello"  # stands for the first message of a chat until there is one
 
 _ANSWER = {"role": "assistant", "content": "headrace"}
@@ -344,7 +342,7 @@ def _read_prompt(
     Without both, the prompt of an instruct model gets its template, and a line in ``notes`` tells so.
     """
     tokenizer = open_with_template(opened.folder, _messages(text, system))
-    opened.check_generation(tokenizer, sampling, "")
+    opened.check_generation(tokenizer, {**opened.generation_settings, **sampling}, batched=False)
     if chat is None and system is None and _is_instruct(tokenizer, opened):
         chat = True
         notes.print(
@@ -409,7 +407,7 @@ def _is_instruct(tokenizer: Any, opened: OpenedModel) -> bool:
         end = tokenizer.apply_chat_template(turns, tokenize=False).rpartition(_ANSWER["content"])[2]
     except Exception:  # templates are programs and raise errors of any type
         return False
-    eos = opened.generation_config.eos_token_id
+    eos = opened.generation_settings.get("eos_token_id")
     stops = {tokenizer.eos_token_id, *(eos if isinstance(eos, list) else [eos])}
     return not stops.isdisjoint(tokenizer(end, add_special_tokens=False).input_ids)
 

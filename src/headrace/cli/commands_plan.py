@@ -33,8 +33,6 @@ if TYPE_CHECKING:
 
     from headrace.plan.plan import DeviceName
 
-__all__ = ["plan", "probe"]
-
 EXIT_UNFIT = 1
 _MACHINE = "--machine 4090, h200, ..., or a file of `headrace probe --json`"
 

@@ -35,8 +35,6 @@ if TYPE_CHECKING:
     from headrace.adapters.transformers.opened_model import OpenedModel
     from headrace.plan_model import PlanResult
 
-__all__ = ["serve"]
-
 _SURFACE = Surface(modes=("cpu", "disk"), inside=" of headrace serve", needs={"batch": (), "context": ()})
 _BATCH = "1,8"
 _CONTEXT = 2048
@@ -251,25 +249,20 @@ def _default_settings(opened: OpenedModel, tokenizer: Any, *, greedy: bool) -> A
 
     opened.require_causal("headrace serve")
     pool_blocks(opened.module.config.get_text_config(), 1)
+    settings, fix = opened.generation_settings, ""
     if greedy:
-        kept = ("bos_token_id", "eos_token_id", "pad_token_id")
-        without = dict.fromkeys(opened.generation_settings.keys() - kept)
-        opened.check_generation(tokenizer, without, "", batched=True)
-        return GenerationConfig.from_dict({name: opened.generation_settings.get(name) for name in kept})
-    fix = ", leave its sampling out with --generation-config none, or use --engine vllm"
-    opened.check_generation(tokenizer, {}, fix, batched=True)
-    return opened.generation_config
+        settings = {name: settings.get(name) for name in ("bos_token_id", "eos_token_id", "pad_token_id")}
+    else:
+        fix = ", leave its sampling out with --generation-config none, or use --engine vllm"
+    opened.check_generation(tokenizer, settings, fix, batched=True)
+    return GenerationConfig.from_dict(settings)
 
 
 def _longest(flags: OffloadFlags, planned: PlanResult) -> int:
     """Tokens of the longest sequence: as the flags or the plan set it, else a default."""
     limit = planned.planner.profile.max_context
     asked = int(flags.context) if flags.context is not None else planned.plan.context
-    if asked and limit and asked > limit:
-        raise OptionError(
-            f"--context {asked}: expected at most {limit}, the tokens that the model was made for "
-            f"(max_position_embeddings in its configuration)"
-        )
+    planned.planner.profile.check_context(asked)
     return asked or min(_CONTEXT, limit or _CONTEXT)
 
 

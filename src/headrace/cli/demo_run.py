@@ -29,8 +29,6 @@ from headrace.formatting import format_rate, format_size, size_unit
 from headrace.memory.system import PeakMeter, require_disk
 from headrace.plan.tables import titled_table
 
-__all__ = ["ModelSize", "Result", "comparison_table", "ensure_model", "failed_checks", "run", "run_alone"]
-
 # Contract 3: the peak of device memory exceeds the plan by at most this, for activations and buffers.
 TOLERANCE_BYTES = 64 * 2**20
 _MARK = "headrace-demo.json"

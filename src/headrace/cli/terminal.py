@@ -24,8 +24,6 @@ from typer.core import TyperGroup
 from headrace.config import debug_enabled, warn_about_variables
 from headrace.errors import MORE_THREADS, HeadraceError, HeadraceWarning
 
-__all__ = ["HeadraceGroup", "byte_bar", "expand_lists", "log_lines", "print_error", "stderr", "stdout"]
-
 EXIT_ERROR = 2
 EXIT_INTERRUPTED = 130  # 128 + SIGINT, the convention of shells
 

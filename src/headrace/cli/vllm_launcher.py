@@ -21,8 +21,6 @@ from headrace.cli.arguments import VERB_FLAGS, refuse_idle
 from headrace.errors import OptionError
 from headrace.flags import OffloadFlags, counts, flag_of
 
-__all__ = ["KEY_VARIABLE", "WORKER", "serve_in_vllm"]
-
 WORKER = "headrace.adapters.vllm.Worker"
 KEY_VARIABLE = "HEADRACE_API_KEY"
 

@@ -7,8 +7,6 @@ from collections.abc import Iterable
 
 from torch import nn
 
-__all__ = ["BaseOffloader", "NoopOffloader", "get_offloader", "set_offloader"]
-
 
 class BaseOffloader(ABC):
     """Selects weights layer by layer while a model is built, and offloads them.

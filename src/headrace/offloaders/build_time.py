@@ -35,14 +35,6 @@ from headrace.plan.kinds import slab_bytes
 from headrace.plan.units import TINY_BYTES
 from headrace.stores.store import AlreadyPinned
 
-__all__ = [
-    "BuildTimeFilter",
-    "BuildTimePool",
-    "mark_host_resident",
-    "mark_read_in_place",
-    "unmark",
-]
-
 # (name within the layer, bytes) -> whether the parameter leaves the GPU.
 Leaves = Callable[[str, int], bool]
 
@@ -330,11 +322,6 @@ def mark_read_in_place(bound: Mapping[str, BoundStorage], in_place: Collection[s
     for name, storage in bound.items():
         for tensor in storage.tensors:
             mark_host_resident(tensor.tensor, name in in_place)
-
-
-def unmark(tensor: torch.Tensor) -> None:
-    """Take the engine's mark from a tensor that lies on its device."""
-    mark_host_resident(tensor, False)
 
 
 def mark_host_resident(tensor: torch.Tensor, is_on_host: bool) -> None:

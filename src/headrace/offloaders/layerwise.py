@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager, nullcontext
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import asdict, dataclass, replace
 from functools import partial
 from itertools import chain
@@ -28,7 +28,7 @@ from headrace.model.patterns import matching
 from headrace.model.records import Inventory, StorageInfo, is_within
 from headrace.model.semantic_groups import semantic_groups
 from headrace.offloaders.base import BaseOffloader
-from headrace.offloaders.build_time import BuildTimeFilter, BuildTimePool, mark_read_in_place, unmark
+from headrace.offloaders.build_time import BuildTimeFilter, BuildTimePool, mark_host_resident, mark_read_in_place
 from headrace.plan.build import Planner, build_plan
 from headrace.plan.plan import Plan
 from headrace.plan.rates import NOMINAL_GPU, Rates
@@ -43,16 +43,6 @@ from headrace.stats import Stats
 
 if TYPE_CHECKING:
     from headrace.experts.cache import CountsReader
-
-__all__ = [
-    "EngineOffloader",
-    "EnginePolicy",
-    "EngineTraits",
-    "LayerwiseOffloader",
-    "PrefetchOffloader",
-    "UVAOffloader",
-    "lookup_rule",
-]
 
 EnginePolicy = Prefetch | UVA | Budget
 
@@ -116,7 +106,7 @@ class LayerwiseOffloader(BaseOffloader):
             self._session.remove(graphs_released=True)  # an engine ends its offload with its graphs
             self._session = None
             for parameter in self._model().parameters():
-                unmark(parameter)
+                mark_host_resident(parameter, False)
 
     @property
     def plan(self) -> Plan:
@@ -292,7 +282,7 @@ class EngineOffloader(LayerwiseOffloader):
         for parameter in self._stacks.parameters():
             if id(parameter) not in own and parameter.is_cuda:  # of another model, which stays resident
                 parameter.data = parameter.data.clone()
-                unmark(parameter)
+                mark_host_resident(parameter, False)
         super().post_init()
         self.added_device_bytes = _device_bytes(self._device()) - before
 
@@ -323,15 +313,13 @@ class EngineOffloader(LayerwiseOffloader):
         if not self._others_replay:
             super().sync_prev_onload()
 
-    @contextmanager
-    def as_placeholders(self) -> Iterator[None]:
+    def as_placeholders(self) -> AbstractContextManager[None]:
         """Within, an operator that uses an offloaded weight outside its module's forward raises; run no compiled code.
 
         Raises:
             OutsideAccessError: from the operator that was given the weight.
         """
-        with nullcontext() if self._session is None else self._session.as_placeholders():
-            yield
+        return nullcontext() if self._session is None else self._session.as_placeholders()
 
     @property
     def has_run(self) -> bool:

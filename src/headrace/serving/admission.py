@@ -12,8 +12,6 @@ from dataclasses import dataclass
 
 from headrace.serving.request_body import RequestError
 
-__all__ = ["Admission", "Pool"]
-
 
 @dataclass(frozen=True)
 class Pool:

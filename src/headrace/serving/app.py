@@ -52,8 +52,6 @@ from headrace.serving import request_body
 from headrace.serving.batches import Batches, settings_of
 from headrace.serving.request_body import GenerationRequest, RequestError, read
 
-__all__ = ["bind", "make_app", "run_app"]
-
 _GENERATES = ("/v1/chat/completions", "/v1/completions", "/v1/responses")
 _ROUTES = (*_GENERATES, "/v1/models", "/health", "/metrics")
 # More than texts of that many tokens have (an escaped emoji: 12), so that longer ones are neither read nor tokenised.

@@ -13,27 +13,24 @@ import json
 import math
 import secrets
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from contextlib import suppress
 from dataclasses import fields
-from functools import partial
+from functools import cache, partial
 from types import SimpleNamespace
 from typing import Any
 
 import torch
-from transformers import ContinuousBatchingConfig, GenerationConfig, TopKLogitsWarper
+from transformers import ContinuousBatchingConfig, GenerationConfig, LogitsProcessorList, TopKLogitsWarper
 from transformers.cli.serving import utils
 from transformers.generation.continuous_batching import cb_logits_processors
 from transformers.generation.continuous_batching.cache import group_layers_by_attn_type
 from transformers.generation.continuous_batching.scheduler import SCHEDULER_MAPPING, FIFOScheduler
-from transformers.utils.chat_parsing import ResponseParser
 
 from headrace.errors import OptionError
 from headrace.formatting import TokenText
 from headrace.serving.admission import Admission, Pool
 from headrace.serving.request_body import Completion, GenerationRequest, RequestError
-
-__all__ = ["BLOCK_TOKENS", "Batches", "pool_blocks", "settings_of"]
 
 BLOCK_TOKENS = 32
 _STEP_TOKENS = 2048
@@ -68,32 +65,38 @@ def settings_of(request: GenerationRequest, default: GenerationConfig) -> Simple
     }
     if samples and request.seed not in (None, -1):  # -1: a random one
         processing["seed"] = request.seed
-    applied = {"repetition_penalty": request.repetition_penalty, "min_new_tokens": request.min_tokens}
-    processing |= {name: value for name, value in applied.items() if value is not None}
+    changes = {"repetition_penalty": request.repetition_penalty, "min_new_tokens": request.min_tokens}
     own = default.stop_strings or []
     return SimpleNamespace(
         max_new_tokens=request.max_tokens,
         most_tokens=default.max_new_tokens or _ANSWER_TOKENS,
-        most_calls=1 if getattr(request, "parallel_tool_calls", None) is False else None,
+        tools=getattr(request, "tools", None),
+        one_call=getattr(request, "parallel_tool_calls", None) is False,
         stops=[*(request.stop or []), *([own] if isinstance(own, str) else own)],
         continues=isinstance(request, Completion),
         processing=processing,
+        changes={name: value for name, value in changes.items() if value is not None},
     )
 
 
+def _processors(model: Any, settings: SimpleNamespace, num_prompt: int, device: torch.device) -> LogitsProcessorList:
+    """What ``generate`` applies to the tokens of a request before it samples."""
+    config, ends = copy.deepcopy(model.generation_config), settings.processing["eos_token_id"]
+    vars(config).update(settings.changes, do_sample=False, eos_token_id=None if ends == -1 else ends)
+    model._prepare_special_tokens(config, device=device)
+    found: LogitsProcessorList = model._get_logits_processor(config, num_prompt, device=device)
+    return found
+
+
 class _Processors(cb_logits_processors.ContinuousBatchingLogitsProcessor):
-    """What ``generate`` applies before it samples, to each request with all its tokens.
+    """Applies the processors of each request, made at its first token, to all its tokens.
 
     In a batch transformers has only the last token of each, and drops these processors.
     """
 
-    supported_kwargs: dict[str, type] = {"repetition_penalty": float, "min_new_tokens": int}  # noqa: RUF012
+    supported_kwargs: dict[str, type] = {"processors": Callable}  # type: ignore[dict-item] # noqa: RUF012
     ignored_kwargs = ()
-
-    def __init__(self, model: Any, default: GenerationConfig) -> None:
-        self._model, self._settings = model, copy.deepcopy(default)
-        self._settings.do_sample = False
-        self._states: list[Any] = []
+    _states: Sequence[Any] = ()
 
     def fill_defaults(self, int32_tensor: torch.Tensor) -> None:
         int32_tensor.zero_()  # not read
@@ -104,14 +107,7 @@ class _Processors(cb_logits_processors.ContinuousBatchingLogitsProcessor):
 
     def __call__(self, scores: torch.Tensor, tensor_arg: torch.Tensor) -> torch.Tensor:
         for at, state in enumerate(self._states):
-            settings: Any = copy.copy(self._settings)
-            given = state.logit_processor_kwargs
-            vars(settings).update({name: given[name] for name in self.supported_kwargs if name in given})
-            settings.eos_token_id = sorted(state._eos_token_ids) or None
-            self._model._prepare_special_tokens(settings, device=scores.device)
-            num_prompt = state._true_initial_tokens or len(state.initial_tokens)
-            processors = self._model._get_logits_processor(settings, num_prompt, device=scores.device)
-            if processors:
+            if processors := state.logit_processor_kwargs["processors"](scores.device):
                 ids = torch.tensor([state.initial_tokens + state.generated_tokens], device=scores.device)
                 scores[at] = processors(ids, scores[at : at + 1])[0]
         return scores
@@ -199,7 +195,7 @@ def _new_manager(model: Any, pool: Pool) -> Any:
         continuous_batching_config=ContinuousBatchingConfig(**{k: v for k, v in options.items() if k in known}),
     )
     applied = manager.logit_processor
-    applied.logits_processor.insert(0, _Processors(model, model.generation_config))
+    applied.logits_processor.insert(0, _Processors())
     applied.tensors_required += 1
     applied.supported_keys.update(_Processors.supported_kwargs)
     manager.start()
@@ -230,7 +226,7 @@ class _Job(utils.CBStreamer):
         self._new_text = TokenText(decode, self.prompt if settings.continues else ())
         # Text that may begin a stop string has to wait for the next tokens.
         self._num_held = max(map(len, settings.stops), default=1) - 1
-        self._num_sent = self._num_calls = 0
+        self._num_sent, self._has_called = 0, False
 
     def put(self, output: Any) -> None:
         """Take a further part of the answer from the manager."""
@@ -261,11 +257,10 @@ class _Job(utils.CBStreamer):
             self.ended.set_result(None)
             chunks += [None] if parser is None else [*_found(lambda: parser.finalize()[1]), None]
         for chunk in chunks:
-            if isinstance(chunk, utils.ToolCall):
-                self._num_calls += 1
-                if self._num_calls > (self.settings.most_calls or self._num_calls):
-                    continue
-            self.queue.put_nowait(chunk)
+            is_call = isinstance(chunk, utils.ToolCall)
+            if not (is_call and self._has_called and self.settings.one_call):
+                self.queue.put_nowait(chunk)
+            self._has_called |= is_call
 
 
 def _found(read: Callable[..., Any], *texts: str) -> list[Any]:
@@ -277,12 +272,9 @@ def _found(read: Callable[..., Any], *texts: str) -> list[Any]:
     return []
 
 
-def _message(texts: list[str], most_calls: int | None, parser: ResponseParser) -> dict[str, Any]:
-    """The message of an answer, read as if ``texts`` were streamed."""
-    chunks = _found(lambda: parser.initial_events)
-    chunks += [chunk for text in texts for chunk in _found(parser.feed, text)]
-    chunks += _found(lambda: parser.finalize()[1])
-    calls = [chunk for chunk in chunks if isinstance(chunk, utils.ToolCall)][:most_calls]
+def _message(chunks: list[Any]) -> dict[str, Any]:
+    """The message of an answer, of what was found in it."""
+    calls = [chunk for chunk in chunks if isinstance(chunk, utils.ToolCall)]
     return {
         "thinking": "".join(chunk for chunk in chunks if isinstance(chunk, utils.ReasoningText)) or None,
         "content": "".join(chunk for chunk in chunks if type(chunk) is str),
@@ -329,6 +321,7 @@ class Batches(utils.BaseGenerateManager):
         self.require_alive()
         if self._manager is None:
             self._manager = _new_manager(self.model, self.admission.pool)
+        settings.processing["processors"] = cache(partial(_processors, self.model, settings, num_tokens))
         alone = job.name if "seed" in settings.processing else None
         self.admission.enter(job.name, num_tokens, settings.max_new_tokens, alone)
         self._jobs[job.name] = job
@@ -344,15 +337,15 @@ class Batches(utils.BaseGenerateManager):
         Raises:
             RequestError: the request can never run, the queue is full, or the batch ended with an error.
         """
-        queue, job = self.generate_streaming(model, processor, inputs, gen_config, request_id)
-        texts: list[str] = []
+        parser = utils.build_response_parser(processor, model, inputs["input_ids"], gen_config.tools)
+        queue, job = self.generate_streaming(model, processor, inputs, gen_config, request_id, parser)
+        chunks: list[Any] = []
         while (item := await queue.get()) is not None:
             if isinstance(item, utils._StreamError):
                 raise RequestError(json.loads(f'"{item.msg}"'), status=503)
-            texts.append(item)
+            chunks.append(item)
         # Handlers would parse the tokens, also those behind a stop string, and fail at an incomplete tool call.
-        most = job.settings.most_calls
-        processor.parse_response = lambda _, template, **given: _message(texts, most, ResponseParser(template, **given))
+        processor.parse_response = lambda *_, **__: _message(chunks)
         return job.text, len(job.prompt), job.tokens
 
     def cancel_request(self, request_id: str) -> None:

@@ -28,8 +28,6 @@ from pydantic import (
 
 from headrace.errors import OptionError
 
-__all__ = ["Chat", "Completion", "GenerationRequest", "Message", "RequestError", "Response", "read"]
-
 logger = logging.getLogger(__name__)
 
 _LEAST_TEMPERATURE = 0.01  # logits divided by less leave the range of float32

@@ -23,8 +23,6 @@ from headrace.config import Budget
 from headrace.errors import OptionError
 from headrace.flags import EngineKeys, EngineOptions, OffloadFlags, engine_surface, flag_of
 
-__all__ = ["REFUSED", "VARIABLE", "EngineOptions", "parse_keys", "read_options"]
-
 VARIABLE = "HEADRACE_SGLANG"
 FORM = f"""write {VARIABLE}=1, or {VARIABLE}='{{"device_memory": "20GiB"}}'"""
 _KEYS = EngineKeys(

@@ -27,15 +27,14 @@ from torch import nn
 from torch.distributed import FileStore, PrefixStore, ProcessGroup  # type: ignore[attr-defined,unused-ignore]
 
 from headrace.adapters.engine_interface import require_hooks, version_number
-from headrace.adapters.sglang.keys import VARIABLE, EngineOptions, parse_keys, read_options
+from headrace.adapters.sglang.keys import VARIABLE, parse_keys, read_options
 from headrace.config import Budget
 from headrace.errors import OptionError, StateError
+from headrace.flags import EngineOptions
 from headrace.model.records import Inventory
 from headrace.offloaders.layerwise import EngineOffloader, EngineTraits, lookup_rule
 from headrace.ranks.group import RankGroup
 from headrace.runtime.prepare import open_ranks
-
-__all__ = ["SGLangOffloader", "register_hooks"]
 
 logger = logging.getLogger("sglang.headrace")  # SGLang's servers print the records of their own loggers
 

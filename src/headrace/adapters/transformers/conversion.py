@@ -45,8 +45,6 @@ if TYPE_CHECKING:
     from transformers import PreTrainedModel
     from transformers.quantizers.base import HfQuantizer
 
-__all__ = ["FileSpans", "Match", "NotSpansError", "match"]
-
 _COMPARED_BYTES = 1 << 20
 # Names in transformers' converters: scales of quantised weights, and the weights themselves.
 _SCALE = re.compile(".*(?<!activation)_scale")

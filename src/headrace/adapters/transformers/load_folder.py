@@ -14,7 +14,7 @@ from __future__ import annotations
 import difflib
 import os
 import threading
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import replace
 from itertools import chain, count
 from pathlib import Path
@@ -36,7 +36,7 @@ from headrace.adapters.transformers.quantised import INITIALISED, move_wrappers,
 from headrace.adapters.transformers.speculating import Speculating, heads_cost
 from headrace.api import Handle, start
 from headrace.checkpoint.model_folder import model_folder
-from headrace.checkpoint.safetensors_header import Checkpoint, FileTensor, opened, read_json
+from headrace.checkpoint.safetensors_header import Checkpoint, FileTensor, read_json
 from headrace.checkpoint.weight_map import WeightMap
 from headrace.config import SHARDED_MODES, Policy, instead_of
 from headrace.errors import CheckpointError, OptionError, OptionTypeError, warn_user
@@ -59,8 +59,6 @@ if TYPE_CHECKING:
     from transformers.models.auto.auto_factory import _BaseAutoModelClass
 
     ModelClass = type[PreTrainedModel] | type[_BaseAutoModelClass]
-
-__all__ = ["build_meta_model", "differences", "load", "load_matched"]
 
 _SETTERS = (torch.ops.aten.zero_, torch.ops.aten.fill_, torch.ops.aten.copy_)
 _MANY_LAYERS, _MANY_MODULES, _MANY_LABELS, _LARGE = 1000, 20_000, 1_000_000, 10_000_000
@@ -447,28 +445,27 @@ class _Writes(TorchDispatchMode):
         super().__init__()  # type: ignore[no-untyped-call]
         self._names, self._prepared, self._weights = names, prepared, weights
 
-    def _stored(self, name: str, part: torch.Tensor) -> torch.Tensor | None:
-        """What the files hold of ``part``; ``None``: it is not there in one run."""
+    def _set(self, name: str, part: torch.Tensor, write: Callable[[torch.Tensor], object]) -> bool:
+        """``write`` to ``part`` of the tensor as the files hold it; ``False``: it is changed, and not resident."""
         source = self._weights.sources.get(name)
-        if source is None or len(source.parts) > 1 or not part.is_contiguous():
-            return None
-        stored = source.parts[0].tensor
-        start, itemsize = stored.offset + int(part.storage_offset()) * stored.dtype.itemsize, stored.dtype.itemsize
-        with opened(stored.path) as (fd, _):
-            raw = bytearray(os.pread(fd, part.numel() * itemsize, start))
-        return torch.frombuffer(raw, dtype=stored.dtype).to(part.dtype).view(part.shape)
-
-    def _set(self, name: str, part: torch.Tensor, value: torch.Tensor) -> bool:
-        """Read the tensor now and set ``part`` of it; ``False``: it is not resident."""
-        plan, storage = self._prepared.plan, self._prepared.bound[self._prepared.inventory.by_name[name].name]
-        if plan.mode == "meta" or plan.mechanism_of(storage.info.name) != "resident":
-            return plan.mode == "meta"  # which has no bytes
-        is_new = storage.on_meta
-        _allocate(storage)
-        (live,) = [each.tensor.data for each in storage.tensors if name in each.info.names]
-        if is_new:
-            live.copy_(self._weights.checkpoint.read(self._weights.sources[name].parts[0].tensor.name))
-        live.as_strided(part.shape, part.stride(), part.storage_offset()).copy_(value)
+        if source is None or len(source.parts) > 1:
+            return False
+        storage = self._prepared.bound[self._prepared.inventory.by_name[name].name]
+        (live,) = [each for each in storage.tensors if name in each.info.names]
+        whole = live.tensor.data
+        if storage.on_meta:
+            whole = self._weights.checkpoint.read_range(source.parts[0].tensor).to(part.dtype).view(whole.shape)
+        written = whole.as_strided(part.shape, part.stride(), part.storage_offset())
+        before = written.clone()
+        write(written)
+        plan = self._prepared.plan
+        if torch.equal(before, written) or plan.mode == "meta":  # which has no bytes
+            return True
+        if plan.mechanism_of(storage.info.name) != "resident":
+            return False
+        if storage.on_meta:
+            _allocate(storage)
+            live.tensor.data.copy_(whole)
         return True
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
@@ -479,9 +476,7 @@ class _Writes(TorchDispatchMode):
         name = self._names.get(storage_id(target)) if isinstance(target, torch.Tensor) else None
         if name is not None:
             is_known = func.overloadpacket in _SETTERS and not any(getattr(arg, "is_meta", False) for arg in args[1:])
-            stored = self._stored(name, args[0]) if is_known else None
-            value = None if stored is None else func(stored.clone(), *args[1:], **kwargs)
-            if value is None or stored is None or not (torch.equal(value, stored) or self._set(name, args[0], value)):
+            if not is_known or not self._set(name, args[0], lambda part: func(part, *args[1:], **kwargs)):
                 raise CheckpointError(
                     f"{name}: Transformers changes a part of this tensor after it is read ({func}), so it cannot be "
                     f"streamed from the files: keep it resident (a rule, --offload-rule {name}=resident), or build the "

@@ -33,8 +33,6 @@ from headrace.model.records import Inventory, ModelProfile
 from headrace.planning.context import not_in_files
 from headrace.planning.request import compute_device
 
-__all__ = ["OpenedModel", "open_model"]
-
 # Settings of generation_config.json that change no token of one text, or that batches have, too; and that only
 # ``generate`` has.
 _BATCHED = """bos_token_id decoder_start_token_id pad_token_id max_length max_new_tokens use_cache cache_implementation
@@ -85,11 +83,6 @@ class OpenedModel:
         return [*([self.note] if self.note else []), *differences(self.module, self.match)]
 
     @property
-    def generation_config(self) -> GenerationConfig:
-        """Of :attr:`generation_settings`, which have been checked."""
-        return GenerationConfig.from_dict(self.generation_settings)
-
-    @property
     def generation_settings(self) -> dict[str, Any]:
         """Of generation_config.json, or else of the module.
 
@@ -99,12 +92,12 @@ class OpenedModel:
         file = self.folder / "generation_config.json"
         return read_json(file) if file.exists() else self.module.generation_config.to_dict()
 
-    def check_generation(self, tokenizer: Any, given: Mapping[str, Any], fix: str, *, batched: bool = False) -> None:
+    def check_generation(self, tokenizer: Any, settings: Mapping[str, Any], fix: str = "", *, batched: bool) -> None:
         """Refuse settings of generation_config.json that would not be applied, before weights are loaded.
 
         Args:
             tokenizer: of the model.
-            given: settings that are used in the place of those in the file.
+            settings: those of the file, less what is not used of them.
             fix: what to do beside taking a setting out of the file.
             batched: whether several requests are generated together.
 
@@ -113,7 +106,7 @@ class OpenedModel:
         """
         defaults = GenerationConfig._get_default_generation_params()
         applied = (_BATCHED if batched else f"{_BATCHED} {_ALONE}").split()
-        for name, value in {**self.generation_settings, **given}.items():
+        for name, value in settings.items():
             if value is None or value == defaults.get(name) or name.startswith("_") or name not in vars(_NO_SETTINGS):
                 continue
             try:

@@ -16,8 +16,6 @@ from transformers.quantizers.quantizers_utils import should_convert_module
 from headrace.adapters.transformers.quantised import method_of
 from headrace.errors import CheckpointError
 
-__all__ = ["use_packed_layout"]
-
 # Shape and dtype of each tensor that stands for one `weight`, by the end of its name.
 _Tensors: TypeAlias = dict[str, tuple[tuple[int, ...], torch.dtype]]
 _BNB_BLOCK, _BNB_NESTED_BLOCK = 64, 256  # weights per scale, and scales per scale of scales

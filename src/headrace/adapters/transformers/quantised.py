@@ -63,19 +63,6 @@ from headrace.model.torch_private import make_subclass
 if TYPE_CHECKING:
     from transformers.quantizers.base import HfQuantizer
 
-__all__ = [
-    "INITIALISED",
-    "NotHereError",
-    "build_library_module",
-    "is_packed",
-    "move_wrappers",
-    "open_quantizer",
-    "put_in_modules",
-    "select_library_modules",
-    "stated_quantisation",
-    "use_file_layout",
-]
-
 # Their kernels need a GPU; on a CPU transformers dequantises such weights while it loads them.
 _DEQUANTISED_ON_CPU = ("fp8", "mxfp4")
 # Their modules compute with the tensors of the files as stored.

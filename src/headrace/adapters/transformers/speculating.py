@@ -38,8 +38,6 @@ from headrace.stats import SpeculationCounts
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
 
-__all__ = ["Speculating", "heads_cost"]
-
 _MODES = (GenerationMode.GREEDY_SEARCH, GenerationMode.SAMPLE)
 
 

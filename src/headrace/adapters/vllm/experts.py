@@ -34,8 +34,6 @@ from headrace.experts.packed import at_rows, hold_packed, route_by_rows
 from headrace.experts.rows import RowMap
 from headrace.offloaders.build_time import mark_host_resident
 
-__all__ = ["KernelExperts"]
-
 logger = init_logger("vllm.headrace")
 
 _PARTS = ("_a1", "_a2", "_w1", "_w2")  # of FusedMoEQuantConfig

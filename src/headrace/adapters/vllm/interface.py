@@ -5,8 +5,6 @@ from __future__ import annotations
 from headrace.adapters.engine_interface import require_hooks, version_number
 from headrace.errors import OptionError
 
-__all__ = ["HOOKS", "NEWEST", "OLDEST", "OLDEST_WITH_CACHE", "require_supported", "require_version"]
-
 OLDEST = (0, 20, 2)
 NEWEST = (0, 33)  # with its later patch releases
 OLDEST_WITH_CACHE = (0, 32)  # experts can be cached

@@ -29,17 +29,6 @@ from headrace.flags import EngineKeys, EngineOptions, OffloadFlags, engine_surfa
 if TYPE_CHECKING:
     from headrace.offloaders.layerwise import EnginePolicy
 
-__all__ = [
-    "FLAG_OF_KEY",
-    "FORM",
-    "KEYS",
-    "REFUSED",
-    "EngineOptions",
-    "engine_options",
-    "read_options",
-    "refuse_unsupported",
-]
-
 _HALVES = "runs parts of a batch through the layers at once, and they would share one slot"
 
 

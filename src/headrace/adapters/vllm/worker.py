@@ -45,8 +45,6 @@ from headrace.transfer.measuring import COPY_SIZES, rates_among
 if TYPE_CHECKING:
     from headrace.experts.cache import CountsReader
 
-__all__ = ["OffloadingWorker", "Worker"]
-
 _LOG_EVERY_S = 10.0  # as vLLM's own line of statistics
 _DISCARDS = (
     "would free the memory of slots and resident weights, and the weights that vLLM loads next would not reach the "
