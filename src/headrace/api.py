@@ -65,7 +65,7 @@ class Handle:
         self._session.wait_all()
 
     def join_after_forward(self) -> None:
-        """The same, at the end of a part that is being captured: copies it has started become part of its graph."""
+        """Join copies at the end of a part that is captured: those that it has started become part of its graph."""
         self._session.wait_all()
 
     def trace(self, path: str | os.PathLike[str]) -> None:

@@ -1,4 +1,4 @@
-"""What a user may set: policies, and the checks of their values, which flags and the keys of engines share.
+"""Policies that a user sets, and the checks of their values, which flags and the keys of engines share.
 
 Policies are frozen dataclasses that check themselves when made, so that a wrong value is refused where it was written
 and not where it is used.
@@ -239,7 +239,7 @@ class Prefetch:
 
     Attributes:
         group_size: layers per group (``--offload-group-size``).
-        num_in_group: of every group, the last this many are offloaded (``--offload-num-in-group``).
+        num_in_group: the last this many of every group are offloaded (``--offload-num-in-group``).
         prefetch_step: how many units ahead the copies run = number of slots (``--offload-prefetch-step``).
         params: name patterns (:mod:`headrace.model.patterns`) that narrow what is offloaded inside those layers; empty
             means every parameter of 64 KiB or more.
@@ -291,7 +291,7 @@ class UVA:
 
 @dataclass(frozen=True)
 class Workload:
-    """What the planner expects to run: it decides which plan is fastest, and what memory is left for weights.
+    """Steps that the planner expects: they decide which plan is fastest, and what memory is left for weights.
 
     Attributes:
         batch_sizes: rows of a step, i.e. sequences that decode together; the plan has to fit the largest, and is the

@@ -162,7 +162,7 @@ def row(metavar: str, text: str, check: Check = _as_it_is, off: Any = None) -> A
 
 @dataclass(frozen=True)
 class Surface:
-    """Where flags are written, as far as that changes what is allowed, and how errors name them.
+    """Place where flags are written, as far as it changes what is allowed, and how errors name them.
 
     Attributes:
         modes: the stores that can be opened there.
@@ -197,7 +197,7 @@ COMMAND_LINE = Surface()
 
 
 def engine_surface(engine: str) -> Surface:
-    """What flags and keys may say inside an engine."""
+    """Surface of the flags and keys inside an engine."""
     return Surface(("cpu", "shm_cpu"), f" inside {engine}", ("auto", "prefetch", "uva"), _ENGINE_NEEDS)
 
 
@@ -348,7 +348,7 @@ _ROWS = {row.name: row for row in fields(OffloadFlags)}
 
 @dataclass(frozen=True)
 class EngineOptions:
-    """What an offloader inside an engine does.
+    """Options of an offloader inside an engine.
 
     Attributes:
         policy: ``None``: nothing is offloaded.
@@ -368,7 +368,7 @@ class EngineKeys:
     """headrace's own keys in the configuration of an engine, which has no flags for them.
 
     Attributes:
-        prefix: of a key in errors, ``"headrace"`` of ``headrace.batch``.
+        prefix: prefix of a key in errors, ``"headrace"`` of ``headrace.batch``.
         place: where keys are written, for errors.
         form: how to write them, for errors.
         shared: keys that have the meaning of a flag of headrace's command line.
@@ -417,7 +417,7 @@ class EngineKeys:
         return given
 
     def options(self, keys: Mapping[str, Any], flags: OffloadFlags, spelling: Mapping[str, str]) -> EngineOptions:
-        """What ``keys`` and ``flags`` together ask for; errors name flags by ``spelling``.
+        """Options that ``keys`` and ``flags`` together ask for; errors name flags by ``spelling``.
 
         Raises:
             OptionError, OptionTypeError: an invalid value, or one that is given twice; options that contradict one

@@ -70,7 +70,7 @@ def make_plan(
         machine: another machine to plan for: ``"h200"``, a card such as ``"4090"`` or ``"4090@pcie3"``, or a file that
             ``headrace probe --json`` printed there. Default: this one, with its kept probe or nominal rates.
         checkpoint: as for ``offload``; a folder given as ``model`` is its own.
-        dtype: of the weights, as for ``load``; for folders alone.
+        dtype: dtype of the weights, as for ``load``; for folders alone.
         device: where compute runs; default as for ``offload`` and ``load``. Not with ``machine``, which says it.
         disk: how files are read.
         num_ranks: over how many ranks the modes ``sharded_cpu`` and ``sharded_gpu`` split units (``group=``).
@@ -106,7 +106,7 @@ class PlanResult:
 
     @property
     def planner(self) -> Planner:
-        """Of the model, for the machine."""
+        """Planner of the model, for the machine."""
         return self.context.planner
 
     @property
@@ -131,7 +131,7 @@ class PlanResult:
 
     @property
     def _host_memory(self) -> str:
-        """What the plan needs of it beside a GPU."""
+        """Host memory that the plan needs beside a GPU."""
         on_gpu, given = self.context.target.device.type == "cuda", self.context.request.given
         num_bytes = needs_of(self.plan, on_gpu=True).host_bytes if on_gpu else 0
         limited = isinstance(given, Budget) and given.host_memory is None and self.context.target.rates is not None

@@ -132,7 +132,7 @@ class ExpertStats:
     Attributes:
         module_fqn: the module that holds the experts.
         num_experts, num_slots: of the layer, and how many of them the device holds at a time.
-        expert_bytes: of one expert, all tensors together.
+        expert_bytes: bytes of one expert, all tensors together.
         steps: runs of the module.
         hits: experts that were on the device.
         fetched: experts that were copied to the device.
@@ -158,13 +158,13 @@ class ExpertStats:
 
 @dataclass(frozen=True)
 class SpeculationCounts:
-    """What verification has accepted (:class:`headrace.plan.speculation.Speculation`).
+    """Tokens that verification has accepted (:class:`headrace.plan.speculation.Speculation`).
 
     Attributes:
         guesser: what guesses.
-        guesses: of a pass, at most.
+        guesses: most guesses of a pass.
         passes: forwards of the model, prompts included.
-        tokens: of all answers.
+        tokens: tokens of all answers.
     """
 
     guesser: str
@@ -224,7 +224,7 @@ class Stats:
             ``peer`` (the memory of another GPU).
         staging: the ring between files and a GPU; ``None`` where there is none.
         loading: how the files were read when the offload began, for residents and for stores in memory.
-        experts: of each layer of cached experts; empty in ``counters()``, which does not synchronize.
+        experts: counts of each layer of cached experts; empty in ``counters()``, which does not synchronize.
         speculation: what verification has accepted; ``None``: nothing guesses.
     """
 
@@ -250,7 +250,7 @@ class Stats:
 
     @property
     def moved_by_store(self) -> dict[str, int]:
-        """The same by store, as the plan names it."""
+        """Bytes moved by store, as the plan names it."""
         moved: dict[str, int] = {}
         for unit in self.units:
             moved[unit.store] = moved.get(unit.store, 0) + unit.bytes_moved

@@ -159,8 +159,8 @@ class SlowLink(ThreadLink):
 
     Args:
         max_delay_s: the longest sleep, in seconds.
-        seed: of the random numbers.
-        recorder: of the copies, for a timeline.
+        seed: seed of the random numbers.
+        recorder: recorder of the copies, for a timeline.
     """
 
     def __init__(self, max_delay_s: float = 0.002, seed: int = 0, recorder: Recorder | None = None) -> None:

@@ -86,7 +86,7 @@ def load(
         policy: as for :func:`headrace.offload`; a budget is for the weights of all components together. Names in
             patterns begin with that of the component: ``transformer.blocks.0.attn1.to_q.weight``.
         device: where compute runs; default a GPU where there is one, else the CPU.
-        checkpoint: of a ``pipeline`` that is built already, the folder that it was loaded from; default none. With it
+        checkpoint: folder that a ``pipeline`` that is built already was loaded from; default none. With it
             mode ``disk`` works, and weights that do not fit host memory stay in its files.
         disk, progress, measure_stalls: as for :func:`headrace.offload`.
         options: for ``from_pretrained``, such as ``dtype``, ``variant`` or a component; only with a folder.

@@ -77,7 +77,7 @@ class Refusal:
     """A flag of an engine that is refused, before the model loads, while weights are offloaded.
 
     Attributes:
-        field: of the engine's configuration, dotted; its last word is that of the flag.
+        field: field of the engine's configuration, dotted; its last word is that of the flag.
         reason: what the flag does, to follow its name in a message.
         refused: whether a value is refused; by default every one that sets the flag.
     """
@@ -88,7 +88,7 @@ class Refusal:
 
     @property
     def flag(self) -> str:
-        """As on the command line."""
+        """The spelling on the command line."""
         return flag_of(self.field.rpartition(".")[2])
 
 

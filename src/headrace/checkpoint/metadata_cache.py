@@ -41,11 +41,11 @@ class FolderFacts:
     """A model in a folder as planning needs it.
 
     Attributes:
-        inventory: of the model as its files hold it.
-        profile: of the model beyond names and sizes.
+        inventory: inventory of the model as its files hold it.
+        profile: profile of the model beyond names and sizes.
         weights: where the files hold its tensors.
         differences: between the files and the model, for warnings.
-        step_rows: of a pipeline of diffusers, the rows of a step of its transformer; 0 for other models.
+        step_rows: rows of a step of the transformer of a pipeline of diffusers; 0 for other models.
     """
 
     inventory: Inventory
@@ -83,7 +83,7 @@ def known_models() -> list[str]:
 
 
 def known_facts(name: str, context: int) -> FolderFacts:
-    """Those of a model of :func:`known_models`; without a ``context`` nothing that was measured for one."""
+    """Facts of a model of :func:`known_models`; without a ``context`` nothing that was measured for one."""
     with ZipFile(KNOWN_MODELS) as archive:
         body: _Body = decode(_Body, parse(archive.read(f"{name}.json")))
     if not context:
@@ -191,7 +191,7 @@ class _Sources:
 
     Attributes:
         by_name: number of parts, shape and dtype, and the dtype of the parts in the files.
-        shapes: that parts have.
+        shapes: shapes that parts have.
         names, shape_of, file_of, offsets, sizes: by part.
     """
 

@@ -196,7 +196,7 @@ def _snapshot(repository: Path) -> Path:
 
 
 def _beside(file: Path) -> Path:
-    """For a path that is no folder: always an error, with the folder or the format that it belongs to."""
+    """Raise for a path that is no folder, with the folder or the format that it belongs to."""
     if file.suffix == ".gguf":
         raise CheckpointError(_gguf(file.parent, [file.name]))
     fix = f"give the folder that it is in, {str(file.parent)!r}"

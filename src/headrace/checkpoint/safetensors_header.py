@@ -47,8 +47,8 @@ class FileFingerprint:
     """A file as it was when opened: size, times in ns since 1970, inode (of a link's target).
 
     Attributes:
-        modified_ns: of the last write; a writer may set it back (``cp -p``, ``rsync -t``).
-        changed_ns: of the last change of content or attributes, which the kernel alone sets.
+        modified_ns: time in ns of the last write; a writer may set it back (``cp -p``, ``rsync -t``).
+        changed_ns: time in ns of the last change of content or attributes, which the kernel alone sets.
     """
 
     path: Path
@@ -59,7 +59,7 @@ class FileFingerprint:
 
     @classmethod
     def of(cls, path: Path, status: os.stat_result) -> FileFingerprint:
-        """That of the file with this status."""
+        """Fingerprint of the file with this status."""
         return cls(path, status.st_size, status.st_mtime_ns, status.st_ino, status.st_ctime_ns)
 
     def check(self) -> None:
@@ -139,7 +139,7 @@ class Checkpoint:
         return self.read_range(self[name])
 
     def read_range(self, tensor: FileTensor) -> torch.Tensor:
-        """The same for any range of a file, which may begin within a tensor and end in its neighbour."""
+        """Bytes of any range of a file, which may begin within a tensor and end in its neighbour."""
         import torch
 
         result = torch.empty(tensor.shape, dtype=tensor.dtype, device="cpu")

@@ -1,4 +1,4 @@
-"""Which bytes of a checkpoint make which tensor of a model.
+"""The bytes of a checkpoint that make each tensor of a model.
 
 A tensor of the model may be one tensor of the file, the same under another name, or several of them side by side
 (fused experts are their members in a row). All of these are contiguous ranges of a file that go to an offset of the
@@ -40,12 +40,12 @@ class FilePart(NamedTuple):  # as many as there are tensors in the files
 
 @dataclass(frozen=True)
 class TensorSource:
-    """Where one tensor of the model comes from.
+    """Source of one tensor of the model.
 
     Attributes:
         parts: cover the tensor without gaps or overlaps, in order of offset.
-        shape: of the model's tensor that the parts make.
-        dtype: of the model's tensor; parts of another dtype are converted while they are read.
+        shape: shape of the model's tensor that the parts make.
+        dtype: dtype of the model's tensor; parts of another dtype are converted while they are read.
     """
 
     parts: tuple[FilePart, ...]
@@ -90,7 +90,7 @@ class Conversion:
     """Computes tensors of the model from tensors of the files.
 
     Attributes:
-        names: of the model's tensors, the outputs.
+        names: names of the model's tensors, the outputs.
         parts: the inputs.
         make: from the parts, by their names in the files and unchanged, to the model's tensors by name, in the
             model's dtype and contiguous.
@@ -135,7 +135,7 @@ class WeightMap:
 
     @classmethod
     def expected(cls, inventory: Inventory, root: Path) -> WeightMap:
-        """Of a model whose files are not here, as if one file held every tensor unchanged and aligned."""
+        """Weight map of a model whose files are not here, as if one file held every tensor unchanged and aligned."""
         sources, file, offset = {}, root.absolute() / "model.safetensors", 0
         for storage in inventory.storages:
             if storage.is_saved and (found := _names_of(storage)):

@@ -44,7 +44,7 @@ class SpeculationFlags:
     accepted_from: Path | None = row("FILE", "The same, from a file of `generate --acceptance`.")
 
     def speculation(self) -> Speculation | None:
-        """What the flags ask for.
+        """The speculation that the flags ask for.
 
         Raises:
             OptionError: flags without ``--speculate``; a file of something else.
@@ -153,7 +153,7 @@ def disk_options(flags: OffloadFlags) -> DiskOptions | None:
 
 
 def target_device(name: str | None, instead: str = "") -> torch.device:
-    """Where compute runs: ``--device``, or by default a GPU where there is one.
+    """Device of compute: ``--device``, or by default a GPU where there is one.
 
     ``instead``: an alternative for a user without that device, as the end of the message.
 

@@ -506,7 +506,7 @@ def _stream(
 
 
 def _passes(stats: Stats) -> Iterator[str]:
-    """What speculation has brought."""
+    """The line about what speculation accepted."""
     if (counts := stats.speculation) is not None and counts.passes:
         yield f"{counts.passes} passes, {counts.tokens_per_pass:.2f} tokens each"
         yield f"{format_size(stats.bytes_moved // max(1, counts.tokens))} moved per token"

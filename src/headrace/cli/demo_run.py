@@ -161,7 +161,7 @@ class Result:
     Attributes:
         digest: sha256 of the tokens and of their logits.
         growth_bytes: the largest growth of resident memory, from before the weights until the end.
-        restored_digest: of the same work after ``handle.remove()``.
+        restored_digest: digest of the same work after ``handle.remove()``.
         planned_bytes: memory for weights.
         forward_bytes: copied in one forward by the plan.
         moved_bytes: copied in total.

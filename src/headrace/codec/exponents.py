@@ -39,10 +39,10 @@ class Piece:
 
     Attributes:
         start: where in the slab of the unit it begins, in bytes.
-        num_bytes: of the slab.
+        num_bytes: bytes of the slab.
         is_coded: or else as it is.
         code_start: where in the code of the unit it begins, in bytes.
-        code_bytes: of the code.
+        code_bytes: bytes of the code.
     """
 
     start: int

@@ -23,7 +23,7 @@ _ESCAPES = 0.020
 
 
 class Parts(NamedTuple):
-    """Where the parts of a code begin; the signs and mantissas are at 0."""
+    """Offsets of the parts of a code; the signs and mantissas are at 0."""
 
     planes: int
     table: int
@@ -33,7 +33,7 @@ class Parts(NamedTuple):
 
 
 def parts_of(num_weights: int, num_escapes: int) -> Parts:
-    """Of a code of so many weights; each part begins at a multiple of 16 bytes."""
+    """Offsets in a code of so many weights; each part begins at a multiple of 16 bytes."""
     num_blocks = -(-num_weights // BLOCK)
     table = num_weights + num_blocks * (BLOCK // 8) * WIDTH
     firsts = table + 16

@@ -29,8 +29,8 @@ def cached_hook(
     """Have the module of ``layer`` read its experts by rows; its own tensors become placeholders.
 
     Args:
-        rows: of each storage: those on the device and those that are stored.
-        turn: of all layers of the model.
+        rows: rows of each storage: those on the device and those that are stored.
+        turn: stream order of all layers of the model.
         factory: makes the hook; default that of transformers' experts.
     """
     memory, first = list(rows.values()), layer.first_overflow_row

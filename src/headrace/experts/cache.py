@@ -49,7 +49,7 @@ class ExpertCache:
     Attributes:
         location: [E]: the row of every expert now; -1: of another rank.
         num_slots: rows of slots; at most as many as there are experts here.
-        turn: of all layers that share memory with this one.
+        turn: stream order of all layers that share memory with this one.
     """
 
     def __init__(
@@ -71,7 +71,7 @@ class ExpertCache:
                 it. ``location`` has the same dtype.
             num_slots: at least 1.
             overflow_rows: rows after the slots, in memory that other layers may share.
-            turn: of the layers that share it; ``None``: there are none.
+            turn: stream order of the layers that share it; ``None``: there are none.
             shift: see :meth:`admit`.
             debug: :meth:`compare` compares.
             check: called before each admission; it raises where the model no longer has the tensors of the rows.
@@ -155,7 +155,7 @@ class ExpertCache:
         return rows
 
     def compare(self, ids: torch.Tensor, rows: torch.Tensor) -> None:
-        """With ``debug``, after a kernel has read the experts ``ids`` in ``rows``: compare these with host memory.
+        """Compare the experts ``ids`` in ``rows``, which a kernel has read, with host memory; only with ``debug``.
 
         Bytes that differ are an error of the next :meth:`counts`, also where a graph contains the comparison. So the
         kernel has read what the store holds, whether or not its own result repeats (contract 1).

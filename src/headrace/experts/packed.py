@@ -66,8 +66,8 @@ def route_by_rows(routing: Any, cache: RowMap, num_rows: int) -> tuple[Any, torc
 
     Args:
         routing: a ``RoutingData`` with the numbers of experts.
-        cache: of their layer.
-        num_rows: of its ranges, below 2**16.
+        cache: cache of their layer.
+        num_rows: rows of its ranges, below 2**16.
 
     Returns:
         ``routing`` with rows for numbers, and the experts that were asked for with their rows.
@@ -94,7 +94,7 @@ def route_by_rows(routing: Any, cache: RowMap, num_rows: int) -> tuple[Any, torc
 
 
 class PackedExperts(CachedExperts):
-    """Of transformers' experts in MXFP4, which are given the tiles of a step."""
+    """Experts of transformers in MXFP4, which are given the tiles of a step."""
 
     entry = "forward_routed"
 
@@ -119,7 +119,7 @@ class PackedExperts(CachedExperts):
 
 
 def read_by_rows(module: nn.Module, tensors: Mapping[str, torch.Tensor], cache: RowMap) -> CachedExperts:
-    """Of experts of transformers; see :data:`headrace.experts.rows.ReadsRows`."""
+    """Run experts of transformers by rows; see :data:`headrace.experts.rows.ReadsRows`."""
     return (PackedExperts if is_routed(module) else CachedExperts)(module, tensors, cache)
 
 

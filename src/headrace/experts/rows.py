@@ -76,7 +76,7 @@ class CacheStreamOrder:
 
     Attributes:
         lock: held by the thread that launches.
-        stream: of the latest run; ``None`` before the first.
+        stream: stream of the latest run; ``None`` before the first.
         reader: the thread that has admitted experts and not read them yet.
         token: int64 [1], which the ops of compiled code declare as mutated.
     """
@@ -127,7 +127,7 @@ class RowMap(Protocol):
     Attributes:
         location: int64 [experts] on the device.
         num_slots: experts that the device holds.
-        turn: of all layers that share memory with this one.
+        turn: stream order of all layers that share memory with this one.
     """
 
     location: torch.Tensor
@@ -138,7 +138,7 @@ class RowMap(Protocol):
         """Bring the experts ``ids`` to the device, change ``location`` accordingly, and return their rows."""
 
     def compare(self, ids: torch.Tensor, rows: torch.Tensor) -> None:
-        """With ``HEADRACE_DEBUG=1``: a kernel has read experts ``ids`` in ``rows``; compare these with the store."""
+        """Compare experts ``ids`` in ``rows``, which a kernel has read, with the store (``HEADRACE_DEBUG=1``)."""
 
 
 class ExpertHook(Protocol):

@@ -66,7 +66,7 @@ def decode_in_graphs(model: PreTrainedModel, context: int = 0, *, with_hooks: bo
     """Make ``model.generate`` decode in CUDA graphs, until ``remove()`` of the result or of the offload.
 
     Args:
-        model: of transformers, offloaded or resident. ``load`` makes this call by itself, without hooks.
+        model: model of transformers, offloaded or resident. ``load`` makes this call by itself, without hooks.
         context: the cache has room for at least so many tokens of prompt and answer; by default each call sets it.
         with_hooks: capture your forward hooks with the model: their kernels are replayed and their Python code is not.
             Without it, ``generate`` runs eagerly while the model has any.
@@ -337,7 +337,7 @@ class DecodeGraphs:
 
 
 def arguments_in_force(model: Any, inputs: Any, given: GenerationConfig | None, kwargs: Mapping[str, Any]) -> Any:
-    """Of a call of ``model.generate``: its generation config, and its prompt; ``None``: it has no prompt of tokens."""
+    """Generation config and prompt of a call of ``model.generate``; ``None``: it has no prompt of tokens."""
     config: Any = copy.deepcopy(model.generation_config)
     if given is not None:
         config.update(**given.to_diff_dict())
@@ -465,7 +465,7 @@ def _constant_part(leaf: Any) -> Hashable:
 
 @functools.cache
 def _capture_stream(device: torch.device) -> torch.cuda.Stream:
-    """Without it ``torch.cuda.graph`` captures on whatever device was current when the process first captured."""
+    """Stream for captures: without it ``torch.cuda.graph`` uses the device that was current at the process's first."""
     return torch.cuda.Stream(device)
 
 

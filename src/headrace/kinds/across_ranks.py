@@ -66,7 +66,7 @@ class Split(StoreKind):
         self.name, self.label, self.on_host, self.remark = name, label, on_host, _remark(name)
 
     def rates(self, rates: Rates, num_ranks: int) -> Rates:
-        """Those of units split over ``num_ranks`` ranks, by bytes of a unit.
+        """Rates of units split over ``num_ranks`` ranks, by bytes of a unit.
 
         Without a measured ``peer_bytes_per_s`` the rates are those of one rank's own link, less than either way has.
         Peers that are hardly faster than the own link are taken to share it (PCIe, not NVLink): copies from host memory

@@ -38,7 +38,7 @@ class Coded(StoreKind):
         return slab_bytes([self.link_bytes(unit)])
 
     def rates(self, rates: Rates, num_ranks: int) -> Rates:
-        """Those by bytes of a unit, which crosses the link as code."""
+        """Rates by bytes of a unit, which crosses the link as code."""
         share = coded_bytes(1 << 20) / (1 << 20)
         decode_s = (1 + share) / (_DECODING_SHARE * rates.device_bytes_per_s)
         return replace(

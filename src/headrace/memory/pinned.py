@@ -221,7 +221,7 @@ def warn_refused(num_bytes: int, code: int) -> None:
 
 
 def pinning_fix() -> str:
-    """What to do where the driver refuses to pin memory."""
+    """Advice where the driver refuses to pin memory."""
     return "Windows limits what WSL may pin: raise memory= in .wslconfig" if is_wsl() else "check `ulimit -l`"
 
 

@@ -207,7 +207,7 @@ class SymmetricMemory:
 
     @property
     def local(self) -> torch.Tensor:
-        """This rank's memory: uint8, 1-D."""
+        """Memory of this rank: uint8, 1-D."""
         return self.views[self.rank]
 
     def barrier(self) -> None:

@@ -31,7 +31,7 @@ class MappedMemory(RawMemory):
     """Memory of the host, or of a peer, that a device addresses; its views keep it alive.
 
     Attributes:
-        num_bytes: of the memory.
+        num_bytes: bytes of the memory.
         address: where it begins.
     """
 
@@ -52,12 +52,12 @@ class MappedMemory(RawMemory):
 
     @property
     def buffer(self) -> torch.Tensor:
-        """As the host sees it (uint8, 1-D); not where it is a peer's."""
+        """Memory as the host sees it (uint8, 1-D); not where it is a peer's."""
         return torch.from_numpy(np.asarray(self)[_HEAD_BYTES:])
 
     @property
     def on_device(self) -> torch.Tensor:
-        """As the device sees it (uint8, 1-D)."""
+        """Memory as the device sees it (uint8, 1-D)."""
         return torch.as_tensor(self, device=self._device)[_HEAD_BYTES:]
 
 
@@ -83,7 +83,7 @@ class SplitRange:
         Args:
             device_bytes: device memory at the beginning, at least 2 MiB.
             host_start: where host memory begins; at least ``device_bytes``.
-            num_bytes: of the range. All three are multiples of 2 MiB.
+            num_bytes: bytes of the range. All three are multiples of 2 MiB.
             device: a CPU has one memory: there all bytes are ordinary memory.
             host: the host memory, where it is there already and is mapped a second time; ``None``: it is made.
             shared: where memory of the device begins that other ranges map as well, between the two memories; and it.

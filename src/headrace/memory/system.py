@@ -136,7 +136,7 @@ def dup_above_stdio(fd: int) -> int:
 
 
 class PeakMeter:
-    """By how much resident memory grows at most from here on.
+    """Meter of the most by which resident memory grows from here on.
 
     Resets the kernel's high-water mark (``proc(5)``, ``/proc/pid/clear_refs``, value 5). Where that is not allowed an
     earlier peak stays in the value, which then is too high and never too low.
@@ -156,7 +156,7 @@ class PeakMeter:
 
 
 def host_available_bytes(meminfo: str | None = None) -> int | None:
-    """What this process can still take without swapping: ``MemAvailable`` of proc(5), reclaimable page cache included.
+    """Bytes that this process can take without swapping: ``MemAvailable`` of proc(5), reclaimable page cache included.
 
     Within its limit of address space (``ulimit -v``), which mapped files and stacks of threads take from, too.
 
@@ -174,7 +174,7 @@ def host_available_bytes(meminfo: str | None = None) -> int | None:
 
 
 def cgroup_available_bytes(membership: str | None = None, root: Path = _CGROUP_ROOT) -> int | None:
-    """What the control groups of this process leave it: the least over its own group and all above, of v1 and v2.
+    """Bytes that control groups leave this process: the least over its own group and all above, of v1 and v2.
 
     A group leaves its limit less its use; page cache counts as free, since the kernel takes it back before it kills a
     process (cgroups(7); Documentation/admin-guide/cgroup-v2.rst, cgroup-v1/memory.rst). A container sees its own group
@@ -192,7 +192,7 @@ def cgroup_available_bytes(membership: str | None = None, root: Path = _CGROUP_R
 
 
 def memlock_bytes(status: str | None = None, soft_limit: int | None = None) -> int | None:
-    """What ``RLIMIT_MEMLOCK`` lets this process lock beyond what it has locked; ``None`` if it is not bound by it.
+    """Bytes that ``RLIMIT_MEMLOCK`` lets this process lock beyond what it has locked; ``None``: no limit binds it.
 
     Args:
         status: text of ``/proc/self/status``; default that of this process.
@@ -390,7 +390,7 @@ def parse_cpu_list(text: str) -> frozenset[int]:
 
 
 def local_cpus(address: str, allowed: Collection[int], sysfs: Path = _SYSFS) -> frozenset[int] | None:
-    """Those of ``allowed`` that share a memory node with the PCI device at ``address`` (``"0000:1b:00.0"``).
+    """CPUs of ``allowed`` that share a memory node with the PCI device at ``address`` (``"0000:1b:00.0"``).
 
     ``None`` where there is nothing to choose: one node, a device without a node, or none of its processors allowed.
     """

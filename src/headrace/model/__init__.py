@@ -1,1 +1,1 @@
-"""What a model is made of: storages, names, groups, tensors."""
+"""Parts of a model: storages, names, groups, tensors."""

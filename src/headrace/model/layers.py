@@ -151,7 +151,7 @@ def reader_of(inventory: Inventory, module: str) -> str:
 
 
 def weights_of(storages: Iterable[StorageInfo]) -> list[StorageInfo]:
-    """Those that hold a parameter, or are of a module with packed weights.
+    """Storages that hold a parameter, or are of a module with packed weights.
 
     Other buffers are left out because modules may write them during a forward; they move when named.
     """

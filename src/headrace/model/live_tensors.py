@@ -80,7 +80,7 @@ def refuse_reload() -> None:
 
 
 class TensorState(Enum):
-    """What an offloaded tensor views, and so what an operator finds there.
+    """Memory that an offloaded tensor views, and so what an operator finds there.
 
     - RESIDENT: Memory that stays, with its bytes: what the model came with, or what has replaced that. It follows every
       state: ``point_at`` moves or promotes a tensor, ``return_to`` and ``restore`` end its offload.
@@ -148,7 +148,7 @@ class BoundTensor:
 
     @property
     def state(self) -> TensorState:
-        """What the tensor views now; LOST as the latest window or check has found it."""
+        """State of the tensor now; LOST as the latest window or check has found it."""
         if self._is_lost and self._state in (FIXED, PLACEHOLDER):
             return LOST
         is_open = self._state is PLACEHOLDER and storage_id(self.tensor) == self._slot_storage
@@ -269,7 +269,7 @@ class BoundTensor:
             raise self._moved()
 
     def copy_of(self, buffer: torch.Tensor) -> torch.Tensor:
-        """This tensor over ``buffer``, for reading only."""
+        """View of ``buffer`` as this tensor, for reading only."""
         with torch.inference_mode(self.original.is_inference()):
             return guarded(self.view_of(buffer), self)
 
@@ -341,7 +341,7 @@ class BoundTensor:
         return int(view.storage_offset() * view.itemsize - self.in_slot.storage_offset() * self.in_slot.itemsize)
 
     def view_of(self, buffer: torch.Tensor) -> torch.Tensor:
-        """This tensor's shape, strides and dtype over the bytes of its storage."""
+        """View of ``buffer``, the bytes of the storage, with this tensor's shape, strides and dtype."""
         start = buffer.storage_offset() + self.info.byte_offset
         view = torch.empty(0, dtype=self.info.dtype, device=buffer.device)
         view.set_(buffer.untyped_storage(), start // view.itemsize, self.info.shape, self.info.stride)
@@ -495,7 +495,7 @@ class BoundStorage:
             tensor.point_at(buffer)
 
     def point_at_slot(self, buffer: torch.Tensor, on_access: OnAccess | None = None) -> None:
-        """The same for a slot, which other units' tensors view as well; see :mod:`headrace.runtime.hooks`."""
+        """Make the tensors views of a slot, which other units' tensors view, too; see :mod:`headrace.runtime.hooks`."""
         for tensor in self.tensors:
             tensor.point_at_slot(buffer, on_access)
 
@@ -557,7 +557,7 @@ def fill_empty(model: nn.Module, device: torch.device) -> None:
 
 
 def used_elsewhere(storages: Collection[BoundStorage]) -> list[BoundStorage]:
-    """Those whose memory has another user than the model: an alias, an array of ``numpy()``, a list of views."""
+    """Storages whose memory has another user than the model: an alias, an array of ``numpy()``, a list of views."""
     count = torch_private.use_count
     probe = torch.empty(1, device="cpu")
     of_python = count(storage_id(probe)) - 1  # Python's object of a storage, which storage_id() makes, counts too
@@ -599,7 +599,7 @@ def _holder(module: nn.Module, place: Location) -> dict[str, torch.Tensor | None
 
 
 def own_storage(buffer: torch.Tensor) -> torch.Tensor:
-    """The same memory, kept alive, under a storage object of its own."""
+    """Tensor over the memory of ``buffer``, kept alive, under a storage object of its own."""
     # The tensors of all units in a slot share its memory. With one storage for all, its use count (is_viewed) and its
     # owner (_owners) would mix the tensors of different units.
     if buffer.is_cpu:
@@ -610,7 +610,7 @@ def own_storage(buffer: torch.Tensor) -> torch.Tensor:
 
 
 class Saved:
-    """What autograd saves of ``tensor``, which is no weight in a slot, as it would without hooks."""
+    """Value that autograd saves of ``tensor``, which is no weight in a slot, as it would without hooks."""
 
     def __init__(self, tensor: torch.Tensor) -> None:
         # An output itself would keep its history alive, which keeps this: a circle that no collector sees.
@@ -618,7 +618,7 @@ class Saved:
         self._version = tensor._version
 
     def tensor(self) -> torch.Tensor:
-        """For the backward pass; raises ``StateError`` after a write, for which torch does not look behind hooks."""
+        """Tensor for the backward pass; ``StateError`` after a write, for which torch does not look behind hooks."""
         if self._tensor._version != self._version:
             raise StateError(
                 f"a backward pass needs a tensor {list(self._tensor.shape)} of an offloaded module's forward that was "
@@ -663,7 +663,7 @@ _owners: weakref.WeakValueDictionary[int, BoundTensor] = weakref.WeakValueDictio
 
 
 class _PlaceholderStorage(torch.UntypedStorage):
-    """Without bytes, so that what copies it would copy nothing, and find nothing wrong."""
+    """Storage without bytes: what copied it would copy nothing, and find nothing wrong."""
 
     def nbytes(self) -> int:
         """The size of what the placeholder stands for."""

@@ -204,7 +204,7 @@ class Inventory:
     """All storages of a model, in the order of ``named_modules``.
 
     Attributes:
-        storages: those with bytes.
+        storages: storages with bytes.
         empty: names of 0-element tensors (placeholders); they never move.
         modules: module names in order, with the class name of each.
         lookups: names of the embedding modules; unlike ``StorageInfo.is_lookup`` this includes tied tables.
@@ -279,7 +279,7 @@ class Inventory:
 
     @cached_property
     def _dominators(self) -> dict[str, tuple[str, ...]]:
-        """By iteration to a fixed point (Allen and Cocke 1972); modules come after the parent in their first name."""
+        """Dominators by iteration to a fixed point (Allen, Cocke 1972); a module comes after its first parent."""
         found: dict[str, tuple[str, ...]] = {"": ("",)}
         changed = True
         while changed:
@@ -342,7 +342,7 @@ class ModelProfile:
         experts_per_token: how many experts of a mixture-of-experts layer one row is routed to (``top_k``); ``None``
             means that every row uses all of every tensor.
         kv_bytes_per_token: bytes one token of one sequence takes in the caches of all layers together.
-        kv_window_bytes_per_token: the same for the layers that keep no more than ``window`` tokens; comes on top.
+        kv_window_bytes_per_token: those of layers that keep no more than ``window`` tokens; comes on top.
         window: tokens that those layers keep.
         state_bytes_per_sequence: bytes per sequence that do not grow with the context (recurrent states, convolutions).
         activation_bytes_per_row: peak of live intermediate tensors of a step per row, logits included.
@@ -352,7 +352,7 @@ class ModelProfile:
         row_readers: modules whose experts may lie in any order of rows, by dotted name.
         kernels_per_step: kernels of a decoding step of transformers' eager forward, matrix products apart; ``None`` for
             a model whose kernels are fused (of an engine, of a compiler), or that was not measured.
-        copied_experts_bytes_per_row: of the experts of a row that such a step copies before it multiplies with them.
+        copied_experts_bytes_per_row: bytes of the experts of a row that such a step copies before it multiplies.
     """
 
     experts_per_token: int | None = None

@@ -116,7 +116,7 @@ class _Tree:
         self._num_tables = Counter(around for name in self.tables for around in dotted_prefixes(name))
 
     def matrices(self, module: str) -> list[_Parameter]:
-        """Those of :attr:`below` with two or more dimensions; others (norms, biases) show no structure."""
+        """Tensors of :attr:`below` with two or more dimensions; others (norms, biases) show no structure."""
         return [held for held in self.below[module] if len(held.shape) >= 2]
 
     def shapes(self, module: str) -> list[tuple[int, ...]]:

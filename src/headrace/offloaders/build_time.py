@@ -47,7 +47,7 @@ _GROUPS_OF_LAYERS = frozenset({"attention", "mlp", "experts", "shared_experts"})
 
 
 class BuildTimeFilter:
-    """Which parameters leave the device before there is a plan: those that ``policy`` will, or may, offload.
+    """Filter of the parameters that leave the device before there is a plan: those that ``policy`` may offload.
 
     Only the end of a name is known while a layer is built. Whole segments match there as they will later; for globs and
     regular expressions the usual beginning is assumed. A semantic group needs the whole model, so it stands for
@@ -285,7 +285,7 @@ class BuildTimePool:
         return memory
 
     def find(self, tensor: torch.Tensor) -> AlreadyPinned | None:
-        """Where the bytes of ``tensor`` lie in the pool; ``None`` if they are anywhere else by now."""
+        """Place of the bytes of ``tensor`` in the pool; ``None`` if they are anywhere else by now."""
         index = bisect_right(self._memory, tensor.data_ptr(), key=lambda entry: entry[0]) - 1
         memory = self._memory[index][1]() if index >= 0 else None
         if memory is None:
@@ -346,7 +346,7 @@ def _sharing_memory(module: nn.Module) -> frozenset[str]:
 
 
 def _is_plain(parameter: nn.Parameter) -> bool:
-    """On a GPU, in memory of its own without gaps, and no tensor subclass: then its bytes, if any, can be anywhere."""
+    """Whether the tensor is on a GPU, without gaps in its own memory, and of no subclass: its bytes can be anywhere."""
     data = parameter.data
     own = data.untyped_storage().nbytes() == data.nbytes if type(data) is torch.Tensor else False
     if not (data.is_cuda and own and data.numel() > 0 and data.dim() > 0):

@@ -146,7 +146,7 @@ class LayerwiseOffloader(BaseOffloader):
         return self._stacks
 
     def _device(self) -> torch.device:
-        """Where compute runs."""
+        """Device of compute."""
         return compute_device(self._model())
 
     def _take_inventory(self, model: nn.Module) -> Inventory:
@@ -162,7 +162,7 @@ class LayerwiseOffloader(BaseOffloader):
 
 
 class PrefetchOffloader(LayerwiseOffloader):
-    """Of every ``group_size`` layers the last ``num_in_group`` are offloaded and copied ahead of use."""
+    """Offloader of the last ``num_in_group`` of every ``group_size`` layers, which are copied ahead of use."""
 
     def __init__(
         self,
@@ -185,7 +185,7 @@ class UVAOffloader(LayerwiseOffloader):
 
 
 def lookup_rule(table: type[nn.Module], head: type[nn.Module]) -> Callable[[nn.Module], bool]:
-    """For :class:`EngineTraits`, by the engine's classes: whether a forward looks rows up in a module."""
+    """Rule for :class:`EngineTraits`, by the engine's classes: whether a forward looks rows up in a module."""
     # A head derives from the table, but its forward reads the complete weight in a matrix product.
     return lambda module: isinstance(module, nn.Embedding | table) and not isinstance(module, head)
 
@@ -395,7 +395,7 @@ class EngineOffloader(LayerwiseOffloader):
     # -- the plan -----------------------------------------------------------------------------------------------------
 
     def _cached_in(self, layer: nn.Module) -> Iterable[str]:
-        """Those that a rule asks for; raises ``OptionError`` if they cannot be cached, before weights are loaded."""
+        """Experts that a rule asks for; ``OptionError`` if they cannot be cached, before weights are loaded."""
         experts = self._expert_modules(layer) if self._asks_for_cache else {}
         for name, why in experts.items():
             if why is not None:

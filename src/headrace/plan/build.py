@@ -77,9 +77,9 @@ class Planner:
     """Makes plans from policies, predicts their cost, and suggests alternatives; loads nothing.
 
     Attributes:
-        inventory: of the model, which may be on ``meta``.
-        rates: of the machine, one rank alone; those of units that are split are derived from them.
-        profile: of the model beyond names and sizes.
+        inventory: inventory of the model, which may be on ``meta``.
+        rates: rates of the machine, one rank alone; those of units that are split are derived from them.
+        profile: profile of the model beyond names and sizes.
         zero_copy: whether a budget may read any tensor in place, and not only lookups.
         default_mode: the store of a :class:`~headrace.config.Budget` that names none.
         unstreamable: storages whose bytes are in no checkpoint file unchanged; mode ``disk`` keeps them resident.
@@ -116,7 +116,7 @@ class Planner:
         Args:
             movable: of a :class:`~headrace.config.UVA` or a budget, names of the storages that may leave the device;
                 default those that its patterns select.
-            forced: of a budget, the mechanisms of storages by name; its rules override them.
+            forced: mechanisms of a budget's storages by name; its rules override them.
 
         Raises:
             SelectionError: a pattern, or the policy as a whole, selects nothing that can be offloaded.
@@ -289,7 +289,7 @@ class Planner:
         )
 
     def _run_once(self, movable: Sequence[StorageInfo], workload: Workload) -> list[StorageInfo]:
-        """Those of ``movable`` that units can hold, of modules that a call runs once, and not once per step."""
+        """Storages of ``movable`` that units can hold, of modules that a call runs once, and not once per step."""
         steps = {name for pattern in workload.repeated for name in matching(self.inventory, pattern)}
         once = [s for s in movable if s.name not in steps and not s.is_lookup]
         return [s for spec in unit_specs(self.inventory, once) for s in spec.storages]
@@ -305,7 +305,7 @@ class Planner:
         return kind_of(mode if codec in ("none", "auto") else codec)
 
     def _forecaster(self, plan: Plan, rows: int, context: int, hits: ExpertHits | FixedHits) -> Forecaster:
-        """Of plans with the stores of ``plan``."""
+        """Forecaster of plans with the stores of ``plan``."""
         rates = self._kind_of_units(plan.codec, plan.mode).rates(self.rates, self.num_ranks)
         stored_bytes = self.stored_bytes if plan.kind.in_files else {}
         return Forecaster(self.inventory, rates, self.profile, rows, context, stored_bytes, hits)

@@ -50,7 +50,7 @@ class CachedLayer:
 
     Attributes:
         module_fqn: dotted name of the module that holds their tensors.
-        num_experts: of the module; the first dimension of each of its tensors.
+        num_experts: experts of the module; the first dimension of each of its tensors.
         num_slots: experts that the device holds, at most ``num_experts``.
         storages: names of the tensors, each with the bytes of all experts.
         overflow_rows: experts beyond the slots that a step copies to the device, until the next layer does.
@@ -107,7 +107,7 @@ class CachedLayer:
 
     @property
     def overflow_memories(self) -> dict[str, tuple[int, int]]:
-        """By storage with overflow rows: its index in the layer, and their bytes. Layers share those that are equal."""
+        """Index in the layer, and bytes, of each storage with overflow rows. Layers share those that are equal."""
         split = [name for name in self.storages if self.overflow_bytes(name)]
         return {name: (index, self.overflow_bytes(name)) for index, name in enumerate(split)}
 
@@ -200,7 +200,7 @@ def overflow_memories(layers: Iterable[CachedLayer]) -> set[tuple[int, int]]:
 
 
 def why_not_cached(inventory: Inventory, names: Collection[str]) -> dict[str, str]:
-    """Those of the storages ``names`` that a cache of experts cannot hold, each with the reason."""
+    """Storages of ``names`` that a cache of experts cannot hold, each with the reason."""
     reasons: dict[str, str] = {}
     wanted: dict[str, list[StorageInfo]] = {}
     for storage in inventory.storages:

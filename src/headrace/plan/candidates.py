@@ -84,7 +84,7 @@ class MappedFiles:
 
     Attributes:
         refused: storages that cannot be read in place, each with the reason; it follows the name.
-        joined_bytes: of storages in pieces, by name: memory for the pages in which the mapped pieces meet.
+        joined_bytes: bytes of storages in pieces, by name: memory for the pages in which the mapped pieces meet.
     """
 
     refused: Mapping[str, str] = field(default_factory=dict)
@@ -106,11 +106,11 @@ class CandidateTable:
     """A request to the solver, the storages by their role, and the families of candidates over them.
 
     Attributes:
-        inventory: of the model.
+        inventory: inventory of the model.
         movable: storages that may leave the device; the others stay.
         forced: storages whose mechanism a rule decides; not among ``movable``.
-        rates: of the machine, and of the links that units come over (:meth:`StoreKind.rates`).
-        profile: of the model beyond names and sizes.
+        rates: rates of the machine, and of the links that units come over (:meth:`StoreKind.rates`).
+        profile: profile of the model beyond names and sizes.
         zero_copy: whether compute may read any tensor in place, and not lookups alone.
         lookups_in_place: whether rows of lookup tables may be; mode ``meta`` has no rows to read.
         mapped: files that lookups and experts are read in place from; ``None``: weights are not stored in files.
@@ -119,13 +119,13 @@ class CandidateTable:
         context: tokens per sequence that attention reads from the cache.
         ranks_on_device: ranks over whose devices offloaded units are split; ``None``: they are not on devices.
         mode: the store.
-        kind: of the store of units: that of the codec, if there is one, or of ``mode``.
+        kind: kind of the store of units: that of the codec, if there is one, or of ``mode``.
         spill: files for the units that host memory has no room for; ``None``: all are in the one store.
         cacheable: experts that may be cached, by name.
-        expert_slots: of each layer of experts; ``None``: any number.
+        expert_slots: slots of each layer of experts; ``None``: any number.
         hits: what a cache of experts is expected to hit.
         peer_bytes: memory of another GPU that is used before host memory.
-        stages: of the model, in order.
+        stages: stages of the model, in order.
         spill_order: module names (FQNs) of all stages, in the order in which their units go to the files.
         layers: names of those that are layers.
         layer_index: position of every layer.
@@ -204,7 +204,7 @@ class CandidateTable:
         self.read_sizes = self.sizes | {name: float(size) for name, size in self.stored_bytes.items()}
 
     def _role(self, layer: str, storage: StorageInfo) -> str:
-        """Its name inside its layer; experts that cannot be read in place have a role of their own."""
+        """Name inside the layer; experts that cannot be read in place have a role of their own."""
         role = storage.name.removeprefix(layer + ".")
         is_refused = self.mapped is not None and storage.name in self.mapped.refused
         return f"{role}{_REFUSED}" if is_refused and experts_in(self.inventory, storage) > 1 else role
@@ -224,7 +224,7 @@ class CandidateTable:
         ]
 
     def forecaster(self, rows: int) -> Forecaster:
-        """Of any plan, for a step of ``rows`` rows."""
+        """Forecaster of any plan, for a step of ``rows`` rows."""
         facts = (self.inventory, self.rates, self.profile, rows, self.context, self.stored_bytes)
         return Forecaster(*facts, self.hits)
 
@@ -413,7 +413,7 @@ class Placed(NamedTuple):
     """Stores of units, by candidate.
 
     Attributes:
-        stores: of all units.
+        stores: stores of all units.
         host_bytes: host memory for units, for tensors that are read in place, and for the staging ring.
     """
 
@@ -442,7 +442,7 @@ class Family:
     Where a method takes ``host_bytes``, as many of a candidate's units are in files as do not fit into them.
 
     Attributes:
-        table: of all families.
+        table: table of all families.
         sets: what the next four index.
         high, low: the set that is prefetched in the ``HIGH`` layers, and that in the others.
         high_uva, low_uva: the set that is read in place in the ``HIGH`` layers, and that in the ``LOW`` ones.
@@ -470,11 +470,11 @@ class Family:
     memories: dict[int, Memory] = field(default_factory=dict)
 
     def with_all_slots(self) -> list[Family]:
-        """The same candidates with one slot, with two and so on."""
+        """The candidates with one slot, with two and so on."""
         return [replace(self, num_slots=count) for count in range(1, MAX_SLOTS + 1)]
 
     def _take(self, rows: Ints) -> Family:
-        """The same family with only the candidates of these indices."""
+        """The family with only the candidates of these indices."""
         arrays = ("high", "low", "high_uva", "low_uva", "pattern")
         return replace(self, memories={}, **{name: getattr(self, name)[rows] for name in arrays})
 
@@ -514,7 +514,7 @@ class Family:
 
     @cached_property
     def memory(self) -> Memory:
-        """As :class:`~headrace.plan.plan.Plan` counts it once a candidate is laid out."""
+        """Memory as :class:`~headrace.plan.plan.Plan` counts it once a candidate is laid out."""
         if not self.memories:
             self.memories.update(self._memories())
         found = self.memories[self.num_slots]
@@ -558,13 +558,13 @@ class Family:
             )
 
     def _uncoded(self) -> dict[str, Bools]:
-        """By module: whether its unit has no code, where others have one."""
+        """Whether each module's unit has no code, where others have one."""
         return (
             {fqn: num_bytes > 0 for fqn, num_bytes in self._units(self.table.uncodable)} if self.table.uncodable else {}
         )
 
     def _code_bytes(self, slab: Floats, uncoded: Bools | None) -> Floats:
-        """At most so many bytes of code for units of these bytes."""
+        """Upper bound of the bytes of code for units of these bytes."""
         share = 1.001 * self.table.rates.coded_share
         code = np.where(slab > 0, np.ceil(slab * share + _MOST_ROUNDED), 0.0)
         return code if uncoded is None else np.where(uncoded, slab, code)
@@ -578,7 +578,7 @@ class Family:
         return found
 
     def _on_peer(self, slabs: Mapping[str, Floats]) -> tuple[dict[str, Bools], Floats]:
-        """Which of the units of these bytes the peer has room for, and the bytes that are left there."""
+        """Units of these bytes that the peer has room for, and the bytes that are left there."""
         if not self.table.peer_bytes:
             return {}, np.zeros(len(self.high))
         order = [fqn for fqn in reversed(self.table.spill_order) if fqn in slabs]

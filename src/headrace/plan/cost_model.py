@@ -98,7 +98,7 @@ class Stage:
 
     Attributes:
         module_fqn: its dotted name.
-        storages: that it reads, each with the number of experts (:func:`experts_in`; 1: it is not of experts).
+        storages: storages that it reads, each with the number of experts (:func:`experts_in`; 1: it is not of experts).
         is_layer: whether it is one of the layers.
     """
 
@@ -154,7 +154,7 @@ class StorageCost:
 
     Attributes:
         resident_s: its compute when it is on the device.
-        in_place_s: the same when it is read in place, during which the link is busy.
+        in_place_s: seconds when it is read in place, during which the link is busy.
     """
 
     resident_s: float
@@ -256,7 +256,7 @@ class UnitStores:
 
     Attributes:
         main: the kind of a unit that is in none of the others.
-        others: of a kind, by module, whether its unit is there; a later one counts before an earlier one.
+        others: by module, whether its unit is of the kind; a later one counts before an earlier one.
     """
 
     main: StoreKind
@@ -286,7 +286,7 @@ class StepModel:
     """A step of ``rows`` rows, by the cost model: of many candidates at once, or of the one that a plan is.
 
     Attributes:
-        costs: of every storage by name.
+        costs: costs of every storage by name.
         resident_s: by stage, compute with all weights on the device.
     """
 
@@ -335,7 +335,7 @@ class StepModel:
 
         Args:
             sizes: bytes of units by the module of their stage.
-            stores: of the units.
+            stores: stores of the units.
             in_place: as :meth:`read_in_place`, by candidate.
         """
         rates, none, stages = self._rates, np.zeros(len(num_slots)), []
@@ -355,7 +355,7 @@ class StageTimes(NamedTuple):
     Attributes:
         compute_s: with its unit in the slot; reading in place included.
         in_place_s: the part of it in which the link is busy.
-        copy_s: of its unit; 0 where it has none.
+        copy_s: seconds of its unit; 0 where it has none.
         disk_s: reading its unit from the files; 0 where it is not in files.
     """
 
@@ -430,7 +430,7 @@ class _State:
         self._disk_free = np.where(reads_behind, 0.0, -np.minimum(since + wrapping, self._ring_s))
 
     def _arrival(self, start: Floats, copy_s: Floats, disk_s: Floats, copied: Bools) -> Floats:
-        """When a copy that can start at ``start`` ends; the disk moves on to the next unit then."""
+        """End of a copy that can start at ``start``; the disk moves on to the next unit then."""
         arrival = start + copy_s
         if not self._ring_s:
             return arrival
@@ -495,7 +495,7 @@ class Forecast:
     Attributes:
         rows: sequences that decode together, or tokens of a prefill.
         step_s: predicted time.
-        resident_s: the same with all weights on the device.
+        resident_s: seconds with all weights on the device.
         link_s: all copies, one after another.
         disk_s: all reading of files that comes before the copies.
         in_place_s: all reading in place, and fetching of cached experts.

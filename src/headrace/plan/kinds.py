@@ -101,7 +101,7 @@ class Unit:
 
 
 class PlacedUnits(Protocol):
-    """What a kind reads of a plan."""
+    """Fields of a plan that a kind of store reads."""
 
     @property
     def num_ranks(self) -> int:

@@ -151,7 +151,7 @@ class Plan:
         return text
 
     def with_prediction(self, prediction: object) -> Plan:
-        """The same plan with these predictions."""
+        """The plan with these predictions."""
         plan = replace(self)
         object.__setattr__(plan, "prediction", prediction)
         return plan
@@ -312,7 +312,7 @@ class Plan:
 
     @cached_property
     def placements(self) -> dict[str, Placement]:
-        """Of every storage by the name of its first tensor."""
+        """Placement of every storage by the name of its first tensor."""
         found = {name: Placement("resident", None, size) for name, size in self.resident.items()}
         found |= {name: Placement("uva", self.mode, size) for name, size in self.uva.items()}
         for unit in self.units:

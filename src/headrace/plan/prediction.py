@@ -31,7 +31,7 @@ class CachePoint:
     """A plan with a number of slots for the experts of each layer.
 
     Attributes:
-        num_slots: of the first layer.
+        num_slots: slots of the first layer.
         device_bytes: for weights.
         hits: expected share of the experts of one row that are on the device.
         rows_per_s: tokens per second of the first batch size.
@@ -50,15 +50,15 @@ class PlanPrediction:
     """Predictions for a plan.
 
     Attributes:
-        machine: of which the rates are.
+        machine: machine that the rates are of.
         is_measured: false for nominal rates.
         context: tokens per sequence; 0: none was given.
         forecasts: one per batch size.
         memory: beside the weights, one per batch size.
-        device_bytes: of weights: residents and slots.
+        device_bytes: bytes of weights: residents and slots.
         alternatives: empty unless the plan was made for a budget.
         least_budget_bytes: the smallest budget, if no policy was given.
-        caches: the same plan with other numbers of slots for experts; empty unless it caches some.
+        caches: the plan with other numbers of slots for experts; empty unless it caches some.
         shortage: why the machine has no room for it: ``"does not fit ..."``; ``None``: it has, or nothing was asked.
         notes: sentences for people.
     """

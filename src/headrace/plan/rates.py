@@ -67,7 +67,7 @@ class Rates:
         copy_bytes_per_s: from the store into a slot, by bytes of one copy.
         product_s_per_byte: time of a matrix product per byte of its resident 16-bit weight, by rows; holds both the
             reading of the weight and the arithmetic.
-        grouped_s_per_byte: the same for a grouped product over experts, by rows per expert.
+        grouped_s_per_byte: seconds per byte of a grouped product over experts, by rows per expert.
         in_place_s_per_byte, in_place_grouped_s_per_byte: the same for weights in host memory that are read in place;
             ``None`` where only lookups can be (on a CPU dense weights are not: a step reads every page of them).
         kernel_s: an empty kernel, among others in a graph.
@@ -80,7 +80,7 @@ class Rates:
         fetch_bytes_per_s: of experts, by kernels that copy many at once into slots; ``None``: not known, and a budget
             caches no experts unless a rule says so.
         coded_share: bytes on the link of a byte that is copied.
-        decode_s_per_byte: of compute, to decode a byte of a unit.
+        decode_s_per_byte: seconds per byte of compute, to decode a byte of a unit.
         copies_take_cores: a copy keeps the cores busy that compute needs (reading out of a CPU's page cache).
         is_measured: false for nominal rates, where no probe was run.
     """

@@ -129,8 +129,8 @@ class Recorded:
     """Choices that were recorded while a model ran.
 
     Attributes:
-        layers: of each layer of experts, in the order of the model.
-        num_experts: of a layer.
+        layers: layers of experts, in the order of the model.
+        num_experts: experts of a layer.
     """
 
     layers: tuple[Trace, ...]
@@ -173,7 +173,7 @@ def load_trace(path: str | os.PathLike[str]) -> Recorded:
 
 @dataclass(frozen=True)
 class FixedHits:
-    """The same share whatever a cache holds; see :class:`ExpertHits`."""
+    """Hit rate that is the same whatever a cache holds; see :class:`ExpertHits`."""
 
     share: float
     source: str = "an assumption"

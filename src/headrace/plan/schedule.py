@@ -103,12 +103,12 @@ class Schedule:
 
     @cached_property
     def chains(self) -> list[list[int]]:
-        """By slot: its units, in the order they use it."""
+        """Units of each slot, in the order they use it."""
         return [[self.order[position] for position in positions] for positions in self._uses]
 
     @cached_property
     def first(self) -> dict[int, int]:
-        """By slot that is used: the unit in it when a forward begins; those that run earlier come first."""
+        """Unit in each slot that is used when a forward begins; those that run earlier come first."""
         begins = sorted(positions[0] for positions in self._uses if positions)
         return {slot_of(self.order[position], self.num_slots): self.order[position] for position in begins}
 
@@ -122,14 +122,14 @@ class Schedule:
         return None if found is None else self.order[found]
 
     def again(self, start: int, end: int) -> Schedule:
-        """The same, but the runs from ``start`` to ``end`` (included) are repeated many times before what follows."""
+        """The schedule in which the runs from ``start`` to ``end`` (included) repeat many times before what follows."""
         loop = self.order[start : end + 1]
         times = max(1, _EXPECTED_RUNS // len(loop))
         return Schedule((*self.order[: end + 1], *(loop * times), *self.order[end + 1 :]), self.num_slots)
 
     @cached_property
     def _uses(self) -> list[list[int]]:
-        """By slot: the positions at which it is used."""
+        """Positions at which each slot is used."""
         uses: list[list[int]] = [[] for _ in range(self.num_slots)]
         for position, unit in enumerate(self.order):
             uses[slot_of(unit, self.num_slots)].append(position)
@@ -137,7 +137,7 @@ class Schedule:
 
     @cached_property
     def _runs(self) -> dict[int, list[int]]:
-        """By unit: the positions at which it runs."""
+        """Positions at which each unit runs."""
         runs: dict[int, list[int]] = {}
         for position, unit in enumerate(self.order):
             runs.setdefault(unit, []).append(position)
@@ -145,7 +145,7 @@ class Schedule:
 
 
 def _from(positions: Sequence[int], start: int) -> int | None:
-    """Of ``positions``, which ascend, the first from ``start`` on, else the first of all."""
+    """First of ``positions``, which ascend, from ``start`` on, else the first of all."""
     return positions[bisect_left(positions, start) % len(positions)] if positions else None
 
 
@@ -153,7 +153,7 @@ class ExpectedOrder:
     """Follows the runs of units.
 
     Attributes:
-        schedule: that of the order that is expected now.
+        schedule: schedule of the order that is expected now.
     """
 
     def __init__(self, num_units: int, num_slots: int, repeats: bool) -> None:
@@ -175,7 +175,7 @@ class ExpectedOrder:
         return position
 
     def following(self, slot: int, position: int, unit: int) -> int:
-        """What ``slot`` has to hold after the run of ``unit`` at ``position``; ``unit`` itself if it is alone there."""
+        """Unit that ``slot`` has to hold after ``unit`` ran at ``position``; ``unit`` itself if it is alone there."""
         following = self.schedule.following(slot, position)
         return unit if following is None else following
 

@@ -40,12 +40,12 @@ _EAGER_LAYER_S = 31.4e-3 / 36
 
 @dataclass(frozen=True)
 class Speculation:
-    """What guesses tokens for the model to verify.
+    """Guesser of tokens that the model verifies.
 
     Attributes:
         guesser: ``"lookup"`` (n-grams of the prompt and the answer), ``"mtp"`` (heads of multi-token prediction in the
             checkpoint), or a draft model: a folder, or a name in the Hub's cache.
-        guesses: of a pass; ``None``: as many as are predicted to be fastest.
+        guesses: guesses of a pass; ``None``: as many as are predicted to be fastest.
         accepted: tokens that a pass yields, that of the model included; ``None``: assumed.
     """
 
@@ -73,7 +73,7 @@ class Speculation:
 
     @classmethod
     def measured(cls, guesser: str, path: str | os.PathLike[str], guesses: int | None = None) -> Speculation:
-        """With the tokens a pass of a file that ``headrace generate --acceptance`` wrote.
+        """Speculation with the tokens a pass of a file that ``headrace generate --acceptance`` wrote.
 
         Raises:
             OptionError: no such file, of another guesser, or of another number of guesses.
@@ -97,7 +97,7 @@ class Speculation:
 
 @dataclass(frozen=True)
 class DraftCost:
-    """Of a draft on the device: memory with its cache, and seconds of a guess, which is a pass of one row.
+    """Cost of a draft on the device: memory with its cache, and seconds of a guess, which is a pass of one row.
 
     ``heads``: of multi-token prediction, one for each guess; 0: the draft is a model.
     """
@@ -108,7 +108,7 @@ class DraftCost:
 
     @classmethod
     def of(cls, planner: Planner, plan: Plan, context: int) -> DraftCost:
-        """Of the model of ``planner``, all of which is resident in ``plan``; on a GPU its pass is captured."""
+        """Cost of the model of ``planner``, all of which is resident in ``plan``; on a GPU its pass is captured."""
         used = plan.device_bytes + planner.profile.workload_bytes(1, context)
         return cls(used, planner.forecast(plan, 1, context).step_s)
 

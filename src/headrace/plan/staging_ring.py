@@ -58,7 +58,7 @@ class RingLayout:
 
     Attributes:
         entry_bytes, num_entries: of the ring.
-        pieces: those of the cycle in its order, then those of units that stay in their slots and are copied once.
+        pieces: pieces of the cycle in its order, then those of units that stay in their slots and are copied once.
         of_unit: positions in ``pieces`` by unit.
         following: by position, the position that is expected next; ``None``: nothing is.
     """
@@ -71,12 +71,12 @@ class RingLayout:
 
     @property
     def words_at(self) -> int:
-        """Where in the memory the words begin, in bytes: after the entries."""
+        """Offset of the words in the memory, in bytes: after the entries."""
         return self.num_entries * self.entry_bytes
 
     @property
     def status_at(self) -> int:
-        """Where the status begins, in bytes: after a word for each entry and one more."""
+        """Offset of the status, in bytes: after a word for each entry and one more."""
         return self.words_at + (1 + self.num_entries) * WORD_BYTES
 
     @property
@@ -95,8 +95,8 @@ def lay_out_ring(
     """The ring for units of these slab sizes, at least one, in order of execution, over ``num_slots`` slots.
 
     Args:
-        entry_bytes: of an entry at most; rounded up to whole pages.
-        max_entries: of the ring, at least 1.
+        entry_bytes: most bytes of an entry; rounded up to whole pages.
+        max_entries: most entries of the ring, at least 1.
         staged: the units that pass through it, at least one; the others take part in the schedule alone. Default all.
     """
     through = set(range(len(unit_bytes)) if staged is None else staged)

@@ -105,7 +105,7 @@ def unit_specs(inventory: Inventory, storages: Sequence[StorageInfo]) -> list[Un
 
 
 def stranded(inventory: Inventory, candidates: Iterable[StorageInfo], placed: Collection[str]) -> list[StorageInfo]:
-    """Of ``candidates`` that are not ``placed`` in units (by name), those that modules without a forward hold."""
+    """Storages of ``candidates`` not ``placed`` in units (by name) that modules without a forward hold."""
     return [s for s in candidates if s.name not in placed and not inventory.containers.isdisjoint(s.modules)]
 
 
@@ -152,7 +152,7 @@ def resolve_rules(
     What cannot leave the device is resident; a warning per rule names it.
 
     Args:
-        inventory: of the model.
+        inventory: inventory of the model.
         rules: pairs of pattern and mechanism, the first match counts.
         unstreamable: storages whose bytes are not in the files that are read, or not unchanged.
         refused: storages that cannot be read in place, each with the reason; it follows the name.
@@ -245,9 +245,9 @@ def plan_group_rule(
     """The plan of the group rule over stacks of layers, each given by its dotted names in order.
 
     Args:
-        inventory: of the model.
+        inventory: inventory of the model.
         policy: the group rule.
-        stacks: of layers that it counts.
+        stacks: stacks of layers that it counts.
         in_place: whether a candidate is read in place, because it is in no layer of these stacks.
         by_part: copy the parts of a layer (attention, feed-forward) one by one, each into a slot of its own, in the
             same device memory: a part can be refilled while the next computes.
@@ -320,7 +320,7 @@ def read_in_place(
     limit_bytes: int | None,
     refused: Mapping[str, str] | None = None,
 ) -> list[StorageInfo]:
-    """As many of ``candidates`` as fit into ``limit_bytes``, without those ``refused`` (name -> reason).
+    """Candidates that fit into ``limit_bytes``, without those ``refused`` (name -> reason).
 
     A token needs a few experts but all dense weights, so experts are the cheapest to read in place and come first.
     """

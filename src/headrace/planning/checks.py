@@ -126,12 +126,12 @@ def _warn_of_memory(plan: Plan, device: torch.device) -> None:
 
 
 def needs_of(plan: Plan, *, on_gpu: bool, elsewhere: Collection[str] = (), on_meta: Collection[str] = ()) -> Needs:
-    """What ``plan`` adds to what is in use, before anything old is freed; memory that ranks share counts once.
+    """Memory that ``plan`` adds to what is in use, before anything old is freed; memory that ranks share counts once.
 
     Args:
         on_gpu: compute runs on a GPU; on a CPU its memory is host memory.
         elsewhere: names of the storages that are not on the device yet; as residents they have to move there.
-        on_meta: those of them that have no bytes yet and are read from files; others are adopted by a CPU's store.
+        on_meta: storages of them that have no bytes yet and are read from files; others are adopted by a CPU's store.
     """
     moved = [num_bytes for name, num_bytes in plan.resident.items() if name in elsewhere]
     experts_bytes = sum(layer.host_bytes for layer in plan.cached)

@@ -56,11 +56,11 @@ class PlanContext:
     Attributes:
         read_profile: returns the profile of the model; a finished plan needs none.
         weights: the checkpoint.
-        name: of the model, for output.
+        name: name of the model, for output.
         module: the model; on ``meta`` for a folder, and ``None`` where the folder was planned before.
         bound: the live tensors of every storage, by storage name; empty for a folder, of which no model is built.
-        hits: of cached experts, where they were recorded.
-        draft: of the draft model, if one guesses tokens.
+        hits: hit rates of cached experts, where they were recorded.
+        draft: cost of the draft model, if one guesses tokens.
         automatic: what a budget of ``"auto"`` was taken for, in words; empty for others.
     """
 
@@ -78,7 +78,7 @@ class PlanContext:
 
     @cached_property
     def planner(self) -> Planner:
-        """Of the model, for the machine."""
+        """Planner of the model, for the machine."""
         request, target = self.request, self.target
         split = request.num_ranks if request.splits_units else 1
         facts = (self.inventory, self.read_profile(), target.device, self.weights, target.rates, request.unstreamable)
@@ -86,7 +86,7 @@ class PlanContext:
         return planner if self.hits is None else replace(planner, hits=self.hits)
 
     def sized(self, guesser_bytes: int = 0) -> PlanContext:
-        """The same with a size in place of ``"auto"``, or with a plan that offloads nothing if the model fits it.
+        """The request with a size in place of ``"auto"``, or with a plan that offloads nothing if the model fits it.
 
         ``guesser_bytes``: of a draft or heads beside the model.
 
@@ -136,7 +136,7 @@ class PlanContext:
 
         Args:
             open_draft: reads the draft in the folder that is the model of its argument.
-            heads_cost: of the heads of multi-token prediction that the model of its argument, a context, has itself.
+            heads_cost: cost of the heads of multi-token prediction that the model of its argument, a context, has.
 
         Raises:
             BudgetError: nothing is left.
@@ -176,7 +176,7 @@ class PlanContext:
         return replace(context, request=replace(request, policy=policy), draft=cost)
 
     def forecast_speculation(self, plan: Plan, speculation: Speculation) -> SpeculationForecast:
-        """What guesses bring to ``plan``."""
+        """Prediction of ``plan`` with guesses."""
         from headrace.plan.speculation import forecast_speculation
 
         at, on_gpu = self.request.expected.context, self.target.device.type == "cuda"
@@ -264,7 +264,7 @@ class PlanContext:
         Args:
             moving: storages that are not in the memory of the device although their tensors are on it.
             pinned_already: bytes that stay in the pinned memory where they are.
-            workload_bytes: of caches and activations.
+            workload_bytes: bytes of caches and activations.
 
         Raises:
             LimitError: see :func:`check_limits`.
@@ -358,7 +358,7 @@ def not_in_files(inventory: Inventory, weights: WeightMap) -> list[str]:
 
 
 def _mapped_files(inventory: Inventory, weights: WeightMap) -> MappedFiles:
-    """Which storages a CPU cannot read in place in the files, and the memory that reading the others takes."""
+    """Storages that a CPU cannot read in place in the files, and the memory that reading the others takes."""
     from headrace.plan.candidates import MappedFiles
 
     refused: dict[str, str] = {}

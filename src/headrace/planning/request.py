@@ -1,4 +1,4 @@
-"""What is asked of a plan: its request, checked, and the device that it is for. Names and facts; nothing is allocated.
+"""The request for a plan, checked, and the device that it is for. Names and facts; nothing is allocated.
 
 Functions that need torch import it: without a GPU none of them does, so that a folder that was planned before can be
 planned again without it.
@@ -42,9 +42,9 @@ class PlanRequest:
     """The arguments of :func:`headrace.make_plan`, and what a caller adds that has read or built the model itself.
 
     Attributes:
-        inventory: of ``model`` in its present state; taken by default.
+        inventory: inventory of ``model`` in its present state; taken by default.
         unstreamable: storages that the files do not hold in this form (:func:`not_in_files`).
-        ranks: those that share the weights.
+        ranks: ranks that share the weights.
         speculation: what guesses tokens while the model generates; its draft is part of a budget.
     """
 
@@ -89,7 +89,7 @@ class PlanRequest:
 
 @dataclass(frozen=True)
 class Target:
-    """Where a plan is to be carried out; ``rates`` are ``None`` for this machine, whose own count."""
+    """Machine that a plan is for; ``rates`` are ``None`` for this machine, whose own count."""
 
     device: torch.device | DeviceName
     machine: Machine
@@ -136,7 +136,7 @@ def _require_device(device: object) -> None:
 
 
 def compute_device(model: nn.Module | None, device: torch.device | str | None = None) -> torch.device:
-    """Where ``model`` will run: ``device``, or where it is; if that is ``meta``, a GPU where there is one.
+    """Device on which ``model`` will run: ``device``, or where it is; if that is ``meta``, a GPU where there is one.
 
     Where all parameters are on ``meta``, the devices of buffers do not count.
 
@@ -168,7 +168,7 @@ def compute_device(model: nn.Module | None, device: torch.device | str | None = 
 
 
 def describe_device(device: torch.device | DeviceName) -> Machine:
-    """What a plan made for ``device`` is bound to."""
+    """Description of the hardware that a plan made for ``device`` is bound to."""
     if device.type != "cuda":
         return Machine(device.type)
     import torch

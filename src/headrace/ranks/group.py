@@ -109,7 +109,7 @@ class RankGroup:
 
     @property
     def prefix(self) -> str:
-        """Of keys that belong to this call alone; the same in all ranks, which have made equally many calls."""
+        """Prefix of keys that belong to this call alone; the same in all ranks, which have made equally many calls."""
         return f"headrace/{self._call}"
 
     def exchange(self, step: str, value: object = None) -> list[Any]:
@@ -198,7 +198,7 @@ class RankGroup:
         return bytes(self._ask(lambda: self.store.get(key)))
 
     def _ask(self, call: Callable[[], T]) -> T:
-        """What ``call`` to the key-value store returns; bounded, whatever happens to the process that holds it.
+        """Ask the key-value store by ``call``; bounded, whatever happens to the process that holds it.
 
         Raises:
             PeerError: the store does not answer.
@@ -334,7 +334,7 @@ class ProcessWatch:
         return self.wait_for_end(0.0)
 
     def wait_for_end(self, timeout_s: float) -> set[int]:
-        """The same, once there is one, or after ``timeout_s``."""
+        """Wait for a failure, at most ``timeout_s``."""
         if self._ranks:
             wait_ms = 0 if self._ended else int(1e3 * timeout_s)
             self._ended.update(self._ranks[descriptor] for descriptor, _ in self._poll.poll(wait_ms))
@@ -356,7 +356,7 @@ def json_digest(value: object) -> str:
 
 
 def call_within(timeout_s: float, call: Callable[[], T]) -> T:
-    """What ``call`` returns or raises, in a thread of its own: a request to another process may never come back.
+    """Run ``call`` in a thread of its own, since a request to another process may never come back.
 
     Raises:
         PeerError: it has not after ``timeout_s``; its thread is left behind.

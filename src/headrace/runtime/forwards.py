@@ -48,7 +48,7 @@ class Forwards:
         self.numbers[threading.get_ident()] = next(self._next_number)
 
     def end(self) -> bool:
-        """That of the calling thread has ended, if there was one; whether there was."""
+        """End the forward of the calling thread, if there is one; returns whether there was."""
         return self.numbers.pop(threading.get_ident(), None) is not None
 
     def notify(self) -> None:
@@ -88,7 +88,7 @@ class Forwards:
             )
 
     def resume(self) -> None:
-        """They may begin again."""
+        """Let forwards begin again."""
         with self.lock:
             self._stopping = False
 

@@ -233,7 +233,7 @@ class UnitHook(_ModuleHook):
         self._module.__dict__["forward"] = self._wrapper
 
     def backward_error(self, name: str | None = None) -> StateError:
-        """What a backward pass ends in that needs the weight ``name``, or in compiled code any of this unit."""
+        """Error of a backward pass that needs the weight ``name``, or in compiled code any of this unit."""
         name = name or self._tensors[0].name
         return StateError(
             f"a backward pass needs {name}, whose bytes have left the device after its {type(self._module).__name__} "
@@ -588,7 +588,7 @@ class CalledForwardHook(ForwardHook):
 
 
 def new_token(device: torch.device) -> torch.Tensor:
-    """What all ops of one offload declare as mutated: int64, shape ``[1]``, on ``device``."""
+    """Tensor that all ops of one offload declare as mutated: int64, shape ``[1]``, on ``device``."""
     return torch.zeros(1, dtype=torch.int64, device=device)
 
 

@@ -356,7 +356,7 @@ def _is_our_own(node: fx.Node) -> bool:
 
 
 def _written_by(node: fx.Node) -> list[Any]:
-    """What ``node`` writes in place; a graph of Dynamo calls functions and methods as the model does."""
+    """Arguments that ``node`` writes in place; Dynamo's graphs call functions and methods as the model does."""
     function = getattr(node.target, "default", node.target)  # of an operator by its name
     if isinstance(function, OpOverload):
         return tree_leaves(written_in_place(function, node.args, node.kwargs))

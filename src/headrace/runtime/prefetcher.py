@@ -51,7 +51,7 @@ class Prefetcher:
     unit, then :meth:`finish_forward`.
 
     Attributes:
-        forwards: of the model, by thread.
+        forwards: forwards of the model, by thread.
         replays: what graphs change about the slots.
         slots_bytes: memory of the slots and of what is decoded.
         has_run: a forward has begun.
@@ -103,7 +103,7 @@ class Prefetcher:
         self.stats = [UnitStats(unit.module_fqn, unit.store) for unit in plan.units]
 
     def slot_memory(self, unit: int) -> Tensor:
-        """Where compute reads ``unit``: uint8, 1-D, fixed for the life of the prefetcher."""
+        """Memory in which compute reads ``unit``: uint8, 1-D, fixed for the life of the prefetcher."""
         if self._decoding is not None and unit in self._coded:
             return self._decoding.memory
         return self.replays.live[self._slot_of[unit]].memory
@@ -387,7 +387,7 @@ class Prefetcher:
             self._recorder.add("stall", unit, begin)
 
     def _end_read(self, unit: int, slot: Slot) -> None:
-        """What is written next to where compute read ``unit`` waits for all compute submitted so far."""
+        """Let the next write to where compute read ``unit`` wait for all compute submitted so far."""
         if self._decoding is None or unit not in self._coded:
             slot.record_read(self._link)
         else:

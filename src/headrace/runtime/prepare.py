@@ -45,7 +45,7 @@ class Prepared(StoreRequest):
 
     Attributes:
         model: on any one device; tensors on ``meta`` are filled from ``weights``.
-        inventory: of the model.
+        inventory: inventory of the model.
         on_host: storages whose device is a GPU although the engine keeps their bytes in host memory.
     """
 

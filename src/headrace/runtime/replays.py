@@ -1,4 +1,4 @@
-"""What CUDA graphs change about slots: graphs of engines, of other code, and of our own.
+"""Effects of CUDA graphs on slots: graphs of engines, of other code, and of our own.
 
 [Note: two timelines] While a graph is captured nothing runs: copies become nodes of the graph, and the slots keep what
 they had. So there are two records of what the slots hold. The *live* one follows what has been submitted to the device.
@@ -60,7 +60,7 @@ BreakCapture = Callable[[Callable[[], None]], bool]
 
 
 class Replays:
-    """What is known about the graphs captured over the slots of one prefetcher, and what they ask of these.
+    """State of the graphs captured over the slots of one prefetcher, and what they ask of these.
 
     Called with the lock of ``forwards``.
 
@@ -115,7 +115,7 @@ class Replays:
     # -- the slots that count ---------------------------------------------------------------------------------------
 
     def slots(self) -> list[Slot]:
-        """Those of the timeline that compute is on now; asked first in every call, since it follows graphs."""
+        """Slots of the timeline that compute is on now; asked first in every call, since it follows graphs."""
         if self.is_due:
             self._give_up()
         capture = self._link.capture_id
@@ -208,7 +208,7 @@ class Replays:
         self.in_part = False
 
     def _copy_before_replays(self, slot: Slot) -> Transfer | None:
-        """Of the first unit into ``slot``, where graphs of our own wait for it where they read it."""
+        """Copy the first unit into ``slot``, where graphs of our own wait for it where they read it."""
         # A unit that has its slot alone stays there, and is waited for once.
         return self._link.copy_event(slot.index, self._first[slot.index]) if slot.index in self._shared else None
 

@@ -167,7 +167,7 @@ class OffloadSession(NotCopyable):
 
     @property
     def plan(self) -> Plan:
-        """In force now: tensors that were promoted are resident in it."""
+        """Plan in force now: tensors that were promoted are resident in it."""
         return self._promoter.plan
 
     def stats(self) -> Stats:
@@ -194,7 +194,7 @@ class OffloadSession(NotCopyable):
         return next((counts for each in self.attachments if (counts := each.counts) is not None), None)
 
     def counts_reader(self) -> CountsReader | None:
-        """Of all cached experts; ``None``: there are none."""
+        """Reader of the counts of all cached experts; ``None``: there are none."""
         from headrace.experts.cache import CountsReader
 
         return CountsReader([cache for _, cache in self._caches]) if self._caches else None
@@ -451,7 +451,7 @@ class OffloadSession(NotCopyable):
         self._hooks.append(module.register_forward_hook(compare))
 
     def _resident_places(self, storages: Sequence[BoundStorage]) -> dict[str, torch.Tensor]:
-        """Where each resident goes; on a GPU, all in one allocation.
+        """Memory for each resident; on a GPU, all in one allocation.
 
         The caching allocator gives each tensor above 1 MB a block that may be up to 1 MB too large; with a thousand
         tensors the plan would be wrong by a gigabyte. On a CPU, memory has pages: nothing is reserved.
@@ -494,7 +494,7 @@ class OffloadSession(NotCopyable):
             ) from error
 
     def _notes(self) -> tuple[str, ...]:
-        """What a user should know about how the offload runs."""
+        """Notes for the user about how the offload runs."""
         notes = []
         if self.plan.uva:
             from headrace.model.memory_profile import note_on_experts
@@ -509,7 +509,7 @@ class OffloadSession(NotCopyable):
         return tuple(notes)
 
     def _current_bytes(self, name: str, home: torch.device | str = "cpu") -> torch.Tensor:
-        """In new memory, unless the storage is resident: in host memory, or on ``home`` if it is read in place."""
+        """Copy of the bytes of what is not resident: in host memory, or on ``home`` if it is read in place."""
         if name in self.plan.resident:
             return self._bound[name].current_bytes()
         # May have been written to, unlike what is in slots.

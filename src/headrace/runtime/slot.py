@@ -18,7 +18,7 @@ __all__ = ["Reader", "Slot", "SlotState"]
 
 
 class SlotState(Enum):
-    """What a slot holds, and which side owns its bytes.
+    """Contents of a slot, and the side that owns its bytes.
 
     - EMPTY: No unit. The bytes are free, except that the link may still write them while ``transfer``, a copy that
       failed or was abandoned, has not ended.
@@ -89,17 +89,17 @@ class Slot:
 
     @property
     def state(self) -> SlotState:
-        """What the slot holds now."""
+        """State of the slot now."""
         return SlotState.IN_USE if self.readers else self._state
 
     def to_empty(self) -> None:
-        """Its unit is given up."""
+        """Give up the unit in the slot."""
         self._require(not self.readers, SlotState.EMPTY)
         self.unit = None
         self._state = SlotState.EMPTY
 
     def to_held_back(self) -> None:
-        """Its unit is given up, and the next one comes with the next forward or replay."""
+        """Give up the unit in the slot; the next one comes with the next forward or replay."""
         self._require(not self.readers, SlotState.HELD_BACK)
         self.unit = None
         self._state = SlotState.HELD_BACK

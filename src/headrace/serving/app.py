@@ -311,7 +311,7 @@ def _answer_error(request: Request, error: Exception) -> Response:
 
 
 class _Metrics(Collector):
-    """For Prometheus, in a registry of its own."""
+    """Metrics for Prometheus, in a registry of their own."""
 
     def __init__(self, batches: Batches, handle: Handle | None) -> None:
         self._batches, self._handle = batches, handle

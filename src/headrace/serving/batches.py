@@ -80,7 +80,7 @@ def settings_of(request: GenerationRequest, default: GenerationConfig) -> Simple
 
 
 def _processors(model: Any, settings: SimpleNamespace, num_prompt: int, device: torch.device) -> LogitsProcessorList:
-    """What ``generate`` applies to the tokens of a request before it samples."""
+    """Logits processors of ``generate`` for the tokens of a request."""
     config, ends = copy.deepcopy(model.generation_config), settings.processing["eos_token_id"]
     vars(config).update(settings.changes, do_sample=False, eos_token_id=None if ends == -1 else ends)
     model._prepare_special_tokens(config, device=device)
@@ -264,7 +264,7 @@ class _Job(utils.CBStreamer):
 
 
 def _found(read: Callable[..., Any], *texts: str) -> list[Any]:
-    """What transformers' parser finds; nothing in a tool call that is incomplete, no JSON, or without a name."""
+    """Tool calls that transformers' parser finds; nothing in a call that is incomplete, no JSON, or without a name."""
     with suppress(Exception):  # of any type: transformers takes any JSON of a model for a call
         chunks = utils.response_events_to_chunks(read(*texts))
         if all(chunk.name.encode() for chunk in chunks if isinstance(chunk, utils.ToolCall)):

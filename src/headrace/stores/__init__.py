@@ -1,1 +1,1 @@
-"""Where offloaded weights are stored: opened, filled and read."""
+"""Stores of offloaded weights: opened, filled and read."""

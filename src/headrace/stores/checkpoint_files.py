@@ -111,9 +111,9 @@ class DiskStore(Store):
             stamps: what files have to be; those without may change.
             pin_in_place: what is read in place is copied into pinned memory first, because a GPU cannot address a
                 mapped file.
-            lookups: of what is read in place, tables of which single rows are looked up.
+            lookups: tables that are read in place, of which single rows are looked up.
             adopted: storages whose bytes are read from the memory that they came in (uint8, 1-D, CPU).
-            counter: of what is read; default one of its own.
+            counter: counter of what is read; default one of its own.
         """
         self._sources = dict(sources)
         options = options or DiskOptions()

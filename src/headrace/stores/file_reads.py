@@ -85,7 +85,7 @@ class ReadCounter:
 
     @property
     def stats(self) -> ReadStats:
-        """What was read so far."""
+        """Counts of what was read so far."""
         counts = dict.fromkeys(("direct", "cached", "buffered"), 0)
         for (_, way), num_bytes in list(self._num_bytes.items()):
             counts[way] += num_bytes
@@ -106,10 +106,10 @@ class File(Source):
         """Open it.
 
         Args:
-            path: of the file.
+            path: path of the file.
             options: how it is read.
             stamp: what it has to be; default: it may change.
-            counter: of what is read; shared by the files of one load.
+            counter: counter of what is read; shared by the files of one load.
             opened: the :attr:`descriptors` of another process, which this one has inherited and takes over: the file
                 may be gone by its name. Default: open it.
 
@@ -134,7 +134,7 @@ class File(Source):
 
     @property
     def descriptors(self) -> tuple[int, int | None]:
-        """What is open: for any read, and for direct reads (the same one, or none)."""
+        """Open descriptors: for any read, and for direct reads (the same one, or none)."""
         return self.fd, self._direct_fd
 
     def __reduce__(self) -> tuple[Any, ...]:
@@ -329,7 +329,7 @@ def _open_file(path: Path, flags: int, descriptors: set[int]) -> int:
 
 
 def _behind(views: Sequence[memoryview], num_bytes: int) -> list[memoryview]:
-    """What is left of ``views`` after their first ``num_bytes``."""
+    """Rest of ``views`` after their first ``num_bytes``."""
     for index, view in enumerate(views):
         if num_bytes < len(view):
             return [view[num_bytes:], *views[index + 1 :]]

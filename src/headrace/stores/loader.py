@@ -297,7 +297,7 @@ class Delivery:
     """One storage and where its bytes go.
 
     Attributes:
-        name: of the storage.
+        name: name of the storage.
         copies: returns the ranges that make it up, with offsets relative to its first byte; called when its turn comes.
         into: its destination, of its size (uint8, 1-D), on the host or on the device of the uploader.
     """
@@ -344,7 +344,7 @@ def deliver(
             started).
         on_progress: called in this thread with the bytes of each job that is done.
         cpus: the readers stay on these processors, so that pages they touch first are in the memory near these.
-        piece_bytes: of one job; to a device, a job goes in several pieces, as large as the uploader takes them.
+        piece_bytes: bytes of one job; to a device, a job goes in several pieces, as large as the uploader takes them.
         max_jobs: under way or waiting to be reported; default twice the readers.
 
     Raises:
@@ -537,7 +537,7 @@ def _wait_for(done: torch.cuda.Event) -> None:
 
 
 def _no_wait() -> None:
-    """For a buffer that no copy reads."""
+    """Wait for a buffer that no copy reads: return at once."""
 
 
 def _read_all(reads: Sequence[Read], buffer: torch.Tensor) -> list[_Upload]:

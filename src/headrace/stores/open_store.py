@@ -23,7 +23,7 @@ class OpenedStore(Opened):
     """The store of everything that a plan offloads, before it is filled.
 
     Attributes:
-        ranges: of cached experts.
+        ranges: ranges of cached experts.
     """
 
     ranges: ExpertRanges | None = None

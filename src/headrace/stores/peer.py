@@ -98,6 +98,6 @@ class _DeviceMemory(Source):
         self._memory = memory
 
     def read(self, offset: int, into: memoryview) -> None:
-        """By way of the device that computes: a copy from a peer to the host need not be possible."""
+        """Read by way of the device that computes: a copy from a peer to the host need not be possible."""
         here = self._memory[offset : offset + len(into)].clone()
         torch.frombuffer(into, dtype=torch.uint8).copy_(here)

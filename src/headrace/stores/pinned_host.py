@@ -50,7 +50,7 @@ class SlabRange:
 
 
 class _Block(NamedTuple):
-    """What is contiguous: a unit, or a storage that is read in place."""
+    """Contiguous block: a unit, or a storage that is read in place."""
 
     entries: tuple[SlabEntry, ...]
     num_bytes: int
@@ -99,7 +99,7 @@ class PinnedStore(Store):
             adopt: tensors in host memory (uint8, 1-D) to use in place, by the storage that they hold; taken for
                 units of one storage and for storages read in place, if the driver registers them.
             held: what is in registered memory already, by storage; taken for units that are held as a whole.
-            max_slab_bytes: of one registration, unless a unit alone is larger.
+            max_slab_bytes: bytes of one registration, unless a unit alone is larger.
 
         Raises:
             StateError: a graph is being captured.
@@ -168,7 +168,7 @@ class PinnedStore(Store):
     # -- filling ------------------------------------------------------------------------------------------------------
 
     def destination(self, storage: str) -> torch.Tensor:
-        """Where the bytes of ``storage`` go: uint8, 1-D, host."""
+        """Host memory for the bytes of ``storage``: uint8, 1-D."""
         place = self._storages[storage]
         return self._slabs[place.slab].buffer[place.start : place.start + place.num_bytes]
 
@@ -289,5 +289,5 @@ def open_pinned(
 
 
 def registrar_for(device: torch.device) -> CudaRegistrar | None:
-    """What pins memory for ``device``; ``None`` where nothing does."""
+    """Function that pins memory for ``device``; ``None`` where nothing does."""
     return CudaRegistrar(device) if device.type == "cuda" and not pinning_disabled() else None

@@ -102,7 +102,7 @@ def _summary(request: StoreRequest) -> dict[str, object]:
 
 
 def _checksums(offloaded: Mapping[str, BoundStorage]) -> dict[str, int]:
-    """Of every storage that has bytes, by name."""
+    """Checksums of every storage that has bytes, by name."""
     live = {name: bound.original_bytes() for name, bound in offloaded.items() if not bound.on_meta}
     # torchrun leaves torch one thread per rank. On a device the caller's stream counts, which is this thread's.
     with ThreadPoolExecutor(touch_threads(), "headrace-checksum") as pool:
@@ -111,7 +111,7 @@ def _checksums(offloaded: Mapping[str, BoundStorage]) -> dict[str, int]:
 
 
 def checksum(buffer: torch.Tensor) -> int:
-    """Of ``buffer`` (uint8, 1-D): equal for equal bytes on any device, and for other bytes only by chance.
+    """Checksum of ``buffer`` (uint8, 1-D): equal for equal bytes on any device, and for other bytes only by chance.
 
     Each block is a sum of words times fixed odd random numbers modulo 2^64, so that every bit and every place counts
     (multilinear hashing: Lemire and Kaser, "Strongly universal string hashing is fast", 2014); the blocks are the
@@ -140,7 +140,7 @@ def _words(part: torch.Tensor) -> torch.Tensor:
 
 
 def _origin(weights: WeightMap, storage: StorageInfo) -> list[list[str | int]]:
-    """Which tensors of the files make ``storage``, with their bytes and where they go."""
+    """Tensors of the files that make ``storage``, with their bytes and where they go."""
     recipe = weights.recipe(storage)
     if recipe is not None:
         return [[part.name, part.num_bytes, "made"] for part in recipe[1].parts]
@@ -184,7 +184,7 @@ def open_shared(
     Args:
         plan, registrar: as for the pinned store; the same plan in all ranks.
         ranks: which have been compared.
-        hosts: of all ranks (:func:`compare_ranks`).
+        hosts: hosts of all ranks (:func:`compare_ranks`).
 
     Raises:
         PeerError: another rank failed, ended or did not come in time; memory that cannot be opened from here.
@@ -228,12 +228,12 @@ def _join_memory(plan: Plan, ranks: RankGroup, leader: int) -> SharedMemory:
 
 
 def open_sharded(request: StoreRequest, ranks: RankGroup, hosts: Sequence[Sequence[str]]) -> ShardedStore:
-    """This rank's part of every unit, filled. Collective; the model is not touched.
+    """Store of this rank's part of every unit, filled. Collective; the model is not touched.
 
     Args:
         request: in all ranks with the same plan.
         ranks: which have been compared.
-        hosts: of all ranks (:func:`compare_ranks`).
+        hosts: hosts of all ranks (:func:`compare_ranks`).
 
     Raises:
         OptionError: ranks on several hosts; devices that cannot address one another.

@@ -47,7 +47,7 @@ class Striping:
     alignment, and no rank keeps padding.
 
     Attributes:
-        num_bytes: of the slab; a multiple of 256.
+        num_bytes: bytes of the slab; a multiple of 256.
         chunk_bytes: a multiple of 256.
     """
 
@@ -57,7 +57,7 @@ class Striping:
 
     @classmethod
     def of(cls, num_bytes: int, num_ranks: int, max_chunk_bytes: int | None = None) -> Striping:
-        """As few stripes as ``max_chunk_bytes`` allows (``None``: one), all of the same length but the last."""
+        """The fewest stripes that ``max_chunk_bytes`` allows (``None``: one), all of the same length but the last."""
         stripes = 1 if max_chunk_bytes is None else max(1, -(-num_bytes // (num_ranks * max_chunk_bytes)))
         return cls(num_bytes, num_ranks, equal_chunk_bytes(num_bytes, num_ranks * stripes))
 
@@ -80,12 +80,12 @@ class Striping:
 
 
 class PartLayout:
-    """Where the parts of all units lie in a rank's memory, at the same offsets on every rank.
+    """Layout of the parts of all units in a rank's memory, at the same offsets on every rank.
 
     Attributes:
         stripings: by unit.
         offsets: by unit, where its part begins.
-        num_bytes: of the memory of each rank: the longest part of every unit.
+        num_bytes: bytes of the memory of each rank: the longest part of every unit.
     """
 
     def __init__(self, units: Sequence[Unit], num_ranks: int, max_chunk_bytes: int | None = None) -> None:
@@ -127,11 +127,11 @@ class ShardedStore(Store):
             yield start, self.local[part_start : part_start + num_bytes]
 
     def copies(self, storage: str) -> list[Copy]:
-        """This rank's runs; the others' are not here."""
+        """Runs of this rank; the others' are not here."""
         return [Copy(ByteRange.of(run), start) for start, run in self.own_runs(storage)]
 
     def load(self, unit: Unit) -> Load:
-        """What this rank brings of ``unit``; ``slab`` is its part."""
+        """Load of this rank's part of ``unit``, which ``slab`` holds."""
         begin = self.layout.offsets[unit.index]
         stretches = list(self.layout.stripings[unit.index].stretches(self.ranks.rank))
         part = self.local[begin : begin + sum(stretch.num_bytes for stretch in stretches)]

@@ -73,9 +73,9 @@ class SharedStore(PinnedStore):
 
         Args:
             units, in_place, registrar, max_slab_bytes: as for the pinned store; the same in every rank.
-            memory: of size :func:`shared_bytes`; this store closes it.
+            memory: memory of size :func:`shared_bytes`; this store closes it.
             ranks: all ranks of the group.
-            host_ranks: those that share ``memory``; the first one created it.
+            host_ranks: ranks that share ``memory``; the first one created it.
         """
         self._memory = memory
         self._ranks = ranks

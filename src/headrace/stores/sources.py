@@ -107,20 +107,20 @@ class Copy:
 
     @property
     def num_bytes(self) -> int:
-        """Of the range."""
+        """Bytes of the range."""
         return self.src.num_bytes
 
     @property
     def dst_end(self) -> int:
-        """Where it ends in the destination."""
+        """End of the range in the destination."""
         return self.dst_offset + self.src.num_bytes
 
     def moved(self, num_bytes: int) -> Copy:
-        """The same bytes, ``num_bytes`` further on in the destination."""
+        """The range, ``num_bytes`` further on in the destination."""
         return Copy(self.src, self.dst_offset + num_bytes)
 
     def pieces(self, most: int) -> Iterator[Copy]:
-        """The same bytes in consecutive copies of at most ``most``."""
+        """The range in consecutive copies of at most ``most`` bytes."""
         for start, end in pieces(self.num_bytes, most):
             yield Copy(self.src.part(start, end - start), self.dst_offset + start)
 

@@ -55,7 +55,7 @@ class Pool(Protocol):
 
 @dataclass(frozen=True)
 class StoreRequest:
-    """What the store of a plan is opened for.
+    """Request to open the store of a plan.
 
     Attributes:
         plan: checked against model and machine.
@@ -63,10 +63,10 @@ class StoreRequest:
         bound: the live tensors of every storage, by storage name.
         weights: the checkpoint; needed for tensors on ``meta`` and for what is stored in files.
         disk: how its files are read.
-        ranks: of the same offload, for stores and links that span processes.
+        ranks: ranks of the same offload, for stores and links that span processes.
         pooled: storages that are in pinned memory already; those that are offloaded stay there.
         peer: the GPU whose memory holds the units of store ``peer``; ``None``: there are none.
-        hosts: those of all ranks, once the ranks have been compared.
+        hosts: hosts of all ranks, once the ranks have been compared.
     """
 
     plan: Plan
@@ -81,17 +81,17 @@ class StoreRequest:
 
     @property
     def offloaded(self) -> dict[str, BoundStorage]:
-        """Of ``bound``, what the plan offloads."""
+        """Storages of ``bound`` that the plan offloads."""
         return {name: self.bound[name] for name in self.plan.offloaded_names}
 
 
 @dataclass(frozen=True)
 class Load:
-    """What a link needs to copy one unit: its bytes, and its slab if that is ready in host memory.
+    """Input of a link's copy of one unit: its bytes, and its slab if that is ready in host memory.
 
     Attributes:
         unit: index in the plan.
-        copies: of the whole unit, or of its code, into its slot, for links that read.
+        copies: copies of the whole unit, or of its code, into its slot, for links that read.
         slab: the slab, or the code, as it will be in the slot (uint8, 1-D, host), for links that copy; ``None`` where
             the store has no such thing.
         pieces: in place of a slab, pinned parts of it that are not side by side: (offset in the slot, bytes).
@@ -110,12 +110,12 @@ class Load:
 
     @property
     def in_memory(self) -> tuple[tuple[int, torch.Tensor], ...]:
-        """What a link that copies has to copy: (offset in the slot, bytes); empty if it cannot."""
+        """Copies of a link that copies: (offset in the slot, bytes); empty if it cannot."""
         return self.pieces if self.slab is None else ((0, self.slab),)
 
 
 class Destinations(Mapping[str, torch.Tensor]):
-    """By storage name, where its bytes go: memory that is made, or waited for, when it is looked up."""
+    """Memory for the bytes of each storage, by name: made, or waited for, when it is looked up."""
 
     def __init__(self, names: Iterable[str], find: Callable[[str], torch.Tensor]) -> None:
         self._names, self._find = dict.fromkeys(names), find
@@ -169,7 +169,7 @@ class Store(ABC):
 
     @abstractmethod
     def copies(self, storage: str) -> list[Copy]:
-        """What makes up ``storage``, with offsets relative to its first byte."""
+        """Ranges that make up ``storage``, with offsets relative to its first byte."""
 
     @abstractmethod
     def in_place(self, storage: str) -> torch.Tensor:
@@ -194,11 +194,11 @@ class Store(ABC):
         """Raise ``TransferError`` if a file of which ``storage`` (default: any) is read in place was written to."""
 
     def load(self, unit: Unit) -> Load:
-        """What a link needs to bring ``unit``."""
+        """Input of a link's copy of ``unit``."""
         return Load(unit.index, tuple(self.unit_copies(unit)))
 
     def unit_copies(self, unit: Unit) -> list[Copy]:
-        """What makes up a whole unit, with offsets relative to the start of its slab."""
+        """Ranges that make up a whole unit, with offsets relative to the start of its slab."""
         return [copy.moved(entry.offset) for entry in unit.entries for copy in self.copies(entry.storage)]
 
     def read(self, storage: str, into: torch.Tensor) -> None:
@@ -237,7 +237,7 @@ class Opened:
     Attributes:
         store: closed by the caller.
         on_host: by storage name, the memory of the store that is still to be filled (uint8, 1-D, host).
-        on_device: the same in memory of a GPU, as seen from the device that computes.
+        on_device: the memory as a GPU's, as seen from the device that computes.
     """
 
     store: Store

@@ -45,7 +45,7 @@ class StreamTransfer:
     """A copy on the copy stream; ``event`` is recorded after it.
 
     Attributes:
-        capture: of which graph the copy is a node, so that it happens at each replay and never by itself.
+        capture: graph of which the copy is a node, so that it happens at each replay and never by itself.
     """
 
     unit: int
@@ -198,7 +198,7 @@ class StreamLink(Link):
 
 
 class _CurrentStream:
-    """What ``torch.cuda.stream`` does, without its two questions for the current device."""
+    """``torch.cuda.stream`` without its two queries of the current device."""
 
     def __init__(self, stream: torch.cuda.Stream) -> None:
         self._stream, self._index = stream, stream.device_index

@@ -45,6 +45,6 @@ class DecodingMemory:
             self._uses = [(capture, event)]  # it comes after those before
 
     def note_read(self) -> None:
-        """What is decoded next waits for all compute submitted so far, which may read this memory."""
+        """Let the next decoding wait for all compute submitted so far, which may read this memory."""
         if (event := self._link.record_compute()) is not None:
             self._uses.append((self._link.capture_id, event))

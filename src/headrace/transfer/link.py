@@ -101,7 +101,7 @@ class Link(ABC):
         """Record an event after all compute submitted so far; ``None`` where compute is synchronous."""
 
     def leave_replay_event(self, slot: int) -> None:
-        """In a capture: record an event after all compute submitted so far, at every replay of the graph.
+        """Record an event, in a capture, after all compute submitted so far, at every replay of the graph.
 
         There is one event per slot, which all graphs share.
         """
@@ -114,7 +114,7 @@ class Link(ABC):
         """Outside of captures: record an event after all copies submitted so far; one per slot."""
 
     def copy_event(self, slot: int, unit: int) -> Transfer | None:
-        """In a capture: the copy of ``unit`` before the latest :meth:`leave_copy_event` of ``slot``, at each replay.
+        """Event, in a capture, of the copy of ``unit`` before the last :meth:`leave_copy_event` of ``slot``.
 
         ``None``: a replay cannot wait for it, so it has to be waited for before.
         """

@@ -1,4 +1,4 @@
-"""What this machine can do: the rates a plan is made from, measured once (:mod:`headrace.transfer.measuring`) and kept.
+"""Rates of this machine that plans are made from, measured once (:mod:`headrace.transfer.measuring`) and kept.
 
 The result is stored per machine (devices, CPU, torch) under the user's cache folder, so that planning costs nothing.
 """
@@ -64,7 +64,7 @@ class Probe:
         fetch_bytes_per_s: of experts that a cache fetches; ``None`` without a GPU, where device and host memory cannot
             be mapped into one range, and in probes from before it was measured.
         disk_read_bytes_per_s: reading a file past the page cache, with as many threads as cores.
-        cached_read_bytes_per_s: the same out of the page cache.
+        cached_read_bytes_per_s: bytes per second out of the page cache.
         peer_bytes_per_s: from one other GPU's memory, by bytes of one copy. Empty, as the next one, where no two GPUs
             can address each other's memory, and in probes from before it was measured.
         gather_bytes_per_s: into each of so many GPUs while each copies from all the others, by their number.
@@ -90,7 +90,7 @@ class Probe:
 
     @property
     def planned_machine(self) -> Machine:
-        """What plans made with this probe are for: its first GPU, or else its CPU."""
+        """Machine of plans made with this probe: its first GPU, or else its CPU."""
         if not self.h2d_bytes_per_s:
             return Machine("cpu")
         total = self.machine.get("device_bytes")  # absent from probes of older versions
@@ -123,7 +123,7 @@ class Probe:
         return probe
 
     def gpu_rates(self) -> Rates | None:
-        """For planning on this machine's GPU, weights in pinned host memory or in files; ``None`` if it has none."""
+        """Rates for this machine's GPU, weights in pinned host memory or in files; ``None`` if it has none."""
         if not self.h2d_bytes_per_s or not self.kernel_s or not self.device_copy_bytes_per_s:
             return None
         return Rates(
@@ -143,7 +143,7 @@ class Probe:
         )
 
     def cpu_rates(self, direct: bool = False) -> Rates:
-        """For planning on this machine's CPU, weights in files, read past the page cache if ``direct``."""
+        """Rates for this machine's CPU, weights in files, read past the page cache if ``direct``."""
         read = self.disk_read_bytes_per_s if direct else None
         # On a machine with a GPU the CPU's own products are not measured.
         product = NOMINAL_CPU.product_s_per_byte if self.h2d_bytes_per_s else Curve.of(self.product_s_per_byte)
@@ -169,7 +169,7 @@ def planning_rates(device: torch.device | DeviceName, direct: bool = False) -> R
 
 
 def describe_machine() -> dict[str, str]:
-    """What a probe is valid for."""
+    """Description of the hardware that a probe is valid for."""
     devices, device_bytes = [], 0
     if may_have_gpu():
         import torch
@@ -210,7 +210,7 @@ def _torch_build() -> dict[str, str]:
 
 
 def cache_path(kind: str = "probe") -> Path | None:
-    """Where the probe of this machine, or another ``kind`` of measurement, is kept; ``None`` without a home."""
+    """File of the probe of this machine, or of another ``kind`` of measurement; ``None`` without a home."""
     folder = cache_folder()
     if folder is None:
         return None
@@ -287,7 +287,7 @@ _LANE_BYTES_PER_S = {"3": 1e9, "4": 2e9, "5": 4e9}
 
 
 def named_machine(machine: str | os.PathLike[str], direct: bool = False) -> tuple[Machine, Rates]:
-    """What to plan with for ``machine``, one of ``MACHINES`` or a file of a probe.
+    """Machine to plan for: ``machine`` is one of ``MACHINES`` or a file of a probe.
 
     A card may have another link than its own, as in ``"4090@pcie3"``. ``direct``: a machine without a GPU reads files
     past the page cache.
@@ -332,7 +332,7 @@ def save(probe: Probe) -> Path:
 
 
 def load_shared_link(num_ranks: int) -> dict[int, float] | None:
-    """What :func:`save_shared_link` kept of this machine; ``None`` without it, and with a warning for anything else."""
+    """Shared link that :func:`save_shared_link` kept; ``None`` without it, and with a warning for anything else."""
     what = f"the rates of {num_ranks} links"
     kept = _kept(_of_ranks(num_ranks), partial(decode, _SharedLink), what, "they are measured again")
     return None if kept is None else kept.h2d_bytes_per_s

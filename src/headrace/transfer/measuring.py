@@ -257,7 +257,7 @@ def rates_among(device: torch.device, exchange: Exchange) -> Rates:
     that is split over ranks waits for it.
 
     Args:
-        device: of this rank.
+        device: device of this rank.
         exchange: among all ranks that copy.
     """
     here = this_host()[0]

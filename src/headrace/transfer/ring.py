@@ -176,8 +176,8 @@ class RingServer:
     anywhere.
 
     Args:
-        reads: of every piece, by position, into its entry; gaps between them are not filled.
-        memory: of the ring.
+        reads: reads of every piece, by position, into its entry; gaps between them are not filled.
+        memory: memory of the ring.
         num_threads: workers.
         stuck_s: how long no read may end before the disk counts as dead.
     """

@@ -45,8 +45,8 @@ class RingTask:
     """A ring to serve.
 
     Attributes:
-        layout: of the ring.
-        reads: of every piece, by position; the sources are files.
+        layout: layout of the ring.
+        reads: reads of every piece, by position; the sources are files.
         num_threads: readers.
         stuck_s: how long no read may end before the disk counts as dead.
         parent: process id of the owner of the ring; the process ends with it.
@@ -105,7 +105,7 @@ def main() -> None:
 
 
 def _process_fds(pid: int) -> list[int]:
-    """What becomes readable when a process ends (pidfd_open(2)).
+    """Descriptors that become readable when a process ends (pidfd_open(2)).
 
     Empty on some kernels and in some sandboxes; then only the end of the input shows that the parent has ended, and a
     child that the parent has forked may keep the input open.

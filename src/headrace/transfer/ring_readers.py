@@ -38,7 +38,7 @@ class ReaderProcess:
     the stream, with poison, if both processes of the child are killed.
 
     Attributes:
-        pid: of the child, the leader of a process group of its own.
+        pid: pid of the child, the leader of a process group of its own.
     """
 
     def __init__(self, task: RingTask, memory: RingMemory, memory_fd: int) -> None:
@@ -46,7 +46,7 @@ class ReaderProcess:
 
         Args:
             task: what it serves.
-            memory: of the ring; ``memory_fd`` is its descriptor.
+            memory: memory of the ring; ``memory_fd`` is its descriptor.
 
         Raises:
             OptionError: no process can be started.

@@ -188,7 +188,7 @@ class StagingRing:
     """The stream's half of the handshake (:mod:`headrace.transfer.ring`), and the errors of the readers' half.
 
     Attributes:
-        memory: of the ring, which the server shares.
+        memory: memory of the ring, which the server shares.
     """
 
     def __init__(self, layout: RingLayout, memory: torch.Tensor) -> None:

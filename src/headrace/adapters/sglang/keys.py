@@ -89,7 +89,7 @@ def read_options(keys: Mapping[str, Any], field: Callable[[str], Any]) -> Engine
     """The options of ``keys`` and of SGLang's flags together.
 
     Args:
-        keys: of :func:`parse_keys`.
+        keys: keys of :func:`parse_keys`.
         field: the value of a field of SGLang's configuration, resolved.
 
     Raises:
@@ -128,7 +128,7 @@ def _unless(value: Any, default: Any) -> Any:
 
 
 def _require_replicas(field: Callable[[str], Any]) -> None:
-    """As SGLang's own, one copy serves the data-parallel ranks of a host, each of which has the complete model."""
+    """Refuse all but data-parallel ranks of one host: one copy serves them, and each has the complete model."""
     for name, allowed in (("tp_size", 1), ("nnodes", 1)):
         if field(name) != allowed:
             raise OptionError(

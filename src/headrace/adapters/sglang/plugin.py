@@ -47,7 +47,7 @@ def register_hooks(value: str) -> None:
     """Register all hooks with SGLang, which applies them once every plugin is loaded.
 
     Args:
-        value: of ``HEADRACE_SGLANG``.
+        value: value of ``HEADRACE_SGLANG``.
 
     Raises:
         OptionError, OptionTypeError: this SGLang is not supported, or ``value`` is invalid; see the message.
@@ -120,7 +120,7 @@ class SGLangOffloader(EngineOffloader):
 
 
 def _create_offloader() -> Any:
-    """In place of SGLang's function, before the model is built.
+    """Create the offloader in place of SGLang's function, before the model is built.
 
     Raises:
         OptionError, OptionTypeError: options that contradict one another, or features that headrace cannot run with.

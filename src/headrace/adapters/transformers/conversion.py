@@ -1,4 +1,4 @@
-"""Which bytes of a checkpoint make which tensors of a transformers model.
+"""The bytes of a checkpoint that make each tensor of a transformers model.
 
 The rules are transformers' own (``conversion_mapping``, ``core_model_loading``), called as ``from_pretrained`` calls
 them in ``convert_and_load_state_dict_in_model``, whose steps :func:`match` follows one by one: rename, collect per
@@ -64,7 +64,7 @@ class Match:
         missing: names in the model that nothing in the checkpoint provides, without those that transformers tolerates.
         unexpected: names in the checkpoint that the model does not have, without those that transformers tolerates.
         untied: names that the configuration ties to others, but that have other values in the checkpoint.
-        inventory: of the model, as adapted to the checkpoint.
+        inventory: inventory of the model, as adapted to the checkpoint.
     """
 
     weights: WeightMap
@@ -153,7 +153,7 @@ class Assembly:
     Attributes:
         target: the first tensor of the model that they make.
         converter: makes the result; ``None``: it is the one file tensor, unchanged.
-        dtype: of the result, and of every part before it is converted; ``None``: parts keep the dtypes of the files,
+        dtype: dtype of the result and every part before it is converted; ``None``: parts keep the dtypes of the files,
             and the result has the dtype of the model's tensor.
         parts: the file tensors in natural order, each with the pattern of ``converter`` that it matched.
     """
@@ -458,7 +458,7 @@ class FileSpans:
         return self
 
     def reshape(self, *shape: Any) -> FileSpans:
-        """The same ranges in another shape, as ``torch.Tensor.reshape``."""
+        """The ranges in another shape, as ``torch.Tensor.reshape``."""
         try:
             lengths = torch.empty(self.shape, device="meta").reshape(*shape).shape
         except RuntimeError as error:
@@ -468,12 +468,12 @@ class FileSpans:
     view = reshape
 
     def squeeze(self, dim: int) -> FileSpans:
-        """Without a dimension of length one."""
+        """Remove a dimension of length one."""
         dim = range(self.ndim)[dim]
         return self if self.shape[dim] != 1 else FileSpans(_without(self.shape, dim), self.dtype, self.spans)
 
     def to_source(self, dtype: torch.dtype | None = None) -> TensorSource:
-        """Where the bytes are, neighbours joined, for a tensor of ``dtype`` (default that of the files).
+        """Ranges of bytes in the files, neighbours joined, for a tensor of ``dtype`` (default that of the files).
 
         Raises:
             NotSpansError: in too many small pieces to be read in time.

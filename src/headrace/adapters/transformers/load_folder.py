@@ -91,7 +91,7 @@ def load(
             ``disk``), for a GPU it fills pinned host memory from them (mode ``cpu``), and weights that do not fit
             there stream from the files (mode ``disk``).
         model_class: a transformers class, ``Auto`` classes included; default the one that config.json names.
-        dtype: of the weights, a torch.dtype or its name such as ``"bfloat16"``; default, and ``"auto"``, the
+        dtype: dtype of the weights, a torch.dtype or its name such as ``"bfloat16"``; default, and ``"auto"``, the
             checkpoint's own. Tensors of another dtype in the files are converted when they are read, at loading or at
             every use; such tensors are not streamed from files to a GPU, but stored in host memory.
         attn_implementation: as for ``from_pretrained``: ``"sdpa"``, ``"eager"`` or another that transformers has, not

@@ -68,12 +68,12 @@ class OpenedModel:
 
     @property
     def name(self) -> str:
-        """Of the model, for output."""
+        """Name of the model, for output."""
         return model_name(self.folder)
 
     @property
     def inventory(self) -> Inventory:
-        """Of the model as stored in its files."""
+        """Inventory of the model as stored in its files."""
         # Not take_inventory(): match() cut ties between tensors with different values in the checkpoint.
         return self.match.inventory
 
@@ -84,7 +84,7 @@ class OpenedModel:
 
     @property
     def generation_settings(self) -> dict[str, Any]:
-        """Of generation_config.json, or else of the module.
+        """Settings of generation_config.json, or else of the module.
 
         Raises:
             CheckpointError: the file is damaged.
@@ -96,7 +96,7 @@ class OpenedModel:
         """Refuse settings of generation_config.json that would not be applied, before weights are loaded.
 
         Args:
-            tokenizer: of the model.
+            tokenizer: tokenizer of the model.
             settings: those of the file, less what is not used of them.
             fix: what to do beside taking a setting out of the file.
             batched: whether several requests are generated together.
@@ -151,7 +151,7 @@ class OpenedModel:
         return self._measured if context else self.base
 
     def default_budget(self, batch: int, context: int) -> Budget | None:
-        """Where nothing is said, what the GPU has free; ``None`` if no cache can be measured."""
+        """Budget without a flag: what the GPU has free; ``None`` if no cache can be measured."""
         with suppress(OptionError):
             self.profile(context)
             return Budget(AUTO, workload=Workload([batch], context))

@@ -79,7 +79,7 @@ _PLAIN = (type(None), bool, int, float, str, torch.dtype, torch.Size, Enum)
 
 
 class NotHereError(CheckpointError):
-    """This machine cannot run quantised weights, because of ``why``; headers are enough to plan them. Internal."""
+    """Quantised weights cannot run on this machine, because of ``why``; headers are enough to plan them. Internal."""
 
     def __init__(self, message: str, why: str) -> None:
         super().__init__(message)

@@ -119,7 +119,7 @@ class Speculating:
 
     @property
     def counts(self) -> SpeculationCounts:
-        """Of all calls so far."""
+        """Counts of all calls so far."""
         return self._counts
 
     def _with_draft(self, folder: Path, device: torch.device) -> dict[str, Any]:
@@ -149,7 +149,7 @@ class Speculating:
         return {"assistant_model": draft, "tokenizer": tokenizers[0], "assistant_tokenizer": tokenizers[1]}
 
     def _generator_of(self, **given: Any) -> Any:
-        """What makes the guesses of a call of ``generate``; transformers asks for it."""
+        """The candidate generator of a call of ``generate``; transformers asks for it."""
         draft, config = given["assistant_model"], given["generation_config"]
         if self._heads is not None and config.use_mtp:
             made = copy.copy(self._heads)
@@ -281,7 +281,7 @@ class _CapturedDraft(CandidateGenerator):
 
 
 def heads_cost(context: PlanContext, model: Any) -> DraftCost:
-    """Of the heads of multi-token prediction of ``model``, which ``context`` plans.
+    """Cost of the heads of multi-token prediction of ``model``, which ``context`` plans.
 
     Raises:
         OptionError: it has none that transformers runs, or its files have none.

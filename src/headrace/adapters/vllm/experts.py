@@ -102,7 +102,7 @@ class KernelExperts:
         return self._apply_rows(by_rows, **arguments)
 
     def _run_packed(self, run: Callable[..., Any], *given: Any, **kinds: Any) -> Any:
-        """In the place of ``run``, which gets weights, and the tiles of a step."""
+        """Replace ``run``, which gets weights, and the tiles of a step."""
         output, x, _, _, routing, *indices = given
         routing, ids, rows = route_by_rows(routing, self._cache, self._num_rows)
         result = run(output, x, self._w13, self._w2, routing, *indices, **kinds)
@@ -151,7 +151,7 @@ def _say_that_marlin_varies() -> None:
 
 
 def _align_rows(align: Any, rows: torch.Tensor, topk_ids: Any, block_size: int, *args: Any, **kinds: Any) -> Any:
-    """What ``align`` of vLLM returns, with the row of each tile's expert; ``rows`` has one for each id."""
+    """The result of vLLM's ``align``, with the row of each tile's expert; ``rows`` has one for each id."""
     positions, _, num_padded = align(topk_ids, block_size, *args, **kinds)
     first = positions[::block_size].clamp(0, rows.numel() - 1)  # unused tiles hold any number
     return positions, rows.flatten().index_select(0, first).int(), num_padded

@@ -1,4 +1,4 @@
-"""Which vLLM headrace runs in: its versions, and the functions that are hooked or that call headrace."""
+"""Versions of vLLM that headrace runs in, and the functions that are hooked or that call headrace."""
 
 from __future__ import annotations
 

@@ -96,7 +96,7 @@ def refuse_unsupported(config: Any, policy: EnginePolicy) -> None:
 
     Args:
         config: vLLM's ``VllmConfig``.
-        policy: of the worker.
+        policy: policy of the worker.
 
     Raises:
         OptionError: a flag of :data:`REFUSED`, a model whose layers are never called, another kind of additional

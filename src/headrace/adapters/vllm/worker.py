@@ -497,7 +497,7 @@ def _replica_group(replicas: int | None, parallel: Any, rank: int) -> ProcessGro
     Args:
         replicas: engines of a dense model that one command starts on this host; unused where vLLM has the group.
         parallel: vLLM's ``ParallelConfig``.
-        rank: of this worker in its engine; tensor-parallel ranks hold different weights.
+        rank: rank of this worker in its engine; tensor-parallel ranks hold different weights.
 
     Raises:
         OptionError: there are none, or their number was not given.
