@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ast
 import io
 import re
 import tokenize
@@ -92,3 +93,15 @@ def test_a_retired_word_is_found(line: str) -> None:
 )
 def test_plain_language_is_not(line: str) -> None:
     assert not any(pattern.search(line) for pattern in WORDS.values())
+
+
+def test_docstrings_begin_with_a_noun_or_a_verb() -> None:
+    """Not with a word that makes the reader look elsewhere for the subject."""
+    found = []
+    for file in sorted((ROOT / "src").rglob("*.py")):
+        for node in ast.walk(ast.parse(file.read_text())):
+            if isinstance(node, ast.Module | ast.ClassDef | ast.FunctionDef):
+                text = ast.get_docstring(node) or ""
+                if re.match(r"(Of|Those|What|Where|As|By|It|That|They|The same)\b", text):
+                    found.append(f"{file.relative_to(ROOT)}: {text.splitlines()[0]}")
+    assert not found, "\n".join(found)
