@@ -17,8 +17,9 @@ from headrace.plan.plan import Plan
 from headrace.planning.request import PlanRequest, require_kinds
 from headrace.runtime.outside_access import place_of
 from headrace.runtime.prepare import Prepared, open_ranks, prepare
-from headrace.runtime.session import OffloadSession, Progress, SessionOptions
+from headrace.runtime.session import OffloadSession, SessionOptions
 from headrace.stats import Stats
+from headrace.stores.store import Progress
 from headrace.transfer.link import Link
 
 if TYPE_CHECKING:

@@ -37,8 +37,6 @@ if TYPE_CHECKING:
     from headrace.plan.speculation import DraftCost, SpeculationForecast
     from headrace.stores.file_reads import DiskOptions
 
-__all__ = ["PlanResult", "make_plan", "plan_model"]
-
 
 def make_plan(
     model: nn.Module | str | os.PathLike[str],

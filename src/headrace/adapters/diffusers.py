@@ -34,8 +34,8 @@ from headrace.plan.plan import Plan
 from headrace.planning.context import not_in_files
 from headrace.planning.request import PlanRequest, require_kinds
 from headrace.runtime.prepare import prepare
-from headrace.runtime.session import Progress
 from headrace.stores.file_reads import DiskOptions
+from headrace.stores.store import Progress
 
 __all__ = ["Components", "PipelineHandle", "load"]
 

@@ -9,8 +9,6 @@ import triton.language as tl
 from headrace.codec.exponents import Piece
 from headrace.codec.layout import BLOCK, WIDTH, parts_of
 
-__all__ = ["decode_on_gpu"]
-
 
 def decode_on_gpu(piece: Piece, code: torch.Tensor, into: torch.Tensor) -> None:
     """Decode ``code`` (that of ``piece``, on the device) ``into`` (uint8, 1-D, of its unit), on the current stream."""

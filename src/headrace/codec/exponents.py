@@ -23,8 +23,6 @@ import torch
 
 from headrace.codec.layout import BLOCK, WIDTH, parts_of
 
-__all__ = ["Piece", "decode", "encode"]
-
 _PLANE = BLOCK // 8  # bytes
 _ESCAPE = (1 << WIDTH) - 1
 # Weights that are decoded at once on the host, whose caches they fit.

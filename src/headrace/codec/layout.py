@@ -7,8 +7,6 @@ from typing import NamedTuple
 
 from headrace.memory.system import round_up
 
-__all__ = ["BLOCK", "UNITS_AHEAD", "UNITS_AT_ONCE", "WIDTH", "coded_bytes", "cut_pieces", "parts_of"]
-
 # Bits of an index into the table of exponents.
 WIDTH = 3
 # Weights that a program of the kernel decodes.

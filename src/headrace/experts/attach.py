@@ -14,8 +14,6 @@ from headrace.experts.rows import CacheStreamOrder, ExpertHook, ReadsRows
 from headrace.model.live_tensors import BoundStorage, OnAccess
 from headrace.plan.cached_experts import CachedLayer
 
-__all__ = ["cached_hook"]
-
 
 def cached_hook(
     model: nn.Module,

@@ -16,8 +16,6 @@ from headrace.errors import RaceError
 from headrace.experts.kernels import admit_kernel, compare_kernel, fetch_kernel
 from headrace.experts.rows import CacheStreamOrder
 
-__all__ = ["CacheCounts", "CountsReader", "ExpertCache"]
-
 # Programs that copy, and words of 8 bytes that one copies at a time: on an H200 32 programs of 8 warps fill the link.
 _PROGRAMS, _BLOCK = 32, 4096
 _WORDS = {8: tl.int64, 1: tl.uint8}

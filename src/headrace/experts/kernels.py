@@ -13,8 +13,6 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-__all__ = ["admit_kernel", "compare_kernel", "fetch_kernel", "tiles_of_rows_kernel"]
-
 
 @triton.jit
 def admit_kernel(

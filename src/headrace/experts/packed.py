@@ -23,8 +23,6 @@ from headrace.experts.kernels import tiles_of_rows_kernel
 from headrace.experts.rows import CachedExperts, RowMap
 from headrace.model.memory_profile import is_routed
 
-__all__ = ["PROJECTIONS", "PackedExperts", "at_rows", "hold_packed", "read_by_rows", "route_by_rows"]
-
 # Of transformers' experts in MXFP4: weights, and what has their scales.
 PROJECTIONS = {name: f"{name}_precision_config" for name in ("gate_up_proj", "down_proj")}
 

@@ -12,8 +12,6 @@ from headrace.errors import OptionError
 from headrace.model.memory_profile import chosen_implementation
 from headrace.plan.routing_traces import Recorded
 
-__all__ = ["RoutingRecorder"]
-
 
 class RoutingRecorder:
     """Records the choices of every layer of experts of a transformers model, from its creation to :meth:`close`.

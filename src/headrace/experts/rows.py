@@ -23,18 +23,6 @@ from headrace.model.live_tensors import Saved, own_forward
 from headrace.model.memory_profile import ROW_IMPLEMENTATIONS, chosen_implementation
 from headrace.model.tracing import refuse_export, refuse_tracers, traced_graph
 
-__all__ = [
-    "CacheStreamOrder",
-    "CachedExperts",
-    "ExpertHook",
-    "ExpertKernels",
-    "NoCache",
-    "ReadsRows",
-    "RowMap",
-    "expert_rows",
-    "require_rows",
-]
-
 _CACHED = "_headrace_cached_experts"
 
 

@@ -44,8 +44,6 @@ if TYPE_CHECKING:
     from headrace.runtime.prefetcher import Prefetcher
     from headrace.runtime.session import OffloadSession
 
-__all__ = ["CACHE_NAME", "LENGTH_STEP", "DecodeGraphs", "Inputs", "StepGraph", "arguments_in_force", "decode_in_graphs"]
-
 Inputs = Mapping[str, Any]
 
 _MARK = "_headrace_decode_graphs"  # at the model

@@ -7,8 +7,6 @@ from contextlib import contextmanager
 
 from headrace.runtime.prefetcher import Prefetcher
 
-__all__ = ["capturing", "replaying"]
-
 
 @contextmanager
 def capturing(prefetcher: Prefetcher) -> Iterator[list[int]]:

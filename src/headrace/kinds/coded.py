@@ -11,8 +11,6 @@ from headrace.model.records import Inventory, StorageInfo
 from headrace.plan.kinds import PlacedUnits, StoreKind, Unit, slab_bytes
 from headrace.plan.rates import Curve, Floats, Rates
 
-__all__ = ["KINDS"]
-
 # The share of the rate of elementwise kernels at which decoding reads and writes (an H100 decodes 1.0 TB/s of weights:
 # docs/benchmarks/2026-11-26-coded-h200.md).
 _DECODING_SHARE = 0.55

@@ -8,8 +8,6 @@ from headrace.config import StoreName
 from headrace.plan.kinds import PlacedUnits, StoreKind, Unit
 from headrace.plan.rates import Floats, Rates
 
-__all__ = ["KINDS"]
-
 
 class OnPeer(StoreKind):
     """The memory of another GPU."""

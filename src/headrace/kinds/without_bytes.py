@@ -7,8 +7,6 @@ from collections.abc import Collection, Mapping, Sequence
 from headrace.config import StoreName
 from headrace.plan.kinds import PlacedUnits, StoreKind, Unit
 
-__all__ = ["KINDS"]
-
 
 class WithoutBytes(StoreKind):
     """No memory, and no weights."""

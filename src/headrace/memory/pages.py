@@ -32,24 +32,6 @@ from headrace.memory.system import round_up
 if TYPE_CHECKING:
     import torch
 
-__all__ = [
-    "HUGE_PAGE_BYTES",
-    "TOUCH_BYTES",
-    "Bytes",
-    "RawMemory",
-    "collapse",
-    "collapse_parallel",
-    "give_back",
-    "map_file",
-    "map_pages",
-    "map_parts",
-    "pack",
-    "populate",
-    "populate_parallel",
-    "resident_bytes",
-    "whole_pages",
-]
-
 Bytes = np.ndarray[Any, np.dtype[np.uint8]]
 
 # Large enough that a call costs nothing beside the zeroing, small enough that the threads end together.

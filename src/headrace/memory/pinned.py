@@ -22,22 +22,6 @@ from headrace.formatting import format_size
 from headrace.memory.pages import RawMemory, give_back, map_pages, populate_parallel
 from headrace.memory.system import cpus_near, is_wsl, touch_threads
 
-__all__ = [
-    "MIN_ADOPTED_BYTES",
-    "CudaRegistrar",
-    "PinnedBuffer",
-    "can_pin_in_place",
-    "device_view",
-    "is_anonymous",
-    "new_pinned",
-    "pin_shared",
-    "pinned_region",
-    "pinning_disabled",
-    "pinning_fix",
-    "refuse_capture",
-    "warn_refused",
-]
-
 # glibc never raises its threshold for mappings above this (DEFAULT_MMAP_THRESHOLD_MAX, mallopt(3)), so a larger tensor
 # shares no page with anything else that may be pinned one day.
 MIN_ADOPTED_BYTES = 32 << 20

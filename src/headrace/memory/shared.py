@@ -37,8 +37,6 @@ from headrace.memory.pages import map_file
 from headrace.memory.system import dup_above_stdio
 from headrace.ranks.group import RankGroup
 
-__all__ = ["SharedMemory", "SymmetricMemory"]
-
 _MFD_NOEXEC_SEAL = 0x0008  # <linux/memfd.h>, Linux 6.3; required where vm.memfd_noexec = 2
 _F_SEAL_FUTURE_WRITE = 0x0010  # <linux/fcntl.h>, Linux 5.1
 _SIZE_SEALS = fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW

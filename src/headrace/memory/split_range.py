@@ -19,9 +19,6 @@ import torch
 from headrace.errors import BudgetError, OptionError
 from headrace.memory.pages import RawMemory, give_back
 
-__all__ = ["MappedMemory", "SplitRange"]
-
-
 # Memory of the device before that of another place: torch asks the driver whose memory the first byte of a range is,
 # and would copy the tensor if it were not the device's.
 _HEAD_BYTES = 2 << 20

@@ -23,33 +23,6 @@ from headrace.formatting import format_size
 if TYPE_CHECKING:
     import torch
 
-__all__ = [
-    "DEVICE",
-    "PEER",
-    "Limits",
-    "Needs",
-    "PeakMeter",
-    "Shortage",
-    "cgroup_available_bytes",
-    "cpus_near",
-    "dup_above_stdio",
-    "gc_paused",
-    "host_available_bytes",
-    "is_wsl",
-    "local_cpus",
-    "memlock_bytes",
-    "num_cores",
-    "parse_cpu_list",
-    "peak_rss_bytes",
-    "read_limits",
-    "reader_threads",
-    "require_disk",
-    "round_up",
-    "rss_bytes",
-    "touch_threads",
-    "trim_heap",
-]
-
 DEVICE = "device memory"
 PEER = "memory of the peer GPU"
 

@@ -27,8 +27,6 @@ from headrace.model.records import (
 )
 
 # With the records that it makes.
-__all__ = ["Inventory", "Location", "ModuleAlias", "StorageInfo", "TensorInfo", "take_inventory", "without_lora"]
-
 # Attributes of a parameter that are objects with further tensors of it: scales and codes of bitsandbytes' 4 bits, and
 # scales of these that are quantised themselves.
 _SIDE_OBJECTS = ("quant_state", "state2")

@@ -8,17 +8,6 @@ from collections.abc import Collection, Iterable, Mapping, Sequence
 from headrace.model.records import Inventory, StorageInfo, packed_modules
 from headrace.model.semantic_groups import semantic_groups
 
-__all__ = [
-    "MAX_BLOCK_SHARE",
-    "MIN_PART_BYTES",
-    "are_apart",
-    "called_within",
-    "find_layers",
-    "find_stacks",
-    "reader_of",
-    "weights_of",
-]
-
 # A copy of this size takes the link at nine tenths of its rate (H200).
 MIN_PART_BYTES = 2**20
 

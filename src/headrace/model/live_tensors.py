@@ -40,12 +40,6 @@ from headrace.model import torch_private
 from headrace.model.records import Location, StorageInfo, TensorInfo
 from headrace.model.torch_private import leave_to_python, storage_id
 
-__all__ = [
-    "BoundStorage", "BoundTensor", "OnAccess", "Path", "Saved", "TemporaryCopy", "TensorState", "bind", "fill_empty",
-    "is_placeholder", "leave_placeholders", "live_tensors", "own_forward", "own_storage", "read_pinned",
-    "refuse_reload", "resident_rule", "used_elsewhere", "written_in_place",
-]  # fmt: skip
-
 if "refuse_reload" in globals():  # this module is being reloaded
     globals()["refuse_reload"]()
 

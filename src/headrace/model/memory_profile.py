@@ -23,16 +23,6 @@ from headrace.errors import OptionError
 from headrace.model.patterns import compile_pattern
 from headrace.model.records import ModelProfile
 
-__all__ = [
-    "ROW_IMPLEMENTATIONS",
-    "ModelProfile",
-    "chosen_implementation",
-    "is_routed",
-    "measured",
-    "note_on_experts",
-    "profile_of",
-]
-
 # Implementations of experts in transformers that compute the same bits whatever the order of the rows. `eager` adds up
 # the experts of a token in the order of their numbers.
 ROW_IMPLEMENTATIONS = ("grouped_mm", "batched_mm")

@@ -25,8 +25,6 @@ from headrace.config import ALL_MODEL_PARAMS, check_pattern
 from headrace.errors import SelectionError
 from headrace.model.records import Inventory, StorageInfo
 
-__all__ = ["compile_pattern", "is_segments", "matching", "select"]
-
 _GLOB = re.compile(r"[*?\[]")
 
 

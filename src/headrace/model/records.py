@@ -24,22 +24,6 @@ from typing import TYPE_CHECKING, Literal
 from headrace.errors import OptionError
 from headrace.json_files import Positive
 
-__all__ = [
-    "DType",
-    "ElementType",
-    "Inventory",
-    "Location",
-    "ModelProfile",
-    "ModuleAlias",
-    "StorageInfo",
-    "TensorInfo",
-    "common_prefix",
-    "dotted_name",
-    "dotted_prefixes",
-    "is_within",
-    "packed_modules",
-]
-
 Kind = Literal["parameter", "buffer", "attribute"]
 
 # torch's allocator gives the pool of a captured step whole segments, one for small and one for large tensors.
@@ -61,7 +45,9 @@ class ElementType:
 
 
 if TYPE_CHECKING:
-    from torch import dtype as DType
+    import torch
+
+    DType = torch.dtype
 else:
     DType = ElementType
 

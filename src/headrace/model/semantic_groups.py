@@ -17,8 +17,6 @@ from typing import Final, NamedTuple
 
 from headrace.model.records import Inventory, dotted_prefixes, is_within, packed_modules
 
-__all__ = ["GROUPS", "semantic_groups"]
-
 GROUPS: Final = ("attention", "mlp", "experts", "shared_experts", "embeddings", "lm_head", "vision")
 
 # Evidence, where shapes leave a choice: fragments of the names of modules and classes.

@@ -13,12 +13,6 @@ from typing import Any
 import torch
 from torch.multiprocessing.reductions import StorageWeakRef
 
-__all__ = [
-    "aten_operators", "excluding", "has_key", "is_excluded", "key_set", "leave_to_python", "make_subclass",
-    "negative_view", "parse_key", "proxy_mode", "refuse_pointer", "storage_id", "transform", "use_count",
-    "weak_memory", "with_keys",
-]  # fmt: skip
-
 # -- dispatch keys -----------------------------------------------------------------------------------------------------
 
 parse_key = torch._C._dispatch_key_parse

@@ -12,8 +12,6 @@ from headrace.errors import StateError
 from headrace.model import torch_private
 from headrace.model.live_tensors import read_pinned
 
-__all__ = ["refuse_export", "refuse_tracers", "traced_graph"]
-
 
 def traced_graph(waits: bool = False) -> fx.Graph | None:
     """The graph that Dynamo is tracing; ``None`` under another tracer, such as torch.export without Dynamo.

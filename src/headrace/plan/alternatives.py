@@ -14,8 +14,6 @@ from headrace.plan.candidates import CandidateTable, Family, mean_log
 from headrace.plan.plan import Plan
 from headrace.plan.rates import Floats, Ints
 
-__all__ = ["Alternative", "Alternatives", "Point", "curve"]
-
 GIB = 2**30
 # More memory is suggested for steps that are this many times as fast.
 _WORTHWHILE = 1.3

@@ -59,8 +59,6 @@ from headrace.plan.units import (
     warn_of_stranded,
 )
 
-__all__ = ["Planner", "build_plan"]
-
 # To join a piece to the one before it: two system calls, and a page that is read and copied (2 GHz Xeon, cached file).
 _JOIN_S = 50e-6
 # Of a step that the user's policy leads to, over that of a budget of the same size.

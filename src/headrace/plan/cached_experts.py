@@ -18,16 +18,6 @@ from headrace.json_files import Positive
 from headrace.memory.system import round_up
 from headrace.model.records import Inventory, StorageInfo
 
-__all__ = [
-    "PIECE_BYTES",
-    "CachedLayer",
-    "cache_bytes",
-    "cached_layers",
-    "overflow_memories",
-    "why_not_cached",
-    "with_slots",
-]
-
 # cuMemGetAllocationGranularity of device and host memory alike, on every GPU so far.
 PIECE_BYTES = 2 << 20
 

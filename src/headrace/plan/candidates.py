@@ -48,8 +48,6 @@ from headrace.plan.schedule import MAX_SLOTS
 from headrace.plan.staging_ring import RING_BYTES
 from headrace.plan.units import TINY_BYTES, outside_units, stranded
 
-__all__ = ["CandidateTable", "Family", "MappedFiles", "Spill", "mean_log", "spill_order"]
-
 # 2 ** 6 sets of roles: the five heaviest roles of a layer one by one, and all the others together.
 _MAX_ATOMS = 6
 # Shares of its experts that a layer may have slots for.

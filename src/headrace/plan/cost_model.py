@@ -61,11 +61,6 @@ from headrace.plan.rates import Bools, Floats, Ints, Rates
 from headrace.plan.routing_traces import ExpertHits, FixedHits
 from headrace.plan.staging_ring import RING_BYTES
 
-__all__ = [
-    "Bound", "Forecast", "Forecaster", "Stage", "StageTimes", "StepModel", "StorageCost", "UnitStores", "cached_cost",
-    "experts_in", "find_stages", "stages_compute_s", "step_s", "storage_cost",
-]  # fmt: skip
-
 # Beside each weight's own kernel run its second half (split sums) and an activation, a residual sum, a rotation.
 KERNELS_PER_TENSOR = 3
 # Sorting rows by expert in several passes, gathering, grouping, weighing and summing them up again.

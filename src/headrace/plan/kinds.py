@@ -22,18 +22,6 @@ if TYPE_CHECKING:
     from headrace.model.records import Inventory, StorageInfo
     from headrace.plan.rates import Floats, Rates
 
-__all__ = [
-    "HOST",
-    "SLAB_ALIGNMENT_BYTES",
-    "PlacedUnits",
-    "SlabEntry",
-    "StoreKind",
-    "Unit",
-    "equal_chunk_bytes",
-    "kind_of",
-    "slab_bytes",
-]
-
 # Large enough for every vector load and for tensor-map descriptors; matrix kernels may pick another summation order
 # for a less aligned operand, so alignment is part of the promise of equal bits.
 SLAB_ALIGNMENT_BYTES = 256

@@ -26,17 +26,6 @@ from headrace.plan.schedule import chain, slot_of
 if TYPE_CHECKING:
     from headrace.plan.staging_ring import RingLayout
 
-__all__ = [
-    "SCHEMA_VERSION",
-    "DeviceName",
-    "Machine",
-    "Placement",
-    "Plan",
-    "UnitSpec",
-    "assemble",
-    "with_code",
-]
-
 # Of :meth:`Plan.to_json`, and so of plan files. Raise it with any change of a key or of its meaning.
 SCHEMA_VERSION = 7
 

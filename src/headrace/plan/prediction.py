@@ -9,8 +9,6 @@ if TYPE_CHECKING:
     from headrace.plan.alternatives import Alternative
     from headrace.plan.cost_model import Forecast
 
-__all__ = ["CachePoint", "PlanPrediction", "WorkloadBytes"]
-
 
 @dataclass(frozen=True)
 class WorkloadBytes:

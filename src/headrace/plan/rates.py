@@ -9,8 +9,6 @@ from functools import cached_property
 import numpy as np
 import numpy.typing as npt
 
-__all__ = ["NOMINAL_CPU", "NOMINAL_GPU", "OWN_LINKS", "Bools", "Curve", "Floats", "Ints", "Rates", "nominal_rates"]
-
 Floats = npt.NDArray[np.float64]
 Ints = npt.NDArray[np.int64]
 Bools = npt.NDArray[np.bool_]

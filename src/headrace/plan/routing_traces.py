@@ -17,11 +17,6 @@ import numpy as np
 
 from headrace.errors import OptionError
 
-__all__ = [
-    "ExpertHits", "FixedHits", "Recorded", "Trace", "load_trace", "lru_hits",
-    "save_trace", "seeded_trace",
-]  # fmt: skip
-
 Trace = np.ndarray[tuple[int, int], np.dtype[np.int32]]  # [tokens, top_k]
 
 # Share of draws among the experts last used 1, 2, ... tokens before. The other draws follow popularity and fall on such

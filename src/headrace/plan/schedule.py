@@ -29,17 +29,6 @@ from functools import cached_property
 
 from headrace.errors import warn_user
 
-__all__ = [
-    "MAX_SLOTS",
-    "ExpectedOrder",
-    "Schedule",
-    "chain",
-    "next_in_chain",
-    "slot_of",
-    "steady_order",
-    "usable_slots",
-]
-
 # Slots that a budget may choose, so that copies run as many units ahead.
 MAX_SLOTS = 3
 # How many runs a loop is expected to go on for when it is seen first; the next forward knows its true length.

@@ -24,8 +24,6 @@ if TYPE_CHECKING:
     from headrace.plan.build import Planner
     from headrace.plan.plan import Plan
 
-__all__ = ["LOOKUP", "MTP", "DraftCost", "Speculation", "SpeculationForecast", "forecast_speculation"]
-
 LOOKUP = "lookup"
 MTP = "mtp"
 

@@ -22,11 +22,6 @@ from itertools import pairwise
 from headrace.memory.system import round_up
 from headrace.plan.schedule import steady_order
 
-__all__ = [
-    "ENTRY_BYTES", "MAX_ENTRIES", "RING_BYTES", "STATUS_BYTES", "WORD_BYTES", "Piece", "RingLayout", "cut",
-    "lay_out_ring",
-]  # fmt: skip
-
 # One copy each: long enough for 98 % of the rate of the link, short enough that the first one starts soon.
 ENTRY_BYTES = 16 << 20
 # As many as the readers of files in the page cache need so that none has to wait: one being copied, three being read

@@ -20,17 +20,6 @@ from headrace.plan.kinds import HOST, StoreKind, Unit, kind_of
 from headrace.plan.plan import Plan
 from headrace.plan.prediction import CachePoint, PlanPrediction
 
-__all__ = [
-    "compress_indices",
-    "plan_table",
-    "render",
-    "render_prediction",
-    "render_weights",
-    "role_of",
-    "text_of",
-    "titled_table",
-]
-
 # Mechanisms; for a plan with two stores, prefetched from files is one of its own.
 _REACHED = ("resident", "prefetched", "from files", "in place", "cached")
 

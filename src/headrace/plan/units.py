@@ -25,24 +25,6 @@ from headrace.plan.kinds import slab_bytes
 from headrace.plan.plan import Plan, UnitSpec, assemble, with_code
 from headrace.plan.schedule import usable_slots
 
-__all__ = [
-    "TINY_BYTES",
-    "group_rule",
-    "move_on_demand",
-    "outside_units",
-    "plan_group_rule",
-    "read_in_place",
-    "resolve_rules",
-    "selected",
-    "specs_at",
-    "split_by_part",
-    "stranded",
-    "unit_specs",
-    "warn_of_stranded",
-    "why_unreachable",
-    "worth_moving",
-]
-
 # Norms, biases and scales: together a thousandth of a layer, but each would cost a copy of its own.
 TINY_BYTES = 64 * 2**10
 

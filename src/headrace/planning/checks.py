@@ -23,8 +23,6 @@ if TYPE_CHECKING:
     from headrace.checkpoint.weight_map import WeightMap
     from headrace.ranks.group import RankGroup
 
-__all__ = ["check_limits", "finalize_plan", "needs_of", "require_one_process"]
-
 _log = logging.getLogger(__name__)
 
 _MIB = 2**20

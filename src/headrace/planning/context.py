@@ -36,8 +36,6 @@ if TYPE_CHECKING:
     from headrace.plan.speculation import DraftCost, Speculation, SpeculationForecast
     from headrace.stores.file_reads import DiskOptions
 
-__all__ = ["PlanContext", "make_planner", "not_in_files"]
-
 _log = logging.getLogger(__name__)
 
 # Of free host memory, at most: what a plan leaves to the process itself.

@@ -31,11 +31,6 @@ if TYPE_CHECKING:
     from headrace.ranks.group import RankGroup
     from headrace.stores.file_reads import DiskOptions
 
-__all__ = [
-    "PlanRequest", "Target", "can_read_in_place", "compute_device", "describe_device", "gpu_memory_kind", "has_triton",
-    "peer_of", "require_kinds",
-]  # fmt: skip
-
 
 @dataclass(frozen=True)
 class PlanRequest:

@@ -41,8 +41,6 @@ from torch.distributed import PrefixStore  # type: ignore[attr-defined,unused-ig
 from headrace.config import peer_timeout_s
 from headrace.errors import PeerError, TransferError
 
-__all__ = ["GRACE_S", "GlooChannel", "RankGroup", "call_within", "json_digest", "this_host"]
-
 T = TypeVar("T")
 
 # Gloo's messages for a connection whose other end no longer exists.

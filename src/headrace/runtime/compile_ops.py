@@ -46,14 +46,6 @@ from headrace.errors import StateError
 from headrace.model.live_tensors import leave_placeholders
 from headrace.model.tracing import traced_graph
 
-__all__ = [
-    "END_OF_GRADIENTS",
-    "HOOK_BY_TAG",
-    "leave_out_graph_inputs",
-    "mark_whole_forward",
-    "tensors_in",
-]
-
 # Hooks of modules and forwards (hooks.py), by the address of their tag.
 HOOK_BY_TAG: weakref.WeakValueDictionary[int, Any] = weakref.WeakValueDictionary()
 

@@ -25,8 +25,6 @@ from headrace.runtime.outside_access import address_of
 from headrace.stores.sources import Copy, fill
 from headrace.stores.store import new_buffer
 
-__all__ = ["POISON", "AddressGuard", "Guard"]
-
 POISON = 0xFF
 
 

@@ -10,8 +10,6 @@ from collections.abc import Callable, Collection
 
 from headrace.errors import SlotConflictError, StateError
 
-__all__ = ["Forwards", "release_left"]
-
 # A forward that holds a slot for longer than this is taken to be stuck, not slow.
 CONFLICT_TIMEOUT_S = 600.0
 

@@ -44,8 +44,6 @@ from headrace.runtime.outside_access import NotCopyable, Promoter, is_on_stack
 from headrace.runtime.prefetcher import Prefetcher
 from headrace.runtime.slot import Reader
 
-__all__ = ["CalledForwardHook", "ForwardHook", "UnitHook", "new_token", "unhooked_modules"]
-
 # Compiled code reads its tags and the token from the modules: see the note on ordering edges.
 _TAG, _FORWARD_TAG, _TOKEN, _END = "_headrace_tag", "_headrace_forward_tag", "_headrace_token", "_headrace_end"
 

@@ -51,8 +51,6 @@ from headrace.model.tracing import traced_graph
 from headrace.plan.plan import Plan
 from headrace.stores.store import Store, new_buffer
 
-__all__ = ["NotCopyable", "Promoter", "StateGuard", "TableGuard", "address_of", "is_on_stack", "place_of"]
-
 _log = logging.getLogger(__name__)
 
 _MARK = "_headrace_offloaded"

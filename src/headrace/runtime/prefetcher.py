@@ -34,8 +34,6 @@ if TYPE_CHECKING:
     from headrace.runtime.debug import Guard
     from headrace.transfer.decoded_units import DecodingMemory
 
-__all__ = ["Prefetcher"]
-
 
 def _new_guard(plan: Plan, store: Store, loads: Sequence[Load], promoted: Collection[str]) -> Guard:
     from headrace.runtime.debug import Guard

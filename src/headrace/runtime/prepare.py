@@ -20,9 +20,9 @@ from torch import nn
 
 from headrace.config import as_policy, warn_about_variables
 from headrace.errors import OptionTypeError
-from headrace.model.inventory import Inventory, take_inventory
+from headrace.model.inventory import take_inventory
 from headrace.model.live_tensors import bind
-from headrace.model.records import ModelProfile
+from headrace.model.records import Inventory, ModelProfile
 from headrace.plan.kinds import HOST, slab_bytes
 from headrace.plan.plan import Plan
 from headrace.planning.context import PlanContext
@@ -31,8 +31,6 @@ from headrace.stores.store import AlreadyPinned, Pool, StoreRequest
 
 if TYPE_CHECKING:
     from headrace.ranks.group import RankGroup
-
-__all__ = ["Prepared", "module_context", "open_ranks", "prepare"]
 
 # Some of the modules of these manage their weights themselves; which do, their adapter knows.
 _LIBRARIES = frozenset({"accelerate", "bitsandbytes", "compressed_tensors", "diffusers", "gptqmodel", "transformers"})

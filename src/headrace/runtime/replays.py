@@ -52,8 +52,6 @@ from headrace.runtime.forwards import Forwards
 from headrace.runtime.slot import Slot
 from headrace.transfer.link import Link, Transfer
 
-__all__ = ["BreakCapture", "Replays"]
-
 # Given an action during a capture in segments: end the segment, run the action, now and in every replay, begin the next
 # segment, return True. At any other time: return False.
 BreakCapture = Callable[[Callable[[], None]], bool]

@@ -46,9 +46,6 @@ if TYPE_CHECKING:
 
     Hook = UnitHook | ForwardHook | StateGuard | TableGuard | ExpertHook | AddressGuard
 
-__all__ = ["OffloadSession", "Progress", "SessionOptions", "open_link"]
-
-
 _log = logging.getLogger(__name__)
 
 

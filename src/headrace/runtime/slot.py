@@ -14,8 +14,6 @@ import torch
 from headrace.errors import StateError
 from headrace.transfer.link import ComputeEvent, Link, Transfer
 
-__all__ = ["Reader", "Slot", "SlotState"]
-
 
 class SlotState(Enum):
     """Contents of a slot, and the side that owns its bytes.

@@ -20,8 +20,6 @@ from headrace.stores.product_bits import rounds_in_place
 from headrace.stores.sources import TENSOR_ALIGN_BYTES, ByteRange, Copy, fill_in_threads
 from headrace.stores.store import Opened, Store, StoreRequest, kept_by_others, new_buffer, require_weights
 
-__all__ = ["DiskStore", "open_units"]
-
 
 def open_units(request: StoreRequest, units: Sequence[Unit], offloaded: Mapping[str, BoundStorage]) -> Opened:
     """The store of ``offloaded``, compared with the files where the model has bytes.

@@ -27,8 +27,6 @@ from headrace.stores.pinned_host import registrar_for
 from headrace.stores.sources import ByteRange, Copy, MemorySource, Source, fill_in_threads
 from headrace.stores.store import Destinations, Load, Opened, Store, StoreRequest, kept_by_others
 
-__all__ = ["CodedStore", "CodedUnit", "open_units"]
-
 # Of a code, beyond what plans expect, without a warning.
 _MOST_LONGER = 8 << 20
 _NO_MEMORY, _NO_HOST_MEMORY = (MemoryError, torch.OutOfMemoryError), "DefaultCPUAllocator"

@@ -16,8 +16,6 @@ from headrace.plan.cached_experts import CachedLayer, overflow_memories
 from headrace.stores.sources import ByteRange, Copy
 from headrace.stores.store import AlreadyPinned, Destinations, Store, new_buffer
 
-__all__ = ["ExpertRanges", "mappable"]
-
 # The driver makes host memory at 4.3 GB/s in one thread, at 5.9 in four, at 6.0 in sixteen (H200).
 _THREADS = 4
 

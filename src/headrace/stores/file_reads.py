@@ -38,8 +38,6 @@ if TYPE_CHECKING:
 
     from headrace.checkpoint.safetensors_header import FileFingerprint
 
-__all__ = ["ALIGN_BYTES", "BLOCK_BYTES", "ConvertedFile", "DiskOptions", "File", "ReadCounter"]
-
 _log = logging.getLogger(__name__)
 
 # For O_DIRECT: a multiple of the logical block of every disk (512 or 4096 bytes).

@@ -37,18 +37,6 @@ if TYPE_CHECKING:
     from headrace.checkpoint.safetensors_header import FileFingerprint
     from headrace.checkpoint.weight_map import Conversion, TensorSource, WeightMap
 
-__all__ = [
-    "PIECE_BYTES",
-    "CudaUploader",
-    "Delivery",
-    "Read",
-    "TensorConverter",
-    "UploadRing",
-    "WeightLoader",
-    "deliver",
-    "read_staged",
-]
-
 PIECE_BYTES = 16 << 20
 JOBS_PER_THREAD = 2
 _MAX_RUN = 512

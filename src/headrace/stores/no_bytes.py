@@ -11,8 +11,6 @@ from headrace.plan.kinds import Unit
 from headrace.stores.sources import ByteRange, Copy, Source
 from headrace.stores.store import Opened, Store, StoreRequest, new_buffer
 
-__all__ = ["MetaStore", "open_units"]
-
 
 def open_units(request: StoreRequest, units: Sequence[Unit], offloaded: Mapping[str, BoundStorage]) -> Opened:
     """The store of ``offloaded``."""

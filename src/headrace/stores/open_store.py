@@ -15,8 +15,6 @@ from headrace.stores.store import Opened, StoreRequest, Stores
 if TYPE_CHECKING:
     from headrace.stores.expert_ranges import ExpertRanges
 
-__all__ = ["OpenedStore", "open_store"]
-
 
 @dataclass(frozen=True)
 class OpenedStore(Opened):

@@ -17,8 +17,6 @@ from headrace.plan.kinds import Unit
 from headrace.stores.sources import ByteRange, Copy, Source
 from headrace.stores.store import Load, Opened, Store, StoreRequest
 
-__all__ = ["PeerStore", "open_units", "peer_memory"]
-
 _log = logging.getLogger(__name__)
 
 

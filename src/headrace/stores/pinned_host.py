@@ -34,8 +34,6 @@ from headrace.plan.plan import Plan
 from headrace.stores.sources import ByteRange, Copy
 from headrace.stores.store import AlreadyPinned, Load, Store
 
-__all__ = ["PinnedStore", "SlabRange", "open_pinned", "registrar_for", "slab_sizes"]
-
 # One registration: large enough to cost nothing by itself, small enough that the last one is short.
 SLAB_BYTES = 1 << 30
 

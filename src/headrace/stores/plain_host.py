@@ -12,8 +12,6 @@ from headrace.stores.pinned_host import open_pinned, registrar_for
 from headrace.stores.sources import ByteRange, Copy
 from headrace.stores.store import Opened, Store, StoreRequest, new_buffer
 
-__all__ = ["CpuStore", "open_units"]
-
 
 def open_units(request: StoreRequest, units: Sequence[Unit], offloaded: Mapping[str, BoundStorage]) -> Opened:
     """The store of ``offloaded``, in ``units`` or read in place."""

@@ -11,8 +11,6 @@ import torch.nn.functional as F
 from headrace.model.live_tensors import BoundStorage
 from headrace.stores.sources import TENSOR_ALIGN_BYTES
 
-__all__ = ["rounds_in_place", "same_bits_at"]
-
 _TRIED_ROWS = (1, 4, 64)
 _TRIED_BYTES = 16 << 20
 

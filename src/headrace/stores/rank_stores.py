@@ -35,8 +35,6 @@ from headrace.stores.shared_host import SharedStore, shared_bytes
 from headrace.stores.sources import ByteRange, Copy, clip
 from headrace.stores.store import Opened, StoreRequest, new_buffer, require_weights
 
-__all__ = ["checksum", "compare_ranks", "open_sharded", "open_shared", "open_units"]
-
 _SHOWN_DIFFERENCES = 3
 
 # Of checksums: 8-byte words per block, and the prime that the blocks are combined by.

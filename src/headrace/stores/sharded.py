@@ -20,8 +20,6 @@ from headrace.ranks.group import GlooChannel, RankGroup
 from headrace.stores.sources import ByteRange, Copy
 from headrace.stores.store import Load, Store, new_buffer
 
-__all__ = ["DeviceShardedStore", "HostShardedStore", "PartLayout", "ShardedStore", "Stripe", "Striping"]
-
 
 @dataclass(frozen=True)
 class Stripe:

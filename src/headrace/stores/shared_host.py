@@ -27,8 +27,6 @@ from headrace.plan.kinds import Unit
 from headrace.ranks.group import RankGroup
 from headrace.stores.pinned_host import SLAB_BYTES, PinnedStore, SlabRange, slab_sizes
 
-__all__ = ["SharedStore", "share_out", "shared_bytes"]
-
 _FIX = "use mode 'cpu', or set HEADRACE_DISABLE_PIN_MEMORY=1 to copy from memory that is not pinned"
 
 

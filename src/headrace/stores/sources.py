@@ -20,11 +20,6 @@ from headrace.memory.system import touch_threads
 if TYPE_CHECKING:
     import torch
 
-__all__ = [
-    "TENSOR_ALIGN_BYTES", "ByteRange", "Copy", "MemorySource", "Source", "clip", "fill", "fill_in_threads", "pieces",
-    "writable_view",
-]  # fmt: skip
-
 _PIECE_BYTES = 8 << 20  # that one of several threads fills at a time
 # Vectors of AVX-512; torch allocates, and libraries of kernels expect, memory that starts at a multiple of it.
 TENSOR_ALIGN_BYTES = 64

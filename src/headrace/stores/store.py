@@ -25,11 +25,6 @@ if TYPE_CHECKING:
     from headrace.ranks.group import RankGroup
     from headrace.stores.file_reads import DiskOptions
 
-__all__ = [
-    "AlreadyPinned", "Destinations", "Load", "Opened", "Pool", "Progress", "Store", "StoreRequest", "Stores",
-    "kept_by_others", "new_buffer", "require_weights",
-]  # fmt: skip
-
 # Called with (bytes loaded, bytes to load).
 Progress = Callable[[int, int], None]
 

@@ -30,8 +30,6 @@ from headrace.stats import Recorder
 from headrace.stores.store import Load, Store
 from headrace.transfer.link import ComputeEvent, Link, Transfer
 
-__all__ = ["StreamLink", "StreamTransfer", "is_capturing", "open_link", "wait_for_events"]
-
 # Streams of closed links, for the next ones. They are not destroyed: a finalizer would need a weak reference, and torch
 # frees CUDA stream objects without clearing those, which crashes the garbage collector (torch 2.11, at exit).
 _unused: defaultdict[torch.device, list[torch.cuda.Stream]] = defaultdict(list)

@@ -10,8 +10,6 @@ from headrace.plan.schedule import slot_of
 from headrace.stores.store import Load
 from headrace.transfer.link import ComputeEvent, Link
 
-__all__ = ["DecodingMemory", "slot_sizes"]
-
 
 def slot_sizes(planned: Sequence[int], loads: Sequence[Load]) -> list[int]:
     """Bytes of each slot: as ``planned``, or more, for a code may be longer than the plan expects."""

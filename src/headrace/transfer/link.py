@@ -30,8 +30,6 @@ from headrace.stats import Recorder, StagingStats
 from headrace.stores.sources import ByteRange, writable_view
 from headrace.stores.store import Load, new_buffer
 
-__all__ = ["ComputeEvent", "Link", "ThreadLink", "ThreadTransfer", "Transfer", "end_threads"]
-
 # Workers share a unit in pieces of this size, BLOCK_BYTES of file_reads.py, so that each is one direct read.
 PIECE_BYTES = 2 << 20
 

@@ -30,20 +30,6 @@ from headrace.plan.rates import NOMINAL_CPU, NOMINAL_GPU, Curve, Rates, nominal_
 if TYPE_CHECKING:
     import torch
 
-__all__ = [
-    "MACHINES",
-    "Probe",
-    "cache_path",
-    "load",
-    "load_shared_link",
-    "may_have_gpu",
-    "named_machine",
-    "planning_rates",
-    "read_probe",
-    "save",
-    "save_shared_link",
-]
-
 MIB = 1 << 20
 SCHEMA_VERSION = 3  # in 2, experts seemed to be fetched 4/3 as fast
 

@@ -36,18 +36,6 @@ from headrace.transfer.machine_probe import (
     save_shared_link,
 )
 
-__all__ = [
-    "COPY_SIZES",
-    "Exchange",
-    "link_rates",
-    "measure",
-    "median_s",
-    "mutual_peers",
-    "peer_rates",
-    "rates_among",
-    "slowed",
-]
-
 MIB = 1 << 20
 COPY_SIZES = (MIB // 4, MIB, 4 * MIB, 16 * MIB, 256 * MIB)
 

@@ -46,18 +46,6 @@ from headrace.plan.staging_ring import STATUS_BYTES, WORD_BYTES, RingLayout
 from headrace.stats import StagingStats
 from headrace.stores.sources import Copy
 
-__all__ = [
-    "MAX_READERS",
-    "POISON",
-    "READ_BYTES",
-    "SPARE_ONE_CORE_IN",
-    "STUCK_S",
-    "WANTED",
-    "Counter",
-    "RingMemory",
-    "RingServer",
-]
-
 # Of every byte of an entry that could not be filled: NaN in every floating dtype.
 POISON = 0xFF
 # The word that names the piece that the stream requests; the tag of entry e is word 1 + e.

@@ -35,8 +35,6 @@ from headrace.stores.file_reads import File
 from headrace.stores.sources import Copy
 from headrace.transfer.ring import Counter, RingMemory, RingServer
 
-__all__ = ["RingTask", "exit_description", "main", "poison"]
-
 _STDERR_BYTES = 2000
 
 

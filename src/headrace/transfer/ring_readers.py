@@ -19,8 +19,6 @@ from headrace.memory.system import dup_above_stdio
 from headrace.transfer.ring import Counter, RingMemory, RingServer
 from headrace.transfer.ring_process import RingTask, exit_description, poison
 
-__all__ = ["ReaderProcess"]
-
 # The module whose main() is the program; tests replace it by one that injects faults.
 PROGRAM = "headrace.transfer.ring_process"
 # The paths are those of this process, so that both find the same packages wherever they were started. They are set

@@ -44,8 +44,6 @@ from headrace.transfer.ring import MAX_READERS, READ_BYTES, SPARE_ONE_CORE_IN, S
 from headrace.transfer.ring_process import RingTask
 from headrace.transfer.ring_readers import ReaderProcess
 
-__all__ = ["CudaCopyStream", "RingLink", "StagingRing", "open_link", "reads_of"]
-
 _WAIT_VALUE_EQUAL = 1  # CU_STREAM_WAIT_VALUE_EQ (cuda.h, CUstreamWaitValue_flags)
 _WRITE_VALUE_DEFAULT = 0  # CU_STREAM_WRITE_VALUE_DEFAULT: fenced
 _TRIAL_S = 10.0

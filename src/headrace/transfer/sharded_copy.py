@@ -40,8 +40,6 @@ from headrace.stores.store import Load
 from headrace.transfer.cuda_stream import StreamLink, StreamTransfer, wait_for_events
 from headrace.transfer.link import ComputeEvent, Link, ThreadLink, ThreadTransfer
 
-__all__ = ["DeviceShardLink", "GlooShardLink", "HostShardLink", "open_link"]
-
 
 def open_link(store: ShardedStore, device: torch.device, recorder: Recorder, measure_stalls: bool) -> Link:
     """The link that brings whole units from the parts of all ranks. Collective."""

@@ -38,7 +38,8 @@ from headrace.adapters.transformers.quantised import (
 from headrace.checkpoint.safetensors_header import Checkpoint, FileTensor
 from headrace.checkpoint.weight_map import Conversion, FilePart, TensorSource, WeightMap
 from headrace.errors import CheckpointError
-from headrace.model.inventory import Inventory, take_inventory
+from headrace.model.inventory import take_inventory
+from headrace.model.records import Inventory
 
 if TYPE_CHECKING:
     from torch import nn

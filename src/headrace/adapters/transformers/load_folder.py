@@ -50,9 +50,8 @@ from headrace.plan.speculation import Speculation
 from headrace.planning.context import not_in_files
 from headrace.planning.request import PlanRequest, Target, compute_device, require_kinds
 from headrace.runtime.prepare import Prepared, module_context, open_ranks, prepare
-from headrace.runtime.session import Progress
 from headrace.stores.file_reads import DiskOptions
-from headrace.stores.store import new_buffer
+from headrace.stores.store import Progress, new_buffer
 
 if TYPE_CHECKING:
     from torch.distributed import ProcessGroup
