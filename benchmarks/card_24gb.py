@@ -62,7 +62,8 @@ from transformers.generation.streamers import BaseStreamer
 import headrace
 from decoder_models import CONFIGS, FollowedTraces, build_model, routers
 from harness import Timing, append, finish, link_bytes_per_s, parser_of, words_of
-from headrace.config import Budget, Prefetch, parse_size
+from headrace.config import Budget, Prefetch
+from headrace.formatting import parse_size
 from headrace.model.inventory import take_inventory
 from headrace.plan.plan import Plan
 from headrace.plan.routing_traces import seeded_trace

@@ -25,8 +25,8 @@ from checks import raising, require_forwards
 from headrace import UVA, Budget, DiskOptions, OffloadConfig, Prefetch, errors
 from headrace.checkpoint.safetensors_header import Checkpoint
 from headrace.checkpoint.weight_map import WeightMap
-from headrace.config import parse_size
 from headrace.errors import BudgetError, HeadraceWarning, OptionError, OptionTypeError, SizeError, TransferError
+from headrace.formatting import parse_size
 from headrace.model.inventory import take_inventory
 from headrace.runtime import forwards
 from headrace.runtime.hooks import UnitHook

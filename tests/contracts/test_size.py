@@ -13,18 +13,18 @@ import pytest
 import measures
 
 BOUNDS = {
-    "lines of src": 22278,
-    "lines of the core": 14732,
+    "lines of src": 22282,
+    "lines of the core": 14736,
     "files of src": 152,
     "lines of tests": 40700,
     "longest class": 348,
     "Prefetcher": 296,
     "branches on a kind of store": 4,
     "files that headrace.api loads": 33,
-    "lines that headrace.api loads": 6206,
+    "lines that headrace.api loads": 6210,
     "lines of the spine": 5027,
     "files of the spine": 49,
-    "files to the first copy": 39,
+    "files to the first copy": 40,
     "functions to the first copy": 385,
 }
 # What a measure may lie below its bound, so that not every small change edits the table.

@@ -18,8 +18,8 @@ import torch
 
 import headrace
 from headrace import Budget, Plan, Prefetch, PrefetchOffloader
-from headrace.config import parse_size
 from headrace.errors import HeadraceWarning, LimitError, OptionError
+from headrace.formatting import parse_size
 from headrace.memory import system
 from headrace.memory.pinned import pinning_fix
 from headrace.memory.system import Limits, Needs, cgroup_available_bytes, host_available_bytes, memlock_bytes
