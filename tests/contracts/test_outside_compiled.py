@@ -361,3 +361,61 @@ def test_a_view_returned_behind_a_graph_break(grad: bool) -> None:
         compiled = torch.compile(model, backend="eager")
         with pytest.raises(Exception, match=r"0.weight is returned by its module, whole or as a view outside"):
             compiled((rows(), None))
+
+
+class Keeps(nn.Linear):
+    """Keeps a view of its weight when it is told to."""
+
+    def __init__(self, breaks: bool) -> None:
+        super().__init__(DIM, DIM)
+        self.breaks, self.keeps, self.kept = breaks, False, [torch.zeros(1)]
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        if self.breaks:
+            torch._dynamo.graph_break()
+        if self.keeps:
+            self.kept[0] = self.weight.t()[2:]
+        return x + super().forward(x)
+
+
+def _keeping(breaks: bool) -> tuple[nn.Sequential, torch.Tensor, torch.Tensor]:
+    model = nn.Sequential(*(Keeps(breaks) for _ in range(5)))
+    model[1].keeps = True
+    return model, rows(), model[1].weight.detach().t()[2:].clone()
+
+
+@pytest.mark.parametrize("grad", [True, False])
+@pytest.mark.parametrize("backend", ["eager", "inductor"])
+def test_a_view_that_one_graph_keeps(backend: str, grad: bool) -> None:
+    model, x, _ = _keeping(breaks=False)
+    with (
+        headrace.offload(model, headrace.Prefetch(1, 1, 1, params=["ALL_MODEL_PARAMS"])),
+        torch.set_grad_enabled(grad),
+        pytest.raises(RuntimeError, match=r"a view of 1\.weight was kept beyond .* torch\.compile traces.*resident"),
+    ):
+        compiled(model, backend)(x)
+
+
+@pytest.mark.filterwarnings("ignore:.*its bytes are copied for every such use:headrace.HeadraceWarning")
+@pytest.mark.parametrize("grad", [True, False])
+@pytest.mark.parametrize("how", ["break", "layers", "eager"])
+def test_a_view_kept_otherwise_is_read_as_its_weight(how: str, grad: bool) -> None:
+    """Behind a graph break, by a layer that is compiled alone, or in an eager forward after compiled ones."""
+    model, x, expected = _keeping(breaks=how == "break")
+    with (
+        headrace.offload(model, headrace.Prefetch(1, 1, 1, params=["ALL_MODEL_PARAMS"])) as handle,
+        torch.set_grad_enabled(grad),
+    ):
+        step = model if how == "layers" else torch.compile(model, backend="eager")
+        for layer in model if how == "layers" else ():
+            layer.compile(backend="eager")
+        if how == "eager":
+            model[1].keeps = False
+            step(x)
+            step, model[1].keeps = model, True
+        for _ in range(2):
+            step(x)
+            kept = model[1].kept[0]
+            found = [kept.clone(), kept.data.clone(), torch.from_numpy(kept.detach().numpy().copy()), kept[1:] * 1]
+            assert_same_bits([view.detach() for view in found], [expected, expected, expected, expected[1:]])
+        assert handle.stats().bytes_moved > 0

@@ -28,7 +28,7 @@ import weakref
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from enum import Enum, auto
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch import nn
@@ -207,7 +207,8 @@ class BoundTensor:
         elif self._find_loss():
             return
         elif self.tensor.untyped_storage()._cdata == self._placeholder_storage or not self.has_other_data:
-            self.tensor.data = self.in_slot  # where an interrupt may have left it
+            if self._state is not PINNED:  # which is read in its slot, too, and so are views that are kept of it
+                self.tensor.data = self.in_slot  # where an interrupt may have left it
         else:
             raise self._moved()
 
@@ -333,6 +334,22 @@ class BoundTensor:
         if storage_id(view) != self._slot_storage:
             return None
         return int(view.storage_offset() * view.itemsize - self.in_slot.storage_offset() * self.in_slot.itemsize)
+
+    def like(self, view: torch.Tensor, whole: torch.Tensor) -> torch.Tensor:
+        """What ``view`` is of this tensor in its slot, of ``whole``, which is this tensor elsewhere."""
+        if (offset := self.offset_in_slot(view)) is None:
+            return whole  # an alias of a placeholder
+        if view.dtype != whole.dtype:  # made by view(dtype)
+            whole = whole.detach().view(-1).view(view.dtype)
+        start = whole.storage_offset() + offset // view.itemsize
+        found = whole.as_strided(view.shape, view.stride(), start)
+        return found.conj() if view.is_conj() != found.is_conj() else found
+
+    def is_part(self, view: torch.Tensor) -> bool:
+        """Whether ``view`` views the slot otherwise than the tensor itself does."""
+        whole = self.in_slot
+        geometry = view.shape == whole.shape and view.stride() == whole.stride() and view.dtype == whole.dtype
+        return self.offset_in_slot(view) is not None and not (geometry and self.offset_in_slot(view) == 0)
 
     def view_of(self, buffer: torch.Tensor) -> torch.Tensor:
         """View of ``buffer``, the bytes of the storage, with this tensor's shape, strides and dtype."""
@@ -745,10 +762,12 @@ def _on_access(operator: OpOverload, *args: Any, **kwargs: Any) -> Any:
         for argument in tree_leaves((args, kwargs)):
             if isinstance(argument, torch.Tensor) and is_placeholder(argument):
                 storage = storage_id(argument)
+                if operator.is_view and (owner := _owners.get(storage)) is not None and owner.is_read_here:
+                    return _view_pinned(operator, args, kwargs)
                 copy = copies.get(storage) or _materialize(argument, operator, storage in written)
                 if copy is not None:
                     copies[storage] = copy
-                    given[id(argument)] = with_bytes = _with_history(argument, copy[0])
+                    given[id(argument)] = with_bytes = _with_history(argument, _owners[storage].like(argument, copy[0]))
                     returned |= {id(with_bytes): argument} if storage in written else {}
         if given:
             args, kwargs = tree_map_only(torch.Tensor, lambda tensor: given.get(id(tensor), tensor), (args, kwargs))
@@ -760,10 +779,20 @@ def _on_access(operator: OpOverload, *args: Any, **kwargs: Any) -> Any:
                 release_copy()
 
 
+def _view_pinned(operator: OpOverload, args: Any, kwargs: Any) -> Any:
+    """A view that is a pinned placeholder, too, should it be kept beyond the window in which it is made."""
+    with read_pinned():
+        if not torch.is_grad_enabled():  # autograd would ask for the version of a view of a leaf
+            args, kwargs = tree_map_only(torch.Tensor, torch.Tensor.detach, (args, kwargs))
+        return operator(*args, **kwargs)
+
+
 @leave_to_python
 def _on_detach(tensor: torch.Tensor) -> torch.Tensor:
     """An alias of a pinned placeholder without its address: what asks for the pointer alone is not to find the slot."""
     owner = _owners.get(storage_id(tensor))
+    if owner is not None and owner.is_part(tensor):
+        return cast(torch.Tensor, _on_access(torch.ops.aten.detach.default, tensor))
     with read_pinned():
         return (tensor if owner is None or owner.bare is None else owner.bare).detach()
 
@@ -823,8 +852,8 @@ def _written(operator: OpOverload) -> list[tuple[int, str]]:
 
 
 def _materialize(argument: torch.Tensor, operator: OpOverload, is_written: bool) -> TemporaryCopy | None:
-    owner = _owners.get(storage_id(argument))
-    if owner is None:
+    first = owner = _owners.get(storage_id(argument))
+    if first is None or owner is None:
         raise StateError(
             f"{operator} was given an alias (.data or .detach()) of a weight, taken while its model was offloaded; "
             f"the offload is gone: take the alias again"
@@ -847,7 +876,7 @@ def _materialize(argument: torch.Tensor, operator: OpOverload, is_written: bool)
     # An alias of the placeholder has a TensorImpl of its own, which is not changed with the owner's.
     if copy is None and argument is not owner.tensor:
         with torch.no_grad():
-            argument.data = owner.tensor.data
+            argument.data = first.like(argument, owner.tensor.data)
     return copy
 
 

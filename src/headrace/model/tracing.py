@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -13,10 +14,11 @@ from headrace.model import torch_private
 from headrace.model.live_tensors import read_pinned
 
 
-def traced_graph(waits: bool = False) -> fx.Graph | None:
+def traced_graph(waits: bool = False, check: Callable[[fx.Graph], None] | None = None) -> fx.Graph | None:
     """The graph that Dynamo is tracing; ``None`` under another tracer, such as torch.export without Dynamo.
 
-    ``waits``: our hooks are in it, or around it, so what is compiled of it may read pinned placeholders.
+    ``waits``: our hooks are in it, or around it, so what is compiled of it may read pinned placeholders; ``check``: to
+    call with it when it is finished.
     """
     from torch._dynamo.symbolic_convert import InstructionTranslator
 
@@ -25,9 +27,18 @@ def traced_graph(waits: bool = False) -> fx.Graph | None:
         graph: fx.Graph = output.graph
     except AttributeError:
         return None
-    if waits and not hasattr(output, "reads_pinned"):
-        output.reads_pinned, compiler = True, output.compiler_fn
-        output.compiler_fn = functools.wraps(compiler)(lambda *args: read_pinned()(compiler(*args)))
+    if waits and not hasattr(output, "checks_at_end"):
+        output.checks_at_end, compiler = set(), output.compiler_fn
+
+        @functools.wraps(compiler)
+        def compile_checked(module: fx.GraphModule, *args: Any) -> Any:
+            for check_end in output.checks_at_end:
+                check_end(module.graph)
+            return read_pinned()(compiler(module, *args))
+
+        output.compiler_fn = compile_checked
+    if check is not None:
+        output.checks_at_end.add(check)
     return graph
 
 

@@ -171,20 +171,20 @@ class Promoter(NotCopyable):
             the new output, and what it held before: the views that were replaced and those that autograd says they
             were made of, by their ids.
         """
-        seen: dict[int, tuple[BoundTensor, int]] = {}
+        seen: dict[int, BoundTensor] = {}
         held: dict[int, torch.Tensor] = {}
         for leaf in tree_leaves(output):
             for bound in storage.tensors:
                 offset = bound.offset_in_slot(leaf) if isinstance(leaf, torch.Tensor) else None
                 # By another dtype only memory without gaps can be viewed; else it counts as kept.
                 if offset is not None and (leaf.dtype == bound.info.dtype or bound.info.is_contiguous):
-                    seen[id(leaf)] = (bound, offset)
+                    seen[id(leaf)] = bound
                     held[id(leaf)] = leaf
                     if leaf._base is not None and bound.offset_in_slot(leaf._base) is not None:
                         held[id(leaf._base)] = leaf._base
         if not seen:
             return output, {}
-        tensor = next(iter(seen.values()))[0]
+        tensor = next(iter(seen.values()))
         how = f"{tensor.info.name} was returned by its module, whole or as a view"
         if self._promote(storage, tensor, how):
             bases = {id(bound): bound.tensor for bound in storage.tensors}
@@ -194,13 +194,8 @@ class Promoter(NotCopyable):
             bases = {id(bound): bound.copy_of(buffer) for bound in storage.tensors}
 
         def moved(leaf: torch.Tensor) -> torch.Tensor:
-            if id(leaf) not in seen:
-                return leaf
-            bound, offset = seen[id(leaf)]
-            base = bases[id(bound)]
-            if leaf.dtype != base.dtype:  # made by view(dtype)
-                base = base.detach().view(-1).view(leaf.dtype)
-            return base.as_strided(leaf.shape, leaf.stride(), base.storage_offset() + offset // leaf.itemsize)
+            bound = seen.get(id(leaf))
+            return leaf if bound is None else bound.like(leaf, bases[id(bound)])
 
         return tree_map_only(torch.Tensor, moved, output), held
 
@@ -209,12 +204,15 @@ class Promoter(NotCopyable):
 
         Raises:
             OutsideAccessError: an operator takes a tensor in a slot, or a view of it, before its unit's wait or after
-                its release, or its module returns a view of it.
+                its release, or its module returns or keeps a view of it.
         """
-        if (graph := traced_graph(waits=True)) is not None:
+        if (graph := traced_graph(waits=True, check=self._check_end)) is not None:
             by_storage = self._in_slots(graph)
             tables = {storage for storage, bound in by_storage.items() if bound.on_access == self.on_table_access}
             _check_graph(graph, by_storage, tables)
+
+    def _check_end(self, graph: fx.Graph) -> None:
+        _check_outputs(graph, self._in_slots(graph))
 
     def check_writes(self) -> None:
         """Check for writes what Dynamo has traced so far: a module that is compiled alone has a graph without hooks.
@@ -232,14 +230,16 @@ class Promoter(NotCopyable):
 
     def _in_slots(self, graph: fx.Graph) -> dict[int, BoundTensor]:
         """The tensors in slots that ``graph`` takes, by their storages in it."""
-        tensors = [tensor for storage in self._bound.values() for tensor in storage.tensors]
-        in_slot = {id(tensor.tensor): tensor for tensor in tensors if tensor.state is not TensorState.RESIDENT}
+        bounds = [tensor for storage in self._bound.values() for tensor in storage.tensors]
+        out = [bound for bound in bounds if bound.state is not TensorState.RESIDENT]
+        # Views of them share their storages.
+        in_slot = {key: bound for bound in out for key in (storage_id(bound.tensor), storage_id(bound.in_slot))}
         found: dict[int, BoundTensor] = {}
         for node in graph.find_nodes(op="placeholder"):
             live = getattr(node.meta.get("grapharg"), "example", None)  # the tensor behind this graph input
-            storage = _storage_of(node)
-            if id(live) in in_slot and storage is not None:
-                found[storage] = in_slot[id(live)]
+            bound = in_slot.get(storage_id(live)) if isinstance(live, torch.Tensor) else None
+            if (storage := _storage_of(node)) is not None and bound is not None:
+                found[storage] = bound
         return found
 
     def _promote(self, storage: BoundStorage, tensor: BoundTensor, how: str) -> bool:
@@ -337,6 +337,22 @@ def _check_graph(graph: fx.Graph, by_storage: Mapping[int, BoundTensor], tables:
         for storage in outside & by_storage.keys():
             bound = by_storage[storage]
             raise OutsideAccessError(f"{bound.name} {how} {_OUTSIDE}, in code that torch.compile traces: {_fix(bound)}")
+
+
+def _check_outputs(graph: fx.Graph, by_storage: Mapping[int, BoundTensor]) -> None:
+    """Refuse views that leave ``graph`` after the release; before it they may go on to the rest of the forward."""
+    released: set[int] = set()
+    for node in graph.nodes:
+        if _calls(node, torch.ops.headrace.wait):
+            released -= _storages([node.args[2]])
+        elif _calls(node, torch.ops.headrace.release):
+            released |= _storages([node.args[2]])
+    views = [node for node in graph.output_node().all_input_nodes if node.op != "placeholder"]
+    for storage in _storages([views]) & released & by_storage.keys():
+        raise OutsideAccessError(
+            f"a view of {by_storage[storage].name} was kept beyond the forward of its module, where its bytes leave "
+            f"the device, in code that torch.compile traces: {_fix(by_storage[storage])}, or keep a copy (.clone())"
+        )
 
 
 def _refuse_writes(node: fx.Node, by_storage: Mapping[int, BoundTensor]) -> None:
