@@ -419,3 +419,37 @@ def test_a_view_kept_otherwise_is_read_as_its_weight(how: str, grad: bool) -> No
             found = [kept.clone(), kept.data.clone(), torch.from_numpy(kept.detach().numpy().copy()), kept[1:] * 1]
             assert_same_bits([view.detach() for view in found], [expected, expected, expected, expected[1:]])
         assert handle.stats().bytes_moved > 0
+
+
+@pytest.mark.parametrize("fullgraph", [True, False])
+def test_what_an_alias_from_before_the_offload_writes(fullgraph: bool) -> None:
+    """It counts in every forward: the store is the memory that the alias views."""
+    model, x = Stack(4).eval(), rows()
+    alias = model.layers[0].linear.weight.detach().numpy()
+    with headrace.offload(model, EVERYTHING) as handle, torch.no_grad():
+        step = torch.compile(model, backend="eager", fullgraph=fullgraph)
+        found = [step(x)]
+        for value in (0.5, 0.25):
+            alias[:9] = value
+            found.append(step(x))
+        assert handle.stats().bytes_moved > 0
+    for value, output in zip((0.5, 0.25), found[1:], strict=True):
+        alias[:9] = value
+        assert_same_bits(output, model(x))
+
+
+def test_a_read_behind_the_last_unit_of_a_layer_compiled_alone() -> None:
+    class Calls(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.lender, self.last = nn.Linear(DIM, DIM), nn.Linear(DIM, DIM)
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            return F.linear(self.last(self.lender(x)), self.lender.weight)
+
+    model = nn.ModuleDict({"only": Calls()}).eval()
+    with headrace.offload(model, headrace.Rules([("only", "prefetch")], prefetch_step=1)) as handle:
+        assert [unit.module_fqn for unit in handle.plan.units] == ["only.lender", "only.last"]
+        model["only"].compile(backend="eager")
+        with pytest.raises(RuntimeError, match=rf"only\.lender\.weight is used by .*{OUTSIDE}"):
+            model["only"](rows())

@@ -13,16 +13,16 @@ import pytest
 import measures
 
 BOUNDS = {
-    "lines of src": 22282,
-    "lines of the core": 14736,
+    "lines of src": 22331,
+    "lines of the core": 14785,
     "files of src": 152,
-    "lines of tests": 40700,
-    "longest class": 348,
+    "lines of tests": 40800,
+    "longest class": 350,
     "Prefetcher": 296,
     "branches on a kind of store": 4,
     "files that headrace.api loads": 33,
-    "lines that headrace.api loads": 6210,
-    "lines of the spine": 5027,
+    "lines that headrace.api loads": 6259,
+    "lines of the spine": 5032,
     "files of the spine": 49,
     "files to the first copy": 40,
     "functions to the first copy": 385,

@@ -487,6 +487,7 @@ class ForwardHook(_ModuleHook):
         # noticed; while another thread's run has it in its slot, it is none.
         self._turn = threading.RLock()
         self._units = tuple((hook._module, hook._paths[:1]) for hook in hooks)
+        self.before: Callable[[], None] = lambda: None  # what else a forward begins with
 
     def attach(self) -> None:
         super().attach()
@@ -495,6 +496,7 @@ class ForwardHook(_ModuleHook):
 
     def begin_compiled(self, whole: bool) -> None:
         if self._prefetcher is not None:
+            self.before()
             self._prefetcher.begin_forward(whole=whole)
 
     def join_compiled(self) -> None:
@@ -525,6 +527,7 @@ class ForwardHook(_ModuleHook):
         if (prefetcher := self._prefetcher) is not None:
             refuse_tracers(args, kwargs)
             try:
+                self.before()
                 prefetcher.begin_forward()
             except BaseException:
                 self._end_interrupted(prefetcher)

@@ -207,11 +207,15 @@ class Promoter(NotCopyable):
                 its release, or its module returns or keeps a view of it.
         """
         if (graph := traced_graph(waits=True, check=self._check_end)) is not None:
-            by_storage = self._in_slots(graph)
-            tables = {storage for storage, bound in by_storage.items() if bound.on_access == self.on_table_access}
-            _check_graph(graph, by_storage, tables)
+            self._check(graph)
+
+    def _check(self, graph: fx.Graph) -> None:
+        by_storage = self._in_slots(graph)
+        tables = {storage for storage, bound in by_storage.items() if bound.on_access == self.on_table_access}
+        _check_graph(graph, by_storage, tables)
 
     def _check_end(self, graph: fx.Graph) -> None:
+        self._check(graph)  # also what follows the last hook
         _check_outputs(graph, self._in_slots(graph))
 
     def check_writes(self) -> None:

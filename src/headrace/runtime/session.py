@@ -155,12 +155,14 @@ class OffloadSession(NotCopyable):
         if prefetcher is None or not units:
             return
 
-        def empty_slots(*_: object) -> None:
-            for unit in () if torch.compiler.is_compiling() else units:
+        def empty_slots() -> None:
+            for unit in units:
                 with prefetcher.rewriting(unit):
                     pass
 
-        self._hooks.append(self._model.register_forward_pre_hook(empty_slots, prepend=True))
+        for hook in self._hooks:
+            if isinstance(hook, ForwardHook):
+                hook.before = empty_slots
 
     @property
     def plan(self) -> Plan:
