@@ -271,6 +271,8 @@ class _Case:
         if isinstance(found, Raised):
             return self._judge_error(where, found.error, expected, own_errors)
         if isinstance(expected, Raised):
+            if type(expected.error).__name__ == "Unsupported":
+                return False  # by Dynamo: where hooks are, it leaves such code to Python
             self.verdict.add("DIFFERS", where, f"no error where the resident model raises {expected.error!r:.200}")
             return False
         if _has_raised(found) or _has_raised(expected):  # in some threads
