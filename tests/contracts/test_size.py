@@ -13,15 +13,15 @@ import pytest
 import measures
 
 BOUNDS = {
-    "lines of src": 22331,
-    "lines of the core": 14785,
+    "lines of src": 22334,
+    "lines of the core": 14788,
     "files of src": 152,
     "lines of tests": 40800,
     "longest class": 350,
     "Prefetcher": 296,
     "branches on a kind of store": 4,
     "files that headrace.api loads": 33,
-    "lines that headrace.api loads": 6259,
+    "lines that headrace.api loads": 6262,
     "lines of the spine": 5032,
     "files of the spine": 49,
     "files to the first copy": 40,

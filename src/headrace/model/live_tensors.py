@@ -290,6 +290,7 @@ class BoundTensor:
             # The declared mutations of the custom ops, which order compiled code, are writes that a guard would refuse.
             self.in_slot = self._unguarded
             self.open()
+            self.tensor.data = self.in_slot  # where it was pinned, too
             self._state = FIXED
             self.note_version()
 
@@ -336,7 +337,7 @@ class BoundTensor:
         return int(view.storage_offset() * view.itemsize - self.in_slot.storage_offset() * self.in_slot.itemsize)
 
     def like(self, view: torch.Tensor, whole: torch.Tensor) -> torch.Tensor:
-        """What ``view`` is of this tensor in its slot, of ``whole``, which is this tensor elsewhere."""
+        """Part of ``whole``, this tensor elsewhere, that ``view`` is of this tensor in its slot."""
         if (offset := self.offset_in_slot(view)) is None:
             return whole  # an alias of a placeholder
         if view.dtype != whole.dtype:  # made by view(dtype)
