@@ -350,7 +350,7 @@ class BoundTensor:
         """Whether ``view`` views the slot otherwise than the tensor itself does."""
         whole = self.in_slot
         geometry = view.shape == whole.shape and view.stride() == whole.stride() and view.dtype == whole.dtype
-        return self.offset_in_slot(view) is not None and not (geometry and self.offset_in_slot(view) == 0)
+        return (offset := self.offset_in_slot(view)) is not None and not (geometry and offset == 0)
 
     def view_of(self, buffer: torch.Tensor) -> torch.Tensor:
         """View of ``buffer``, the bytes of the storage, with this tensor's shape, strides and dtype."""

@@ -209,14 +209,14 @@ class Promoter(NotCopyable):
         if (graph := traced_graph(waits=True, check=self._check_end)) is not None:
             self._check(graph)
 
-    def _check(self, graph: fx.Graph) -> None:
+    def _check(self, graph: fx.Graph) -> dict[int, BoundTensor]:
         by_storage = self._in_slots(graph)
         tables = {storage for storage, bound in by_storage.items() if bound.on_access == self.on_table_access}
         _check_graph(graph, by_storage, tables)
+        return by_storage
 
     def _check_end(self, graph: fx.Graph) -> None:
-        self._check(graph)  # also what follows the last hook
-        _check_outputs(graph, self._in_slots(graph))
+        _check_outputs(graph, self._check(graph))  # and what follows the last hook
 
     def check_writes(self) -> None:
         """Check for writes what Dynamo has traced so far: a module that is compiled alone has a graph without hooks.
