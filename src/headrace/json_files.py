@@ -11,6 +11,7 @@ from __future__ import annotations
 import json
 import os
 import stat
+from collections import Counter
 from collections.abc import Callable, Iterable, Mapping
 from contextlib import suppress
 from dataclasses import MISSING, fields, is_dataclass
@@ -85,9 +86,10 @@ def parse(content: bytes) -> Any:
     """The JSON in ``content``.
 
     Raises:
-        ValueError: none, nested too deep, or a key twice in one object.
+        ValueError: not UTF-8, not JSON, nested too deep, or a key twice in one object.
     """
     try:
+        # decode() is UTF-8, as the format demands; json.loads of bytes would take UTF-16 and UTF-32, too.
         return json.loads(content.decode(), object_pairs_hook=_without_doubles)
     except RecursionError as error:
         raise ValueError(str(error)) from error
@@ -97,8 +99,7 @@ def _without_doubles(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
     """A JSON object in which no key occurs twice; ``json`` itself would keep the last and drop the others."""
     found = dict(pairs)
     if len(found) < len(pairs):
-        keys = [key for key, _ in pairs]
-        double = next(key for key in keys if keys.count(key) > 1)
+        [(double, _)] = Counter(key for key, _ in pairs).most_common(1)
         raise ValueError(f"the key {double!r} twice in one object")
     return found
 

@@ -1061,7 +1061,7 @@ def test_a_key_twice_in_a_config(model: Path, tmp_path: Path) -> None:
     folder = changed(model, tmp_path / "twice", "config.json")
     text = (folder / "config.json").read_text()
     (folder / "config.json").write_text(text.replace("{", '{"vocab_size": 1, ', 1))
-    assert "found a key given twice, [('vocab_size', 2)]. Download" in error_of("plan", folder)
+    assert "found the key 'vocab_size' twice in one object. Download" in error_of("plan", folder)
 
 
 def test_settings_in_what_is_no_file(tmp_path: Path) -> None:

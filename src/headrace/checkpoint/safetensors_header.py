@@ -10,13 +10,12 @@ from __future__ import annotations
 import difflib
 import errno
 import heapq
-import json
 import math
 import os
 import reprlib
 import resource
 import stat
-from collections import Counter, defaultdict
+from collections import defaultdict
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -26,6 +25,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple, TypeGuard
 
 from headrace.errors import CheckpointError
 from headrace.formatting import listed
+from headrace.json_files import parse
 
 # Functions that need torch import it. The process that fills a staging ring uses FileFingerprint and the errors of
 # files from here, and starts faster without torch.
@@ -299,20 +299,12 @@ def read_json(path: Path) -> dict[str, Any]:
 
 def _parse_object(path: Path, raw: bytes) -> dict[str, Any]:
     try:
-        # decode() is UTF-8, as the format demands; json.loads of bytes would take UTF-16 and UTF-32, too.
-        parsed = json.loads(raw.decode(), object_pairs_hook=_unique)
-    except (ValueError, RecursionError) as error:  # ValueError: not UTF-8, not JSON, or a key given twice
+        parsed = parse(raw)
+    except ValueError as error:
         raise _fault(path, "UTF-8 JSON", str(error)) from error
     if not isinstance(parsed, dict):
         raise _fault(path, "a JSON object", reprlib.repr(parsed))
     return parsed
-
-
-def _unique(pairs: list[tuple[str, object]]) -> dict[str, object]:
-    # The format forbids equal keys, and json alone would keep the last of them without an error.
-    if len(result := dict(pairs)) != len(pairs):
-        raise ValueError(f"a key given twice, {Counter(key for key, _ in pairs).most_common(1)}")
-    return result
 
 
 @cache

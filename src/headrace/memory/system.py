@@ -28,6 +28,8 @@ PEER = "memory of the peer GPU"
 
 _SYSFS = Path("/sys")
 _CGROUP_ROOT = Path("/sys/fs/cgroup")
+# Limit, use, and prefix of the counters of page cache; of v2 and v1.
+_CGROUP_FILES = (("memory.max", "memory.current", ""), ("memory.limit_in_bytes", "memory.usage_in_bytes", "total_"))
 _MOST_READERS = 1024
 _MOST_TOUCHING = 16
 _CAP_IPC_LOCK = 14  # capabilities(7), linux/capability.h
@@ -197,10 +199,7 @@ def _memory_levels(membership: str, root: Path) -> Iterator[Path]:
 
 def _left_in(level: Path) -> int | None:
     """Limit less use of one group; ``None`` if it has no limit, or if there is no such group here."""
-    for limit_file, use_file, prefix in (
-        ("memory.max", "memory.current", ""),
-        ("memory.limit_in_bytes", "memory.usage_in_bytes", "total_"),
-    ):
+    for limit_file, use_file, prefix in _CGROUP_FILES:
         with suppress(OSError, ValueError):  # no such file; "max"
             limit = int((level / limit_file).read_text())
             if limit >= 2**62:  # what v1 calls unlimited: the largest multiple of a page

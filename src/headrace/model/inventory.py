@@ -81,14 +81,8 @@ def take_inventory(
     containers = (name for name in without_forward if "forward" not in vars(modules[name]))
     order = {name: index for index, name in enumerate(modules)}
     storages = sorted(walk.storages(), key=lambda storage: order[storage.tensors[0].locations[0].module])
-    return Inventory(
-        tuple(storages),
-        tuple(walk.empty),
-        {name: type(module).__name__ for name, module in modules.items()},
-        lookups,
-        frozenset(containers),
-        shared,
-    )
+    classes = {name: type(module).__name__ for name, module in modules.items()}
+    return Inventory(tuple(storages), tuple(walk.empty), classes, lookups, frozenset(containers), shared)
 
 
 def _aliases(model: nn.Module, names: Mapping[int, str]) -> dict[str, list[str]]:

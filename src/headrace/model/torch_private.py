@@ -43,14 +43,9 @@ def with_keys(tensor: torch.Tensor, *names: str) -> torch.Tensor:
     """A tensor like ``tensor`` with these keys, without memory; an inference tensor if inference mode is on."""
     lazy = ["Conjugate"] * tensor.is_conj() + ["Negative"] * tensor.is_neg()
     # The only function of torch that makes a tensor with given dispatch keys; it makes a subclass.
+    layout: dict[str, Any] = {"strides": tensor.stride(), "dtype": tensor.dtype, "device": tensor.device}
     geometry = torch.Tensor._make_wrapper_subclass(
-        _Geometry,
-        tensor.shape,
-        strides=tensor.stride(),
-        dtype=tensor.dtype,
-        device=tensor.device,
-        storage_size=0,
-        _extra_dispatch_keys=key_set(*names, *lazy),
+        _Geometry, tensor.shape, storage_size=0, _extra_dispatch_keys=key_set(*names, *lazy), **layout
     )
     made = torch.empty(0, dtype=tensor.dtype, device=tensor.device)
     with torch._C._DisableTorchDispatch():

@@ -38,13 +38,8 @@ class Curve:
 
     def over(self, sizes: Floats) -> Floats:
         """The values at many positive sizes."""
-        values: Floats = np.exp(np.interp(np.log(sizes), *self._logarithms))
+        values: Floats = np.exp(np.interp(np.log(sizes), *np.log(self.points).T))
         return values
-
-    @cached_property
-    def _logarithms(self) -> Floats:
-        logarithms: Floats = np.log(np.array(self.points)).T
-        return logarithms
 
     @cached_property
     def _known(self) -> dict[float, float]:

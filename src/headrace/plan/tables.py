@@ -5,9 +5,10 @@ from __future__ import annotations
 import re
 import shutil
 from collections import Counter, defaultdict
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from io import StringIO
 from itertools import groupby
+from typing import Any
 
 from rich import box
 from rich.console import Console, ConsoleOptions, Group, RenderableType
@@ -30,6 +31,10 @@ _LAYERS_WIDTH = 16
 # Without a terminal; the command line's is the same.
 _PIPE_WIDTH = 120
 
+_STYLE: Mapping[str, Any] = {
+    "title_justify": "left", "title_style": "bold", "header_style": "dim", "box": box.SIMPLE_HEAD, "show_edge": False,
+    "pad_edge": False, "collapse_padding": True,
+}  # fmt: skip
 _NUMBER = re.compile(r"(?:(?<=\.)|^)\d+(?=\.|$)")
 
 
@@ -117,16 +122,7 @@ class _Name:
 
 def titled_table(title: str, *columns: str) -> Table:
     """The first column is text, the others are numbers."""
-    table = Table(
-        title=f"\n{title}",
-        title_justify="left",
-        title_style="bold",
-        header_style="dim",
-        box=box.SIMPLE_HEAD,
-        show_edge=False,
-        pad_edge=False,
-        collapse_padding=True,
-    )
+    table = Table(title=f"\n{title}", **_STYLE)
     for index, column in enumerate(columns):
         table.add_column(column, justify="right" if index else "left", overflow="fold")
     return table
