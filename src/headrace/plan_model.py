@@ -158,7 +158,12 @@ def plan_model(request: PlanRequest) -> PlanResult:
     workload, policy = request.workload, request.policy
     if workload is not None and not isinstance(workload, Workload):
         raise OptionTypeError(f"workload: expected a headrace.Workload, found {type(workload).__name__} {workload!r}")
-    _check_ranks(request)
+    num_ranks = count("num_ranks", request.num_ranks)
+    if num_ranks > 1 and not request.splits_units:
+        raise OptionError(
+            f"num_ranks = {num_ranks}: expected at least 1, and 1 without mode {' or '.join(SHARDED_MODES)}: in "
+            f"other modes no unit is split (--num-ranks)"
+        )
     if isinstance(policy, Plan) and request.num_ranks == 1:  # the plan knows its ranks
         request = replace(request, num_ranks=policy.num_ranks)
     with gc_paused():
@@ -174,15 +179,6 @@ def plan_model(request: PlanRequest) -> PlanResult:
             )
         forecast = None if request.speculation is None else context.forecast_speculation(plan, request.speculation)
         return PlanResult(replace(plan, model_name=plan.model_name or context.name), context, forecast)
-
-
-def _check_ranks(request: PlanRequest) -> None:
-    num_ranks = count("num_ranks", request.num_ranks)
-    if num_ranks > 1 and not request.splits_units:
-        raise OptionError(
-            f"num_ranks = {num_ranks}: expected at least 1, and 1 without mode {' or '.join(SHARDED_MODES)}: in "
-            f"other modes no unit is split (--num-ranks)"
-        )
 
 
 # -- the model ---------------------------------------------------------------------------------------------------------

@@ -25,8 +25,9 @@ from headrace.offloaders import build_time
 from headrace.offloaders.build_time import BuildTimeFilter, BuildTimePool
 from headrace.plan.build import build_plan
 from headrace.plan.cached_experts import PIECE_BYTES, CachedLayer
-from headrace.plan.kinds import SlabEntry, Unit
+from headrace.plan.kinds import Unit
 from headrace.plan.plan import Machine
+from headrace.plan.slabs import SlabEntry
 from headrace.planning import context as planning_context
 from headrace.planning.request import PlanRequest
 from headrace.runtime import prepare as prepare_module

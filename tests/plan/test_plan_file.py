@@ -24,8 +24,8 @@ from headrace.config import ALL_MODEL_PARAMS, UVA, Budget, Mode, Policy, Prefetc
 from headrace.errors import BudgetError, HeadraceWarning, OptionError, OptionTypeError, PlanFileError, SelectionError
 from headrace.model.inventory import take_inventory
 from headrace.plan.build import build_plan
-from headrace.plan.kinds import slab_bytes
 from headrace.plan.plan import Machine, Plan
+from headrace.plan.slabs import slab_bytes
 from headrace.testing import assert_moved, assert_same_bits
 from models import MoE, Stack, all_layers, on_meta, rows, save
 from plans import models, plan_for

@@ -11,8 +11,9 @@ import pytest
 
 from headrace.config import Mode
 from headrace.formatting import format_rate, format_size, format_time
-from headrace.plan.kinds import SlabEntry, Unit
+from headrace.plan.kinds import Unit
 from headrace.plan.plan import Plan
+from headrace.plan.slabs import SlabEntry
 from headrace.plan.tables import compress_indices, role_of
 from plans import plan_text
 

@@ -29,7 +29,7 @@ from headrace import Prefetch
 from headrace.cli.demo_run import ensure_model
 from headrace.errors import HeadraceWarning, OptionError, PeerError, TransferError
 from headrace.memory.shared import SymmetricMemory
-from headrace.plan.kinds import equal_chunk_bytes
+from headrace.plan.slabs import equal_chunk_bytes
 from headrace.ranks.group import RankGroup
 from headrace.stores import rank_stores
 from headrace.stores.rank_stores import checksum

@@ -37,8 +37,8 @@ from headrace.flags import OffloadFlags
 from headrace.model.inventory import take_inventory
 from headrace.plan.build import Planner, build_plan
 from headrace.plan.candidates import Spill
-from headrace.plan.kinds import slab_bytes
 from headrace.plan.rates import NOMINAL_GPU
+from headrace.plan.slabs import slab_bytes
 from headrace.planning.checks import needs_of
 from headrace.stores import sources
 from headrace.stores.coded_host import CodedUnit

@@ -21,9 +21,10 @@ from headrace.model.inventory import take_inventory
 from headrace.model.records import Inventory, StorageInfo, is_within
 from headrace.plan.alternatives import Point, curve
 from headrace.plan.build import Planner, build_plan
-from headrace.plan.kinds import SLAB_ALIGNMENT_BYTES, SlabEntry, Unit, slab_bytes
+from headrace.plan.kinds import Unit
 from headrace.plan.plan import Plan
 from headrace.plan.rates import Curve, Rates
+from headrace.plan.slabs import SLAB_ALIGNMENT_BYTES, SlabEntry, slab_bytes
 from headrace.plan.tables import render
 from headrace.plan.units import worth_moving
 from models import Reader

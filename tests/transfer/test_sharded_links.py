@@ -14,7 +14,8 @@ import torch
 
 from checks import entering
 from headrace.errors import TransferError
-from headrace.plan.kinds import SlabEntry, Unit
+from headrace.plan.kinds import Unit
+from headrace.plan.slabs import SlabEntry
 from headrace.stores.sharded import DeviceShardedStore, HostShardedStore, PartLayout, ShardedStore
 from headrace.transfer.cuda_stream import StreamLink
 from headrace.transfer.sharded_copy import DeviceShardLink, HostShardLink

@@ -6,8 +6,9 @@ from collections.abc import Collection, Mapping, Sequence
 from dataclasses import replace
 
 from headrace.config import StoreName
-from headrace.plan.kinds import PlacedUnits, StoreKind, Unit, equal_chunk_bytes
+from headrace.plan.kinds import PlacedUnits, StoreKind, Unit
 from headrace.plan.rates import OWN_LINKS, Curve, Rates
+from headrace.plan.slabs import equal_chunk_bytes
 
 # Of ``sharded_cpu``: bytes that a rank copies from the host before it sends them on. Nothing runs beside the sending of
 # the last chunk, so few; each costs some microseconds of launches per peer, so not too few. 8 MiB: 150 us on PCIe 5.

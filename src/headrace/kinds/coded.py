@@ -8,8 +8,9 @@ from dataclasses import replace
 from headrace.codec.layout import coded_bytes
 from headrace.config import StoreName
 from headrace.model.records import Inventory, StorageInfo
-from headrace.plan.kinds import PlacedUnits, StoreKind, Unit, slab_bytes
+from headrace.plan.kinds import PlacedUnits, StoreKind, Unit
 from headrace.plan.rates import Curve, Floats, Rates
+from headrace.plan.slabs import slab_bytes
 
 # The share of the rate of elementwise kernels at which decoding reads and writes (an H100 decodes 1.0 TB/s of weights:
 # docs/benchmarks/2026-11-26-coded-h200.md).

@@ -31,7 +31,7 @@ from headrace.model.inventory import take_inventory
 from headrace.model.live_tensors import BoundStorage
 from headrace.model.patterns import compile_pattern, is_segments
 from headrace.plan.cached_experts import PIECE_BYTES
-from headrace.plan.kinds import slab_bytes
+from headrace.plan.slabs import slab_bytes
 from headrace.plan.units import TINY_BYTES
 from headrace.stores.store import AlreadyPinned
 

@@ -14,7 +14,6 @@ leaves as many units in files as do not fit into it, and is timed with them ther
 from __future__ import annotations
 
 import mmap
-import warnings
 from bisect import bisect_right
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from contextlib import suppress
@@ -23,7 +22,6 @@ from typing import Any
 
 import numpy as np
 
-from headrace.codec.layout import UNITS_AHEAD, UNITS_AT_ONCE
 from headrace.config import (
     UVA,
     Budget,
@@ -35,7 +33,7 @@ from headrace.config import (
     Rules,
     Workload,
 )
-from headrace.errors import BudgetError, HeadraceWarning, OptionError, RuleError, SelectionError, warn_user
+from headrace.errors import BudgetError, OptionError, RuleError, SelectionError, warn_user
 from headrace.formatting import format_size, format_time, listed
 from headrace.model.layers import find_layers, find_stacks
 from headrace.model.patterns import matching
@@ -43,6 +41,7 @@ from headrace.model.records import Inventory, ModelProfile, StorageInfo
 from headrace.plan.alternatives import Alternative, Alternatives
 from headrace.plan.cached_experts import cache_bytes, cached_layers, with_slots
 from headrace.plan.candidates import CandidateTable, Family, MappedFiles, Spill, mean_log
+from headrace.plan.codec_choice import faster_codec
 from headrace.plan.cost_model import Forecast, Forecaster, experts_in
 from headrace.plan.kinds import HOST, StoreKind, kind_of
 from headrace.plan.plan import Plan, assemble, with_code
@@ -124,7 +123,7 @@ class Planner:
         """
         storages = self.inventory.storages
         if isinstance(policy, Budget) and policy.codec == "auto":
-            return self._faster_codec(policy, movable, forced)
+            return faster_codec(self, policy, lambda budget: self.plan(budget, movable, forced))
         if isinstance(policy, Budget):
             table = self.candidates(policy, movable, forced)
             made = solve(table, policy)
@@ -157,47 +156,6 @@ class Planner:
             made = assemble(self.inventory, [], 0, policy.mode, uva=uva)
         made = replace(made, num_ranks=self.num_ranks)
         return made if isinstance(policy, UVA) else with_code(made, self.inventory, policy.codec)
-
-    def _faster_codec(
-        self, budget: Budget, movable: Collection[str] | None, forced: Mapping[str, Mechanism] | None
-    ) -> Plan:
-        """The plan with a codec where that is predicted to be faster, or fits alone; else the one without."""
-        try:
-            plain = self.plan(replace(budget, codec="none"), movable, forced)
-        except BudgetError:
-            with suppress(BudgetError, OptionError):  # there may be room for the code alone
-                if self.has_triton and kind_of(budget.mode or self.default_mode) is HOST:
-                    return self.plan(replace(self._within_free(budget), codec="exp3"), movable, forced)
-            raise
-        on_link = plain.offloaded_bytes and plain.kind is HOST and self.has_triton
-        if not on_link or self.rates.copies_take_cores:  # a CPU decodes more slowly than it copies
-            return plain
-        return self._coded_if_faster(plain, budget, movable, forced)
-
-    def _coded_if_faster(
-        self, plain: Plan, budget: Budget, movable: Collection[str] | None, forced: Mapping[str, Mechanism] | None
-    ) -> Plan:
-        if plain.staged_units:
-            uncoded_bytes = (UNITS_AT_ONCE + UNITS_AHEAD) * max(unit.num_bytes for unit in plain.units)
-            budget = self._within_free(budget, uncoded_bytes)
-        try:
-            with warnings.catch_warnings():
-                warnings.simplefilter("ignore", HeadraceWarning)  # it is that of the plan above
-                coded = self.plan(replace(budget, codec="exp3"), movable, forced)
-        except (BudgetError, OptionError):
-            return plain
-        work = budget.workload
-        plans = [[self.forecast(p, rows, work.context).step_s for rows in work.batch_sizes] for p in (plain, coded)]
-        plain_s, coded_s = mean_log(np.array(plans).T)
-        return coded if coded_s < plain_s else plain
-
-    def _within_free(self, budget: Budget, uncoded_bytes: int = 0) -> Budget:
-        """``budget`` for a code, of which nothing is in files: free memory holds it, and units until they are coded."""
-        free_bytes = None if self.spill is None else self.spill.free_bytes
-        if free_bytes is None:
-            return budget
-        room = max(1, free_bytes - uncoded_bytes)
-        return replace(budget, host_memory=min(room, budget.host_limit_bytes or room))
 
     def _movable(self, policy: Budget | Prefetch | UVA, names: Collection[str] | None = None) -> list[StorageInfo]:
         """The storages that ``policy`` (or ``names``) selects and that its store can hold."""

@@ -40,11 +40,12 @@ from headrace.model.layers import find_layers
 from headrace.model.records import Inventory, ModelProfile, StorageInfo
 from headrace.plan.cached_experts import CachedLayer, cache_bytes, cached_layers
 from headrace.plan.cost_model import Forecaster, StepModel, UnitStores, experts_in, find_stages
-from headrace.plan.kinds import HOST, SLAB_ALIGNMENT_BYTES, StoreKind, kind_of, slab_bytes
+from headrace.plan.kinds import HOST, StoreKind, kind_of
 from headrace.plan.plan import Plan, UnitSpec, assemble
 from headrace.plan.rates import Bools, Floats, Ints, Rates
 from headrace.plan.routing_traces import ExpertHits, FixedHits
 from headrace.plan.schedule import MAX_SLOTS
+from headrace.plan.slabs import SLAB_ALIGNMENT_BYTES, slab_bytes
 from headrace.plan.staging_ring import RING_BYTES
 from headrace.plan.units import TINY_BYTES, outside_units, stranded
 

@@ -8,23 +8,18 @@ store and the link that a kind needs are named, and imported by what opens them.
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable, Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cache
 from importlib import import_module
 from typing import TYPE_CHECKING, Protocol
 
 from headrace.config import StoreName
-from headrace.json_files import Positive
-from headrace.memory.system import round_up
+from headrace.plan.slabs import SlabEntry
 
 if TYPE_CHECKING:
     from headrace.model.records import Inventory, StorageInfo
     from headrace.plan.rates import Floats, Rates
-
-# Large enough for every vector load and for tensor-map descriptors; matrix kernels may pick another summation order
-# for a less aligned operand, so alignment is part of the promise of equal bits.
-SLAB_ALIGNMENT_BYTES = 256
 
 # Modules of the other kinds, by name. Each has KINDS, by the same names.
 WINGS = {
@@ -36,15 +31,6 @@ WINGS = {
     "sharded_gpu": "headrace.kinds.across_ranks",
     "meta": "headrace.kinds.without_bytes",
 }
-
-
-@dataclass(frozen=True)
-class SlabEntry:
-    """One storage inside a unit's slab: its name, its offset from the start of the slab, its size."""
-
-    storage: str
-    offset: int
-    num_bytes: Positive
 
 
 @dataclass(frozen=True)
@@ -207,13 +193,3 @@ def kind_of(name: str) -> StoreKind:
         return HOST
     kinds: dict[str, StoreKind] = import_module(WINGS[name]).KINDS
     return kinds[name]
-
-
-def equal_chunk_bytes(num_bytes: int, num_chunks: int) -> int:
-    """Length of each of ``num_chunks`` equal chunks of a slab, aligned; the last ones may be shorter."""
-    return slab_bytes([-(-num_bytes // num_chunks)])
-
-
-def slab_bytes(sizes: Iterable[int]) -> int:
-    """Size of a slab that holds storages of these sizes, each aligned."""
-    return sum(round_up(size, SLAB_ALIGNMENT_BYTES) for size in sizes)

@@ -10,7 +10,6 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 from importlib import import_module
-from itertools import accumulate
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple, cast
 
@@ -20,8 +19,9 @@ from headrace.formatting import format_size, listed, pluralize
 from headrace.json_files import FormatError, Positive, decode, encode, parse, read_file, require, write_file
 from headrace.model.records import Inventory, StorageInfo
 from headrace.plan.cached_experts import CachedLayer, cache_bytes, cached_layers, why_not_cached
-from headrace.plan.kinds import HOST, SlabEntry, StoreKind, Unit, kind_of, slab_bytes
+from headrace.plan.kinds import HOST, StoreKind, Unit, kind_of
 from headrace.plan.schedule import chain, slot_of
+from headrace.plan.slabs import lay_out_slab
 
 if TYPE_CHECKING:
     from headrace.plan.staging_ring import RingLayout
@@ -310,11 +310,6 @@ class Plan:
             found |= {name: Placement("cache", self.mode, size) for name, size in layer.storages.items()}
         return found
 
-    @property
-    def storage_bytes(self) -> dict[str, int]:
-        """Bytes of every storage by name."""
-        return {name: placement.num_bytes for name, placement in self.placements.items()}
-
     def mechanism_of(self, storage: str) -> Mechanism:
         """How compute reaches ``storage`` (the name of its first tensor).
 
@@ -334,7 +329,8 @@ class Plan:
 
         Each unit must also be waited for before anything reads it, and keep its slot until it has been read.
         """
-        found, planned = {s.name: s.num_bytes for s in inventory.storages}, self.storage_bytes
+        found = {storage.name: storage.num_bytes for storage in inventory.storages}
+        planned = {name: placement.num_bytes for name, placement in self.placements.items()}
         missing = [unit.module_fqn for unit in self.units if unit.module_fqn not in inventory.modules]
         if planned != found or missing:
             raise OptionError(_foreign_model(planned, found, missing, self.model_name))
@@ -473,7 +469,7 @@ class Plan:
                 "name": self.model_name,
                 "num_storages": len(self.placements),
                 "weight_bytes": self.weight_bytes,
-                "sha256": _digest(self.storage_bytes),
+                "sha256": _digest({name: placement.num_bytes for name, placement in self.placements.items()}),
             },
             "machine": encode(self.made_for),
             "mode": self.mode,
@@ -567,10 +563,8 @@ def assemble(
 
 
 def _lay_out(index: int, fqn: str, sizes: Mapping[str, int], num_slots: int, store: StoreName) -> Unit:
-    """The unit of the storages of these sizes, one after the other, each aligned."""
-    *offsets, end = accumulate((slab_bytes([size]) for size in sizes.values()), initial=0)
-    entries = tuple(SlabEntry(name, at, size) for (name, size), at in zip(sizes.items(), offsets, strict=True))
-    return Unit(index, fqn, slot_of(index, num_slots), entries, end, store)
+    entries, num_bytes = lay_out_slab(sizes)
+    return Unit(index, fqn, slot_of(index, num_slots), entries, num_bytes, store)
 
 
 def _without_gaps(plan: Plan) -> Plan:

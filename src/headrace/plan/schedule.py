@@ -158,10 +158,16 @@ class ExpectedOrder:
 
     def run(self, unit: int, in_forward: bool) -> int:
         """A run of ``unit`` begins; its position in the expected order."""
-        position = self._locate(unit, in_forward)
+        found = self.schedule.find(unit, self._position + 1)
+        if found is not None:  # else it is expected nowhere, and the rest still is
+            is_loop = self._repeats and in_forward and found <= self._position and unit in self._seen
+            if is_loop and len(self.schedule.order) < _MOST_EXPECTED:  # what makes no sense as loops must not grow
+                self.schedule = self.schedule.again(found, self._position)
+                found = self._position + 1
+            self._position = found
         if in_forward and len(self._seen) <= self._most_seen:
             self._seen.append(unit)
-        return position
+        return self._position
 
     def following(self, slot: int, position: int, unit: int) -> int:
         """Unit that ``slot`` has to hold after ``unit`` ran at ``position``; ``unit`` itself if it is alone there."""
@@ -180,14 +186,3 @@ class ExpectedOrder:
             return False
         self.schedule = Schedule(order, self._num_slots)
         return True
-
-    def _locate(self, unit: int, in_forward: bool) -> int:
-        found = self.schedule.find(unit, self._position + 1)
-        if found is None:
-            return self._position  # expected nowhere, so the rest still is
-        is_loop = self._repeats and in_forward and found <= self._position and unit in self._seen
-        if is_loop and len(self.schedule.order) < _MOST_EXPECTED:  # what makes no sense as loops must not grow
-            self.schedule = self.schedule.again(found, self._position)
-            found = self._position + 1
-        self._position = found
-        return found

@@ -21,9 +21,9 @@ from headrace.model.patterns import matching, select
 from headrace.model.records import Inventory, StorageInfo, common_prefix
 from headrace.model.semantic_groups import semantic_groups
 from headrace.plan.cached_experts import why_not_cached
-from headrace.plan.kinds import slab_bytes
 from headrace.plan.plan import Plan, UnitSpec, assemble, with_code
 from headrace.plan.schedule import usable_slots
+from headrace.plan.slabs import slab_bytes
 
 # Norms, biases and scales: together a thousandth of a layer, but each would cost a copy of its own.
 TINY_BYTES = 64 * 2**10

@@ -13,8 +13,8 @@ from headrace.errors import LimitError, OptionError, warn_user
 from headrace.formatting import format_size
 from headrace.memory.system import DEVICE, PEER, Limits, Needs, Shortage, round_up
 from headrace.model.records import Inventory
-from headrace.plan.kinds import slab_bytes
 from headrace.plan.plan import DeviceName, Machine, Plan
+from headrace.plan.slabs import slab_bytes
 from headrace.planning.request import can_read_in_place, gpu_memory_kind, has_triton, peer_of
 
 if TYPE_CHECKING:

@@ -19,8 +19,8 @@ import torch
 
 from headrace.errors import OutsideAccessError, RaceError
 from headrace.model.live_tensors import BoundTensor, TensorState, resident_rule
-from headrace.plan.kinds import SlabEntry
 from headrace.plan.plan import Plan
+from headrace.plan.slabs import SlabEntry
 from headrace.runtime.outside_access import address_of
 from headrace.stores.sources import Copy, fill
 from headrace.stores.store import new_buffer

@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import itertools
-import os
 import threading
 import time
 from collections.abc import Callable, Collection
 
 from headrace.errors import SlotConflictError, StateError
+from headrace.forks import OwnProcess
 
 # A forward that holds a slot for longer than this is taken to be stuck, not slow.
 CONFLICT_TIMEOUT_S = 600.0
@@ -20,7 +20,7 @@ _ASK_AGAIN_S = 0.5
 STOP_TIMEOUT_S = 30.0
 
 
-class Forwards:
+class Forwards(OwnProcess):
     """Forwards of one model, by thread.
 
     Attributes:
@@ -32,6 +32,7 @@ class Forwards:
 
     def __init__(self, has_bytes: bool) -> None:
         """``has_bytes``: the model has weights, so that a forward can be right."""
+        super().__init__()
         self.lock = threading.RLock()
         self.numbers: dict[int, int] = {}
         self.closed = False
@@ -39,7 +40,6 @@ class Forwards:
         self._changed = threading.Condition(self.lock)
         self._next_number = itertools.count()
         self._stopping = False
-        self._pid = os.getpid()
 
     def begin(self) -> None:
         """One begins in the calling thread, in place of any before."""
@@ -103,19 +103,6 @@ class Forwards:
             raise StateError(
                 "this offload is being removed: call the model when remove() has returned; if remove() was "
                 "interrupted, call it again first"
-            )
-
-    @property
-    def is_forked(self) -> bool:
-        """Asked before the lock: a thread that holds it in the parent does not exist in a forked child."""
-        return os.getpid() != self._pid
-
-    def require_own_process(self) -> None:
-        """Raise ``StateError`` in a forked child."""
-        if os.getpid() != self._pid:
-            raise StateError(
-                "this process is a fork of the one that offloaded the model, and has none of the threads and streams "
-                "that move its weights: offload in the child, or start it with the method 'spawn'"
             )
 
 

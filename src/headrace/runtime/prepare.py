@@ -23,8 +23,9 @@ from headrace.errors import OptionTypeError
 from headrace.model.inventory import take_inventory
 from headrace.model.live_tensors import bind
 from headrace.model.records import Inventory, ModelProfile
-from headrace.plan.kinds import HOST, slab_bytes
+from headrace.plan.kinds import HOST
 from headrace.plan.plan import Plan
+from headrace.plan.slabs import slab_bytes
 from headrace.planning.context import PlanContext
 from headrace.planning.request import PlanRequest, Target, compute_device, peer_of
 from headrace.stores.store import AlreadyPinned, Pool, StoreRequest

@@ -25,8 +25,8 @@ from headrace.formatting import format_size
 from headrace.memory.system import trim_heap
 from headrace.model.live_tensors import BoundStorage, fill_empty, used_elsewhere
 from headrace.plan.cached_experts import CachedLayer
-from headrace.plan.kinds import slab_bytes
 from headrace.plan.plan import Plan
+from headrace.plan.slabs import slab_bytes
 from headrace.runtime.forwards import release_left
 from headrace.runtime.hooks import CalledForwardHook, ForwardHook, UnitHook, new_token, unhooked_modules
 from headrace.runtime.outside_access import NotCopyable, Promoter, StateGuard, TableGuard

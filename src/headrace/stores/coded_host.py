@@ -22,7 +22,8 @@ from headrace.memory.pages import map_pages, populate_parallel
 from headrace.memory.pinned import CudaRegistrar, PinnedBuffer, warn_refused
 from headrace.memory.system import touch_threads, trim_heap
 from headrace.model.live_tensors import BoundStorage
-from headrace.plan.kinds import Unit, slab_bytes
+from headrace.plan.kinds import Unit
+from headrace.plan.slabs import slab_bytes
 from headrace.stores.pinned_host import registrar_for
 from headrace.stores.sources import ByteRange, Copy, MemorySource, Source, fill_in_threads
 from headrace.stores.store import Destinations, Load, Opened, Store, StoreRequest, kept_by_others

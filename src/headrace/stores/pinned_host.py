@@ -29,8 +29,9 @@ from headrace.memory.pinned import (
 )
 from headrace.memory.system import touch_threads
 from headrace.model.live_tensors import BoundStorage
-from headrace.plan.kinds import SLAB_ALIGNMENT_BYTES, SlabEntry, Unit, slab_bytes
+from headrace.plan.kinds import Unit
 from headrace.plan.plan import Plan
+from headrace.plan.slabs import SLAB_ALIGNMENT_BYTES, SlabEntry, slab_bytes
 from headrace.stores.sources import ByteRange, Copy
 from headrace.stores.store import AlreadyPinned, Load, Store
 

@@ -15,7 +15,8 @@ import torch
 
 from headrace.errors import OptionError, StateError, TransferError
 from headrace.memory.shared import SymmetricMemory
-from headrace.plan.kinds import Unit, equal_chunk_bytes
+from headrace.plan.kinds import Unit
+from headrace.plan.slabs import equal_chunk_bytes
 from headrace.ranks.group import GlooChannel, RankGroup
 from headrace.stores.sources import ByteRange, Copy
 from headrace.stores.store import Load, Store, new_buffer

@@ -12,7 +12,6 @@ and waiting orders streams without blocking the host (:mod:`headrace.transfer.cu
 from __future__ import annotations
 
 import atexit
-import os
 import queue
 import threading
 import time
@@ -24,6 +23,7 @@ from typing import Any, Protocol
 import torch
 
 from headrace.errors import MORE_THREADS, OptionError, StateError, TransferError
+from headrace.forks import OwnProcess
 from headrace.memory.system import reader_threads
 from headrace.plan.plan import Plan
 from headrace.stats import Recorder, StagingStats
@@ -225,7 +225,7 @@ class ThreadLink(Link):
         Raises:
             OptionError: the system starts no more threads.
         """
-        self._pid = os.getpid()
+        self._process = OwnProcess()
         self._jobs: queue.SimpleQueue[_Job | None] = queue.SimpleQueue()
         count = num_threads or reader_threads()
         recorder = recorder or Recorder()
@@ -258,7 +258,7 @@ class ThreadLink(Link):
     def copy(self, load: Load, slot: torch.Tensor, after: Sequence[ComputeEvent]) -> ThreadTransfer:
         if not self._finish.alive:
             raise StateError("this link is closed; offload the model again")
-        self._refuse_fork()
+        self._process.require_own_process()
         pieces = [piece for copy in load.copies for piece in copy.pieces(PIECE_BYTES)]
         transfer = ThreadTransfer(load.unit, len(pieces))
         view = writable_view(slot)
@@ -280,7 +280,7 @@ class ThreadLink(Link):
         assert isinstance(transfer, ThreadTransfer)
         stall_s = 0.0
         if not transfer.done:
-            self._refuse_fork()
+            self._process.require_own_process()
             start = time.perf_counter()
             transfer.result()
             stall_s = time.perf_counter() - start
@@ -291,13 +291,6 @@ class ThreadLink(Link):
 
     def last_stall_s(self, unit: int) -> float | None:
         return self._stalls_s.get(unit)
-
-    def _refuse_fork(self) -> None:
-        if os.getpid() != self._pid:
-            raise StateError(
-                "this process is a fork of the one that offloaded the model, and its reader threads stayed there; "
-                "offload the model in this process, or use the start method 'spawn'"
-            )
 
     def close(self) -> None:
         self._finish()
@@ -330,5 +323,5 @@ def end_threads(jobs: queue.SimpleQueue[Any], count: int) -> None:
 @atexit.register
 def _close_links() -> None:
     for link in list(_open_links):
-        if link._pid == os.getpid():  # those of the process that has forked this one are in use there
+        if not link._process.is_forked:  # those of the process that has forked this one are in use there
             link.close()
