@@ -13,19 +13,19 @@ import pytest
 import measures
 
 BOUNDS = {
-    "lines of src": 22323,
-    "lines of the core": 14777,
+    "lines of src": 22321,
+    "lines of the core": 14775,
     "files of src": 155,
     "lines of tests": 40800,
-    "longest class": 350,
+    "longest class": 347,
     "Prefetcher": 296,
     "branches on a kind of store": 4,
     "files that headrace.api loads": 35,
     "lines that headrace.api loads": 6251,
     "lines of the spine": 5000,
     "files of the spine": 52,
-    "files to the first copy": 43,
-    "functions to the first copy": 384,
+    "files to the first copy": 42,
+    "functions to the first copy": 383,
 }
 # What a measure may lie below its bound, so that not every small change edits the table.
 SLACK = dict.fromkeys(["lines of src", "lines of the core", "lines that headrace.api loads", "lines of the spine"], 60)

@@ -18,6 +18,7 @@ from bisect import bisect_right
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field, replace
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -123,7 +124,10 @@ class Planner:
         """
         storages = self.inventory.storages
         if isinstance(policy, Budget) and policy.codec == "auto":
-            return faster_codec(self, policy, lambda budget: self.plan(budget, movable, forced))
+            if not self.has_triton or kind_of(policy.mode or self.default_mode) is not HOST:
+                return self.plan(replace(policy, codec="none"), movable, forced)
+            make = partial(self.plan, movable=movable, forced=forced)
+            return faster_codec(policy, make, self.forecast, self.spill, decodes_slowly=self.rates.copies_take_cores)
         if isinstance(policy, Budget):
             table = self.candidates(policy, movable, forced)
             made = solve(table, policy)

@@ -6,23 +6,30 @@ import warnings
 from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import replace
-from typing import TYPE_CHECKING
 
 import numpy as np
 
 from headrace.codec.layout import UNITS_AHEAD, UNITS_AT_ONCE
 from headrace.config import Budget
 from headrace.errors import BudgetError, HeadraceWarning, OptionError
-from headrace.plan.candidates import mean_log
-from headrace.plan.kinds import HOST, kind_of
+from headrace.plan.candidates import Spill, mean_log
+from headrace.plan.cost_model import Forecast
+from headrace.plan.plan import Plan
 
-if TYPE_CHECKING:
-    from headrace.plan.build import Planner
-    from headrace.plan.plan import Plan
+Forecasts = Callable[[Plan, int, int], Forecast]
 
 
-def faster_codec(planner: Planner, budget: Budget, plan: Callable[[Budget], Plan]) -> Plan:
-    """The plan for ``budget``, whose codec is ``"auto"``; ``plan`` makes those that are compared, with ``planner``.
+def faster_codec(
+    budget: Budget, plan: Callable[[Budget], Plan], forecast: Forecasts, spill: Spill | None, *, decodes_slowly: bool
+) -> Plan:
+    """The plan for ``budget``, coded or not, of a device that has the kernels which decode.
+
+    Args:
+        budget: its codec is ``"auto"``.
+        plan: makes the plan for a budget with a given codec.
+        forecast: predicts a step of a plan with so many rows at a context.
+        spill: what host memory has free.
+        decodes_slowly: the device decodes more slowly than it copies: only what fits no other way is coded.
 
     Raises:
         BudgetError: the budget is below the minimum, coded or not.
@@ -31,15 +38,13 @@ def faster_codec(planner: Planner, budget: Budget, plan: Callable[[Budget], Plan
         plain = plan(replace(budget, codec="none"))
     except BudgetError:
         with suppress(BudgetError, OptionError):  # there may be room for the code alone
-            if planner.has_triton and kind_of(budget.mode or planner.default_mode) is HOST:
-                return plan(replace(_within_free(planner, budget), codec="exp3"))
+            return plan(replace(_within_free(budget, spill), codec="exp3"))
         raise
-    on_link = plain.offloaded_bytes and plain.kind is HOST and planner.has_triton
-    if not on_link or planner.rates.copies_take_cores:  # a CPU decodes more slowly than it copies
+    if decodes_slowly or not plain.offloaded_bytes:
         return plain
     if plain.staged_units:
         uncoded_bytes = (UNITS_AT_ONCE + UNITS_AHEAD) * max(unit.num_bytes for unit in plain.units)
-        budget = _within_free(planner, budget, uncoded_bytes)
+        budget = _within_free(budget, spill, uncoded_bytes)
     try:
         with warnings.catch_warnings():
             warnings.simplefilter("ignore", HeadraceWarning)  # it is that of the plan above
@@ -47,15 +52,14 @@ def faster_codec(planner: Planner, budget: Budget, plan: Callable[[Budget], Plan
     except (BudgetError, OptionError):
         return plain
     work = budget.workload
-    plans = [[planner.forecast(p, rows, work.context).step_s for rows in work.batch_sizes] for p in (plain, coded)]
+    plans = [[forecast(p, rows, work.context).step_s for rows in work.batch_sizes] for p in (plain, coded)]
     plain_s, coded_s = mean_log(np.array(plans).T)
     return coded if coded_s < plain_s else plain
 
 
-def _within_free(planner: Planner, budget: Budget, uncoded_bytes: int = 0) -> Budget:
+def _within_free(budget: Budget, spill: Spill | None, uncoded_bytes: int = 0) -> Budget:
     """``budget`` for a code, of which nothing is in files: free memory holds it, and units until they are coded."""
-    free_bytes = None if planner.spill is None else planner.spill.free_bytes
-    if free_bytes is None:
+    if spill is None or spill.free_bytes is None:
         return budget
-    room = max(1, free_bytes - uncoded_bytes)
+    room = max(1, spill.free_bytes - uncoded_bytes)
     return replace(budget, host_memory=min(room, budget.host_limit_bytes or room))

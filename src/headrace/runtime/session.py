@@ -122,14 +122,18 @@ class OffloadSession(NotCopyable):
                 while originals are released, at the very end, leaves what :meth:`remove` undoes.
         """
         assert self._prepared is not None, "attached once already"
-        prepared, ranks = self._prepared, self._prepared.ranks
+        prepared, ranks, options = self._prepared, self._prepared.ranks, self._options
         on_cpu = self._device.type == "cpu"
         viewed = {bound.info.name for bound in used_elsewhere(self._bound.values())} if on_cpu else set()
         opened = open_store(prepared)
         self._store, self._ranges = opened.store, opened.ranges
         self.in_force = True
         try:
-            self._start_link()
+            if units := self.plan.units:  # the readers of a ring start while weights are loaded
+                if self._link is None:  # the session has it at once: an interrupt must find it
+                    self._link = open_link(self._store, self.plan, self._device, self.recorder, options.measure_stalls)
+                self._link.start(self.plan, [self._store.load(unit) for unit in units])
+                _log.info("link opened: %s to %s for %d units", type(self._link).__name__, self._device, len(units))
             self._load(prepared, opened)
             self._store.finish()
             self._account = self._store.account
@@ -289,15 +293,6 @@ class OffloadSession(NotCopyable):
         _log.info("%s has its weights again; %s", type(self._model).__name__, self.counters())
 
     # -- building ---------------------------------------------------------------------------------------------------
-
-    def _start_link(self) -> None:
-        """Called before weights are loaded: the readers of a ring start in the meantime."""
-        if not self.plan.units:
-            return
-        if self._link is None:  # the session has it at once: an interrupt must find it
-            self._link = open_link(self._store, self.plan, self._device, self.recorder, self._options.measure_stalls)
-        self._link.start(self.plan, [self._store.load(unit) for unit in self.plan.units])
-        _log.info("link opened: %s to %s for %d units", type(self._link).__name__, self._device, len(self.plan.units))
 
     def _load(self, prepared: Prepared, opened: OpenedStore) -> None:
         moving = [self._bound[name] for name in self.plan.resident if prepared.must_move(name)]
