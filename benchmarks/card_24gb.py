@@ -63,12 +63,12 @@ import headrace
 from decoder_models import CONFIGS, FollowedTraces, build_model, routers
 from harness import Timing, append, finish, link_bytes_per_s, parser_of, words_of
 from headrace.config import Budget, Prefetch
-from headrace.formatting import parse_size
 from headrace.model.inventory import take_inventory
 from headrace.plan.plan import Plan
 from headrace.plan.routing_traces import seeded_trace
 from headrace.plan_model import plan_model
 from headrace.planning.request import PlanRequest
+from headrace.sizes import parse_size
 from headrace.stats import Stats
 
 PROMPT_TOKENS = 128

@@ -44,8 +44,8 @@ import headrace
 from harness import Timing, append, finish, link_bytes_per_s, parser_of, print_step, time_cuda, time_host, words_of
 from headrace.cli.bench_step import QWEN3_8B, DecoderShape, build_stack, fill
 from headrace.config import Budget, Codec, Workload
-from headrace.formatting import parse_size
 from headrace.model.inventory import take_inventory
+from headrace.sizes import parse_size
 
 CASES = ("flextensor", "headrace", "coded", "leaf", "block")
 # Device memory for weights; a third of them where there is no entry.

@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Any, Literal, ParamSpec, TypeVar, cast, get_args
 
 from headrace.errors import OptionError, OptionTypeError, RuleError, SelectionError, SizeError, warn_user
-from headrace.formatting import parse_size
+from headrace.sizes import parse_size
 
 ALL_MODEL_PARAMS = "ALL_MODEL_PARAMS"
 

@@ -26,10 +26,10 @@ from headrace import UVA, Budget, DiskOptions, OffloadConfig, Prefetch, errors
 from headrace.checkpoint.safetensors_header import Checkpoint
 from headrace.checkpoint.weight_map import WeightMap
 from headrace.errors import BudgetError, HeadraceWarning, OptionError, OptionTypeError, SizeError, TransferError
-from headrace.formatting import parse_size
 from headrace.model.inventory import take_inventory
 from headrace.runtime import forwards
 from headrace.runtime.hooks import UnitHook
+from headrace.sizes import parse_size
 from headrace.stores.checkpoint_files import DiskStore
 from headrace.stores.file_reads import File
 from headrace.stores.plain_host import CpuStore

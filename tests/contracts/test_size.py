@@ -13,17 +13,17 @@ import pytest
 import measures
 
 BOUNDS = {
-    "lines of src": 22321,
-    "lines of the core": 14775,
-    "files of src": 155,
+    "lines of src": 22328,
+    "lines of the core": 14781,
+    "files of src": 157,
     "lines of tests": 40800,
     "longest class": 347,
     "Prefetcher": 296,
     "branches on a kind of store": 4,
-    "files that headrace.api loads": 35,
+    "files that headrace.api loads": 36,
     "lines that headrace.api loads": 6251,
     "lines of the spine": 5000,
-    "files of the spine": 52,
+    "files of the spine": 53,
     "files to the first copy": 42,
     "functions to the first copy": 383,
 }

@@ -41,7 +41,8 @@ from headrace.errors import CheckpointError, HeadraceWarning, OptionError, Optio
 from headrace.model.inventory import take_inventory
 from headrace.model.memory_profile import profile_of
 from headrace.plan.build import Planner
-from headrace.plan.rates import NOMINAL_GPU, Curve
+from headrace.plan.nominal_rates import NOMINAL_GPU
+from headrace.plan.rates import Curve
 from headrace.plan_model import make_plan
 from headrace.runtime.prepare import Prepared
 

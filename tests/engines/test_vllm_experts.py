@@ -18,7 +18,7 @@ import vllm_stand_in as vllm
 import vllm_workers
 from engines import WIDTH
 from headrace.errors import OptionError, OptionTypeError, RaceError, StateError
-from headrace.plan.rates import NOMINAL_GPU
+from headrace.plan.nominal_rates import NOMINAL_GPU
 from headrace.planning.context import make_planner
 from vllm_experts import (
     NUM_EXPERTS,

@@ -19,7 +19,6 @@ import torch
 import headrace
 from headrace import Budget, Plan, Prefetch, PrefetchOffloader
 from headrace.errors import HeadraceWarning, LimitError, OptionError
-from headrace.formatting import parse_size
 from headrace.memory import system
 from headrace.memory.pinned import pinning_fix
 from headrace.memory.system import Limits, Needs, cgroup_available_bytes, host_available_bytes, memlock_bytes
@@ -29,6 +28,7 @@ from headrace.plan.plan import Machine
 from headrace.planning import context as planning_context
 from headrace.planning.checks import check_limits, finalize_plan, needs_of
 from headrace.planning.request import gpu_memory_kind
+from headrace.sizes import parse_size
 from models import Stack, all_layers, on_meta, rows, save, state_of
 from plans import part_bytes
 

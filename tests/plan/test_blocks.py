@@ -19,7 +19,7 @@ from headrace.errors import BudgetError
 from headrace.model.inventory import Inventory, take_inventory
 from headrace.model.layers import MAX_BLOCK_SHARE, find_layers, find_stacks
 from headrace.plan.build import Planner
-from headrace.plan.rates import NOMINAL_GPU
+from headrace.plan.nominal_rates import NOMINAL_GPU
 from headrace.testing import assert_same_bits
 from models import Reader
 from plans import check_plan, holder

@@ -31,8 +31,8 @@ from headrace.model.memory_profile import profile_of
 from headrace.model.records import ModelProfile
 from headrace.plan.build import Planner
 from headrace.plan.candidates import mean_log
+from headrace.plan.nominal_rates import NOMINAL_GPU
 from headrace.plan.plan import DeviceName, Machine
-from headrace.plan.rates import NOMINAL_GPU
 from headrace.plan.routing_traces import ExpertHits, FixedHits, Recorded, seeded_trace
 from headrace.planning.checks import finalize_plan, needs_of
 from headrace.planning.context import make_planner

@@ -10,8 +10,8 @@ from headrace.adapters.transformers.opened_model import OpenedModel, open_model
 from headrace.config import ALL_MODEL_PARAMS, Budget, Prefetch
 from headrace.errors import OptionError
 from headrace.plan.build import Planner
+from headrace.plan.nominal_rates import NOMINAL_CPU, NOMINAL_GPU
 from headrace.plan.plan import Machine
-from headrace.plan.rates import NOMINAL_CPU, NOMINAL_GPU
 from headrace.planning.checks import finalize_plan
 from headrace.planning.context import make_planner
 from plans import memory_curve

@@ -26,7 +26,7 @@ from headrace.adapters.transformers.opened_model import OpenedModel, open_model
 from headrace.checkpoint.safetensors_header import Checkpoint
 from headrace.cli import app
 from headrace.config import Budget, Workload
-from headrace.plan.rates import NOMINAL_CPU, NOMINAL_GPU
+from headrace.plan.nominal_rates import NOMINAL_CPU, NOMINAL_GPU
 from headrace.plan.staging_ring import RING_BYTES
 from headrace.plan_model import plan_model
 from headrace.planning.checks import needs_of

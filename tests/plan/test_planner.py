@@ -21,8 +21,9 @@ from headrace.plan.alternatives import curve
 from headrace.plan.build import Planner, build_plan
 from headrace.plan.candidates import mean_log
 from headrace.plan.cost_model import BETWEEN_TOKENS_S, EAGER_KERNEL, KERNELS_PER_TENSOR, Forecaster
+from headrace.plan.nominal_rates import NOMINAL_GPU
 from headrace.plan.plan import DeviceName, Plan, UnitSpec, assemble, with_code
-from headrace.plan.rates import NOMINAL_GPU, Rates
+from headrace.plan.rates import Rates
 from headrace.planning.context import make_planner
 from plans import KIB, SMALL, Reader, assignments, check_plan, holder, layered, memory_curve, models, plan_for
 

@@ -23,8 +23,9 @@ from headrace.model.memory_profile import ModelProfile
 from headrace.plan.build import Planner, build_plan
 from headrace.plan.candidates import Spill, spill_order
 from headrace.plan.cost_model import Forecaster
+from headrace.plan.nominal_rates import NOMINAL_GPU
 from headrace.plan.plan import Plan, UnitSpec, assemble
-from headrace.plan.rates import NOMINAL_GPU, Rates
+from headrace.plan.rates import Rates
 from headrace.plan.staging_ring import RING_BYTES
 from headrace.planning import context as planning_context
 from headrace.planning.checks import needs_of

@@ -25,7 +25,8 @@ from headrace.model.inventory import take_inventory
 from headrace.model.memory_profile import ModelProfile
 from headrace.plan.build import Planner, build_plan
 from headrace.plan.kinds import kind_of
-from headrace.plan.rates import NOMINAL_CPU, NOMINAL_GPU, Curve, Rates
+from headrace.plan.nominal_rates import NOMINAL_CPU, NOMINAL_GPU
+from headrace.plan.rates import Curve, Rates
 from headrace.transfer import machine_probe, measuring
 from headrace.transfer.machine_probe import Probe, read_probe
 from models import Stack, all_layers

@@ -15,8 +15,9 @@ from headrace.model.inventory import take_inventory
 from headrace.model.memory_profile import ModelProfile
 from headrace.plan.build import build_plan
 from headrace.plan.cost_model import Forecaster
+from headrace.plan.nominal_rates import NOMINAL_GPU
 from headrace.plan.plan import Machine, Plan
-from headrace.plan.rates import NOMINAL_GPU, Curve, Rates
+from headrace.plan.rates import Curve, Rates
 from headrace.plan.slabs import slab_bytes
 from headrace.plan.staging_ring import lay_out_ring
 from headrace.planning.checks import needs_of

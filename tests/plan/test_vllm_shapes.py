@@ -20,8 +20,8 @@ from headrace.model.inventory import take_inventory
 from headrace.model.records import ModelProfile
 from headrace.offloaders.layerwise import EngineOffloader, EngineTraits
 from headrace.plan.cost_model import Forecaster, experts_in
+from headrace.plan.nominal_rates import NOMINAL_GPU
 from headrace.plan.plan import DeviceName, Plan, assemble
-from headrace.plan.rates import NOMINAL_GPU
 from headrace.planning.context import make_planner
 from headrace.transfer.machine_probe import named_machine
 from published_configs import DEEPSEEK_V2_LITE, GLM_4_5_AIR, GPT_OSS_20B, GPT_OSS_120B, QWEN3_30B_A3B

@@ -37,7 +37,7 @@ from headrace.flags import OffloadFlags
 from headrace.model.inventory import take_inventory
 from headrace.plan.build import Planner, build_plan
 from headrace.plan.candidates import Spill
-from headrace.plan.rates import NOMINAL_GPU
+from headrace.plan.nominal_rates import NOMINAL_GPU
 from headrace.plan.slabs import slab_bytes
 from headrace.planning.checks import needs_of
 from headrace.stores import sources

@@ -17,8 +17,8 @@ from headrace.model.records import ModelProfile
 from headrace.plan import kinds
 from headrace.plan.cost_model import Forecaster
 from headrace.plan.kinds import HOST, kind_of
+from headrace.plan.nominal_rates import NOMINAL_GPU
 from headrace.plan.plan import Plan
-from headrace.plan.rates import NOMINAL_GPU
 from headrace.planning.checks import needs_of
 from models import Stack, all_layers, rows
 

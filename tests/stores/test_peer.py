@@ -35,8 +35,9 @@ from headrace.model.memory_profile import ModelProfile
 from headrace.plan.build import Planner, build_plan
 from headrace.plan.candidates import Spill, mean_log
 from headrace.plan.cost_model import Forecaster
+from headrace.plan.nominal_rates import NOMINAL_GPU
 from headrace.plan.plan import DeviceName, Machine, Plan
-from headrace.plan.rates import NOMINAL_GPU, Curve
+from headrace.plan.rates import Curve
 from headrace.plan.units import move_on_demand
 from headrace.planning.checks import check_limits, finalize_plan, needs_of, require_one_process
 from headrace.planning.request import peer_of

@@ -20,7 +20,7 @@ import headrace
 from checks import raising
 from headrace.cli import app
 from headrace.errors import HeadraceWarning, OptionError
-from headrace.plan.rates import NOMINAL_CPU, NOMINAL_GPU
+from headrace.plan.nominal_rates import NOMINAL_CPU, NOMINAL_GPU
 from headrace.transfer import machine_probe, measuring
 from headrace.transfer.machine_probe import Probe, load, load_shared_link, planning_rates, save, save_shared_link
 from models import Stack

@@ -30,8 +30,9 @@ from headrace.model.semantic_groups import semantic_groups
 from headrace.offloaders.base import BaseOffloader
 from headrace.offloaders.build_time import BuildTimeFilter, BuildTimePool, mark_host_resident, mark_read_in_place
 from headrace.plan.build import Planner, build_plan
+from headrace.plan.nominal_rates import NOMINAL_GPU
 from headrace.plan.plan import Plan
-from headrace.plan.rates import NOMINAL_GPU, Rates
+from headrace.plan.rates import Rates
 from headrace.plan.units import TINY_BYTES, move_on_demand, plan_group_rule, selected, worth_moving
 from headrace.planning.context import make_planner
 from headrace.planning.request import PlanRequest, compute_device

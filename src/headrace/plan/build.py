@@ -45,9 +45,10 @@ from headrace.plan.candidates import CandidateTable, Family, MappedFiles, Spill,
 from headrace.plan.codec_choice import faster_codec
 from headrace.plan.cost_model import Forecast, Forecaster, experts_in
 from headrace.plan.kinds import HOST, StoreKind, kind_of
+from headrace.plan.nominal_rates import NOMINAL_CPU, NOMINAL_GPU
 from headrace.plan.plan import Plan, assemble, with_code
 from headrace.plan.prediction import CachePoint, PlanPrediction, WorkloadBytes
-from headrace.plan.rates import NOMINAL_CPU, NOMINAL_GPU, Rates
+from headrace.plan.rates import Rates
 from headrace.plan.routing_traces import ExpertHits, FixedHits
 from headrace.plan.schedule import usable_slots
 from headrace.plan.units import (

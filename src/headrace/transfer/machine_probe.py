@@ -24,8 +24,9 @@ from headrace.config import cache_folder
 from headrace.errors import OptionError, OptionTypeError, warn_user
 from headrace.json_files import decode, encode, parse, read_file, require, write_file
 from headrace.memory.system import num_cores
+from headrace.plan.nominal_rates import NOMINAL_CPU, NOMINAL_GPU, nominal_rates
 from headrace.plan.plan import DeviceName, Machine
-from headrace.plan.rates import NOMINAL_CPU, NOMINAL_GPU, Curve, Rates, nominal_rates
+from headrace.plan.rates import Curve, Rates
 
 if TYPE_CHECKING:
     import torch
