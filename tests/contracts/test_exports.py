@@ -30,9 +30,9 @@ PUBLIC = [
 # Of docs/architecture.md, left to right: a room imports from rooms to its left, and from its own.
 ROOMS = [
     ("errors",), ("forks", "formatting", "json_files", "sizes"), ("config",), ("flags",), ("stats", "ranks"),
-    ("memory",), ("codec",), ("model",), ("plan",), ("kinds",), ("checkpoint",), ("stores",), ("experts",), ("transfer",),
-    ("planning",), ("runtime",), ("offloaders",), ("api",), ("graphs",), ("adapters", "testing"), ("plan_model",),
-    ("serving",), ("cli",), ("__main__",),
+    ("memory",), ("codec",), ("model",), ("plan",), ("kinds",), ("checkpoint",), ("stores",), ("experts",),
+    ("transfer",), ("planning",), ("runtime",), ("offloaders",), ("api",), ("graphs",), ("adapters", "testing"),
+    ("plan_model",), ("serving",), ("cli",), ("__main__",),
 ]  # fmt: skip
 RANK = {room: rank for rank, rooms in enumerate(ROOMS) for room in rooms}
 
