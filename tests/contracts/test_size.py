@@ -13,15 +13,15 @@ import pytest
 import measures
 
 BOUNDS = {
-    "lines of src": 22334,
-    "lines of the core": 14788,
+    "lines of src": 22361,
+    "lines of the core": 14811,
     "files of src": 152,
-    "lines of tests": 40800,
+    "lines of tests": 40823,
     "longest class": 350,
     "Prefetcher": 296,
     "branches on a kind of store": 4,
     "files that headrace.api loads": 33,
-    "lines that headrace.api loads": 6262,
+    "lines that headrace.api loads": 6285,
     "lines of the spine": 5032,
     "files of the spine": 49,
     "files to the first copy": 40,
