@@ -453,3 +453,62 @@ def test_a_read_behind_the_last_unit_of_a_layer_compiled_alone() -> None:
         model["only"].compile(backend="eager")
         with pytest.raises(RuntimeError, match=rf"only\.lender\.weight is used by .*{OUTSIDE}"):
             model["only"](rows())
+
+
+class Borrows(nn.Module):
+    """Reads a weight of ``others``, or of its child, in code that has no hook around it."""
+
+    def __init__(self, how: str = "") -> None:
+        super().__init__()
+        self.lin, self.how = nn.Linear(DIM, DIM), how
+        self.others: list[Borrows] = []
+
+    def product(self, x: torch.Tensor) -> torch.Tensor:
+        return x @ self.lin.weight.cos() / DIM
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        x = x + torch.tanh(self.lin.forward(x) if self.how == "child" else self.lin(x))
+        for other in self.others:
+            x = x + (other.product(x) if self.how == "method" else other.lin.weight.cos().mean())
+        return x
+
+
+class Borrowing(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.one, self.two, self.three = Borrows(), Borrows("child"), Borrows("child")
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.three(self.two(self.one(x)))
+
+
+@pytest.mark.filterwarnings("ignore:.*its bytes are copied for every such use:headrace.HeadraceWarning")
+@pytest.mark.parametrize("backend", ["eager", "inductor"])
+@pytest.mark.parametrize("how", ["child", "weight", "method"])
+def test_layers_compiled_one_by_one_that_read_weights_outside(how: str, backend: str) -> None:
+    """Their units are in no slot then, or in one that another unit has taken since."""
+    model = Borrowing() if how == "child" else nn.Sequential(Borrows(), Borrows(how), Borrows(how))
+    layers = list(model.children())
+    for layer in layers[1:] if how != "child" else ():
+        layer.others.append(layers[0])
+    model, x, expected = expecting(model)
+    with headrace.offload(model, headrace.Prefetch(1, 1, 1, params=["ALL_MODEL_PARAMS"])) as handle:
+        assert [unit.module_fqn.endswith("lin") for unit in handle.plan.units] == [how == "child"] * 3
+        for layer in layers:
+            layer.compile(backend=backend)
+        for forwards in (1, 2, 3):
+            torch.testing.assert_close(model(x), expected, rtol=0, atol=0 if backend == "eager" else 1e-4)
+            assert handle.stats().bytes_moved >= forwards * layers[0].lin.weight.nbytes
+
+
+@pytest.mark.filterwarnings("ignore:.*its bytes are copied for every such use:headrace.HeadraceWarning")
+@pytest.mark.parametrize("backend", ["eager", "inductor"])
+def test_a_compiled_forward_of_a_layer_beside_the_compiled_model(backend: str) -> None:
+    model, x = Stack(4).eval(), rows()
+    expected = [layer(x) for layer in model.layers]
+    with headrace.offload(model, all_layers(1)) as handle:
+        compiled(model, backend)(x)
+        for _ in range(2):
+            found = [torch.compile(layer.forward, backend=backend)(x) for layer in model.layers]
+            torch.testing.assert_close(found, expected, rtol=0, atol=0 if backend == "eager" else 1e-5)
+        assert_moved(handle, 1)

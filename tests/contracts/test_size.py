@@ -13,19 +13,19 @@ import pytest
 import measures
 
 BOUNDS = {
-    "lines of src": 22328,
-    "lines of the core": 14781,
+    "lines of src": 22355,
+    "lines of the core": 14804,
     "files of src": 157,
-    "lines of tests": 40800,
+    "lines of tests": 40832,
     "longest class": 347,
     "Prefetcher": 296,
     "branches on a kind of store": 4,
     "files that headrace.api loads": 36,
-    "lines that headrace.api loads": 6251,
+    "lines that headrace.api loads": 6272,
     "lines of the spine": 5000,
     "files of the spine": 53,
     "files to the first copy": 42,
-    "functions to the first copy": 383,
+    "functions to the first copy": 382,
 }
 # What a measure may lie below its bound, so that not every small change edits the table.
 SLACK = dict.fromkeys(["lines of src", "lines of the core", "lines that headrace.api loads", "lines of the spine"], 60)

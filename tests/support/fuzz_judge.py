@@ -10,7 +10,7 @@ import tempfile
 import traceback
 import warnings
 from collections.abc import Callable
-from contextlib import suppress
+from contextlib import AbstractContextManager, suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -121,11 +121,22 @@ def judge(
         tempfile.TemporaryDirectory(prefix="headrace-fuzz-", dir=_memory_folder()) as folder,
         warnings.catch_warnings(),
         stand_in(),
+        _compiler_options(case),
     ):
         warnings.simplefilter("ignore")
         os.environ["HEADRACE_DEBUG"] = "1" if case.debug else "0"
         torch.compiler.reset()
         return _Case(case, Path(folder), log, offload).run()
+
+
+def _compiler_options(case: CaseSpec) -> AbstractContextManager[None]:
+    """What lets torch keep its own promises for a model and its twin in one process."""
+    from torch._dynamo import config  # which imports triton, that reads its environment then
+
+    # Without guards on hooks, code of a layer without one runs for a sibling to which the user has given one.
+    has_hooks = "add_hook" in dict(case.steps) or "Hooked" in dict(case.model.layers)
+    # Both models are of the same classes, of whose code objects torch keeps this many versions.
+    return config.patch(skip_nnmodule_hook_guards=not has_hooks, recompile_limit=2 * config.recompile_limit)
 
 
 class _Case:

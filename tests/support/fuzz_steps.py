@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextvars
 import copy
 import functools
 import io
@@ -339,7 +340,11 @@ def other_thread(env: Env, arg: int) -> Any:
 
 
 def _run_threads(works: list[Callable[[], None]]) -> None:
-    threads = [threading.Thread(target=work, daemon=True) for work in works]
+    contexts = [contextvars.copy_context() for _ in works]  # with the options of the compiler
+    threads = [
+        threading.Thread(target=context.run, args=(work,), daemon=True)
+        for context, work in zip(contexts, works, strict=True)
+    ]
     for thread in threads:
         thread.start()
     for thread in threads:

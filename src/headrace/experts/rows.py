@@ -21,6 +21,7 @@ from torch.utils._pytree import tree_leaves, tree_map_only
 from headrace.errors import OptionError, StateError
 from headrace.model.live_tensors import Saved, own_forward
 from headrace.model.memory_profile import ROW_IMPLEMENTATIONS, chosen_implementation
+from headrace.model.torch_private import leave_to_python
 from headrace.model.tracing import refuse_export, refuse_tracers, traced_graph
 
 _CACHED = "_headrace_cached_experts"
@@ -203,6 +204,10 @@ class CachedExperts:
     def _forward(self, *args: Any, **kwargs: Any) -> Any:
         if torch.compiler.is_compiling():
             return self._forward_compiled(*args, **kwargs)
+        return self._forward_eagerly(*args, **kwargs)
+
+    @leave_to_python  # with the op and its kernels, where what calls this could not be traced
+    def _forward_eagerly(self, *args: Any, **kwargs: Any) -> Any:
         refuse_tracers(args, kwargs)
         with self.cache.turn.eager_run(self.cache.location.device), _admissions.of_forward(self):
             _follow(self.twin, self._module)

@@ -725,6 +725,25 @@ def read_pinned() -> Iterator[None]:
         yield
 
 
+def reading_pinned(compiled: Callable[..., Any], positions: Collection[int]) -> Callable[..., Any]:
+    """``compiled``, which reads pinned placeholders at their addresses.
+
+    ``positions``: arguments that nothing in it waits for: outside of the window of their module it gets their bytes.
+    """
+
+    @functools.wraps(compiled)
+    def run(*args: Any) -> Any:
+        given = list(args)
+        for position in positions:
+            owner = _owners.get(storage_id(given[position]))
+            if owner is not None and not owner.is_read_here:
+                given[position] = given[position].view_as(given[position])  # by way of _on_access
+        with read_pinned():
+            return compiled(*given)
+
+    return run
+
+
 def _marked_view(tensor: torch.Tensor, owner: BoundTensor, *marks: str) -> torch.Tensor:
     _register()
     view = torch_private.with_keys(tensor, *marks)

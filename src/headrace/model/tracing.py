@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from typing import Any
 
 import torch
@@ -11,14 +11,14 @@ from torch import fx
 
 from headrace.errors import StateError
 from headrace.model import torch_private
-from headrace.model.live_tensors import read_pinned
+from headrace.model.live_tensors import reading_pinned
 
 
-def traced_graph(waits: bool = False, check: Callable[[fx.Graph], None] | None = None) -> fx.Graph | None:
+def traced_graph(check: Callable[[fx.Graph], Iterable[int]] | None = None) -> fx.Graph | None:
     """The graph that Dynamo is tracing; ``None`` under another tracer, such as torch.export without Dynamo.
 
-    ``waits``: our hooks are in it, or around it, so what is compiled of it may read pinned placeholders; ``check``: to
-    call with it when it is finished.
+    ``check``: our hooks are in it, or around it, so what is compiled of it may read pinned placeholders. Called with
+    the graph when it is finished; returns the positions of inputs that nothing in it waits for.
     """
     from torch._dynamo.symbolic_convert import InstructionTranslator
 
@@ -27,14 +27,13 @@ def traced_graph(waits: bool = False, check: Callable[[fx.Graph], None] | None =
         graph: fx.Graph = output.graph
     except AttributeError:
         return None
-    if waits and not hasattr(output, "checks_at_end"):
+    if check is not None and not hasattr(output, "checks_at_end"):
         output.checks_at_end, compiler = set(), output.compiler_fn
 
         @functools.wraps(compiler)
         def compile_checked(module: fx.GraphModule, *args: Any) -> Any:
-            for check_end in output.checks_at_end:
-                check_end(module.graph)
-            return read_pinned()(compiler(module, *args))
+            found = {position for check_end in output.checks_at_end for position in check_end(module.graph)}
+            return reading_pinned(compiler(module, *args), found)
 
         output.compiler_fn = compile_checked
     if check is not None:

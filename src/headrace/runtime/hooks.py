@@ -268,8 +268,7 @@ class UnitHook(_ModuleHook):
 
     def _trace_before(self, module: nn.Module, args: Any, kwargs: Any = None) -> None:
         refuse_export()
-        if self._promoter is not None:
-            self.pin_to_slots()
+        self.pin_to_slots()
         tensors = list(live_tensors(module, self._paths))
         # Hidden states, and not the ids and positions that every layer is given alike. With gradients autograd
         # would refuse a write to a leaf, and engines that hide weights from the compiler do not train.
@@ -313,7 +312,9 @@ class UnitHook(_ModuleHook):
 
         So have those of modules of the same class, which may share the code: its guards compare dispatch keys.
         """
-        traced_graph(waits=True)
+        if self._promoter is None:
+            return
+        traced_graph(self._promoter.inputs_outside)
         with self._lock:
             for hook in self._siblings:
                 if type(hook._module) is type(self._module) and hook._prefetcher is not None:

@@ -206,7 +206,7 @@ class Promoter(NotCopyable):
             OutsideAccessError: an operator takes a tensor in a slot, or a view of it, before its unit's wait or after
                 its release, or its module returns or keeps a view of it.
         """
-        if (graph := traced_graph(waits=True, check=self._check_end)) is not None:
+        if (graph := traced_graph(self._check_end)) is not None:
             self._check(graph)
 
     def _check(self, graph: fx.Graph) -> dict[int, BoundTensor]:
@@ -215,8 +215,26 @@ class Promoter(NotCopyable):
         _check_graph(graph, by_storage, tables)
         return by_storage
 
-    def _check_end(self, graph: fx.Graph) -> None:
+    def _check_end(self, graph: fx.Graph) -> list[int]:
         _check_outputs(graph, self._check(graph))  # and what follows the last hook
+        return self.inputs_outside(graph)
+
+    def inputs_outside(self, graph: fx.Graph) -> list[int]:
+        """Positions of the inputs of ``graph`` that view slots, and that it reads without a wait for their units.
+
+        Their windows may have begun in another graph: around a module that is compiled alone, before a graph break.
+        """
+        by_storage = self._in_slots(graph)
+        waited = _storages(node.args[2] for node in graph.nodes if _calls(node, torch.ops.headrace.wait))
+
+        def is_outside(node: fx.Node) -> bool:
+            storage = _storage_of(node)
+            if storage is None or storage in waited or (bound := by_storage.get(storage)) is None:
+                return False
+            is_table = bound.on_access == self.on_table_access
+            return not all(_is_our_own(user) or (is_table and user.target in _TRACED_ROW_READS) for user in node.users)
+
+        return [position for position, node in enumerate(graph.find_nodes(op="placeholder")) if is_outside(node)]
 
     def check_writes(self) -> None:
         """Check for writes what Dynamo has traced so far: a module that is compiled alone has a graph without hooks.
@@ -224,7 +242,7 @@ class Promoter(NotCopyable):
         Raises:
             ModelChangedError: an operator writes a tensor in a slot in place.
         """
-        if (graph := traced_graph(waits=True)) is not None:
+        if (graph := traced_graph(self.inputs_outside)) is not None:
             by_storage = self._in_slots(graph)
             for node in graph.nodes:
                 _refuse_writes(node, by_storage)
@@ -322,7 +340,7 @@ class Promoter(NotCopyable):
 
 
 def _check_graph(graph: fx.Graph, by_storage: Mapping[int, BoundTensor], tables: set[int]) -> None:
-    wait, release, join = (getattr(torch.ops.headrace, name) for name in ("wait", "release", "join"))
+    wait, release = torch.ops.headrace.wait, torch.ops.headrace.release
     waited, released = (_storages(node.args[2] for node in graph.nodes if _calls(node, op)) for op in (wait, release))
     # A window that began in the graph before this one (a graph break inside a layer) is open from the start.
     open_now = released - waited
@@ -333,8 +351,8 @@ def _check_graph(graph: fx.Graph, by_storage: Mapping[int, BoundTensor], tables:
         elif _calls(node, release):
             open_now -= _storages([node.args[2]])
             outside, how = _storages([node.args[3]]), "is returned by its module, whole or as a view"
-        elif _calls(node, join) or _calls(node, torch.ops.headrace.end_gradients):
-            continue  # which read no bytes
+        elif _is_our_own(node):
+            continue  # which reads no bytes
         elif node.op in ("call_function", "call_method", "call_module"):
             outside = _storages([node.all_input_nodes]) - open_now
             if node.target in _TRACED_ROW_READS:
@@ -372,7 +390,8 @@ def _refuse_writes(node: fx.Node, by_storage: Mapping[int, BoundTensor]) -> None
 
 
 def _is_our_own(node: fx.Node) -> bool:
-    return any(_calls(node, getattr(torch.ops.headrace, name)) for name in ("begin", "wait", "release", "join"))
+    names = ("begin", "wait", "release", "join", "end_gradients")
+    return any(_calls(node, getattr(torch.ops.headrace, name)) for name in names)
 
 
 def _written_by(node: fx.Node) -> list[Any]:
