@@ -22,7 +22,7 @@ from headrace.errors import HeadraceWarning, ModelChangedError, StateError
 from headrace.model.live_tensors import BoundTensor
 from headrace.runtime.prefetcher import Prefetcher
 from headrace.testing import SlowLink, assert_moved, assert_same_bits, boundaries, offload_over
-from models import DIM, MoE, OddStack, QuantStack, ScaledStack, Stack, all_layers, expecting, rows
+from models import DIM, Block, MoE, OddStack, QuantStack, ScaledStack, Stack, all_layers, expecting, rows
 
 
 @pytest.fixture(autouse=True)
@@ -402,6 +402,119 @@ class TestOtherBackends:
             assert_same_bits(output, expected)
         assert handle.stats().units[3].runs == 11
         handle.remove()
+
+
+class Changeable(Block):
+    scale = 1.0
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.register_buffer("shift", torch.zeros(DIM))
+        self.act = torch.sin
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        x = self.act(super().forward(x)) * self.scale + self.shift
+        return x + 1 if self.training else x
+
+
+class Negated(Changeable):
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return -super().forward(x)
+
+
+def halve_output(module: nn.Module, args: Any, output: torch.Tensor) -> torch.Tensor:
+    return output / 2
+
+
+def halved(forward: Callable[..., torch.Tensor]) -> Callable[..., torch.Tensor]:
+    return lambda *args: forward(*args) / 2
+
+
+def reverse(model: Any) -> None:
+    model.layers = nn.ModuleList(reversed(model.layers))
+
+
+# Each takes the model, one of its layers, and pytest's monkeypatch.
+CHANGES: dict[str, Callable[[Any, Any, pytest.MonkeyPatch], Any]] = {
+    "hook of a layer": lambda model, layer, patch: layer.register_forward_hook(halve_output),
+    "hook of the model": lambda model, layer, patch: model.register_forward_hook(halve_output),
+    "hook of a child": lambda model, layer, patch: layer.linear.register_forward_hook(halve_output),
+    "pre-hook": lambda model, layer, patch: layer.register_forward_pre_hook(lambda _, args: (args[0] / 2,)),
+    "hook removed": lambda model, layer, patch: model.hook.remove(),
+    "forward of a layer": lambda model, layer, patch: setattr(layer, "forward", halved(layer.forward)),
+    "forward of the model": lambda model, layer, patch: setattr(model, "forward", halved(model.forward)),
+    "forward of a child": lambda model, layer, patch: setattr(layer.linear, "forward", halved(layer.linear.forward)),
+    "new forward": lambda model, layer, patch: setattr(layer, "forward", lambda x: torch.cos(x)),
+    "class": lambda model, layer, patch: setattr(layer, "__class__", Negated),
+    "forward of the class": lambda *args: args[2].setattr(Changeable, "forward", halved(Changeable.forward)),
+    "forward of the class of children": lambda *args: args[2].setattr(nn.Linear, "forward", halved(nn.Linear.forward)),
+    "attribute of the class": lambda model, layer, patch: patch.setattr(Changeable, "scale", 2.0),
+    "attribute": lambda model, layer, patch: setattr(layer, "scale", 2.0),
+    "function": lambda model, layer, patch: setattr(layer, "act", torch.cos),
+    "layer": lambda model, layer, patch: model.layers.insert(1, Changeable().eval()),
+    "order of layers": lambda model, layer, patch: reverse(model),
+    "parameter": lambda model, layer, patch: setattr(layer.linear, "weight", nn.Parameter(torch.ones(DIM, DIM))),
+    "parameter removed": lambda model, layer, patch: setattr(layer.linear, "bias", None),
+    "buffer": lambda model, layer, patch: setattr(layer, "shift", torch.ones(DIM)),
+    "training": lambda model, layer, patch: layer.train(),
+}
+
+
+def outputs_around(change: str, wrap: str, fullgraph: bool, offload: bool) -> list[torch.Tensor]:
+    """What a model returns before a change and after it."""
+    torch._dynamo.reset()
+    torch.manual_seed(0)
+    model: Any = Stack().eval()
+    model.layers = nn.ModuleList(Changeable().eval() for _ in range(3))
+    model.order = list(range(3))
+    model.hook = model.layers[2].register_forward_hook(halve_output)
+    handle = headrace.offload(model, all_layers()) if offload else None
+    run: Any = model
+    if wrap == "function":
+        run = torch.compile(lambda x: model(x), backend="eager", fullgraph=fullgraph)
+    for module in {"model": [model], "layers": model.layers}.get(wrap, []):
+        module.compile(backend="eager", fullgraph=fullgraph)
+    with pytest.MonkeyPatch.context() as patch:
+        outputs = [run(rows())]
+        CHANGES[change](model, model.layers[1], patch)
+        outputs += [run(rows()), run(rows())]
+    if handle is not None:
+        assert handle.stats().bytes_moved > 2 * handle.plan.moved_bytes
+        handle.remove()
+    return outputs
+
+
+@pytest.mark.slow
+@pytest.mark.filterwarnings("ignore::headrace.errors.HeadraceWarning")  # of a parameter that was replaced
+@pytest.mark.parametrize(
+    ("wrap", "fullgraph"), [("model", True), ("model", False), ("function", True), ("layers", True)]
+)
+@pytest.mark.parametrize("change", CHANGES)
+def test_what_changes_after_compiling(change: str, wrap: str, fullgraph: bool) -> None:
+    """What a resident model is compiled again for, this one is; where hooks are, torch guards on more of it."""
+    expected = outputs_around(change, "", fullgraph, offload=False)
+    assert not torch.equal(expected[0], expected[1])
+    resident = outputs_around(change, wrap, fullgraph, offload=False)  # and perhaps stale
+    found = outputs_around(change, wrap, fullgraph, offload=True)
+    if not all(map(torch.equal, found, expected)):
+        assert_same_bits(found, resident)
+
+
+@pytest.mark.parametrize("wrap", ["model", "layers"])
+@pytest.mark.parametrize("child", [nn.Linear(DIM, DIM), nn.Identity()])
+def test_a_child_that_is_replaced_after_compiling(child: nn.Module, wrap: str) -> None:
+    """The old one may run in another layer now, where its bytes have left the device."""
+    model = Stack().eval()
+    with headrace.offload(model, all_layers()) as handle:
+        for module in [model] if wrap == "model" else model.layers:
+            module.compile(backend="eager", fullgraph=True)
+        model(rows())
+        assert_moved(handle, 1)
+        model.layers[2].linear, model.layers[1].linear = model.layers[1].linear, child
+        with pytest.raises(
+            RuntimeError, match=r"layers\.1\.linear\.weight is (no longer in its Block|used by .*outside)"
+        ):
+            model(rows())
 
 
 class TestBeforeAndAfter:

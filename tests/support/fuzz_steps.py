@@ -489,16 +489,21 @@ def exchange_class(env: Env, arg: int) -> Any:
 
 
 def patch_class(env: Env, arg: int) -> Any:
-    """The class of all linear layers or of one layer has another ``forward`` for a while, as with faster kernels."""
+    """The class of all linear layers or of one layer has another ``forward`` for a while, as with faster kernels.
+
+    Torch guards on the ``forward`` of a class in some places only, more of them where hooks are: code is compiled anew.
+    """
     layers = env.model.layer_list()
     layer = layers[arg % len(layers)]
     kind = nn.Linear if arg % 2 or getattr(layer, "style", "call") != "call" else type(layer)
     plain = kind.forward
     kind.forward = lambda self, *args, **kwargs: _halved(plain(self, *args, **kwargs))
+    torch.compiler.reset()
     try:
         first = env.model(env.input(arg))
     finally:
         kind.forward = plain
+        torch.compiler.reset()
     return first, env.model(env.input(arg + 1))
 
 

@@ -421,14 +421,26 @@ class BoundTensor:
             return not is_placeholder(self.tensor) and torch.Tensor.data_ptr(self.tensor) != self._address
         return storage_id(self.tensor) not in (self._placeholder_storage, self._slot_storage)
 
-    def refuse_copy(self, given: Collection[int]) -> None:
-        """Raise ``StateError`` unless compiled code was given this very memory (``given``: addresses), not a copy."""
-        if not self._is_lost and self._address not in given:
-            raise StateError(
-                f"{self.info.name}: the compiler passes a copy made before the bytes are on the device, so the result "
-                f"would be wrong; compile with backend='inductor' or 'eager', run under torch.inference_mode() or "
-                f"no_grad(), and leave tensor subclasses out of the selection"
+    def refuse_copy(self, given: Collection[int], module: nn.Module, path: Path) -> None:
+        """Raise unless compiled code was given this very memory (``given``: addresses), and the tensor is not lost.
+
+        Raises:
+            ModelChangedError: the tensor is no longer at ``path`` from ``module``, since a module between was replaced.
+            StateError: the compiler passes a copy.
+        """
+        if self._is_lost or self._address in given:
+            return
+        if _find(module, path) is not self.tensor:
+            raise ModelChangedError(
+                f"{self.name} is no longer in its {type(module).__name__}, of which a child was replaced while "
+                f"offloaded: compiled code expects it at {'.'.join(path)}. Call handle.remove() first, replace the "
+                f"child, then offload again"
             )
+        raise StateError(
+            f"{self.info.name}: the compiler passes a copy made before the bytes are on the device, so the result "
+            f"would be wrong; compile with backend='inductor' or 'eager', run under torch.inference_mode() or "
+            f"no_grad(), and leave tensor subclasses out of the selection"
+        )
 
     def note_replays(self) -> None:
         """Compiled code that declares writes is captured: from now on versions tell nothing."""

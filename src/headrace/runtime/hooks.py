@@ -251,12 +251,12 @@ class UnitHook(_ModuleHook):
         if self._prefetcher is None:
             return
         given = [torch.Tensor.data_ptr(tensor) for tensor in tensors]
-        for bound in self._tensors:
+        for bound, path in zip(self._tensors, self._paths, strict=True):
             if self._prefetcher.replays.in_capture:
                 bound.note_replays()
             bound.note_version(known=False)  # the ops count as writes, before (torch 2.11) or after they run
             bound.check()
-            bound.refuse_copy(given)
+            bound.refuse_copy(given, self._module, path)
         self._prefetcher.wait(self._unit)
 
     def leave_compiled(self, tensors: Sequence[torch.Tensor]) -> None:
