@@ -517,6 +517,33 @@ def test_a_child_that_is_replaced_after_compiling(child: nn.Module, wrap: str) -
             model(rows())
 
 
+class Neighbour(Block):
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return super().forward(x) @ self.other[0].linear.weight
+
+
+@pytest.mark.parametrize(("backend", "tolerance"), [("eager", 0), ("inductor", 1e-5)])  # the latter rounds otherwise
+def test_a_layer_compiled_alone_that_reads_the_weight_of_another(backend: str, tolerance: float) -> None:
+    """The graph of a layer holds no wait for the weights of its neighbour, whose slot may hold other bytes."""
+
+    def run() -> tuple[Any, Any]:
+        model: Any = Stack(3).eval()
+        model.layers = nn.ModuleList(Neighbour().eval() for _ in range(3))
+        for layer, other in zip(model.layers, reversed(model.layers), strict=True):
+            layer.other = [other]
+        return model, [model(rows()) for _ in range(2)]
+
+    torch.manual_seed(0)
+    model, expected = run()
+    with headrace.offload(model, all_layers()) as handle:
+        for layer in model.layers:
+            layer.compile(backend=backend, fullgraph=True)
+        found = [model(rows()) for _ in range(2)]
+        assert handle.stats().bytes_moved > 0
+    for mine, theirs in zip(found, expected, strict=True):
+        torch.testing.assert_close(mine, theirs, rtol=tolerance, atol=tolerance)
+
+
 class TestBeforeAndAfter:
     """torch.compile does not guard on hooks: code compiled before an offload or during another must not run in it."""
 

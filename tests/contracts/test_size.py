@@ -13,15 +13,15 @@ import pytest
 import measures
 
 BOUNDS = {
-    "lines of src": 22355,
-    "lines of the core": 14804,
+    "lines of src": 22362,
+    "lines of the core": 14811,
     "files of src": 157,
-    "lines of tests": 40832,
+    "lines of tests": 40945,
     "longest class": 347,
     "Prefetcher": 296,
     "branches on a kind of store": 4,
     "files that headrace.api loads": 36,
-    "lines that headrace.api loads": 6272,
+    "lines that headrace.api loads": 6279,
     "lines of the spine": 5000,
     "files of the spine": 53,
     "files to the first copy": 42,
