@@ -128,7 +128,7 @@ def converse(folder: Path, *lines: str, **more: Any) -> Any:
 BOMBS = {
     "time": "{% for i in range(99999) %}{% for j in range(99999) %}{% endfor %}{% endfor %}",
     "memory": "{{ '%99999999999d' % 1 }}",
-    "length": "{{ 'x' * 90000000 }}",
+    "length": "{{ 'x' * 70000000 }}",
     "a long message": "{{ ('x' * messages[0].content | length) * 3000000 }}",
 }
 
@@ -332,7 +332,7 @@ def test_a_tokenizer_that_strips_the_first_space(model: Path, tmp_path: Path) ->
     tokenizer: Any = AutoTokenizer.from_pretrained(folder)
     resident: Any = aligned(AutoModelForCausalLM.from_pretrained(folder).eval())
     spaces = 0
-    for prompt in ("The sea is", "x", "one two", "Be here!", "lie"):
+    for prompt in ("x", "one two", "Be here!"):
         ids = tokenizer(prompt, return_tensors="pt").input_ids
         tokens = resident.generate(ids, max_new_tokens=4, do_sample=False)[0].tolist()
         decoded = [tokenizer.decode(each, skip_special_tokens=True) for each in (tokens, ids[0])]
