@@ -472,8 +472,8 @@ def jacobian(model: Any) -> Any:
 
 @POLICIES
 @pytest.mark.parametrize("act", [
-    traced_by_fx, traced_by_make_fx, traced_and_saved, linearized, mapped, called_functionally, ensembled, jitted,
-    exported, jacobian,
+    traced_by_fx, traced_by_make_fx, traced_and_saved, pytest.param(linearized, marks=pytest.mark.slow), mapped,
+    called_functionally, ensembled, jitted, exported, jacobian,
 ])  # fmt: skip
 def test_tracers(act: Action, policy: Action) -> None:
     x = rows()
@@ -599,10 +599,9 @@ def merged_and_disabled(model: Any) -> Any:
 IN_LAYERS = pytest.mark.parametrize(
     "policy",
     [
-        lambda m: Prefetch(params=["q_proj", "down_proj"]),
-        lambda m: Prefetch(params=["mlp", "self_attn"], prefetch_step=2),
+        pytest.param(lambda m: Prefetch(params=["q_proj", "down_proj"]), marks=pytest.mark.slow, id="targets"),
+        pytest.param(lambda m: Prefetch(params=["mlp", "self_attn"], prefetch_step=2), id="all"),
     ],
-    ids=["targets", "all"],
 )
 
 
