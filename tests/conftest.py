@@ -69,3 +69,9 @@ def _clean_slate(monkeypatch: pytest.MonkeyPatch) -> None:
 def no_grad() -> Iterator[None]:
     with sys.modules["torch"].no_grad():
         yield
+
+
+@pytest.fixture
+def nothing_is_loaded(monkeypatch: pytest.MonkeyPatch) -> None:
+    load = "headrace.adapters.transformers.load_folder.load_matched"
+    monkeypatch.setattr(load, lambda *_, **__: pytest.fail("weights are loaded"))

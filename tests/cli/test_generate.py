@@ -16,7 +16,6 @@ import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer
 from typer.testing import CliRunner
 
-from checks import raising
 from commands import changed, error_of, plain_text, run, succeed, text_of, tiny_model, write_llama_tokenizer
 from headrace.cli import app, commands_generate
 from headrace.formatting import format_rate, format_time
@@ -380,12 +379,6 @@ def test_a_plan_for_another_dtype_is_carried_out(model: Path, tmp_path: Path) ->
 
 
 # -- lengths -----------------------------------------------------------------------------------------------------------
-
-
-@pytest.fixture
-def nothing_is_loaded(monkeypatch: pytest.MonkeyPatch) -> None:
-    loaded = raising(AssertionError("weights were loaded"))
-    monkeypatch.setattr("headrace.adapters.transformers.load_folder.load_matched", loaded)
 
 
 @pytest.mark.usefixtures("nothing_is_loaded")
