@@ -360,14 +360,14 @@ def open_with_template(folder: Path, messages: list[dict[str, str]] | None = Non
     Raises:
         CheckpointError: there is none that transformers can read, or its chat template takes much time or memory.
     """
-    tokenizer, question = open_tokenizer(folder), _messages("?", None)
-    if getattr(tokenizer, "chat_template", None):
-        _require_bounded(tokenizer, folder, messages or question, [*question, _ANSWER], [*question, _ANSWER, *question])
+    tokenizer, ask = open_tokenizer(folder), _messages("?", None)
+    for chat in (messages or ask, [*ask, _ANSWER], [*ask, _ANSWER, *ask]) * bool(tokenizer.chat_template):
+        _require_bounded(tokenizer, folder, chat)
     return tokenizer
 
 
-def _require_bounded(tokenizer: Any, folder: Path, *chats: list[dict[str, str]]) -> None:
-    """Refuse a chat template, a program from the model's folder, that takes much time or memory for one of ``chats``.
+def _require_bounded(tokenizer: Any, folder: Path, chat: list[dict[str, str]]) -> None:
+    """Refuse a chat template, a program from the model's folder, that takes much time or memory for ``chat``.
 
     One operation of it can take all memory, or never end, so it is tried in a process that the system ends.
     """
@@ -375,20 +375,12 @@ def _require_bounded(tokenizer: Any, folder: Path, *chats: list[dict[str, str]])
         status = 0  # templates raise errors of any type, which are reported where they are used
         try:
             size = int(Path("/proc/self/statm").read_text().split()[0]) * mmap.PAGESIZE + _RENDER_BYTES
-            for limit, most in (resource.RLIMIT_CORE, 0), (resource.RLIMIT_AS, size):
+            for limit, most in (resource.RLIMIT_CORE, 0), (resource.RLIMIT_CPU, _RENDER_S), (resource.RLIMIT_AS, size):
                 resource.setrlimit(limit, (most, most))
-            for chat in chats:
-                seconds = int(time.process_time()) + _RENDER_S
-                resource.setrlimit(resource.RLIMIT_CPU, (seconds, len(chats) * _RENDER_S))
-                try:
-                    text = tokenizer.apply_chat_template(
-                        chat, tokenize=False, add_generation_prompt=chat[-1] != _ANSWER
-                    )
-                    status |= len(text) > _RENDER_BYTES // 16
-                except MemoryError:
-                    status = 1
-                except Exception:
-                    continue
+            text = tokenizer.apply_chat_template(chat, tokenize=False, add_generation_prompt=chat[-1] != _ANSWER)
+            status = len(text) > _RENDER_BYTES // 16
+        except MemoryError:
+            status = 1
         finally:
             os._exit(status)
     if os.waitpid(child, 0)[1]:
