@@ -73,5 +73,7 @@ def no_grad() -> Iterator[None]:
 
 @pytest.fixture
 def nothing_is_loaded(monkeypatch: pytest.MonkeyPatch) -> None:
-    load = "headrace.adapters.transformers.load_folder.load_matched"
-    monkeypatch.setattr(load, lambda *_, **__: pytest.fail("weights are loaded"))
+    def load(*_: object, **__: object) -> None:
+        raise AssertionError("weights are loaded")
+
+    monkeypatch.setattr("headrace.adapters.transformers.load_folder.load_matched", load)
