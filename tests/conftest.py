@@ -3,6 +3,7 @@ random numbers."""
 
 from __future__ import annotations
 
+import gc
 import os
 import sys
 import tempfile
@@ -15,23 +16,36 @@ import pytest
 # times as long. Read when torch is imported.
 os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
 
-import torch
-
-if torch.cuda.is_available():
-    torch.set_num_threads(2)
-else:
-    os.environ["TRITON_INTERPRET"] = "1"  # read when Triton is imported
-    # Models this small are slower on two threads, which `test_numerics` has. The variable is for processes that tests
-    # start.
-    torch.set_num_threads(1)
-    os.environ["OMP_NUM_THREADS"] = "1"
 os.environ.pop("COLUMNS", None)  # in processes of pytest-xdist 80, for which tables are wrapped
 _caches = tempfile.TemporaryDirectory(prefix="headrace-tests-")
 os.environ["XDG_CACHE_HOME"] = _caches.name
 
 
+def pytest_sessionstart(session: pytest.Session) -> None:
+    if session.config.getoption("dist", "no") != "no":
+        return  # the process that hands out tests needs no torch
+    import torch
+
+    if torch.cuda.is_available():
+        torch.set_num_threads(2)
+    else:
+        os.environ["TRITON_INTERPRET"] = "1"  # read when Triton is imported
+        # Models this small are slower on two threads, which `test_numerics` has. The variable is for processes that
+        # tests start.
+        torch.set_num_threads(1)
+        os.environ["OMP_NUM_THREADS"] = "1"
+
+
 def pytest_unconfigure() -> None:
+    gc.unfreeze()  # or Triton's bindings report at exit that they are not freed
     _caches.cleanup()
+
+
+@pytest.fixture(autouse=True, scope="module")
+def _frozen() -> None:
+    """What imports have made stays: each collection looked through a million objects of torch's and transformers'."""
+    gc.collect()
+    gc.freeze()
 
 
 @pytest.fixture(autouse=True)
@@ -41,6 +55,7 @@ def _clean_slate(monkeypatch: pytest.MonkeyPatch) -> None:
             monkeypatch.delenv(name)
     monkeypatch.setenv("HEADRACE_READERS", "2")
     monkeypatch.setenv("HEADRACE_DISABLE_CACHE", "1")  # or a folder would be read in the first of many tests only
+    torch = sys.modules["torch"]
     torch.manual_seed(0)
     if (models := sys.modules.get("models")) is not None:
         models.earlier_threads.clear()
@@ -52,5 +67,13 @@ def _clean_slate(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.fixture
 def no_grad() -> Iterator[None]:
-    with torch.no_grad():
+    with sys.modules["torch"].no_grad():
         yield
+
+
+@pytest.fixture
+def nothing_is_loaded(monkeypatch: pytest.MonkeyPatch) -> None:
+    def load(*_: object, **__: object) -> None:
+        raise AssertionError("weights are loaded")
+
+    monkeypatch.setattr("headrace.adapters.transformers.load_folder.load_matched", load)

@@ -124,7 +124,7 @@ class TestImport:
 def imports_of(file: Path) -> set[str]:
     """Modules of headrace that ``file`` imports when it is imported itself, or when a function of it runs."""
     found: set[str] = set()
-    for node in ast.walk(ast.parse(file.read_text())):
+    for node in ast.walk(measures.tree_of(file)):
         if isinstance(node, ast.Import):
             found.update(alias.name for alias in node.names)
         elif isinstance(node, ast.ImportFrom) and node.level == 0 and node.module:

@@ -10,7 +10,8 @@ from pathlib import Path
 
 import pytest
 
-from promises import README, test_map
+from measures import tree_of
+from promises import README, map_of_promises
 
 ROOT = Path(__file__).resolve().parents[2]
 SOURCE = ROOT / "src" / "headrace"
@@ -33,7 +34,7 @@ MODULES = {module_name(file): file for file in FILES}
 def imported_by(file: Path) -> set[str]:
     """Modules of the package that ``file`` imports, inside functions, for type checkers and by name, too."""
     found = set()
-    for node in ast.walk(ast.parse(file.read_text())):
+    for node in ast.walk(tree_of(file)):
         names: list[str] = []
         if isinstance(node, ast.Import):
             names = [alias.name for alias in node.names]
@@ -92,7 +93,7 @@ def test_no_test_imports_another_test() -> None:
 
 
 def test_the_map_of_promises_is_current() -> None:
-    assert README.read_text() == test_map(), "run: python tests/support/promises.py"
+    assert README.read_text() == map_of_promises(), "run: python tests/support/promises.py"
 
 
 PAGES = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", README, *sorted((ROOT / "docs").rglob("*.md"))]
@@ -137,7 +138,7 @@ class TestArchitecture:
 def names_in(file: Path) -> set[str]:
     """Functions, classes and methods (``Class.method``) that ``file`` defines."""
     found = set()
-    for node in ast.parse(file.read_text()).body:
+    for node in tree_of(file).body:
         if isinstance(node, ast.FunctionDef | ast.ClassDef):
             found.add(node.name)
         if isinstance(node, ast.ClassDef):

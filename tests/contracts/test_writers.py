@@ -12,6 +12,7 @@ import inspect
 import socket
 from collections.abc import Callable, Iterator
 from contextlib import suppress
+from functools import cache
 from types import MethodType
 from typing import Any
 
@@ -471,8 +472,8 @@ def jacobian(model: Any) -> Any:
 
 @POLICIES
 @pytest.mark.parametrize("act", [
-    traced_by_fx, traced_by_make_fx, traced_and_saved, linearized, mapped, called_functionally, ensembled, jitted,
-    exported, jacobian,
+    traced_by_fx, traced_by_make_fx, traced_and_saved, pytest.param(linearized, marks=pytest.mark.slow), mapped,
+    called_functionally, ensembled, jitted, exported, jacobian,
 ])  # fmt: skip
 def test_tracers(act: Action, policy: Action) -> None:
     x = rows()
@@ -541,13 +542,18 @@ def test_sharded_before_the_offload(act: Action, policy: Action) -> None:
 TOKENS = torch.arange(10).view(2, 5)
 
 
-def tiny_qwen() -> Any:
+@cache
+def _tiny_qwen() -> Any:
     from transformers import Qwen3Config, Qwen3ForCausalLM
 
     torch.manual_seed(1)
     sizes = {"hidden_size": 64, "intermediate_size": 128, "num_attention_heads": 2, "num_key_value_heads": 1}
     config = Qwen3Config(**sizes, head_dim=32, num_hidden_layers=3, vocab_size=64)
     return Qwen3ForCausalLM(config).eval().requires_grad_(False)
+
+
+def tiny_qwen() -> Any:
+    return copy.deepcopy(_tiny_qwen())
 
 
 def adapted(model: Any, **options: Any) -> Any:
@@ -557,8 +563,13 @@ def adapted(model: Any, **options: Any) -> Any:
     return peft.get_peft_model(model, config).eval().requires_grad_(False)
 
 
-def adapted_qwen() -> Any:
+@cache
+def _adapted_qwen() -> Any:
     return adapted(tiny_qwen())
+
+
+def adapted_qwen() -> Any:
+    return copy.deepcopy(_adapted_qwen())
 
 
 def merge_adapter(model: Any) -> Any:
@@ -588,10 +599,9 @@ def merged_and_disabled(model: Any) -> Any:
 IN_LAYERS = pytest.mark.parametrize(
     "policy",
     [
-        lambda m: Prefetch(params=["q_proj", "down_proj"]),
-        lambda m: Prefetch(params=["mlp", "self_attn"], prefetch_step=2),
+        pytest.param(lambda m: Prefetch(params=["q_proj", "down_proj"]), marks=pytest.mark.slow, id="targets"),
+        pytest.param(lambda m: Prefetch(params=["mlp", "self_attn"], prefetch_step=2), id="all"),
     ],
-    ids=["targets", "all"],
 )
 
 

@@ -79,7 +79,7 @@ def test_within_the_budget_and_no_slower_with_more(budget: int, more: int, rows:
 def test_units_in_a_code_leave_less_room_for_experts() -> None:
     """They are decoded in memory of their own, which the slots of experts once took, too."""
     rules = [("self_attn", "prefetch"), ("experts", "cache")]
-    for size in range(440 * MIB, 560 * MIB, 7 * MIB):
+    for size in range(440 * MIB, 560 * MIB, 23 * MIB):
         plan = planner().plan(Budget(size, workload=Workload((16,)), rules=rules, codec="exp3"))
         assert plan.cached
         assert plan.decoding_bytes
@@ -141,6 +141,7 @@ def test_faster_than_without() -> None:
     assert steps["cached"] < steps["without"] / 2
 
 
+@cache
 def with_biases() -> Planner:
     """Of a shape near gpt-oss-20b's."""
     sizes = {"hidden_size": 2880, "intermediate_size": 2880, "num_hidden_layers": 4, "num_local_experts": 32}
@@ -181,7 +182,7 @@ def test_more_slots_keep_the_host_limit() -> None:
     made = with_biases()
     budget = Budget(3_618_033_174, rules=[("experts", "cache")])
     most = needs_of(made.plan(budget), on_gpu=True).host_bytes
-    for limit in range(most - 16 * MIB, most + 16 * MIB, MIB):
+    for limit in range(most - 16 * MIB, most + 16 * MIB, 3 * MIB):
         with suppress(BudgetError):
             assert needs_of(made.plan(replace(budget, host_memory=limit)), on_gpu=True).host_bytes <= limit
     assert made.plan(replace(budget, host_memory=most + 16 * MIB)).cached
@@ -253,7 +254,7 @@ def test_cached_only_where_the_rate_is_known(device: str, fetch: float | None, i
     assert bool(made.plan(Budget(WEIGHTS // 3)).cached) == is_cached
 
 
-@pytest.mark.parametrize("machine", ["h200", "h100", "4090", None])
+@pytest.mark.parametrize("machine", ["h200", "4090", None])
 def test_machines_without_a_probe_cache_too(machine: str | None) -> None:
     """Kernels that fetch experts get the share of the nominal link that they have of an H200's."""
     rates = NOMINAL_GPU if machine is None else named_machine(machine)[1]

@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import re
-import subprocess
 import sys
 from collections.abc import Sequence
 
 import pytest
+import torch
 
+import headrace
 from headrace.config import Mode
 from headrace.formatting import format_rate, format_size, format_time
 from headrace.plan.kinds import Unit
@@ -87,15 +88,12 @@ def test_sizes_times_and_rates() -> None:
     assert [format_rate(rate) for rate in rates] == ["1,342.5", "12.3", "2.57", "0.90", "0.0073"]
 
 
-def test_without_rich_a_plan_says_what_prints_its_tables() -> None:
-    code = (
-        "import sys; sys.modules['rich'] = None\n"
-        "import torch, headrace\n"
-        "model = torch.nn.Sequential(*(torch.nn.Linear(200, 200) for _ in range(4)))\n"
-        "plan = headrace.make_plan(model, '300KiB')\n"
-        "print(plan, plan._repr_html_())\n"
-    )
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
-    plan, tables = done.stdout.splitlines()
-    assert plan.startswith("<headrace.Plan ")
-    assert tables == "Its tables need rich, which is not installed: pip install 'headrace[cli]' None"
+def test_without_rich_a_plan_says_what_prints_its_tables(monkeypatch: pytest.MonkeyPatch) -> None:
+    plan = headrace.make_plan(torch.nn.Sequential(*(torch.nn.Linear(200, 200) for _ in range(4))), "300KiB")
+    for name in [name for name in sys.modules if name.split(".")[0] == "rich"]:
+        monkeypatch.setitem(sys.modules, name, None)
+    monkeypatch.delitem(sys.modules, "headrace.plan.tables", raising=False)
+    first, tables = str(plan).splitlines()
+    assert first.startswith("<headrace.Plan ")
+    assert tables == "Its tables need rich, which is not installed: pip install 'headrace[cli]'"
+    assert plan._repr_html_() is None

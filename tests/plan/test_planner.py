@@ -78,7 +78,7 @@ def exhaustive(inventory: Inventory, budget: int, rows: int) -> float:
 @pytest.mark.parametrize(
     "inventory",
     [
-        layered(3, 300 * KIB, 100 * KIB),
+        pytest.param(layered(3, 300 * KIB, 100 * KIB), marks=pytest.mark.slow),
         layered(2, 200 * KIB, 200 * KIB),
         layered(5, 400 * KIB),
         layered(4, 256 * KIB, head=512 * KIB),

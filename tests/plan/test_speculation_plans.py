@@ -146,11 +146,13 @@ def refusal(model: PreTrainedModel, budget: Budget, machine: str, draft_bytes: i
 
 
 @pytest.mark.filterwarnings("ignore::headrace.errors.HeadraceWarning")
-@pytest.mark.parametrize("block", range(4))
-def test_what_an_error_names_as_the_least_is_accepted(block: int) -> None:
+@pytest.mark.parametrize(
+    "seeds", [range(12), pytest.param(range(12, 100), marks=pytest.mark.slow)], ids=["few", "many"]
+)
+def test_what_an_error_names_as_the_least_is_accepted(seeds: range) -> None:
     """With a draft's or heads' memory, codes, cached experts, and the host memory that is named beside it."""
     refused = 0
-    for seed in range(25 * block, 25 * block + 25):
+    for seed in seeds:
         random = Random(seed)
         model = small_model(random)
         num_bytes = sum(parameter.nbytes for parameter in model.parameters())
@@ -164,7 +166,7 @@ def test_what_an_error_names_as_the_least_is_accepted(block: int) -> None:
         limit = budget.host_memory if host is None else int(host[1]) << 20
         least = replace(budget, device_memory=error.minimum_bytes, host_memory=limit)
         assert refusal(model, least, machine, draft_bytes) is None, (seed, budget, str(error))
-    assert refused > 10
+    assert refused > len(seeds) * 0.4
 
 
 def test_it_is_printed_with_the_plan() -> None:

@@ -20,23 +20,11 @@ from typing import Any
 
 import pytest
 
-from checks import raising
-from commands import TINY, changed, error_of, run, succeed
-from headrace.cli.demo_run import ensure_model
+from commands import changed, error_of, run, succeed, tiny_model
 from headrace.serving.app import bind
 
-
-@pytest.fixture(scope="module")
-def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    folder = tmp_path_factory.mktemp("serve") / "tiny"
-    ensure_model(folder, TINY)
-    return folder
-
-
-@pytest.fixture(autouse=True)
-def nothing_is_loaded(monkeypatch: pytest.MonkeyPatch) -> None:
-    load = raising(AssertionError("weights are loaded"))
-    monkeypatch.setattr("headrace.adapters.transformers.load_folder.load_matched", load)
+model = tiny_model
+pytestmark = pytest.mark.usefixtures("nothing_is_loaded")
 
 
 @pytest.mark.parametrize(("flags", "message"), [
@@ -83,7 +71,7 @@ def test_a_port_that_is_taken(model: Path) -> None:
         assert f"--port {port}: expected a free address" in error_of("serve", model, "--port", port)
 
 
-@pytest.mark.parametrize(("fields", "message"), [
+SETTINGS: list[tuple[dict[str, Any], str]] = [
     *(({name: value}, f"{name} = {value}: it is not applied here") for name, value in {
         "encoder_repetition_penalty": 1.5, "token_healing": True, "max_time": 2.0, "penalty_alpha": 0.6,
         "dola_layers": "low", "num_beams": 3, "exponential_decay_length_penalty": [2, 1.5], "min_p": 0.1,
@@ -93,15 +81,21 @@ def test_a_port_that_is_taken(model: Path) -> None:
     ({"top_p": float("nan")}, "top_p = nan: expected a finite number"),
     ({"repetition_penalty": -1.0}, "repetition_penalty = -1.0: `penalty` has to be a strictly positive float"),
     ({"eos_token_id": 1.5}, "eos_token_id = 1.5: expected the number of a token"),
-])  # fmt: skip
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(("fields", "message"), SETTINGS)
 def test_settings_that_batches_cannot_have(model: Path, tmp_path: Path, fields: dict[str, Any], message: str) -> None:
     """They were left out in silence, or ended the start with errors of transformers."""
-    folder = changed(model, tmp_path / "changed", "generation_config.json", **fields)
-    found = error_of("serve", folder)
+    found = error_of("serve", changed(model, tmp_path / "changed", "generation_config.json", **fields))
     assert f"/generation_config.json: {message}" in found
     assert "; take it out of the file, leave its sampling out with --generation-config none, or use --eng" in found
-    if "eos_token_id" not in fields:
-        assert run("serve", folder, "--generation-config", "none", "--dry-run").exit_code == 0
+
+
+def test_settings_that_are_left_out(model: Path, tmp_path: Path) -> None:
+    fields = {name: value for fields, _ in SETTINGS[:-1] for name, value in fields.items()}
+    folder = changed(model, tmp_path / "changed", "generation_config.json", **fields)
+    succeed("serve", folder, "--generation-config", "none", "--dry-run")
 
 
 def test_a_template_that_is_none(model: Path, tmp_path: Path) -> None:
@@ -185,8 +179,7 @@ def test_sigterm_lets_requests_finish(model: Path) -> None:
         answers: list[Any] = []
         waiting = threading.Thread(target=lambda: answers.append(ask(url, 600, "k")))
         waiting.start()
-        while b"headrace_running_requests 1.0" not in urllib.request.urlopen(f"{url}/metrics").read():
-            pass
+        wait_for(url, "headrace_running_requests 1.0")
         process.send_signal(signal.SIGTERM)
         waiting.join(120)
         out, err = process.communicate(timeout=60)
@@ -215,6 +208,16 @@ def opened(url: str, sent: bytes) -> socket.socket:
     connection = socket.create_connection((host, int(port)), timeout=60)
     connection.sendall(sent)
     return connection
+
+
+def request_of(**fields: Any) -> bytes:
+    body = json.dumps({"prompt": "W", **fields}).encode()
+    return HEAD + b"Content-Length: %d\r\n\r\n" % len(body) + body
+
+
+def wait_for(url: str, metric: str) -> None:
+    while metric.encode() not in urllib.request.urlopen(f"{url}/metrics").read():
+        time.sleep(0.05)
 
 
 def received_from(connection: socket.socket) -> bytes:
@@ -248,11 +251,9 @@ def test_requests_that_do_not_come(model: Path) -> None:
 def test_silent_connections_leave_room_for_requests(model: Path) -> None:
     """More than the process may have descriptors: the oldest silent ones go, none that has sent a request."""
     few = "import resource; resource.setrlimit(resource.RLIMIT_NOFILE, (200, 256))"
-    body = b'{"prompt": "W", "max_tokens": 500, "ignore_eos": true}'
     with command(model, "-c", IMPATIENT.format(60, 60, few)) as (process, url):
-        asked = opened(url, HEAD + b"Content-Length: %d\r\n\r\n" % len(body) + body)
-        while b"headrace_running_requests 1.0" not in urllib.request.urlopen(f"{url}/metrics").read():
-            pass
+        asked = opened(url, request_of(max_tokens=500, ignore_eos=True))
+        wait_for(url, "headrace_running_requests 1.0")
         heads = [HEAD, HEAD + b"Content-Length: 40\r\n\r\n{"]
         silent = [opened(url, heads[i % 2]) for i in range(330)]
         with urllib.request.urlopen(f"{url}/health", timeout=20) as health:
@@ -288,10 +289,8 @@ def test_a_stop_ends_requests_that_take_too_long(model: Path) -> None:
     slow = "embed = torch.nn.Embedding.forward; wait = lambda *a: time.sleep(0.05) or embed(*a)"
     slow = f"import time, torch; {slow}; torch.nn.Embedding.forward = wait"
     with command(model, "-c", IMPATIENT.format(30, 10, slow)) as (process, url):
-        body = b'{"prompt": "W", "max_tokens": 2000, "ignore_eos": true}'
-        asked = opened(url, HEAD + b"Content-Length: %d\r\n\r\n" % len(body) + body)
-        while b"headrace_running_requests 1.0" not in urllib.request.urlopen(f"{url}/metrics").read():
-            pass
+        asked = opened(url, request_of(max_tokens=2000, ignore_eos=True))
+        wait_for(url, "headrace_running_requests 1.0")
         process.send_signal(signal.SIGTERM)
         answer = received_from(asked)
         assert answer.startswith(b"HTTP/1.1 503 ")
@@ -306,13 +305,10 @@ def test_a_stop_ends_forwards_that_never_end(model: Path) -> None:
     # On meta, where the cache is measured before the server listens, it does not hang.
     hang = "embed = torch.nn.Embedding.forward; wait = lambda s, i: embed(s, i) if i.is_meta else time.sleep(3600)"
     hang = f"import time, torch; {hang}; torch.nn.Embedding.forward = wait"
-    with command(model, "-c", IMPATIENT.format(30, 1, hang)) as (process, url):
-        body = b'{"prompt": "W", "max_tokens": 2}'
-        with opened(url, HEAD + b"Content-Length: %d\r\n\r\n" % len(body) + body):
-            while b"headrace_running_requests 1.0" not in urllib.request.urlopen(f"{url}/metrics").read():
-                pass
-            process.send_signal(signal.SIGTERM)
-            _, err = process.communicate(timeout=60)
+    with command(model, "-c", IMPATIENT.format(30, 1, hang)) as (process, url), opened(url, request_of(max_tokens=2)):
+        wait_for(url, "headrace_running_requests 1.0")
+        process.send_signal(signal.SIGTERM)
+        _, err = process.communicate(timeout=60)
     assert process.returncode == 1
     assert "Timeout" in err
 
@@ -320,15 +316,13 @@ def test_a_stop_ends_forwards_that_never_end(model: Path) -> None:
 @pytest.mark.slow
 def test_a_stop_beside_a_client_that_reads_nothing(model: Path) -> None:
     """Its answer fills the buffers of the socket, and stays there."""
-    body = b'{"prompt": "W", "max_tokens": 2000, "ignore_eos": true, "stream": true}'
     small = "s.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, 4096)"
     small = f"import socket; bind = app.bind; app.bind = lambda *a: [s := bind(*a), {small}][0]"
     with command(model, "-c", IMPATIENT.format(30, 10, small)) as (process, url), socket.socket() as connection:
         connection.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 4096)
         connection.connect(("127.0.0.1", int(url.rpartition(":")[2])))
-        connection.sendall(HEAD + b"Content-Length: %d\r\n\r\n" % len(body) + body)
-        while b"headrace_generated_tokens_total 2000.0" not in urllib.request.urlopen(f"{url}/metrics").read():
-            time.sleep(0.2)
+        connection.sendall(request_of(max_tokens=2000, ignore_eos=True, stream=True))
+        wait_for(url, "headrace_generated_tokens_total 2000.0")
         begin = time.monotonic()
         process.send_signal(signal.SIGTERM)
         _, err = process.communicate(timeout=60)

@@ -26,6 +26,8 @@ TEMPLATE = (
 )
 PROMPTS = ["Water", "The sea is", "Höhe", "a" * 150, "1, 2, 3, 4,", "x"]
 TOKENS = 24
+# For tests of requests, to which it does not matter where weights come from.
+one_store = pytest.mark.parametrize("served", ["budget"], indirect=True)
 
 
 @pytest.fixture(scope="module")
@@ -44,9 +46,13 @@ def served(folder: Path, request: pytest.FixtureRequest) -> Iterator[Served]:
 
 
 @pytest.fixture(scope="module")
-def expected(folder: Path) -> dict[str, list[int]]:
+def resident(folder: Path) -> Any:
+    return aligned(AutoModelForCausalLM.from_pretrained(folder).eval())
+
+
+@pytest.fixture(scope="module")
+def expected(folder: Path, resident: Any) -> dict[str, list[int]]:
     """Greedy tokens of the resident model for every prompt, and for every one as a chat."""
-    model: Any = aligned(AutoModelForCausalLM.from_pretrained(folder).eval())
     tokenizer: Any = AutoTokenizer.from_pretrained(folder)
     tokens = {}
     for prompt in PROMPTS:
@@ -54,7 +60,7 @@ def expected(folder: Path) -> dict[str, list[int]]:
         for key, text in ((prompt, prompt), (f"chat {prompt}", chat)):
             ids = tokenizer(text, return_tensors="pt").input_ids
             with torch.no_grad():
-                tokens[key] = model.generate(ids, max_new_tokens=TOKENS, do_sample=False)[0, ids.shape[1] :].tolist()
+                tokens[key] = resident.generate(ids, max_new_tokens=TOKENS, do_sample=False)[0, ids.shape[1] :].tolist()
     assert len({tuple(each) for each in tokens.values()}) > len(PROMPTS), "prompts with one answer test nothing"
     return tokens
 
@@ -112,6 +118,7 @@ class TestEqualsGenerate:
             assert "".join(part.choices[0].text for part in parts if part.choices) == text_of(served, expected[prompt])
             assert parts[-1].choices == []
 
+    @one_store
     @pytest.mark.skipif(shutil.which("curl") is None, reason="there is no curl here")
     def test_curl(self, served: Served, expected: dict[str, list[int]]) -> None:
         """The line that the command prints."""
@@ -160,24 +167,27 @@ SETTINGS: list[dict[str, Any]] = [
 
 
 @pytest.mark.parametrize("setting", SETTINGS, ids=lambda setting: next(iter(setting)))
-def test_settings_of_the_model(folder: Path, tmp_path: Path, setting: dict[str, Any]) -> None:
+def test_settings_of_the_model(
+    folder: Path, resident: Any, expected: dict[str, list[int]], tmp_path: Path, setting: dict[str, Any]
+) -> None:
     """The tokens of ``generate`` with the same generation_config.json, for each of several requests at once."""
-    model: Any = aligned(AutoModelForCausalLM.from_pretrained(folder).eval())
     tokenizer: Any = AutoTokenizer.from_pretrained(folder)
+    prompts = PROMPTS[::2]
 
     def tokens_of(prompt: str, **given: Any) -> list[int]:
         ids = tokenizer(prompt, return_tensors="pt").input_ids
-        output = model.generate(ids, max_new_tokens=TOKENS, do_sample=False, tokenizer=tokenizer, **given)
+        output = resident.generate(ids, max_new_tokens=TOKENS, do_sample=False, tokenizer=tokenizer, **given)
         return output[0, ids.shape[1] :].tolist()  # type: ignore[no-any-return]
 
     # Ends that the model chooses early, so that the least numbers of tokens count.
-    ends = {"eos_token_id": sorted({tokens_of(prompt)[2] for prompt in PROMPTS})} if "min" in str(setting) else {}
+    ends = {"eos_token_id": sorted({expected[prompt][2] for prompt in prompts})} if "min" in str(setting) else {}
     made = changed(folder, tmp_path / "settings", "generation_config.json", **ends, **setting)
-    wanted = [tokens_of(prompt, **ends, **setting) for prompt in PROMPTS]
-    assert wanted != [tokens_of(prompt, **ends) for prompt in PROMPTS], "the setting has an effect"
-    with serving(made, "2MiB") as served, ThreadPoolExecutor(len(PROMPTS)) as pool:
+    wanted = [tokens_of(prompt, **ends, **setting) for prompt in prompts]
+    plain = [tokens_of(prompt, **ends) if ends else expected[prompt] for prompt in prompts]
+    assert wanted != plain, "the setting has an effect"
+    with serving(made, "2MiB") as served, ThreadPoolExecutor(len(prompts)) as pool:
         before = served.handle.stats().bytes_moved
-        answers = list(pool.map(lambda prompt: served.complete(prompt, max_tokens=TOKENS), PROMPTS))
+        answers = list(pool.map(lambda prompt: served.complete(prompt, max_tokens=TOKENS), prompts))
         for tokens, answer in zip(wanted, answers, strict=True):
             text, stops = text_of(served, tokens), setting.get("stop_strings", [])
             cut = min((text.find(stop) for stop in stops if stop in text), default=len(text))
@@ -186,11 +196,11 @@ def test_settings_of_the_model(folder: Path, tmp_path: Path, setting: dict[str, 
         assert served.handle.stats().bytes_moved > before
 
 
-def test_settings_of_a_request(served: Served) -> None:
-    model: Any = aligned(AutoModelForCausalLM.from_pretrained(served.folder).eval())
+@one_store
+def test_settings_of_a_request(served: Served, resident: Any) -> None:
     ids = served.tokenizer("Water", return_tensors="pt").input_ids
     plain = served.complete("Water", max_tokens=TOKENS)["choices"][0]["text"]
-    wanted = model.generate(ids, max_new_tokens=TOKENS, do_sample=False, repetition_penalty=0.2)[0, ids.shape[1] :]
+    wanted = resident.generate(ids, max_new_tokens=TOKENS, do_sample=False, repetition_penalty=0.2)[0, ids.shape[1] :]
     answer = served.complete("Water", max_tokens=TOKENS, repetition_penalty=0.2, min_tokens=TOKENS)
     assert answer["choices"][0]["text"] == text_of(served, wanted.tolist()) != plain
 
@@ -258,12 +268,13 @@ class TestSampling:
         fields: dict[str, Any] = {"max_tokens": TOKENS, "temperature": 1.5, "seed": -1}
         assert len({served.complete("Water", **fields)["choices"][0]["text"] for _ in range(3)}) > 1
 
+    @one_store
     def test_a_seed_depends_on_nothing_that_was_before(self, served: Served, monkeypatch: pytest.MonkeyPatch) -> None:
         """Neither on draws of cancelled requests, nor on the cache; and what comes later does not depend on it."""
         prompt = "a" * 150
 
         def ask(**fields: Any) -> str:
-            fields = {"max_tokens": TOKENS, "temperature": 1.5, **fields}
+            fields = {"max_tokens": 12, "temperature": 1.5, **fields}
             return str(served.complete(prompt, **fields)["choices"][0]["text"])
 
         first = ask(seed=7)
@@ -272,7 +283,7 @@ class TestSampling:
         monkeypatch.setattr(cache, "search_prefix_match", lambda *given: hits.append(search(*given)) or hits[-1])
         later = set()
         for _ in range(3):
-            assert ask(stop=[*"abcdefghijklmnopqrstuvwxyz "], ignore_eos=True, max_tokens=60) is not None
+            assert ask(stop=[*"abcdefghijklmnopqrstuvwxyz "], ignore_eos=True) is not None
             del hits[:]
             assert ask(seed=7) == first
             assert hits == [], "a seed read what others have left in the cache"
@@ -280,6 +291,7 @@ class TestSampling:
             assert hits[0] > 0, "others still share prefixes"
         assert len(later) == 3
 
+    @one_store
     def test_the_token_that_ends_texts(self, served: Served, expected: dict[str, list[int]]) -> None:
         """An answer ends at it; ``ignore_eos`` goes on."""
         tokens = expected["Water"]

@@ -19,9 +19,8 @@ import pytest
 from transformers.generation.continuous_batching import ContinuousBatchingManager
 
 from checks import eventually, raising
-from commands import TINY
 from headrace.cli.demo_run import ensure_model
-from servers import NAME, Served, serving
+from servers import EVERY_LAYER, NAME, SMALL, Served, serving
 
 KEY = "s3cret"
 WITH_KEY = {"Authorization": f"Bearer {KEY}"}
@@ -33,15 +32,15 @@ TEMPLATE = (
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A causal language model of 4 MB without a chat template."""
+    """A causal language model without a chat template."""
     plain = tmp_path_factory.mktemp("server") / "plain"
-    ensure_model(plain, TINY)
+    ensure_model(plain, SMALL)
     return plain
 
 
 @pytest.fixture(scope="module")
 def served(folder: Path) -> Iterator[Served]:
-    with serving(folder, "2MiB", sequences=2, longest=256, max_waiting=2) as running:
+    with serving(folder, EVERY_LAYER, sequences=2, longest=256, max_waiting=2) as running:
         yield running
 
 
@@ -50,7 +49,7 @@ def chatting(folder: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator
     """The same with a template that has variables."""
     chats = Path(shutil.copytree(folder, tmp_path_factory.mktemp("chats") / "model"))
     (chats / "chat_template.jinja").write_text(TEMPLATE)
-    with serving(chats, "2MiB") as running:
+    with serving(chats, EVERY_LAYER) as running:
         yield running
 
 
@@ -150,7 +149,7 @@ class TestChats:
 
         monkeypatch.setattr(type(chatting.tokenizer), "__call__", wait)
         with ThreadPoolExecutor(1) as pool:
-            answer = pool.submit(chatting.send, path, {**body, "ignore_eos": True})
+            answer = pool.submit(chatting.send, path, {**body, "max_tokens": 2})
             assert begun.wait(60)
             assert chatting.send("/health")[0] == 200
             assert not answer.done()
@@ -251,7 +250,7 @@ class TestMetrics:
 
 @pytest.mark.slow
 def test_a_key(folder: Path) -> None:
-    with serving(folder, "2MiB", key=KEY) as served:
+    with serving(folder, EVERY_LAYER, key=KEY) as served:
         asked, before = {"prompt": "hi", "max_tokens": 2}, served.handle.stats().bytes_moved
         wrong = ({"Authorization": "Bearer"}, {"Authorization": f"Bearer {KEY}x"}, {"X-Api-Key": KEY}, {"Host": "h/#"})
         for headers in ({}, *wrong):
@@ -283,11 +282,11 @@ def test_hosts_of_other_sites(folder: Path, served: Served) -> None:
     assert served.handle.stats().bytes_moved == before
     for host in ("localhost", "LOCALHOST:1", "127.0.0.1:8000", "[::1]:8000", "[::1]"):
         assert served.send("/v1/completions", asked, {"Host": host})[0] == 200
-    with serving(folder, "2MiB", hosts=["Server.example"]) as named:
+    with serving(folder, EVERY_LAYER, hosts=["Server.example"]) as named:
         assert named.send("/v1/completions", asked, {"Host": "server.Example:80"})[0] == 200
         assert error_of(named.send("/v1/completions", asked, {"Host": "evil.example"}))[0] == 421
     for options in ({"hosts": ["*"]}, {"key": KEY}):
-        with serving(folder, "2MiB", **options) as open_to_all:
+        with serving(folder, EVERY_LAYER, **options) as open_to_all:
             assert open_to_all.send("/v1/models", None, {"Host": "other.example", **WITH_KEY})[0] == 200
 
 
@@ -296,7 +295,7 @@ def test_pages_of_any_origin(folder: Path, served: Served) -> None:
     """May ask with --cors, and read refusals; a browser asks for leave without the key."""
     asks = {"Origin": "http://page", "Access-Control-Request-Method": "POST"}
     assert served.complete("hi", max_tokens=2)
-    with serving(folder, "2MiB", key=KEY, cors=True) as open_to_all:
+    with serving(folder, EVERY_LAYER, key=KEY, cors=True) as open_to_all:
         for running, allowed in ((open_to_all, "*"), (served, None)):
             host, _, port = running.url.removeprefix("http://").partition(":")
             for method, headers in (("OPTIONS", asks), ("POST", {"Origin": "http://page"})):
@@ -312,7 +311,7 @@ def test_pages_of_any_origin(folder: Path, served: Served) -> None:
 def test_a_key_that_is_no_utf8(folder: Path) -> None:
     """As the command line hands it over: its bytes are the key, and requests without it are refused."""
     given = b"caf\xe9"
-    with serving(folder, "2MiB", key=os.fsdecode(given)) as served:
+    with serving(folder, EVERY_LAYER, key=os.fsdecode(given)) as served:
         for headers in ({}, WITH_KEY, {"Authorization": "Bearer caf\u00e8"}):
             assert error_of(served.send("/v1/models", None, headers))[0] == 401
         assert served.send("/v1/models", None, {"Authorization": f"Bearer {given.decode('latin-1')}"})[0] == 200
@@ -321,7 +320,7 @@ def test_a_key_that_is_no_utf8(folder: Path) -> None:
 @pytest.mark.slow
 def test_the_end_of_the_batching_loop_is_reported(folder: Path) -> None:
     """To those who wait, to those who come, and to whoever asks for the health."""
-    with serving(folder, "2MiB") as served:
+    with serving(folder, EVERY_LAYER) as served:
         assert served.send("/health") == (200, '{"status":"ok"}')
         served.complete("hi", max_tokens=2)
 
@@ -340,7 +339,7 @@ def test_the_end_of_the_batching_loop_is_reported(folder: Path) -> None:
 @pytest.mark.filterwarnings("ignore::pytest.PytestUnhandledThreadExceptionWarning")
 def test_the_end_of_the_models_thread_is_reported(folder: Path) -> None:
     """By an exception that its loop does not catch, such as the one of sys.exit()."""
-    with serving(folder, "2MiB") as served:
+    with serving(folder, EVERY_LAYER) as served:
         served.complete("hi", max_tokens=2)
         served.model.forward = raising(SystemExit(3))
         status, text = error_of(served.send("/v1/completions", {"prompt": "hi"}))
@@ -351,7 +350,7 @@ def test_the_end_of_the_models_thread_is_reported(folder: Path) -> None:
 
 def test_a_thread_that_the_system_does_not_start(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Is named in the answer, and the next request tries again."""
-    with serving(folder, "2MiB") as served:
+    with serving(folder, EVERY_LAYER) as served:
         with monkeypatch.context() as patch:
             patch.setattr(ContinuousBatchingManager, "start", raising(RuntimeError("can't start new thread")))
             status, text = error_of(served.send("/v1/completions", {"prompt": "hi"}))
@@ -363,7 +362,7 @@ def test_a_thread_that_the_system_does_not_start(folder: Path, monkeypatch: pyte
 @pytest.mark.slow
 def test_a_forward_that_hangs_is_reported(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Also after the request that it belongs to was answered, until it ends; an idle server does not hang."""
-    with serving(folder, "2MiB") as served:
+    with serving(folder, EVERY_LAYER) as served:
         served.complete("hi", max_tokens=2)
         monkeypatch.setattr("headrace.serving.batches._STEP_S", 2)
         time.sleep(3)
@@ -388,7 +387,7 @@ def test_a_forward_that_hangs_is_reported(folder: Path, monkeypatch: pytest.Monk
 @pytest.mark.parametrize("stream", [False, True])
 def test_a_request_that_the_ending_loop_drops(folder: Path, stream: bool) -> None:
     """transformers drops what is added while the loop ends, before it says so."""
-    with serving(folder, "2MiB") as served:
+    with serving(folder, EVERY_LAYER) as served:
         served.complete("hi", max_tokens=2)
         manager = served.batches._manager
 

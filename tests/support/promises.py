@@ -5,7 +5,7 @@
 
 from __future__ import annotations
 
-import ast
+import re
 from pathlib import Path
 
 TESTS = Path(__file__).resolve().parents[1]
@@ -18,7 +18,7 @@ This page is generated from the docstrings: `python tests/support/promises.py`.
 """
 
 
-def test_map() -> str:
+def map_of_promises() -> str:
     """The text of ``tests/README.md``."""
     folders = sorted({file.parent for file in TESTS.rglob("test_*.py")})
     return HEAD + "".join(_table(folder) for folder in folders)
@@ -32,10 +32,11 @@ def _table(folder: Path) -> str:
 
 
 def _promise(file: Path) -> str:
-    text = (ast.get_docstring(ast.parse(file.read_text())) or "").split("\n\n")[0].replace("\n", " ")
+    docstring = re.match(r'"""(.*?)(\n\n|""")', file.read_text(), re.DOTALL)
+    text = "" if docstring is None else docstring[1].strip().replace("\n", " ")
     text = text.removeprefix("The promise: ").replace("|", "\\|")
     return text[:1].upper() + text[1:]
 
 
 if __name__ == "__main__":
-    README.write_text(test_map())
+    README.write_text(map_of_promises())

@@ -19,12 +19,16 @@ from transformers import AutoTokenizer
 
 from headrace.adapters.transformers import load
 from headrace.api import Handle
-from headrace.config import Policy
+from headrace.cli.demo_run import ModelSize
+from headrace.config import Policy, Prefetch
 from headrace.serving.admission import Pool
 from headrace.serving.app import bind, make_app
 from headrace.serving.batches import BLOCK_TOKENS, Batches
 
 NAME = "tiny"
+# For tests of requests, to which the model is only what takes time.
+SMALL = ModelSize(hidden=64, intermediate=256, layers=2, heads=2, key_value_heads=1)
+EVERY_LAYER = Prefetch(1, 1, 1)
 
 
 @dataclass

@@ -360,8 +360,8 @@ def open_with_template(folder: Path, messages: list[dict[str, str]] | None = Non
     Raises:
         CheckpointError: there is none that transformers can read, or its chat template takes much time or memory.
     """
-    tokenizer, question = open_tokenizer(folder), _messages("?", None)
-    for chat in (messages or question, [*question, _ANSWER], [*question, _ANSWER, *question]):
+    tokenizer, ask = open_tokenizer(folder), _messages("?", None)
+    for chat in (messages or ask, [*ask, _ANSWER], [*ask, _ANSWER, *ask]) * bool(tokenizer.chat_template):
         _require_bounded(tokenizer, folder, chat)
     return tokenizer
 
