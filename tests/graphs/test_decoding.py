@@ -508,13 +508,13 @@ def test_arguments_that_say_nothing() -> None:
 def test_steps_are_dropped_when_the_device_has_done_their_replays(monkeypatch: pytest.MonkeyPatch, end: str) -> None:
     model = qwen3()
     graphs = decoding.DecodeGraphs(model, None, 0, False)
-    graphs._steps = {"a step": None}
+    graphs._steps._steps = {"a step": None}
     kept: list[int] = []
     monkeypatch.setattr(type(model), "device", property(lambda self: torch.device("cuda", 0)))
-    monkeypatch.setattr(torch.cuda, "synchronize", lambda device: kept.append(len(graphs._steps)))
+    monkeypatch.setattr(torch.cuda, "synchronize", lambda device: kept.append(len(graphs._steps._steps)))
     getattr(graphs, end)()
     assert kept == [1]
-    assert graphs._steps == {}
+    assert graphs._steps._steps == {}
 
 
 def test_a_step_is_captured_on_the_device_of_its_model(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -522,7 +522,7 @@ def test_a_step_is_captured_on_the_device_of_its_model(monkeypatch: pytest.Monke
     current, captured = [torch.device("cuda", 0)], []
 
     @contextmanager
-    def graph(made: Any, stream: torch.device | None = None, **_: Any) -> Iterator[None]:
+    def graph(made: Any, pool: Any, stream: torch.device, mode: str) -> Iterator[None]:
         captured.append((current[-1], stream))
         yield
 

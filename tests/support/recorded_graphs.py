@@ -44,9 +44,9 @@ class RecordedStep:
     """In place of :class:`headrace.graphs.decoding.StepGraph`: Python runs once, and nothing has changed
     after the capture but what Python has."""
 
-    num_bytes = 0
+    num_bytes, pool = 0, None
 
-    def __init__(self, call: Callable[..., Any], inputs: Inputs, device: torch.device) -> None:
+    def __init__(self, call: Callable[..., Any], inputs: Inputs, device: torch.device, pool: Any = None) -> None:
         self._inputs = tree_map_only(torch.Tensor, torch.clone, dict(inputs))
         recorder = _Recorder()
         try:

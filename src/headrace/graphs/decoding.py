@@ -107,12 +107,11 @@ class DecodeGraphs:
         self._lock = threading.Lock()  # one call at a time uses the cache; others run eagerly
         self._cache: StaticCache | None = None
         self._kind: tuple[int, int, bool] | None = None  # of the cache: sequences, tokens, inference mode
-        self._steps: dict[Hashable, _Captured | None] = {}  # None: ran eagerly so far
+        self._steps = CapturedSteps(model, session)
         self._plan = None if session is None else session.plan
         self._eager_because: str | None = None
         self._seen: _Seen | None = None  # of the model by the steps that were captured
         self._is_first_step = True  # of a call
-        self.replays = 0
 
     def attach(self) -> None:
         """Put ``generate`` in place."""
@@ -134,26 +133,21 @@ class DecodeGraphs:
         self.release()
         if self._session is not None:
             self._session.attachments.remove(self)
-        if (prefetcher := self._prefetcher) is not None:
+        if (prefetcher := self._steps.prefetcher) is not None:
             prefetcher.replays.release_graphs()
-
-    @property
-    def _prefetcher(self) -> Prefetcher | None:
-        return None if self._session is None else self._session.prefetcher
 
     def release(self) -> None:
         """Free cache and graphs; the next call makes new ones."""
-        self._drop_steps()
+        self._steps.drop()
         self._cache, self._kind = None, None
-
-    def _drop_steps(self) -> None:
-        if self._steps and self._model.device.type == "cuda":
-            torch.cuda.synchronize(self._model.device)  # replays may be under way
-        self._steps = {}
 
     @property
     def num_bytes(self) -> int:
-        return sum(captured.step.num_bytes for captured in self._steps.values() if captured is not None)
+        return self._steps.num_bytes
+
+    @property
+    def replays(self) -> int:
+        return self._steps.replays
 
     # -- a call of generate -----------------------------------------------------------------------------------------
 
@@ -189,7 +183,8 @@ class DecodeGraphs:
         except torch.OutOfMemoryError as error:
             if not self._is_first_step:  # the prompt has run, so the cache has its memory
                 raise
-            reason = "a cache of {} sequences with {} tokens does not fit: ".format(*size) + self._out_of_memory(error)
+            reason = "a cache of {} sequences with {} tokens does not fit: ".format(*size)
+            reason += reason_of(error, self._model.device)
         else:
             if not isinstance(output, torch.Tensor):
                 self.release()  # the caller has the cache now
@@ -201,10 +196,6 @@ class DecodeGraphs:
         if kwargs.get("streamer") is not None:
             kwargs["streamer"] = _AfterPrompt(kwargs["streamer"])
         return self._original(inputs, config, **kwargs)
-
-    def _out_of_memory(self, error: BaseException) -> str:
-        free = torch.cuda.mem_get_info(self._model.device)[0]
-        return f"{str(error).splitlines()[0]} ({format_size(free)} of device memory are free)"
 
     def _size_of_call(
         self, inputs: torch.Tensor | None, given: GenerationConfig | None, kwargs: dict[str, Any]
@@ -241,7 +232,8 @@ class DecodeGraphs:
             return f"{type(model).__name__} does not decode with a static cache"
         if self._session is not None and self._session.plan.mode in RANK_MODES:
             return f"several ranks share its weights (mode {self._session.plan.mode})"
-        if self._prefetcher is not None and not self._prefetcher.replays.can_capture():
+        prefetcher = self._steps.prefetcher
+        if prefetcher is not None and not prefetcher.replays.can_capture():
             return "other code has captured CUDA graphs over this offload"
         if not self._with_hooks and (name := _hooked_module(model)) is not None:
             return (
@@ -264,9 +256,10 @@ class DecodeGraphs:
         if self._cache is None or self._kind != kind or plan is not self._plan:
             self.release()
             self._cache = StaticCache(config=self._model.config.get_text_config(decoder=True), max_cache_len=length)
-            for layer in self._cache.layers:
-                if type(layer) is StaticSlidingWindowLayer:
-                    layer.__class__ = _Window
+            for layer in _layers(self._cache):
+                if type(layer) in _COUNTED:
+                    layer.__class__ = _COUNTED[type(layer)]
+                    layer.cumulative_length_int = 0
             self._kind, self._plan = kind, plan
         cache: Any = self._cache
         cache.reset()
@@ -284,54 +277,35 @@ class DecodeGraphs:
             self._is_first_step = False
             self._compare_model()
         try:
-            full = _full_windows(cache)
+            key = (_reach(cache), signature(inputs))
         except TypeError as error:
             self._eager_because = str(error)
             return call(**inputs)
-        key = (full, signature(inputs))
         if key not in self._steps:
-            self._steps[key] = None  # the warm-up
-            output = call(**inputs)
+            output = self._steps.warm_up(key, call, inputs)
             if _Seen(self._model) != self._seen:
                 self._eager_because = "its modules change in Python from step to step"
                 self._warn(self._eager_because)
             return output
-        captured = self._steps[key]
-        if captured is None:
-            captured = self._capture(call, inputs, cache)
-            if captured is None:
-                return call(**inputs)
-            self._steps[key] = captured
-        else:
-            _advance(cache)
-        self.replays += 1
-        if (prefetcher := self._prefetcher) is None:
-            return captured.step.replay(inputs)
-        with replaying(prefetcher, captured.copied):
-            return captured.step.replay(inputs)
+        if self._steps.is_captured(key):
+            for layer in _layers(cache):
+                layer.cumulative_length_int += 1  # as the Python code of a step does, which a replay does not run
+            return self._steps.replay(key, inputs)
+        lengths = [layer.cumulative_length_int for layer in _layers(cache)]
+        if reason := self._steps.capture(key, call, inputs):
+            for layer, length in zip(_layers(cache), lengths, strict=True):
+                layer.cumulative_length_int = length
+            self._eager_because = reason
+            self._warn(reason)
+            return call(**inputs)
+        return self._steps.replay(key, inputs)
 
     def _compare_model(self) -> None:
         """Drop the graphs if the model has changed for Python."""
         seen = _Seen(self._model)
         if seen != self._seen:
-            self._drop_steps()
+            self._steps.drop()
             self._seen = seen
-
-    def _capture(self, call: Callable[..., Any], inputs: Inputs, cache: StaticCache) -> _Captured | None:
-        lengths = _window_lengths(cache)
-        try:
-            if (prefetcher := self._prefetcher) is None:
-                return _Captured(StepGraph(call, inputs, self._model.device), [])
-            with capturing(prefetcher) as copied:
-                return _Captured(StepGraph(call, inputs, self._model.device), copied)
-        except (RuntimeError, StateError) as error:
-            for layer, length in zip(_windows(cache), lengths, strict=True):
-                layer.cumulative_length_int = length
-            is_memory = isinstance(error, torch.OutOfMemoryError)
-            text = self._out_of_memory(error) if is_memory else str(error).splitlines()[0]
-            self._eager_because = f"its decoding step cannot be captured: {text}"
-            self._warn(self._eager_because)
-            return None
 
 
 def arguments_in_force(model: Any, inputs: Any, given: GenerationConfig | None, kwargs: Mapping[str, Any]) -> Any:
@@ -403,6 +377,28 @@ class _Captured(NamedTuple):
     copied: list[int]  # units that a replay copies itself
 
 
+class _Full(StaticLayer):  # type: ignore[no-untyped-call]
+    """Reads the part of its cache that is filled, up to a multiple: a step costs what its text costs."""
+
+    cumulative_length_int: int  # the tokens that Python knows of
+
+    def update(self, key_states: torch.Tensor, value_states: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
+        self.cumulative_length_int += key_states.shape[-2]
+        keys, values = super().update(key_states, value_states, *args, **kwargs)
+        length = self._part(self.cumulative_length_int)
+        return keys[:, :, :length], values[:, :, :length]
+
+    def get_mask_sizes(self, query_length: int) -> tuple[int, int]:
+        return self._part(self.cumulative_length_int + query_length), 0
+
+    def _part(self, num_tokens: int) -> int:
+        return bucket(num_tokens, LENGTH_STEP, self.max_cache_len)
+
+    def reset(self) -> None:
+        super().reset()
+        self.cumulative_length_int = 0
+
+
 class _Window(StaticSlidingWindowLayer):  # type: ignore[no-untyped-call]
     """A sliding window whose step can be captured when it is full: no index is computed on the host."""
 
@@ -416,34 +412,110 @@ class _Window(StaticSlidingWindowLayer):  # type: ignore[no-untyped-call]
         return self.keys, self.values
 
 
-def _windows(cache: StaticCache) -> list[_Window]:
-    return [layer for layer in cache.layers if isinstance(layer, _Window)]
+_COUNTED: dict[type, Any] = {StaticLayer: _Full, StaticSlidingWindowLayer: _Window}
 
 
-def _window_lengths(cache: StaticCache) -> list[int]:
-    """The Python counters of a cache: the tokens that each sliding window has seen."""
-    return [layer.cumulative_length_int for layer in _windows(cache)]
+def _layers(cache: StaticCache) -> list[Any]:
+    return list(cache.layers)
 
 
-def _full_windows(cache: StaticCache) -> tuple[bool, ...]:
-    """Whether each sliding window is full: Python takes another path then.
+def _reach(cache: StaticCache) -> tuple[int | bool, ...]:
+    """Tokens of each layer that the next step reads; of a sliding window, whether it is full.
 
     Raises:
         TypeError: a layer of another kind, whose state in Python is not known.
     """
-    for layer in cache.layers:
-        if type(layer) not in (StaticLayer, _Window):
+    for layer in _layers(cache):
+        if type(layer) not in _COUNTED.values():
             raise TypeError(f"its cache has a {type(layer).__name__}")
-    return tuple(layer.cumulative_length_int >= layer.max_cache_len for layer in _windows(cache))
+    return tuple(
+        layer.get_mask_sizes(1)[0] if type(layer) is _Full else layer.cumulative_length_int >= layer.max_cache_len
+        for layer in _layers(cache)
+    )
 
 
-def _advance(cache: StaticCache) -> None:
-    """Count one token, as the Python code of a step does, which a replay does not run."""
-    for layer in _windows(cache):
-        layer.cumulative_length_int += 1
+def bucket(number: int, least: int, most: int) -> int:
+    """The first of ``least``, 2 ``least``, 4 ``least``, ... that is not below ``number``; ``most`` at most."""
+    while least < number:
+        least *= 2
+    return min(least, most)
 
 
-# -- a call as a CUDA graph --------------------------------------------------------------------------------------------
+# -- steps as CUDA graphs ----------------------------------------------------------------------------------------------
+
+
+def reason_of(error: BaseException, device: torch.device) -> str:
+    """The first line of an error of ``device``, and where memory was lacking, how much is free."""
+    text = str(error).splitlines()[0]
+    if not isinstance(error, torch.OutOfMemoryError):
+        return text
+    return f"{text} ({format_size(torch.cuda.mem_get_info(device)[0])} of device memory are free)"
+
+
+class CapturedSteps:
+    """Steps of one model as CUDA graphs, by their kind; they compute in one memory.
+
+    Attributes:
+        replays: steps that were replayed so far.
+    """
+
+    def __init__(self, model: PreTrainedModel, session: OffloadSession | None) -> None:
+        """``session``: of the offload of ``model``, if any."""
+        self._model, self._session = model, session
+        self._steps: dict[Hashable, _Captured | None] = {}  # None: ran eagerly so far
+        self.replays = 0
+
+    @property
+    def prefetcher(self) -> Prefetcher | None:
+        return None if self._session is None else self._session.prefetcher
+
+    def __contains__(self, key: Hashable) -> bool:
+        return key in self._steps
+
+    def is_captured(self, key: Hashable) -> bool:
+        """Whether steps of the kind ``key`` are replayed."""
+        return self._steps.get(key) is not None
+
+    def warm_up(self, key: Hashable, call: Callable[..., Any], inputs: Inputs) -> Any:
+        """``call(**inputs)``, the first of the kind ``key``: libraries and kernels are loaded."""
+        self._steps[key] = None
+        return call(**inputs)
+
+    def capture(self, key: Hashable, call: Callable[..., Any], inputs: Inputs) -> str | None:
+        """Capture ``call``, a step of a kind that has been warmed up; returns why it cannot be captured."""
+        device = self._model.device
+        pool = next((captured.step.pool for captured in self._steps.values() if captured is not None), None)
+        try:
+            if (prefetcher := self.prefetcher) is None:
+                self._steps[key] = _Captured(StepGraph(call, inputs, device, pool), [])
+            else:
+                with capturing(prefetcher) as copied:
+                    step = StepGraph(call, inputs, device, pool)
+                self._steps[key] = _Captured(step, copied)
+        except (RuntimeError, StateError) as error:
+            return f"its decoding step cannot be captured: {reason_of(error, device)}"
+        return None
+
+    def replay(self, key: Hashable, inputs: Inputs) -> Any:
+        """The output of a captured step."""
+        captured = self._steps[key]
+        assert captured is not None
+        self.replays += 1
+        if (prefetcher := self.prefetcher) is None:
+            return captured.step.replay(inputs)
+        with replaying(prefetcher, captured.copied):
+            return captured.step.replay(inputs)
+
+    def drop(self) -> None:
+        """Free the graphs."""
+        if self._steps and self._model.device.type == "cuda":
+            torch.cuda.synchronize(self._model.device)  # replays may be under way
+        self._steps = {}
+
+    @property
+    def num_bytes(self) -> int:
+        """Device memory that the graphs compute in."""
+        return max((captured.step.num_bytes for captured in self._steps.values() if captured is not None), default=0)
 
 
 def signature(inputs: Inputs) -> Hashable:
@@ -471,13 +543,14 @@ class StepGraph:
     """A captured ``call(**inputs)``. A replay copies its inputs into tensors at fixed addresses.
 
     Attributes:
-        num_bytes: device memory that the graph computes in.
+        pool: the memory that it computes in, for ``torch.cuda.graph``.
+        num_bytes: the size of that.
     """
 
-    def __init__(self, call: Callable[..., Any], inputs: Inputs, device: torch.device) -> None:
+    def __init__(self, call: Callable[..., Any], inputs: Inputs, device: torch.device, pool: Any = None) -> None:
         """``call`` has run before with inputs of this :func:`signature`, so that libraries and kernels are loaded.
 
-        ``device``: a GPU, where it computes.
+        ``device``: a GPU, where it computes. ``pool``: that of another, of which no replay runs beside one of this.
 
         It is captured now: its Python code runs once, and its kernels do not.
 
@@ -491,11 +564,12 @@ class StepGraph:
         with (
             gc_paused(),
             torch.cuda.device(device),  # for which torch.cuda.graph waits
-            torch.cuda.graph(self._graph, stream=_capture_stream(device), capture_error_mode="thread_local"),
+            torch.cuda.graph(self._graph, pool, _capture_stream(device), "thread_local"),
         ):
             self._output = call(**self._inputs)
-        segments, pool = torch.cuda.memory_snapshot(), self._graph.pool()
-        self.num_bytes = sum(each["total_size"] for each in segments if tuple(each["segment_pool_id"]) == tuple(pool))
+        self.pool, segments = self._graph.pool(), torch.cuda.memory_snapshot()
+        mine = [each for each in segments if tuple(each["segment_pool_id"]) == tuple(self.pool)]
+        self.num_bytes = sum(each["total_size"] for each in mine)
 
     def replay(self, inputs: Inputs) -> Any:
         """The output of ``call(**inputs)`` in new tensors; ``inputs`` has the signature of the captured ones."""
