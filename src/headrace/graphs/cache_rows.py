@@ -1,0 +1,248 @@
+"""Rows of one static cache: sequences that decode together, each at its own position.
+
+A prompt runs eagerly into the row of its sequence, in chunks. A step runs one token of every row. On a GPU it is a CUDA
+graph, which is captured from the eager step where its number of rows (1, 2, 4, 8, ...) or the part of the cache that it
+reads (256, 512, 1,024, ... tokens) is first reached: a step costs what its text costs, not what the cache has room for.
+"""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+import torch
+from transformers import Cache, DynamicCache
+from transformers.cache_utils import DynamicLayer, DynamicSlidingWindowLayer, StaticLayer
+
+from headrace.api import session_of
+from headrace.errors import OptionError, warn_user
+from headrace.graphs.decoding import GRAPH_DEVICES, LENGTH_STEP, CapturedSteps, bucket
+from headrace.memory.system import round_up
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedModel
+
+_ALIGNMENT = 8  # tokens; kernels of attention with a mask read so many at once
+_MASKED_KINDS = {"full_attention", "sliding_attention", "chunked_attention"}
+
+
+def why_not_in_rows(model: PreTrainedModel) -> str | None:
+    """Why the sequences of ``model`` cannot share a cache of rows; ``None``: they can."""
+    config: Any = model.config.get_text_config(decoder=True)
+    layers = {type(layer) for layer in DynamicCache(config=config).layers}
+    others = layers - {DynamicLayer, DynamicSlidingWindowLayer}
+    kinds = set(getattr(config, "layer_types", None) or ()) - _MASKED_KINDS
+    if model.config.is_encoder_decoder or others or kinds:
+        found = ", ".join(sorted({each.__name__ for each in others} | kinds)) or "an encoder"
+        return f"{config.model_type} has {found}, and rows share only full, sliding and chunked attention"
+    if config._attn_implementation not in ("sdpa", "eager"):
+        return f"attention {config._attn_implementation!r} takes no mask of rows, as sdpa and eager do"
+    return None
+
+
+@dataclass
+class _Reach:
+    """Part of every layer that a forward writes and reads: tokens of some rows, or one of each of the first rows.
+
+    Attributes:
+        first: first row of prompts; ``None``: a step.
+        start: tokens of those rows so far.
+        indices, slots: [rows] of a step, the rows and the position that each writes.
+        num_tokens: the part of each row that is read.
+    """
+
+    first: int | None = None
+    start: int = 0
+    indices: torch.Tensor | None = None
+    slots: torch.Tensor | None = None
+    num_tokens: int = 0
+
+
+class _RowsLayer(StaticLayer):  # type: ignore[no-untyped-call]
+    """Keys and values of one layer, [rows, heads, tokens, head size]."""
+
+    keys: Any
+    values: Any
+
+    def __init__(self, num_rows: int, num_tokens: int, reach: _Reach) -> None:
+        super().__init__(num_tokens)
+        self._num_rows, self._reach = num_rows, reach
+
+    def _make(self, like: torch.Tensor) -> torch.Tensor:
+        return like.new_zeros(self._num_rows, like.shape[1], self.max_cache_len, like.shape[3])
+
+    def update(
+        self, key_states: torch.Tensor, value_states: torch.Tensor, *args: Any, **kwargs: Any
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        if not self.is_initialized:
+            self.keys, self.values = self._make(key_states), self._make(value_states)
+            self.is_initialized = True
+        reach = self._reach
+        num_rows, end = key_states.shape[0], reach.num_tokens
+        mine = slice(0, num_rows) if reach.first is None else slice(reach.first, reach.first + num_rows)
+        for ours, new in ((self.keys, key_states), (self.values, value_states)):
+            if reach.first is None:
+                ours[reach.indices, :, reach.slots] = new[:, :, 0]
+            else:
+                ours[mine, :, reach.start : end] = new
+        return self.keys[mine, :, :end], self.values[mine, :, :end]
+
+    def get_mask_sizes(self, query_length: int) -> tuple[int, int]:
+        return self._reach.num_tokens, 0
+
+    def get_seq_length(self) -> int:
+        return self._reach.start
+
+
+class Rows:
+    """The cache, and the forwards that fill and read it. Belongs to one thread.
+
+    Attributes:
+        num_rows: sequences that decode together.
+        num_tokens: tokens of the longest sequence, prompt and answer.
+    """
+
+    def __init__(self, model: PreTrainedModel, num_rows: int, num_tokens: int) -> None:
+        """``model``: offloaded or resident.
+
+        Raises:
+            OptionError: its sequences cannot share a cache of rows.
+        """
+        if reason := why_not_in_rows(model):
+            raise OptionError(f"{type(model).__name__} cannot decode in rows: {reason}")
+        self._model: Any = model
+        self.num_rows, self.num_tokens = num_rows, num_tokens
+        # The last position of a row is written by a step that has more rows than sequences, and read by none.
+        length, self._reach = round_up(num_tokens + 1, _ALIGNMENT), _Reach()
+        self._length = length
+        config: Any = model.config.get_text_config(decoder=True)
+        self._config, num_layers = config, len(DynamicCache(config=config).layers)
+        self._layers = [_RowsLayer(num_rows, length, self._reach) for _ in range(num_layers)]
+        self._cache = Cache(layers=self._layers)  # type: ignore[arg-type]
+        self._indices = torch.arange(num_rows, device=model.device)
+        takes_number = "logits_to_keep" in inspect.signature(type(model).forward).parameters
+        self._last: dict[str, Any] = {"logits_to_keep": 1} if takes_number else {}
+        on_gpu = model.device.type in GRAPH_DEVICES
+        self._graphs = CapturedSteps(model, session_of(model)) if on_gpu else None
+        self._eager_because: str | None = None
+
+    @property
+    def replays(self) -> int:
+        """Steps that were replayed so far."""
+        return 0 if self._graphs is None else self._graphs.replays
+
+    def release(self) -> None:
+        """Free the graphs; the next steps make new ones."""
+        if self._graphs is not None:
+            self._graphs.drop()
+
+    @property
+    def cache_bytes(self) -> int:
+        """Device memory of the cache, once the first prompt has run."""
+        return sum(t.nbytes for layer in self._layers if layer.is_initialized for t in (layer.keys, layer.values))
+
+    @torch.no_grad()
+    def prompts(self, first: int, tokens: Sequence[Sequence[int]], start: int = 0) -> torch.Tensor:
+        """Run tokens of the sequences in rows ``first``, ..., of which each has ``start`` before them.
+
+        Returns:
+            float32 logits of the last token of each, [sequences, vocabulary].
+        """
+        device, longest = self._model.device, max(map(len, tokens))
+        # What fills a row behind a shorter prompt is written over, token by token, before it is read.
+        ids = torch.tensor([[*each, *[each[-1]] * (longest - len(each))] for each in tokens]).to(device)
+        positions = torch.arange(start, start + longest, device=device)[None].expand_as(ids)
+        reach = self._reach
+        reach.first, reach.start, reach.num_tokens = first, start, start + longest
+        ends = torch.tensor([len(each) - 1 for each in tokens], device=device)
+        options = {"logits_to_keep": ends} if self._last else {}
+        output = self._model(
+            input_ids=ids, position_ids=positions, past_key_values=self._cache, use_cache=True, **options
+        )
+        at = self._indices[: len(tokens)]
+        return output.logits[at, at if options else ends].float()  # type: ignore[no-any-return]
+
+    @torch.no_grad()
+    def step(self, ids: Sequence[int], positions: Sequence[int]) -> torch.Tensor:
+        """Run one token of each of the first rows, given with its position; float32 logits, [rows, vocabulary]."""
+        num, device = len(ids), self._model.device
+        num_rows = bucket(num, 1, self.num_rows)
+        num_tokens = bucket(max(positions) + 1, min(LENGTH_STEP, self._length), self._length)
+        more = [0] * (num_rows - num)
+        slots = [*positions, *(self._length - 1 for _ in more)]
+        sent = torch.tensor([[*ids, *more], [*positions, *more], slots]).to(device, non_blocking=True)
+        inputs = {"ids": sent[0], "positions": sent[1], "slots": sent[2]}
+        call: Callable[..., torch.Tensor] = lambda **given: self._forward(num_tokens, **given)  # noqa: E731
+        if self._graphs is None:
+            return call(**inputs)[:num]
+        logits: torch.Tensor = self._run(self._graphs, (num_rows, num_tokens), call, inputs)
+        return logits[:num]
+
+    def _run(
+        self, graphs: CapturedSteps, key: tuple[int, int], call: Callable[..., Any], inputs: dict[str, Any]
+    ) -> Any:
+        if self._eager_because is not None:
+            return call(**inputs)
+        if key not in graphs:
+            return graphs.warm_up(key, call, inputs)
+        if not graphs.is_captured(key) and (reason := graphs.capture(key, call, inputs)):
+            self._eager_because = reason
+            warn_user(f"steps run eagerly, without CUDA graphs: {reason}")
+            return call(**inputs)
+        return graphs.replay(key, inputs)
+
+    def _forward(
+        self, num_tokens: int, *, ids: torch.Tensor, positions: torch.Tensor, slots: torch.Tensor
+    ) -> torch.Tensor:
+        reach = self._reach
+        reach.first, reach.start, reach.num_tokens = None, num_tokens - 1, num_tokens
+        reach.indices, reach.slots = self._indices[: ids.shape[0]], slots
+        masks = {kind: self._mask(kind, slots, num_tokens) for kind in self._kinds}
+        output = self._model(
+            input_ids=ids[:, None],
+            position_ids=positions[:, None],
+            attention_mask=masks if hasattr(self._config, "layer_types") else next(iter(masks.values())),
+            past_key_values=self._cache,
+            use_cache=True,
+            **self._last,
+        )
+        return output.logits[:, -1].float()  # type: ignore[no-any-return]
+
+    @property
+    def _kinds(self) -> set[str]:
+        """Kinds of attention, by the rule of ``transformers.masking_utils.create_masks_for_generate``."""
+        config = self._config
+        if hasattr(config, "layer_types"):
+            return set(config.layer_types)
+        if getattr(config, "sliding_window", None) is not None:
+            return {"sliding_attention"}
+        return {"chunked_attention" if getattr(config, "attention_chunk_size", None) is not None else "full_attention"}
+
+    def _mask(self, kind: str, slots: torch.Tensor, num_tokens: int) -> torch.Tensor:
+        """[rows, 1, 1, tokens]: what each row reads; added to the scores where the attention is transformers' own."""
+        at, row = torch.arange(num_tokens, device=slots.device), slots[:, None]
+        seen = at <= row
+        if kind == "sliding_attention":
+            seen = seen & (at > row - self._config.sliding_window)
+        if kind == "chunked_attention":
+            chunk = self._config.attention_chunk_size
+            seen = seen & (at // chunk == row // chunk)
+        mask = seen[:, None, None]
+        if self._config._attn_implementation == "sdpa":
+            return mask
+        dtype = self._model.dtype
+        return torch.zeros_like(mask, dtype=dtype).masked_fill(~mask, torch.finfo(dtype).min)
+
+    def move(self, row: int, to: int, num_tokens: int) -> None:
+        """Copy the first tokens of ``row`` to another one."""
+        for layer in self._layers:
+            for each in (layer.keys, layer.values) if layer.is_initialized else ():
+                each[to, :, :num_tokens] = each[row, :, :num_tokens]
+
+    def swap(self, row: int, other: int, num_tokens: int) -> None:
+        """Exchange the first tokens of two rows."""
+        for layer in self._layers:
+            for each in (layer.keys, layer.values) if layer.is_initialized else ():
+                each[[row, other], :, :num_tokens] = each[[other, row], :, :num_tokens]

@@ -1,0 +1,140 @@
+"""The promise: sequences that share the rows of a cache decode as each does alone, whenever they come and go.
+
+Graphs of a CPU here: operators of one step that run again (recorded_graphs.py). tests/gpu has CUDA's.
+"""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+import torch
+import transformers
+
+import headrace
+from headrace.config import Prefetch
+from headrace.errors import HeadraceWarning
+from headrace.graphs import cache_rows, decoding
+from headrace.graphs.cache_rows import Rows
+from recorded_graphs import RecordedStep
+
+SIZES = {
+    "vocab_size": 128, "hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 4, "num_attention_heads": 4,
+    "num_key_value_heads": 2, "head_dim": 8, "max_position_embeddings": 2048, "eos_token_id": None, "pad_token_id": 0,
+}  # fmt: skip
+WINDOWS = {"sliding_window": 10, "layer_types": ["sliding_attention", "full_attention"] * 2}
+EXPERTS = {"num_experts": 8, "num_experts_per_tok": 2, "moe_intermediate_size": 32}
+GPT2 = {"vocab_size": 128, "n_embd": 32, "n_layer": 3, "n_head": 4, "n_positions": 2048, "eos_token_id": None}
+FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
+    "full": ("Qwen3", SIZES),
+    "one window": ("Mistral", {**SIZES, "sliding_window": 12}),
+    "windows": ("Gemma3Text", {**SIZES, **WINDOWS}),
+    "softcap": ("Gemma2", {**SIZES, **WINDOWS}),
+    "sinks": ("GptOss", {**SIZES, **WINDOWS, "num_local_experts": 4, "num_experts_per_tok": 2}),
+    "experts": ("Qwen3Moe", {**SIZES, **EXPERTS, "experts_implementation": "batched_mm"}),
+    "learned positions": ("GPT2", GPT2),
+    "parallel": ("Phi", {key: value for key, value in SIZES.items() if key != "head_dim"}),
+    "latent": (
+        "DeepseekV2",
+        {**SIZES, "kv_lora_rank": 16, "q_lora_rank": None, "qk_rope_head_dim": 8, "qk_nope_head_dim": 8,
+         "v_head_dim": 8, "first_k_dense_replace": 4, "num_key_value_heads": 4},
+    ),
+}  # fmt: skip
+LENGTHS, TOKENS, CHUNK = [1, 37, 7, 250], 20, 16
+
+
+def model_of(family: str) -> Any:
+    torch.manual_seed(0)
+    name, sizes = FAMILIES[family]
+    config = getattr(transformers, f"{name}Config")(**sizes)
+    with torch.device("cpu"):
+        made = transformers.AutoModelForCausalLM.from_config(config)
+    return made.eval().requires_grad_(False)
+
+
+def prompt(length: int) -> list[int]:
+    ids: list[int] = torch.randint(1, 128, (length,), generator=torch.Generator().manual_seed(length)).tolist()
+    return ids
+
+
+def alone(model: Any, ids: list[int]) -> list[int]:
+    out = model.generate(torch.tensor([ids]), max_new_tokens=TOKENS, do_sample=False)
+    found: list[int] = out[0, len(ids) :].tolist()
+    return found
+
+
+def run_prompt(shared: Rows, row: int, ids: list[int]) -> int:
+    logits = torch.empty(0)
+    for start in range(0, len(ids), CHUNK):
+        logits = shared.prompts(row, [ids[start : start + CHUNK]], start)
+    return int(logits.argmax())
+
+
+def together(shared: Rows, prompts: list[list[int]]) -> list[list[int]]:
+    """Greedy tokens of every prompt; one joins every third step, and leaves when it is done."""
+    found: list[list[int]] = [[] for _ in prompts]
+    waiting, active = list(range(len(prompts))), list[int]()
+    step = 0
+    while waiting or active:
+        if waiting and step % 3 == 0 and len(active) < shared.num_rows:
+            each = waiting.pop(0)
+            found[each].append(run_prompt(shared, len(active), prompts[each]))
+            active.append(each)
+        positions = [len(prompts[each]) + len(found[each]) - 1 for each in active]
+        logits = shared.step([found[each][-1] for each in active], positions)
+        assert logits.shape == (len(active), 128)
+        assert logits.dtype == torch.float32
+        for each, token in zip(active, logits.argmax(-1).tolist(), strict=True):
+            found[each].append(token)
+        for row in reversed(range(len(active))):
+            if len(found[active[row]]) == TOKENS:
+                last = len(active) - 1
+                if row < last:
+                    shared.move(last, row, positions[last] + 1)
+                    active[row] = active[last]
+                    positions[row] = positions[last]
+                active.pop()
+        step += 1
+    return found
+
+
+@pytest.fixture(autouse=True)
+def _recorded(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    monkeypatch.setattr(decoding, "StepGraph", RecordedStep)
+    monkeypatch.setattr(cache_rows, "GRAPH_DEVICES", ("cpu",))
+    with warnings.catch_warnings():
+        warnings.simplefilter("error", HeadraceWarning)
+        yield
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_rows_decode_as_each_does_alone(family: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    model = model_of(family)
+    prompts = [prompt(length) for length in LENGTHS]
+    expected = [alone(model, ids) for ids in prompts]
+    assert len({tuple(each) for each in expected}) == len(prompts), "prompts with one answer test nothing"
+    shared = Rows(model, 3, 300)
+    assert together(shared, prompts) == expected
+    assert shared.replays > 10
+    monkeypatch.setattr(cache_rows, "GRAPH_DEVICES", ())  # recorded operators would keep views of weights
+    with headrace.offload(model, Prefetch(1, 1, 2, ("ALL_MODEL_PARAMS",))) as handle:
+        shared, before = Rows(model, 3, 300), handle.stats().bytes_moved
+        assert together(shared, prompts) == expected
+        assert shared.replays == 0
+        assert handle.stats().bytes_moved - before >= len(prompts) * TOKENS // 3 * handle.plan.moved_bytes > 0
+
+
+@pytest.mark.parametrize("family", ["full", "windows", "learned positions"])
+def test_prompts_that_run_together(family: str) -> None:
+    model = model_of(family)
+    prompts = [prompt(length) for length in (3, 40, 17)]
+    shared = Rows(model, 3, 300)
+    found = [[token] for token in shared.prompts(0, prompts).argmax(-1).tolist()]
+    for _ in range(TOKENS - 1):
+        positions = [len(ids) + len(each) - 1 for ids, each in zip(prompts, found, strict=True)]
+        tokens = shared.step([each[-1] for each in found], positions).argmax(-1).tolist()
+        for each, token in zip(found, tokens, strict=True):
+            each.append(token)
+    assert found == [alone(model, ids) for ids in prompts]
