@@ -13,10 +13,10 @@ import pytest
 import measures
 
 BOUNDS = {
-    "lines of src": 22362,
+    "lines of src": 22661,
     "lines of the core": 14811,
-    "files of src": 157,
-    "lines of tests": 40970,
+    "files of src": 158,
+    "lines of tests": 41210,
     "longest class": 347,
     "Prefetcher": 296,
     "branches on a kind of store": 4,

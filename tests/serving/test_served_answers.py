@@ -17,7 +17,7 @@ from tokenizers import Tokenizer, decoders
 from commands import write_llama_tokenizer
 from headrace.cli.demo_run import ensure_model
 from headrace.formatting import TokenText
-from headrace.serving import batches
+from headrace.serving import engine
 from servers import EVERY_LAYER, NAME, SMALL, Served, serving
 
 # As of Qwen, whose answers transformers knows how to read.
@@ -49,16 +49,12 @@ def says(served: Served, monkeypatch: pytest.MonkeyPatch) -> Says:
         tokens = served.tokenizer(text).input_ids
         (x,) = served.tokenizer("x").input_ids
 
-        def script(_: Any, requests: list[Any]) -> torch.Tensor:
-            so_far = [len(each.state.generated_tokens) for each in requests]
-            return torch.tensor([[*tokens, *[x] * 100][at] for at in so_far], dtype=torch.int32)
+        def follow(chooser: Any, logits: torch.Tensor) -> torch.Tensor:
+            chooser.at = getattr(chooser, "at", -1) + 1
+            return torch.tensor([[*tokens, *[x] * 100][chooser.at]])
 
-        def follow(_: Any, scores: torch.Tensor, script: torch.Tensor) -> torch.Tensor:
-            only = torch.full_like(scores, -torch.inf)
-            return only.scatter(1, script[: scores.size(0), None].long(), 0.0)
-
-        monkeypatch.setattr(batches._TopK, "prepare_tensor_args", script)
-        monkeypatch.setattr(batches._TopK, "__call__", follow)
+        monkeypatch.setattr(engine._Chooser, "choose", follow)
+        monkeypatch.setattr(engine._Chooser, "is_greedy", False)
 
     return say
 
@@ -151,7 +147,7 @@ class TestEnds:
         )
         if endpoint != "responses":
             assert whole["reason"] == ("length" if text == "abcdefghxx" else "stop")
-        assert served.batches.admission.running == 0
+        assert served.batches.engine.running == 0
 
     def test_a_character_that_is_cut(self, served: Served, says: Says, endpoint: str) -> None:
         says("aö")
@@ -229,7 +225,7 @@ class TestTools:
         assert whole == streamed
         assert (whole["text"], whole["thought"], whole["calls"]) == ("ok", "hm", [])
         assert whole.get("reason", "length") == "length"
-        assert served.batches.admission.running == 0
+        assert served.batches.engine.running == 0
 
     @pytest.mark.parametrize(("endpoint", "end"), [("chat/completions", "\n</tool_call>"), ("responses", "\n")])
     @pytest.mark.parametrize("call", ["[1]", '{"arguments": {}}', '{"name": "f"}', '{"name": 5, "arguments": {}}'])
@@ -240,7 +236,7 @@ class TestTools:
         whole, streamed = answers(served, endpoint, max_tokens=len(text))
         assert whole == streamed
         assert (whole["text"], whole["calls"], whole.get("reason", "length")) == ("ok", [], "length")
-        assert served.batches.admission.running == 0
+        assert served.batches.engine.running == 0
 
     def test_a_chat_after_a_call(self, served: Served) -> None:
         """The template receives all fields of the messages."""

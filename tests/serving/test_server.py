@@ -16,10 +16,10 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from transformers.generation.continuous_batching import ContinuousBatchingManager
 
 from checks import eventually, raising
 from headrace.cli.demo_run import ensure_model
+from headrace.serving.engine import Engine
 from servers import EVERY_LAYER, NAME, SMALL, Served, serving
 
 KEY = "s3cret"
@@ -206,12 +206,12 @@ class TestLeaving:
         body = json.dumps({"prompt": "hi", "max_tokens": 250, "stream": stream})
         connection.request("POST", "/v1/completions", body, {"Content-Type": "application/json"})
         assert eventually(lambda: metrics(served)["headrace_running_requests"] == 1, 60)
-        assert metrics(served)["headrace_cache_reserved_tokens"] >= 250
+        assert metrics(served)["headrace_cache_used_tokens"] > 0
         connection.sock.shutdown(socket.SHUT_RDWR)
         connection.close()
         assert eventually(lambda: metrics(served)["headrace_running_requests"] == 0, 60)
-        assert metrics(served)["headrace_cache_reserved_tokens"] == 0
-        assert served.batches._manager.output_router.result_handlers == {}
+        assert metrics(served)["headrace_cache_used_tokens"] == 0
+        assert served.batches._requests == {}
         assert served.complete("hi", max_tokens=2)["usage"]["completion_tokens"] == 2
 
     @pytest.mark.slow
@@ -318,20 +318,27 @@ def test_a_key_that_is_no_utf8(folder: Path) -> None:
 
 
 @pytest.mark.slow
-def test_the_end_of_the_batching_loop_is_reported(folder: Path) -> None:
+def test_the_end_of_the_engine_is_reported(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """To those who wait, to those who come, and to whoever asks for the health."""
     with serving(folder, EVERY_LAYER) as served:
         assert served.send("/health") == (200, '{"status":"ok"}')
-        served.complete("hi", max_tokens=2)
+        expected = served.complete("hi", max_tokens=2)["choices"]
+        with monkeypatch.context() as patch:  # a prompt that fails is an error of its request alone
+            patch.setattr(served.batches.engine.rows, "prompts", raising(RuntimeError('out of "luck"')))
+            for stream in (False, True):
+                status, text = served.send("/v1/completions", {"prompt": "hi", "stream": stream})
+                assert (status, "RuntimeError: out of" in text) == (200 if stream else 500, True)
+        assert served.send("/health")[0] == 200
+        assert served.complete("hi", max_tokens=2)["choices"] == expected
 
-        served.model.forward = raising(RuntimeError('out of "luck"'))
+        monkeypatch.setattr(served.batches.engine.rows, "step", raising(RuntimeError('out of "luck"')))
         status, text = error_of(served.send("/v1/completions", {"prompt": "hi"}))
         assert status == 503
         assert 'out of "luck"' in text
         assert eventually(lambda: served.send("/health")[0] == 503, 60)
         status, text = error_of(served.send("/v1/completions", {"prompt": "hi", "stream": True}))
         assert status == 503
-        assert re.search('the batching loop has ended: out of "luck"', text)
+        assert re.search('the engine has ended: RuntimeError: out of "luck"', text)
         assert metrics(served)["headrace_alive"] == 0
 
 
@@ -343,7 +350,7 @@ def test_the_end_of_the_models_thread_is_reported(folder: Path) -> None:
         served.complete("hi", max_tokens=2)
         served.model.forward = raising(SystemExit(3))
         status, text = error_of(served.send("/v1/completions", {"prompt": "hi"}))
-        assert (status, text) == (503, "the batching loop has ended: its thread is gone")
+        assert (status, text) == (503, "the engine has ended: SystemExit: 3")
         assert error_of(served.send("/health")) == (503, text)
         assert metrics(served)["headrace_alive"] == 0
 
@@ -352,7 +359,7 @@ def test_a_thread_that_the_system_does_not_start(folder: Path, monkeypatch: pyte
     """Is named in the answer, and the next request tries again."""
     with serving(folder, EVERY_LAYER) as served:
         with monkeypatch.context() as patch:
-            patch.setattr(ContinuousBatchingManager, "start", raising(RuntimeError("can't start new thread")))
+            patch.setattr(Engine, "start", raising(RuntimeError("can't start new thread")))
             status, text = error_of(served.send("/v1/completions", {"prompt": "hi"}))
         assert status == 503
         assert text.startswith("the server starts no further thread (can't start new thread): raise this process's")
@@ -364,7 +371,7 @@ def test_a_forward_that_hangs_is_reported(folder: Path, monkeypatch: pytest.Monk
     """Also after the request that it belongs to was answered, until it ends; an idle server does not hang."""
     with serving(folder, EVERY_LAYER) as served:
         served.complete("hi", max_tokens=2)
-        monkeypatch.setattr("headrace.serving.batches._STEP_S", 2)
+        monkeypatch.setattr("headrace.serving.engine._STEP_S", 2)
         time.sleep(3)
         assert served.send("/health")[0] == 200
         ends, forward = threading.Event(), served.model.forward
@@ -381,22 +388,3 @@ def test_a_forward_that_hangs_is_reported(folder: Path, monkeypatch: pytest.Monk
             ends.set()
         assert eventually(lambda: served.send("/health")[0] == 200, 60)
         assert served.complete("hi", max_tokens=2)["usage"]["completion_tokens"] == 2
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("stream", [False, True])
-def test_a_request_that_the_ending_loop_drops(folder: Path, stream: bool) -> None:
-    """transformers drops what is added while the loop ends, before it says so."""
-    with serving(folder, EVERY_LAYER) as served:
-        served.complete("hi", max_tokens=2)
-        manager = served.batches._manager
-
-        def drop(*_: Any, **__: Any) -> None:
-            manager.background_thread_status.fatal_error = RuntimeError("late")
-
-        manager.add_request = drop
-        status, text = served.send("/v1/completions", {"prompt": "hi", "stream": stream})
-        assert status == (200 if stream else 503)
-        assert "the batching loop has ended: late" in text
-        assert served.batches.admission.running == 0
-        manager.background_thread_status.fatal_error = None

@@ -21,9 +21,8 @@ from headrace.adapters.transformers import load
 from headrace.api import Handle
 from headrace.cli.demo_run import ModelSize
 from headrace.config import Policy, Prefetch
-from headrace.serving.admission import Pool
 from headrace.serving.app import bind, make_app
-from headrace.serving.batches import BLOCK_TOKENS, Batches
+from headrace.serving.batches import Batches
 
 NAME = "tiny"
 # For tests of requests, to which the model is only what takes time.
@@ -70,7 +69,7 @@ def serving(
     """A server of the model in ``folder``, offloaded as ``policy`` says, on a free port."""
     model, handle = load(folder, policy, device="cpu")
     tokenizer = AutoTokenizer.from_pretrained(folder)
-    batches = Batches(model, Pool.of(sequences, longest, BLOCK_TOKENS), max_waiting)
+    batches = Batches(model, sequences, longest, max_waiting)
     app = make_app(model, handle, tokenizer, [NAME, "alias"], batches, key, cors, hosts)
     bound = bind("127.0.0.1", 0)
     server = uvicorn.Server(uvicorn.Config(app, log_level="critical", lifespan="on"))

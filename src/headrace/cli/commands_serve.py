@@ -93,7 +93,7 @@ class _ServeOptions:
     _ServeOptions,
     (*VERB_FLAGS, "measure_stalls"),
     {
-        "batch": "Sequences of --context tokens that run together (default 8), or more shorter ones. In vLLM: rows of "
+        "batch": "Sequences that run together (default 8); others wait. In vLLM: rows of "
         "a step to plan for, e.g. 1,16,256.",
         "context": "Tokens of the longest sequence, prompt and answer (default 2048, or the model's own if less). If "
         "given, the cache counts in --device-memory.",
@@ -167,9 +167,8 @@ def _run_server(model: str, flags: OffloadFlags, options: _ServeOptions) -> None
     from headrace.plan.tables import render
     from headrace.plan_model import plan_model
     from headrace.planning.request import PlanRequest
-    from headrace.serving.admission import Pool
     from headrace.serving.app import bind, make_app, run_app
-    from headrace.serving.batches import BLOCK_TOKENS, Batches
+    from headrace.serving.batches import Batches
 
     if is_quantised(folder):
         raise OptionError(
@@ -185,7 +184,6 @@ def _run_server(model: str, flags: OffloadFlags, options: _ServeOptions) -> None
     request = PlanRequest(opened, policy, device=device, disk=disk_options(flags))
     planned = plan_model(request)
     longest, automatic = _longest(flags, planned), planned.context.automatic
-    pool = Pool.of(sequences, longest, BLOCK_TOKENS)
     request = replace(request, policy=planned.plan, workload=Workload([sequences], longest))
     planned = plan_model(request)  # again, to measure the cache of that workload
     if planned.shortage:
@@ -195,7 +193,7 @@ def _run_server(model: str, flags: OffloadFlags, options: _ServeOptions) -> None
         stderr.print(automatic, soft_wrap=True)
     cache = format_size(planned.planner.profile.cache_bytes(sequences, longest))
     stderr.print(
-        f"cache: {pool.num_tokens} tokens, i.e. {sequences} sequences of {longest} or more shorter ones; {cache} "
+        f"cache: {sequences} sequences of {longest} tokens; {cache} "
         f"{'counted in --device-memory' if planned.plan.context else 'beside the weights'}",
         soft_wrap=True,
     )
@@ -209,7 +207,7 @@ def _run_server(model: str, flags: OffloadFlags, options: _ServeOptions) -> None
     module.generation_config = settings
     for name in ("transformers", "ContinuousBatchingLogger"):  # they warn in every request and batch
         logging.getLogger(name).setLevel(logging.ERROR)
-    batches = Batches(module, pool, options.max_queue or _MAX_QUEUE)
+    batches = Batches(module, sequences, longest, options.max_queue or _MAX_QUEUE)
     names = options.served_model_name or [model]
     app = make_app(module, handle, tokenizer, names, batches, options.api_key, options.cors, options.allowed_hosts)
     bound.listen()  # requests wait until the server runs
@@ -245,10 +243,11 @@ def _default_settings(opened: OpenedModel, tokenizer: Any, *, greedy: bool) -> A
     """
     from transformers import GenerationConfig
 
-    from headrace.serving.batches import pool_blocks
+    from headrace.graphs.cache_rows import why_not_in_rows
 
     opened.require_causal("headrace serve")
-    pool_blocks(opened.module.config.get_text_config(), 1)
+    if reason := why_not_in_rows(opened.module):
+        raise OptionError(f"headrace serve cannot run this model: {reason}; use --engine vllm, or headrace generate")
     settings, fix = opened.generation_settings, ""
     if greedy:
         settings = {name: settings.get(name) for name in ("bos_token_id", "eos_token_id", "pad_token_id")}

@@ -90,7 +90,7 @@ def make_app(
     # Handlers look for a template in the tokenizer, and then by the type of the model.
     stub = SimpleNamespace(config=SimpleNamespace(model_type=None), generation_config=model.generation_config)
     entry = {"object": "model", "created": int(time.time()), "owned_by": "headrace"}
-    entry["max_model_len"] = batches.admission.pool.longest
+    entry["max_model_len"] = batches.longest
     # Of the managers of transformers' server, what its routes and handlers call, for one model that is loaded already.
     manager: Any = SimpleNamespace(
         model=stub,
@@ -171,7 +171,7 @@ class _CheckedHandler:
         name, tokenizer = manager.names[0], manager.tokenizer
         if self.is_chat and not tokenizer.chat_template:
             raise RequestError(f"{name!r} has no chat template; send texts to /v1/completions", status=404)
-        longest = manager.get_manager().admission.pool.longest
+        longest = manager.get_manager().longest
         for field in _LISTS:
             if isinstance(items := body.get(field), list) and len(items) > longest:
                 text = f"{field}: {len(items)} items are more than the {longest} tokens of a sequence here (--context)"
@@ -328,13 +328,15 @@ class _Metrics(Collector):
         return Response(generate_latest(self._registry), media_type=CONTENT_TYPE_LATEST)
 
     def collect(self) -> Iterator[Metric]:
-        batches, admission = self._batches, self._batches.admission
+        batches, engine = self._batches, self._batches.engine
         gauge, counter = GaugeMetricFamily, CounterMetricFamily
         yield gauge("headrace_alive", "1 while the engine runs.", batches.dead_reason() is None)
-        yield gauge("headrace_running_requests", "Requests that generate.", admission.running)
-        yield gauge("headrace_waiting_requests", "Requests that wait for cache, or others to end.", admission.waiting)
-        yield gauge("headrace_cache_tokens", "Tokens that the cache has room for.", admission.pool.num_tokens)
-        yield gauge("headrace_cache_reserved_tokens", "Of them, reserved by those that run.", admission.reserved_tokens)
+        yield gauge("headrace_running_requests", "Requests that generate.", engine.running)
+        yield gauge("headrace_waiting_requests", "Requests that wait for others to end.", engine.waiting)
+        yield gauge(
+            "headrace_cache_tokens", "Tokens that the cache has room for.", engine.rows.num_rows * batches.longest
+        )
+        yield gauge("headrace_cache_used_tokens", "Of them, those of requests that run.", engine.used_tokens)
         yield counter("headrace_prompt_tokens", "Tokens of prompts of finished requests.", batches.prompt_tokens)
         yield counter("headrace_generated_tokens", "Tokens of answers of finished requests.", batches.generated_tokens)
         if self._handle is not None:
@@ -354,7 +356,7 @@ class RequestMiddleware:
     ) -> None:
         self._app, self.batches, self._metrics, self._key = app, batches, metrics, key
         self._hosts = {host.lower() for host in hosts or ()}
-        self._longest_body = _BODY_BYTES + _BYTES_PER_TOKEN * batches.admission.pool.longest
+        self._longest_body = _BODY_BYTES + _BYTES_PER_TOKEN * batches.longest
         self._body_timeouts: set[asyncio.Timeout] = set()
         # Outside the check of the key, which the preflight requests of browsers do not carry.
         cors_options: Any = {"allow_origins": ["*"], "allow_methods": ["*"], "allow_headers": ["*"]}
@@ -504,12 +506,12 @@ class _Server(uvicorn.Server):
 
     def handle_exit(self, sig: int, frame: object) -> None:
         if self.should_exit and sig == signal.SIGINT:
-            os._exit(130)  # the thread of the batching loop would finish its requests first
+            os._exit(130)  # at once, whatever the engine runs
         self.should_exit = True
 
     async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:
         self.config.app.stop()  # type: ignore[union-attr] # a RequestMiddleware
-        # Python waits for the thread of the batching loop, which does not end if a forward hangs.
+        # A forward that hangs does not end.
         faulthandler.dump_traceback_later(2 * _STOP_S, exit=True)
         await super().shutdown(sockets)
 
@@ -519,7 +521,7 @@ def run_app(app: RequestMiddleware, bound: socket.socket) -> None:
     LOGGING_CONFIG["handlers"]["access"]["stream"] = "ext://sys.stderr"
     settings = uvicorn.Config(app, http=_Connection, lifespan="on", server_header=False)
     settings.timeout_graceful_shutdown = _STOP_S + 5  # for clients that do not read their answers, complete by then
-    most, (soft, hard) = _CONNECTIONS + app.batches.admission.max_waiting, resource.getrlimit(resource.RLIMIT_NOFILE)
+    most, (soft, hard) = _CONNECTIONS + app.batches.max_waiting, resource.getrlimit(resource.RLIMIT_NOFILE)
     soft = max(soft, min(hard, 4 * most))
     resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
     # A quarter of the limit: connections are accepted that many at a time, and a new one has to be read before it is

@@ -1,0 +1,309 @@
+"""The thread that runs the model of a server: prompts in chunks, and between them a step of all rows together."""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections import deque
+from collections.abc import Callable, Collection, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from transformers import LogitsProcessorList
+
+from headrace.graphs.cache_rows import Rows
+from headrace.serving.request_body import RequestError
+
+# Of a forward: more of an eager prompt would let the others wait, and take more memory.
+_PROMPT_TOKENS = 2048
+# Of a prompt that an earlier one begins with, and that are copied from its row; fewer are run again.
+_LEAST_SHARED = 32
+_STEP_S = 600  # of the longest forward, of a model on a slow disk
+
+
+@dataclass(eq=False)
+class Request:
+    """A prompt and its answer.
+
+    Attributes:
+        prompt: token ids.
+        most_tokens: tokens of the longest answer.
+        ends: tokens that end the answer.
+        processors: makes the logits processors of ``generate``; called once, by the thread of the engine.
+        samples: tokens are drawn; else the likeliest are taken.
+        seed: of the generator that they are drawn from; ``None``: a random one.
+        tokens: the answer so far.
+        error: why it ended early.
+    """
+
+    prompt: list[int]
+    most_tokens: int
+    ends: Collection[int]
+    processors: Callable[[], LogitsProcessorList]
+    samples: bool = False
+    seed: int | None = None
+    tokens: list[int] = field(default_factory=list)
+    error: BaseException | None = None
+    is_cancelled: bool = False
+
+    @property
+    def cached(self) -> list[int]:
+        """Tokens whose keys and values its row holds, while it decodes: the newest has not run yet."""
+        return [*self.prompt, *self.tokens[:-1]]
+
+    @property
+    def has_ended(self) -> bool:
+        """Whether no further token follows."""
+        return len(self.tokens) >= self.most_tokens or (bool(self.tokens) and self.tokens[-1] in self.ends)
+
+
+class _Chooser:
+    """Chooses the tokens of one request from logits, as ``generate`` does."""
+
+    def __init__(self, request: Request, device: torch.device) -> None:
+        self._processors, self._samples = request.processors(), request.samples
+        self._ids: Any = torch.zeros(1, len(request.prompt) + request.most_tokens, dtype=torch.long, device=device)
+        self._ids[0, : len(request.prompt)] = torch.tensor(request.prompt)
+        self._num = len(request.prompt)
+        self._generator = torch.Generator(device)
+        self._generator.seed() if request.seed is None else self._generator.manual_seed(request.seed)
+
+    @property
+    def is_greedy(self) -> bool:
+        """Whether the token is the likeliest of the logits as they are."""
+        return not self._processors and not self._samples
+
+    def choose(self, logits: torch.Tensor) -> torch.Tensor:
+        """The next token, [1], from logits, [1, vocabulary]."""
+        scores = self._processors(self._ids[:, : self._num], logits)
+        if self._samples:
+            token = torch.multinomial(scores.softmax(-1), 1, generator=self._generator)[0]
+        else:
+            token = scores.argmax(-1)
+        self._ids[0, self._num] = token[0]
+        self._num += 1
+        return token
+
+
+class Engine:
+    """Decodes requests in the rows of one cache, in the order in which they come.
+
+    Args:
+        rows: the cache, and the forwards of the model.
+        device: where the model computes.
+        max_waiting: requests that may wait for a row.
+        tell: called by the thread of the engine with the requests that have a further token, or have ended.
+    """
+
+    def __init__(
+        self, rows: Rows, device: torch.device, max_waiting: int, tell: Callable[[Sequence[Request]], None]
+    ) -> None:
+        self.rows, self._device, self._max_waiting, self._tell = rows, device, max_waiting, tell
+        self._changed = threading.Condition()
+        self._waiting: deque[Request] = deque()
+        self._prompts: list[Request] = []  # whose prompts run, in the rows behind those of ``_active``
+        self._first, self._start = 0, 0  # row of the first of them, and their tokens that have run
+        self._active: list[Request] = []  # by row
+        self._choosers: dict[Request, _Chooser] = {}
+        self._held: list[list[int]] = [[] for _ in range(rows.num_rows)]  # tokens that free rows still hold
+        self._is_stopping = False
+        self.error: BaseException | None = None  # which ended the thread
+        self._begin_s: float | None = None  # of the forward that runs
+        self._thread = threading.Thread(target=self._run, name="headrace-engine", daemon=True)
+
+    @property
+    def running(self) -> int:
+        """Requests that have a row."""
+        return sum(not request.is_cancelled for request in [*self._active, *self._prompts])
+
+    @property
+    def waiting(self) -> int:
+        """Requests that wait for a row."""
+        return len(self._waiting)
+
+    @property
+    def used_tokens(self) -> int:
+        """Tokens of the cache that hold those of requests."""
+        requests = [request for request in [*self._active, *self._prompts] if not request.is_cancelled]
+        return sum(len(request.prompt) + len(request.tokens) for request in requests)
+
+    def start(self) -> None:
+        """Start the thread."""
+        self._thread.start()
+
+    def submit(self, request: Request) -> None:
+        """Queue a request.
+
+        Raises:
+            RequestError: with status 400 if the request can never run, 429 if the queue is full.
+        """
+        num, longest = len(request.prompt), self.rows.num_tokens
+        if num + request.most_tokens > longest:
+            left = longest - num
+            fix = f"send max_tokens of {left} or less" if left > 0 else "send a shorter prompt"
+            raise RequestError(
+                f"the prompt has {num} tokens, and max_tokens is {request.most_tokens}: together more than the "
+                f"{longest} that a sequence may have here (--context); {fix}",
+                "max_tokens" if left > 0 else None,
+            )
+        with self._changed:
+            if len(self._waiting) >= self._max_waiting + self.rows.num_rows - self.running:
+                raise RequestError(
+                    f"{self.running} requests run and {self.waiting} wait, the limit of --max-queue; try again later",
+                    status=429,
+                )
+            self._waiting.append(request)
+            self._changed.notify()
+
+    def cancel(self, request: Request) -> None:
+        """End a request that nobody waits for; its row is free with the next step."""
+        with self._changed:
+            request.is_cancelled = True
+            if request in self._waiting:
+                self._waiting.remove(request)
+
+    def stop(self, timeout_s: float | None = None) -> None:
+        """End the thread after the forward that runs."""
+        with self._changed:
+            self._is_stopping = True
+            self._changed.notify()
+        if self._thread.is_alive():
+            self._thread.join(timeout_s)
+
+    def why_dead(self) -> str | None:
+        """Why no request can run; ``None``: the thread is alive."""
+        if self.error is not None:
+            return f"the engine has ended: {type(self.error).__name__}: {self.error}"
+        if self._thread.ident is not None and not self._thread.is_alive() and not self._is_stopping:
+            return "the engine has ended: its thread is gone"
+        begin_s = self._begin_s
+        if begin_s is not None and (seconds := time.monotonic() - begin_s) > _STEP_S:
+            return f"the model hangs: its step has run for {seconds:.0f} s"
+        return None
+
+    # -- the thread ----------------------------------------------------------------------------------------------------
+
+    def _run(self) -> None:
+        try:
+            while self._next():
+                self._begin_s = time.monotonic()
+                if self._prompts:
+                    self._run_prompts()
+                if self._active:
+                    self._step()
+                self._begin_s = None
+        except BaseException as error:  # SystemExit too: requests would wait for good
+            self.error = error
+            with self._changed:
+                left = [*self._active, *self._prompts, *self._waiting]
+                self._active, self._prompts = [], []
+                self._waiting.clear()
+            for request in left:
+                request.error = error
+            self._tell(left)
+        finally:
+            self._begin_s = None
+
+    def _next(self) -> bool:
+        """Wait for work and give rows to requests; ``False`` when the engine is to stop."""
+        with self._changed:
+            while not (self._is_stopping or self._waiting or self._prompts or self._active):
+                self._changed.wait()
+            for row in reversed(range(len(self._active))):
+                if self._active[row].is_cancelled:
+                    self._leave(row)
+            if not self._prompts:
+                self._admit()
+            return not self._is_stopping
+
+    def _admit(self) -> None:
+        """Take the first requests that wait, whose prompts run in one forward; a long or a shared one alone."""
+        self._first, self._start, longest = len(self._active), 0, 0
+        while self._waiting and self._first + len(self._prompts) < self.rows.num_rows:
+            row, shared = self._longest_prefix(self._waiting[0])
+            longest = max(longest, len(self._waiting[0].prompt))
+            if self._prompts and (shared or longest * (len(self._prompts) + 1) > _PROMPT_TOKENS):
+                break
+            self._held[self._first + len(self._prompts)] = []
+            self._prompts.append(self._waiting.popleft())
+            if shared:
+                self._start = shared
+                if row != self._first:
+                    self.rows.move(row, self._first, shared)
+                break
+
+    def _longest_prefix(self, request: Request) -> tuple[int, int]:
+        """The row that holds most of the beginning of a prompt, and how many tokens; 0: too few."""
+        if request.seed is not None:  # what it draws depends on nothing that was before, to the last bit
+            return 0, 0
+        held = [*(other.cached for other in self._active), *self._held[len(self._active) :]]
+        row, shared = max(enumerate(_num_equal(request.prompt[:-1], each) for each in held), key=lambda pair: pair[1])
+        return row, shared if shared >= _LEAST_SHARED else 0
+
+    def _run_prompts(self) -> None:
+        """Run a chunk; after the last one the requests have their first tokens, and decode with the others."""
+        requests, start = self._prompts, self._start
+        try:
+            end = start + _PROMPT_TOKENS
+            logits = self.rows.prompts(self._first, [each.prompt[start:end] for each in requests], start)
+            self._start = end
+            if end < len(requests[0].prompt) and not requests[0].is_cancelled:
+                return
+            for request in requests:
+                self._choosers[request] = _Chooser(request, self._device)
+            tokens = self._choose(requests, logits)
+        except (RuntimeError, ValueError, TypeError) as error:  # of these alone, unless the device has failed
+            if isinstance(error, torch.AcceleratorError):
+                raise
+            self._prompts = []
+            for request in requests:
+                self._choosers.pop(request, None)
+                request.error = error
+            self._tell(requests)
+            return
+        with self._changed:
+            for row, request in enumerate(requests, self._first):
+                if row > len(self._active):  # others have left meanwhile
+                    self.rows.move(row, len(self._active), len(request.prompt))
+                    self._held[len(self._active)] = []
+                self._active.append(request)
+            self._prompts = []
+        self._take(requests, tokens)
+
+    def _step(self) -> None:
+        requests = list(self._active)
+        positions = [len(request.prompt) + len(request.tokens) - 1 for request in requests]
+        logits = self.rows.step([request.tokens[-1] for request in requests], positions)
+        self._take(requests, self._choose(requests, logits))
+
+    def _choose(self, requests: Sequence[Request], logits: torch.Tensor) -> list[int]:
+        tokens = logits.argmax(-1)
+        for at, request in enumerate(requests):
+            if not (chooser := self._choosers[request]).is_greedy:
+                tokens[at] = chooser.choose(logits[at : at + 1])[0]
+        chosen: list[int] = tokens.tolist()
+        return chosen
+
+    def _take(self, requests: Sequence[Request], tokens: Sequence[int]) -> None:
+        for request, token in zip(requests, tokens, strict=True):
+            request.tokens.append(token)
+        with self._changed:
+            for row in reversed(range(len(self._active))):
+                if self._active[row].has_ended:
+                    self._leave(row)
+        self._tell(requests)
+
+    def _leave(self, row: int) -> None:
+        """Free ``row``; the last one takes its place."""
+        request, last = self._active[row], len(self._active) - 1
+        self._choosers.pop(request, None)
+        if row < last:
+            self.rows.swap(row, last, max(len(request.cached), len(self._active[last].cached)))
+            self._active[row] = self._active[last]
+        self._active.pop()
+        self._held[last] = request.cached
+
+
+def _num_equal(ids: Sequence[int], others: Sequence[int]) -> int:
+    return next((at for at, (a, b) in enumerate(zip(ids, others, strict=False)) if a != b), min(len(ids), len(others)))

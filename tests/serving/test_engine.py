@@ -1,0 +1,187 @@
+"""Requests run in order, each in a row of its own, and end alone: whoever comes, leaves or fails beside them."""
+
+from __future__ import annotations
+
+import random
+import threading
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from typing import Any
+
+import pytest
+import torch
+import transformers
+from transformers import LogitsProcessorList
+
+from checks import eventually, raising
+from headrace.graphs.cache_rows import Rows
+from headrace.serving.engine import Engine, Request
+from headrace.serving.request_body import RequestError
+
+SIZES = {
+    "vocab_size": 64, "hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 2, "num_attention_heads": 4,
+    "num_key_value_heads": 2, "head_dim": 8, "max_position_embeddings": 512, "eos_token_id": None, "pad_token_id": 0,
+}  # fmt: skip
+LONGEST = 200
+
+
+@pytest.fixture(scope="module")
+def model() -> Any:
+    torch.manual_seed(0)
+    return transformers.Qwen3ForCausalLM(transformers.Qwen3Config(**SIZES)).eval().requires_grad_(False)
+
+
+def request(prompt: list[int], tokens: int = 8, **fields: Any) -> Request:
+    return Request(prompt, tokens, (), LogitsProcessorList, **fields)
+
+
+def prompt(length: int, seed: int = 0) -> list[int]:
+    chooser = random.Random(f"{length} {seed}")
+    return [chooser.randrange(1, 64) for _ in range(length)]
+
+
+def alone(model: Any, asked: Request, **options: Any) -> list[int]:
+    ids = torch.tensor([asked.prompt])
+    out = model.generate(ids, max_new_tokens=asked.most_tokens, **{"do_sample": False, **options})
+    found: list[int] = out[0, len(asked.prompt) :].tolist()
+    return found
+
+
+@contextmanager
+def running(
+    model: Any, num_rows: int, max_waiting: int = 64, tell: Callable[..., None] = lambda _: None
+) -> Iterator[Engine]:
+    engine = Engine(Rows(model, num_rows, LONGEST), model.device, max_waiting, tell)
+    engine.start()
+    try:
+        yield engine
+    finally:
+        engine.stop(30)
+
+
+def is_done(asked: Sequence[Request]) -> Callable[[], bool]:
+    return lambda: all(each.has_ended or each.error is not None for each in asked)
+
+
+def test_requests_of_all_lengths_at_once(model: Any) -> None:
+    """More than there are rows, so that some wait, and rows are exchanged as others leave."""
+    asked = [request(prompt(1 + 13 * (at % 7), at), 3 + at % 11) for at in range(24)]
+    with running(model, 4) as engine:
+        for each in asked:
+            engine.submit(each)
+        assert eventually(is_done(asked), 60)
+        assert eventually(lambda: engine.running == engine.waiting == engine.used_tokens == 0, 10)
+    assert [each.tokens for each in asked] == [alone(model, each) for each in asked]
+
+
+def test_the_turns_of_a_chat_share_their_beginning(model: Any) -> None:
+    with running(model, 3) as engine:
+        starts: list[int] = []
+        run = engine.rows.prompts
+        engine.rows.prompts = lambda *given: starts.append(given[2]) or run(*given)  # type: ignore[method-assign,func-returns-value]
+        text, expected = prompt(60), []
+        for turn in range(4):
+            asked = [request(text), request(prompt(5, turn))]
+            for each in asked:
+                engine.submit(each)
+            assert eventually(is_done(asked), 60)
+            assert [each.tokens for each in asked] == [alone(model, each) for each in asked]
+            expected.append(len(text) + 7)  # the last token of an answer has not run
+            text = [*text, *asked[0].tokens, *prompt(3, turn)]
+        shared = [start for start in starts if start]
+        assert shared == expected[:3]
+
+
+def test_seeds_draw_what_generate_draws(model: Any) -> None:
+    def processors() -> LogitsProcessorList:
+        return LogitsProcessorList([transformers.TemperatureLogitsWarper(1.5), transformers.TopKLogitsWarper(20)])
+
+    asked = [Request(prompt(40, 1), 12, (), processors, samples=True, seed=seed) for seed in (1, 2, 3, 1)]
+    with running(model, 3) as engine:
+        for each in asked:
+            engine.submit(each)
+        assert eventually(is_done(asked), 60)
+    for each in asked:
+        torch.manual_seed(each.seed or 0)
+        assert each.tokens == alone(model, each, do_sample=True, temperature=1.5, top_k=20)
+    assert asked[0].tokens == asked[3].tokens != asked[1].tokens
+
+
+def test_a_queue_has_a_limit(model: Any) -> None:
+    goes_on, told = threading.Event(), threading.Event()
+
+    def tell(_: Any) -> None:
+        told.set()
+        assert goes_on.wait(60)
+
+    with running(model, 1, 2, tell) as engine:
+        first = request(prompt(3))
+        engine.submit(first)
+        assert told.wait(60)
+        others = [request(prompt(4)), request(prompt(5))]
+        for each in others:
+            engine.submit(each)
+        with pytest.raises(RequestError, match="1 requests run and 2 wait, the limit of --max-queue") as caught:
+            engine.submit(request(prompt(6)))
+        assert caught.value.status == 429
+        engine.cancel(others[0])  # leaves the queue
+        last = request(prompt(6))
+        engine.submit(last)
+        goes_on.set()
+        assert eventually(is_done([first, others[1], last]), 60)
+    assert others[0].tokens == []
+    assert last.tokens == alone(model, last)
+
+
+@pytest.mark.parametrize(
+    ("length", "tokens", "fix"), [(150, 51, "max_tokens of 50 or less"), (200, 1, "shorter prompt")]
+)
+def test_what_is_longer_than_a_row_is_refused(model: Any, length: int, tokens: int, fix: str) -> None:
+    with running(model, 1) as engine:
+        with pytest.raises(RequestError, match=f"together more than the 200 that a sequence may have here .*{fix}"):
+            engine.submit(request(prompt(length), tokens))
+        fits = request(prompt(150), 50)
+        engine.submit(fits)
+        assert eventually(is_done([fits]), 60)
+    assert fits.tokens == alone(model, fits)
+
+
+def test_a_request_that_leaves_frees_its_row(model: Any) -> None:
+    gone, stays = request(prompt(9), 180), request(prompt(30), 60)
+    with running(model, 2) as engine:
+        for each in (gone, stays):
+            engine.submit(each)
+        assert eventually(lambda: len(gone.tokens) > 3, 60)
+        engine.cancel(gone)
+        after = request(prompt(12))
+        engine.submit(after)
+        assert eventually(is_done([stays, after]), 60)
+    assert len(gone.tokens) < 180
+    assert (stays.tokens, after.tokens) == (alone(model, stays), alone(model, after))
+
+
+def test_a_prompt_that_raises_ends_its_request_alone(model: Any) -> None:
+    stays = request(prompt(30), 120)
+    with running(model, 2) as engine:
+        engine.submit(stays)
+        assert eventually(lambda: len(stays.tokens) > 3, 60)
+        run, engine.rows.prompts = engine.rows.prompts, raising(RuntimeError("bad"))  # type: ignore[method-assign]
+        bad = request(prompt(5))
+        engine.submit(bad)
+        assert eventually(lambda: bad.error is not None, 60)
+        engine.rows.prompts = run  # type: ignore[method-assign]
+        good = request(prompt(7))
+        engine.submit(good)
+        assert eventually(is_done([stays, good]), 60)
+        assert engine.why_dead() is None
+    assert (stays.tokens, good.tokens) == (alone(model, stays), alone(model, good))
+
+
+def test_a_step_that_raises_ends_all(model: Any) -> None:
+    asked = [request(prompt(30), 120), request(prompt(31), 120), request(prompt(32), 120)]
+    with running(model, 2) as engine:
+        engine.rows.step = raising(RuntimeError("worse"))  # type: ignore[method-assign]
+        for each in asked:
+            engine.submit(each)
+        assert eventually(lambda: all(str(each.error) == "worse" for each in asked), 60)
+        assert engine.why_dead() == "the engine has ended: RuntimeError: worse"
