@@ -50,7 +50,7 @@ for _console in (stdout, stderr):
         _console.width = _PIPE_WIDTH
 
 
-# For errors and warnings, which every rank prints; other output is that of the first rank.
+# For errors and warnings of ranks whose other output is that of the first rank.
 _notices = Console(stderr=True)
 
 
@@ -64,8 +64,13 @@ def print_error(message: str) -> None:
 def _notice(line: str, style: str) -> None:
     """A line on stderr, unless another rank has printed the same one."""
     if _is_first_to_print(line):
-        # Scripts read errors by line; a terminal would break words.
-        _notices.print(Text(line, style=style), soft_wrap=not _notices.is_terminal)
+        # Beside a bar only the bar's own console prints above it.
+        print_line(_notices if stderr.quiet else stderr, line, style)
+
+
+def print_line(console: Console, line: str, style: str = "") -> None:
+    """Print ``line`` as it is, broken between words at a terminal, which would break them; scripts read by line."""
+    console.print(Text(line, style=style), soft_wrap=not console.is_terminal)
 
 
 # -- several processes of one command ----------------------------------------------------------------------------------
@@ -127,13 +132,16 @@ def log_lines(verbose: int) -> Iterator[None]:
 
 @contextmanager
 def byte_bar(text: str, console: Console) -> Iterator[Callable[[int, int], None]]:
-    """A progress bar for bytes: call it with (done, total). It is hidden until the total is above zero."""
+    """A progress bar for bytes, at a terminal: call it with (done, total). It is gone once all is done.
+
+    It is hidden until the total is above zero.
+    """
     columns = (TextColumn("{task.description}"), BarColumn(), DownloadColumn(binary_units=True), TransferSpeedColumn())
-    bar = Progress(*columns, console=console)
+    bar = Progress(*columns, console=console, transient=True)
     task = bar.add_task(text, total=None)
 
     def show(done: int, total: int) -> None:
-        if total > 0:
+        if total > 0 and console.is_terminal:
             bar.update(task, completed=done, total=total)
             bar.start()
 
