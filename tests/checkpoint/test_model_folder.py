@@ -109,7 +109,7 @@ assert "torch" not in sys.modules
 class TestNotFound:
     def test_a_name_that_is_not_in_the_cache(self, cache: Path) -> None:
         message = error_of("plan", "Qwen/Qwen3-tinny")
-        assert f"found no such folder, nor the name in {cache}, which has Qwen/Qwen3-tiny; headrace down" in message
+        assert f"found no such folder, nor the name in {cache}, which has Qwen/Qwen3-tiny; fetch the model" in message
         assert "e.g. `hf download Qwen/Qwen3-tinny`; to plan it, its config is enough: `hf download Qwen/" in message
         assert message.endswith("(known without files: Qwen/Qwen3-8B, Qwen/Qwen3-4B, Qwen/Qwen3-32B)")
         assert "e.g. `hf download ORGANISATION/tinny`" in error_of("plan", "tinny")

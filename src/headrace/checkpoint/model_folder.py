@@ -1,7 +1,7 @@
 """Finds the folder of a model by its path or name; errors for other folders and files say what to do with them.
 
 A path, a name of the Hugging Face Hub that the local cache holds, or the cache's own folder of a name. Nothing is
-downloaded, and torch is not imported: a mistyped path is answered at once.
+downloaded here, and torch is not imported: a mistyped path is answered at once.
 """
 
 from __future__ import annotations
@@ -26,6 +26,10 @@ _HUB_NAME = re.compile(r"[A-Za-z0-9][\w.-]*(/[\w.-]+)?")
 _TOKENIZER = re.compile(r"(?!Auto|Rag)\w+(Tokenizer|Backend)")
 _PICKLES = (".bin", ".pt", ".pth", ".ckpt")
 _WANTED = "expected a folder with config.json and safetensors files"
+
+
+class NotFetchedError(CheckpointError):
+    """The Hub's local cache lacks a model of that name."""
 
 
 def model_folder(path: str | os.PathLike[str]) -> Path:
@@ -68,10 +72,15 @@ def model_to_plan(path: str | os.PathLike[str]) -> Path | str:
     known = None if Path(path).exists() else _known_name(os.fspath(path))
     if known is None:
         return model_folder(path)
-    for name in (path, known):
-        with suppress(CheckpointError):  # not in the cache
-            return model_folder(name)
+    with suppress(CheckpointError):  # not in the cache
+        return model_folder(path)
     return known
+
+
+def name_on_hub(path: str) -> str | None:
+    """The name on the Hub that ``path`` may stand for; ``None`` for a path, and for an unknown name alone."""
+    name = _known_name(path) or path
+    return name if "/" in name and _HUB_NAME.fullmatch(name) and not Path(path).exists() else None
 
 
 def _known_name(name: str) -> str | None:
@@ -148,27 +157,27 @@ def _in_hub_cache(name: str) -> Path:
     """The snapshot of ``name`` in the cache; CheckpointError with what is there instead."""
     from headrace.checkpoint.metadata_cache import known_models
 
-    advice = "headrace downloads nothing: fetch the model first, e.g. `hf download ORGANISATION/NAME`"
+    advice = "fetch the model first, e.g. `hf download ORGANISATION/NAME`"
     if _HUB_NAME.fullmatch(name) is None:
         raise CheckpointError(f"{name!r}: {_WANTED}, found no such folder; {advice}")
     try:
         from huggingface_hub.constants import HF_HUB_CACHE  # 0.05 s; functions of the library take 0.3 s to import
     except ImportError as error:
         raise CheckpointError(f"{name!r}: {_WANTED}, found no such folder; {advice}") from error
-    cache = Path(HF_HUB_CACHE)
-    repository = cache / (_REPOSITORY + name.replace("/", "--"))
-    if repository.is_dir():
-        return _snapshot(repository)
-    cached, known = _cached_names(cache), _known_name(name)
+    cache, known = Path(HF_HUB_CACHE), _known_name(name)
+    for each in filter(None, (name, known)):
+        if (repository := cache / (_REPOSITORY + each.replace("/", "--"))).is_dir():
+            return _snapshot(repository)
+    cached = _cached_names(cache)
     likely = difflib.get_close_matches(name, cached) or cached[:3]
     held = f"which has {', '.join(likely)}" if likely else "which has no models"
     full = known or (name if "/" in name else f"ORGANISATION/{name}")
     near = ", ".join(difflib.get_close_matches(name, known_models()))
     without = f"`headrace plan {known}` needs no file" if known else f"known without files: {near}" if near else ""
-    raise CheckpointError(
+    raise NotFetchedError(
         f"{name!r}: {_WANTED}, or a name in the Hub's local cache, found no such folder, nor the name in {cache}, "
-        f"{held}; headrace downloads nothing: fetch the model first, e.g. `hf download {full}`; to plan it, its "
-        f'config is enough: `hf download {full} --include "*.json"`{without and f" ({without})"}'
+        f"{held}; fetch the model first, e.g. `hf download {full}`; to plan it, its config is enough: "
+        f'`hf download {full} --include "*.json"`{without and f" ({without})"}'
     )
 
 
@@ -186,7 +195,7 @@ def _snapshot(repository: Path) -> Path:
     except Exception as error:  # classes differ by release: not found, not a valid name
         others = sorted(str(entry) for entry in repository.glob("snapshots/*"))
         found = f"other revisions ({', '.join(others)}): give the folder of one, or" if others else "no revision:"
-        raise CheckpointError(
+        raise NotFetchedError(
             f"{repository}: expected the revision main of {name} in the Hub's local cache, found {found} fetch it with "
             f"`hf download {name}`"
         ) from error

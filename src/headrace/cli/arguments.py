@@ -1,20 +1,25 @@
-"""Arguments that verbs share: policy, device, output file and folder."""
+"""Arguments that verbs share: model, policy, device, output file and folder."""
 
 from __future__ import annotations
 
 import inspect
 import os
+import sys
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, fields
+from glob import escape
 from importlib.util import find_spec
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, get_type_hints
 
 import typer
+from rich.console import Console
 
-from headrace.cli.terminal import log_lines
+from headrace.checkpoint.model_folder import NotFetchedError, model_folder, name_on_hub
+from headrace.checkpoint.safetensors_header import read_json
+from headrace.cli.terminal import log_lines, print_line
 from headrace.config import Policy, count, one_of
-from headrace.errors import OptionError
+from headrace.errors import CheckpointError, HeadraceError, OptionError
 from headrace.flags import COMMAND_LINE, OffloadFlags, Surface, flag_of, row
 
 if TYPE_CHECKING:
@@ -29,6 +34,10 @@ check_dtype = one_of(("bfloat16", "float16", "float32"))
 
 _VERBOSE_HELP = "Log progress to stderr (-vv: more)."
 _VERBOSE = typer.Option(0, "-v", "--verbose", count=True, metavar="", help=_VERBOSE_HELP, show_default=False)
+
+# What a model and its tokenizer are loaded from: no code, no pickles.
+_LOADED = (".safetensors", ".json", ".jinja", ".model", ".txt", ".tiktoken")
+_HUB_TIMEOUT_S = 20
 
 # All flags except the one of engines alone.
 VERB_FLAGS = tuple(row.name for row in fields(OffloadFlags) if row.name != "measure_stalls")
@@ -176,6 +185,73 @@ def target_device(name: str | None, instead: str = "") -> torch.device:
             f"{instead}"
         )
     return device
+
+
+def folder_or_download(model: str, console: Console, *, fetch: bool) -> Path:
+    """:func:`model_folder`; downloads a model of the Hub that is not there, on a yes at a terminal, or to ``fetch``.
+
+    Raises:
+        CheckpointError: no such model, here or on the Hub; the answer is not yes.
+    """
+    name = name_on_hub(model)
+    try:
+        folder = model_folder(model)
+        if name is None or not _lacks_weights(folder):
+            return folder
+        missing = f"{folder}: expected all safetensors files of {name}, found some missing: `hf download {name}`"
+    except NotFetchedError as error:
+        if name is None:
+            raise
+        missing = str(error)
+    # Ranks of torchrun would all read the answer.
+    asks = console.is_terminal and sys.stdin is not None and sys.stdin.isatty() and "RANK" not in os.environ
+    if not (fetch or (asks and not console.quiet)):
+        raise CheckpointError(f"{missing}; or add --download")
+    try:
+        return _download(name, console, fetch)
+    except HeadraceError:
+        raise
+    except Exception as error:  # classes differ by release: no network, no such name, a gated model, a full disk
+        why = next(iter(str(error).strip().splitlines()), "")
+        raise CheckpointError(
+            f"{name}: not all of it is here, and the Hub does not give it ({type(error).__name__}: {why}); check the "
+            f"name and the network (a gated model: `hf auth login`), or give the folder of a model"
+        ) from error
+
+
+def _lacks_weights(folder: Path) -> bool:
+    """Whether safetensors files are missing: by the index, or all of them."""
+    index = folder / "model.safetensors.index.json"
+    if (folder / "model.safetensors").is_file() or not index.is_file():
+        return not any(folder.glob("*.safetensors"))
+    placed = read_json(index).get("weight_map")
+    return isinstance(placed, dict) and not all((folder / file).exists() for file in set(map(str, placed.values())))
+
+
+def _download(name: str, console: Console, fetch: bool) -> Path:
+    """Download what a model is loaded from, to the Hub's local cache; without ``fetch``, on a yes."""
+    from huggingface_hub import model_info, snapshot_download
+    from huggingface_hub.utils import disable_progress_bars  # type: ignore[attr-defined]
+
+    # Folders inside hold other formats of the same weights, and so do consolidated files.
+    sizes = {
+        file.rfilename: file.size or 0
+        for file in model_info(name, files_metadata=True, timeout=_HUB_TIMEOUT_S).siblings or []
+        if file.rfilename.endswith(_LOADED) and "/" not in file.rfilename and "consolidated" not in file.rfilename
+    }
+    if not any(file.endswith(".safetensors") for file in sizes):
+        raise CheckpointError(f"{name}: expected safetensors files on the Hub, found none; use a release that has them")
+    num_bytes = sum(sizes.values())
+    size = f"{num_bytes / 1e9:,.1f} GB" if num_bytes >= 1e8 else f"{num_bytes / 1e6:,.1f} MB"  # as the Hub shows them
+    if fetch:
+        print_line(console, f"downloading {name} ({size})")
+    else:
+        console.print(f"download {name} ({size})? [y/N] ", end="", markup=False)
+        if sys.stdin.readline().strip().lower() not in ("y", "yes"):
+            raise CheckpointError(f"{name}: not downloaded, as you said; give the folder of a model, or another name")
+    if console.quiet or not console.is_terminal:
+        disable_progress_bars()
+    return Path(snapshot_download(name, allow_patterns=[escape(file) for file in sizes]))
 
 
 def require_packages(verb: str, extra: str, *names: str) -> None:

@@ -9,36 +9,39 @@ import mmap
 import os
 import re
 import resource
+import signal
 import sys
 import time
 import warnings
-from collections.abc import Callable, Iterator
-from contextlib import suppress
+from collections import Counter
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any, NamedTuple
 
 import typer
 from rich.console import Console
 
-from headrace.checkpoint.model_folder import model_folder, open_tokenizer
+from headrace.checkpoint.model_folder import open_tokenizer
 from headrace.cli.arguments import (
     DTYPE_HELP,
     SpeculationFlags,
     check_dtype,
     disk_options,
+    folder_or_download,
     refuse_idle,
     requested,
     require_writable,
     target_device,
     with_flags,
 )
-from headrace.cli.terminal import byte_bar, stderr
+from headrace.cli.terminal import byte_bar, print_error, print_line, stderr
 from headrace.config import AUTO_CONTEXT, RANK_MODES, SHARDED_MODES, count
 from headrace.errors import CheckpointError, OptionError
 from headrace.flags import OffloadFlags, row
-from headrace.formatting import TokenText, format_rate, format_size, format_time
+from headrace.formatting import TokenText, format_rate, format_size, format_time, pluralize
 from headrace.json_files import encode, write_file
 from headrace.memory.system import PeakMeter, peak_rss_bytes
 
@@ -51,7 +54,6 @@ if TYPE_CHECKING:
     from headrace.experts.recorder import RoutingRecorder
     from headrace.plan.plan import Plan
     from headrace.plan_model import PlanResult
-    from headrace.stats import Stats
 
 _GREETING = "Hello"  # stands for the first message of a chat until there is one
 
@@ -106,6 +108,7 @@ class GenerateOptions(SpeculationFlags):
     dtype: str | None = row("NAME", DTYPE_HELP, check_dtype)
     attn_implementation: str | None = row("NAME", "Attention of transformers: sdpa, eager, ... (default the model's).")
     no_graphs: bool = row("", "Launch each kernel from Python instead of replaying CUDA graphs.", off=False)
+    download: bool = row("", "Download a model that is not there, without a question.", off=False)
     quiet: bool = row("", "Print nothing but the text and errors.", off=False)
     trace: Path | None = row("FILE", "Write copies, compute and stalls for Perfetto (GPU: launches).", require_writable)
     expert_trace: Path | None = row("FILE", "Record the experts that tokens choose, for `plan`.", require_writable)
@@ -169,7 +172,7 @@ def chat(
     options: ChatOptions,
     flags: OffloadFlags,
 ) -> None:
-    """Chat with a model that does not fit on the device, a message a line, from a terminal or stdin; /exit ends it."""
+    """Chat with a model that does not fit on the device, a message a line; /help lists commands, -v prints the plan."""
     _open_stdin("a chat")
     _run(model, None, True, options, flags)
 
@@ -181,7 +184,8 @@ def _run(model: str, text: str | None, chat: bool | None, options: GenerateOptio
         refuse_idle({"--acceptance": options.acceptance}, "without --speculate")
     if options.system is not None and chat is False:
         raise OptionError("--system and --no-chat contradict each other: a system message needs the chat template")
-    folder = model_folder(model)
+    notes = Console(stderr=True, quiet=True) if options.quiet else stderr
+    folder = folder_or_download(model, notes, fetch=options.download)
     device = target_device(flags.device)
     policy = requested(flags, device)
     mode = getattr(policy, "mode", None)
@@ -200,14 +204,11 @@ def _run(model: str, text: str | None, chat: bool | None, options: GenerateOptio
     from headrace.adapters.transformers.load_folder import load_matched
     from headrace.adapters.transformers.opened_model import open_model
     from headrace.experts.recorder import RoutingRecorder
-    from headrace.plan.tables import render
     from headrace.plan_model import plan_model
     from headrace.planning.request import PlanRequest
     from headrace.runtime.prepare import open_ranks
 
-    notes = stderr
     if options.quiet:
-        notes = Console(stderr=True, quiet=True)
         logging.getLogger("transformers").setLevel(logging.ERROR)
         warnings.simplefilter("ignore")
     disable_progress_bar()  # type: ignore[no-untyped-call] # of drafts and heads
@@ -230,15 +231,14 @@ def _run(model: str, text: str | None, chat: bool | None, options: GenerateOptio
     max_new_tokens, longest = options.max_new_tokens, planned.planner.profile.max_context
     _check_length(inputs["input_ids"].shape[1], max_new_tokens, longest, planned.plan)
     plan = planned.plan
-    notes.print(render(plan, opened.name))
-    if planned.context.automatic:
-        notes.print(planned.context.automatic, soft_wrap=True)
     # A recorder of routing runs Python in every step.
     graphs = not options.no_graphs and options.expert_trace is None
-    if planned.speculation is not None:
-        notes.print(f"expected: {planned.speculation}", soft_wrap=True)
-    elif device.type != "cuda" or (graphs and group is None):  # the speed of eager Python code is not predicted
-        notes.print(_expectation(planned), soft_wrap=True)
+    # The speed of eager Python code is not predicted.
+    is_predicted = device.type != "cuda" or (graphs and group is None)
+    is_whole = text is not None or logging.getLogger("headrace").isEnabledFor(logging.INFO)  # -v
+    _print_plan(notes, planned, is_whole, is_predicted)
+    if text is None:
+        print_line(notes, "/help lists commands; Ctrl-C ends an answer, Ctrl-D or /exit the chat")
     meter = PeakMeter()
     with byte_bar("loading", notes) as progress, open_ranks(group) as ranks:
         request = replace(request, model=module, policy=plan, ranks=ranks, speculation=speculation)
@@ -246,17 +246,19 @@ def _run(model: str, text: str | None, chat: bool | None, options: GenerateOptio
     # The handle is not removed at the end: that would make all weights resident, which may not fit.
     recorder = None if options.expert_trace is None else RoutingRecorder(module, device)
 
-    def answer(inputs: dict[str, Any]) -> tuple[Any, float]:
+    def answer(inputs: dict[str, Any], stopped: Sequence[int] | None = None) -> _Answer:
         _check_length(inputs["input_ids"].shape[1], max_new_tokens, longest, plan)
         moved = {name: tensor.to(device) for name, tensor in inputs.items()}
-        return _stream(module, tokenizer, moved, options, _Printer(tokenizer, continues=not chat))
+        return _stream(module, tokenizer, moved, options, _Printer(tokenizer, continues=not chat), stopped)
 
-    answers = _converse(tokenizer, folder, options.system, answer, notes) if text is None else [answer(inputs)]
-    tokens, seconds = sum(len(answer) for answer, _ in answers), sum(taken for _, taken in answers)
+    if text is None:
+        answers = _Conversation(tokenizer, folder, options.system, answer, notes).run()
+    else:
+        answers = [answer(inputs)]
     if group is not None and device.type == "cuda":
         torch.cuda.synchronize()  # no rank ends before its copies for others have completed
-    if tokens:
-        _print_metrics(notes, handle, tokens, seconds, meter.growth_bytes())
+    if answers:
+        _print_metrics(notes, handle, answers, device, meter.growth_bytes())
     _keep_records(options, handle, recorder, notes)
 
 
@@ -277,15 +279,48 @@ def _keep_records(options: GenerateOptions, handle: Handle, recorder: RoutingRec
         notes.print(f"trace: {options.trace} (open it at https://ui.perfetto.dev)")
 
 
-def _expectation(planned: PlanResult) -> str:
-    """The prediction of `headrace plan` with the same flags for one sequence."""
-    planner = planned.planner
+def _print_plan(notes: Console, planned: PlanResult, is_whole: bool, is_predicted: bool) -> None:
+    """Print the plan and its prediction for one sequence; in two lines, or whole."""
+    from headrace.plan.tables import render
+
+    plan, name = planned.plan, planned.plan.model_name or "model"
+    rate, expected = _expectation(planned) if is_predicted or planned.speculation is not None else (0.0, "")
+    if is_whole:
+        notes.print(render(plan, name))
+        lines = ["", f"weights: {_places(plan)}", planned.context.automatic, f"expected: {expected}" * bool(expected)]
+    else:
+        rates = "" if planned.planner.rates.is_measured else " by nominal rates"
+        speed = f": {format_rate(rate)} tokens/s expected{rates}" * bool(expected)
+        lines = [f"{name}{speed}", f"weights: {_places(plan)}"]
+    for line in lines[:1] + list(filter(None, lines[1:])):
+        print_line(notes, line)
+
+
+def _expectation(planned: PlanResult) -> tuple[float, str]:
+    """Tokens a second that `headrace plan` predicts with the same flags for one sequence, and how it comes to that."""
+    planner, forecast = planned.planner, planned.speculation
+    if forecast is not None:
+        return forecast.tokens_per_s, str(forecast)
     step = planner.forecast(planned.plan, 1, planned.workload.context)
     hint = "" if planner.rates.is_measured else "; run `headrace probe` for better predictions"
-    return (
-        f"expected: {format_time(step.step_s)} per token ({format_rate(step.rows_per_s)} tokens/s), bound by "
-        f"{step.bound}, by the rates of {planner.rates.machine}{hint}"
+    return step.rows_per_s, (
+        f"{format_time(step.step_s)} per token ({format_rate(step.rows_per_s)} tokens/s), bound by {step.bound}, by "
+        f"the rates of {planner.rates.machine}{hint}"
     )
+
+
+def _places(plan: Plan) -> str:
+    """The memory that weights are in, by the names of the figures at the end."""
+    from headrace.plan.kinds import kind_of
+
+    places = Counter({"device memory": plan.device_bytes})
+    for store, num_bytes in plan.store_bytes.items():
+        if store not in ("resident", "slots", "cache"):
+            place, _, how = kind_of(store).label.partition(", ")
+            name = {"host": "host memory", "file": "files"}.get(place, place)
+            places[f"{name} ({how})" if how else name] += num_bytes
+    sizes = ", ".join(f"{place} {format_size(num_bytes)}" for place, num_bytes in places.items() if num_bytes)
+    return sizes if plan.offloaded_bytes else f"{sizes}; nothing is offloaded"
 
 
 # -- arguments --------------------------------------------------------------------------------------------------------
@@ -444,23 +479,113 @@ def _tokenize(tokenizer: Any, folder: Path, text: str, messages: list[dict[str, 
 # -- the text ---------------------------------------------------------------------------------------------------------
 
 
-def _converse(
-    tokenizer: Any, folder: Path, system: str | None, answer: Callable[..., tuple[Any, float]], notes: Console
-) -> list[tuple[Any, float]]:
-    """Answer a message a line until /exit or the end of stdin, each with all before it; what ``answer`` returned."""
-    with suppress(ImportError):
-        import readline  # noqa: F401 - input() then edits its line and recalls the ones before
-    messages, answers = _messages("", system)[:-1], []
-    with suppress(EOFError):
-        while (line := input("> " if sys.stdin.isatty() else "").strip()) != "/exit":
-            if line:
-                _utf8("stdin", line)
-                messages.append({"role": "user", "content": line})
-                tokens, seconds = answer(_tokenize(tokenizer, folder, line, messages))
-                answers.append((tokens, seconds))
-                messages.append({"role": "assistant", "content": tokenizer.decode(tokens, skip_special_tokens=True)})
-                notes.print(f"{len(tokens)} tokens in {format_time(seconds)}", style="dim")
-    return answers
+_HELP = """\
+/clear         forget the conversation
+/system TEXT   set the system message; without TEXT, show it
+/exit          end; so do /quit, Ctrl-D, and Ctrl-C at the prompt
+Ctrl-C ends an answer at its next token and keeps it; once more ends the chat"""
+
+
+class _Answer(NamedTuple):
+    """Ids of an answer, how many of them came first, and the seconds until then and in all, prompt included."""
+
+    tokens: Any
+    num_first: int
+    first_s: float
+    seconds: float
+
+
+class _Conversation:
+    """A chat: a message or a /command a line, each message answered with all before it."""
+
+    def __init__(
+        self, tokenizer: Any, folder: Path, system: str | None, answer: Callable[..., _Answer], notes: Console
+    ) -> None:
+        self._tokenizer, self._folder, self._answer, self._notes = tokenizer, folder, answer, notes
+        self._first: list[dict[str, str]] = _messages("", system)[:-1]
+        self._turns: list[dict[str, str]] = []
+        self._answers: list[_Answer] = []
+
+    def run(self) -> list[_Answer]:
+        """Read lines until /exit or the end of stdin."""
+        with suppress(ImportError):
+            import readline  # noqa: F401 - input() then edits its line and recalls the ones before
+        while (line := _next_line()) is not None:
+            command, _, text = line.strip().partition(" ")
+            if command in ("/exit", "/quit"):
+                break
+            try:
+                if line.startswith("/"):
+                    self._obey(command, text.strip())
+                elif command:
+                    self._say(line.strip())
+            except OptionError as error:
+                if not sys.stdin.isatty():
+                    raise
+                print_error(f"{error} (/clear forgets the conversation)")
+        return self._answers
+
+    def _obey(self, command: str, text: str) -> None:
+        if command == "/help":
+            stderr.print(_HELP, markup=False)
+        elif command == "/clear":
+            self._turns.clear()
+            print_line(self._notes, "the conversation is forgotten", "dim")
+        elif command == "/system":
+            if text:
+                _utf8("stdin", text)
+                _tokenize(self._tokenizer, self._folder, text, _messages("?", text))  # a template may refuse it
+                self._first = _messages("", text)[:-1]
+            shown = self._first[0]["content"] if self._first else "none; /system TEXT sets it"
+            print_line(stderr, f"system message: {shown}")
+        else:
+            print_line(stderr, f"no command {command}: /help lists them; a space before the / sends the line")
+
+    def _say(self, text: str) -> None:
+        _utf8("stdin", text)
+        turns = [*self._turns, {"role": "user", "content": text}]
+        inputs = _tokenize(self._tokenizer, self._folder, text, [*self._first, *turns])
+        with _stop_at_ctrl_c() as stopped:
+            answer = self._answer(inputs, stopped)
+        self._answers.append(answer)
+        said = self._tokenizer.decode(answer.tokens, skip_special_tokens=True)
+        self._turns = [*turns, {"role": "assistant", "content": said}]
+        print_line(self._notes, f"{_speed([answer])}{' (ended by Ctrl-C)' if stopped else ''}", "dim")
+
+
+def _next_line() -> str | None:
+    """The next line of stdin; ``None`` at its end, or for Ctrl-C at the prompt."""
+    asks = sys.stdin.isatty()
+    if asks and not sys.stdout.isatty():  # where input() would write the prompt
+        stderr.print("> ", end="")
+    try:
+        return input("> " if asks and sys.stdout.isatty() else "")
+    except (EOFError, KeyboardInterrupt) as end:
+        if isinstance(end, KeyboardInterrupt) and not asks:
+            raise
+    if asks:
+        stderr.print()
+    return None
+
+
+@contextmanager
+def _stop_at_ctrl_c() -> Iterator[list[int]]:
+    """Within, at a terminal, the first Ctrl-C goes into the list; the next one interrupts, as it does elsewhere.
+
+    An answer ends between two tokens, where the model is in no forward.
+    """
+    stopped: list[int] = []
+    before = signal.getsignal(signal.SIGINT)
+
+    def stop(number: int, _: object) -> None:
+        stopped.append(number)
+        signal.signal(number, before)
+
+    signal.signal(signal.SIGINT, stop if sys.stdin.isatty() else before)
+    try:
+        yield stopped
+    finally:
+        signal.signal(signal.SIGINT, before)
 
 
 class _Printer:
@@ -469,12 +594,16 @@ class _Printer:
     def __init__(self, tokenizer: Any, *, continues: bool) -> None:
         self._decode, self._continues = partial(tokenizer.decode, skip_special_tokens=True), continues
         self._text: TokenText | None = None
+        self._begin = time.perf_counter()
+        self.first = 0, 0.0  # tokens that came at once, speculated ones too, and seconds until then
 
     def put(self, tokens: torch.Tensor) -> None:
         ids = tokens.flatten().tolist()
         if self._text is None:
             self._text = TokenText(self._decode, ids if self._continues else ())
         else:
+            if not self.first[0]:
+                self.first = len(ids), time.perf_counter() - self._begin
             print("".join(map(self._text.add, ids)), end="", flush=True)
 
     def end(self) -> None:
@@ -482,9 +611,9 @@ class _Printer:
 
 
 def _stream(
-    module: Any, tokenizer: Any, inputs: dict[str, Any], options: GenerateOptions, printer: _Printer
-) -> tuple[Any, float]:
-    """Print the text while it is generated; returns the ids of the new tokens and the seconds, prompt included."""
+    module: Any, tokenizer: Any, inputs: dict[str, Any], options: GenerateOptions, printer: _Printer, stopped: Any
+) -> _Answer:
+    """Print the text while it is generated, until something is in the list ``stopped``, if that is given."""
     import torch
 
     torch.manual_seed(options.seed or 0)
@@ -500,26 +629,46 @@ def _stream(
         pad_token_id=next(token for token in pad_ids if token is not None),
         return_dict_in_generate=False,
         **({} if module.generation_config.stop_strings is None else {"tokenizer": tokenizer}),
+        **({} if stopped is None else {"stopping_criteria": [lambda *_, **__: bool(stopped)]}),
         **options.sampling(),
     )
-    return output[0, inputs["input_ids"].shape[1] :], time.perf_counter() - begin
+    return _Answer(output[0, inputs["input_ids"].shape[1] :], *printer.first, time.perf_counter() - begin)
 
 
-def _passes(stats: Stats) -> Iterator[str]:
-    """The line about what speculation accepted."""
-    if (counts := stats.speculation) is not None and counts.passes:
-        yield f"{counts.passes} passes, {counts.tokens_per_pass:.2f} tokens each"
-        yield f"{format_size(stats.bytes_moved // max(1, counts.tokens))} moved per token"
-
-
-def _print_metrics(notes: Console, handle: Handle, tokens: int, seconds: float, growth_bytes: int) -> None:
-    stats = handle.stats()
-    metrics = (
-        f"{tokens} tokens in {format_time(seconds)} ({format_rate(tokens / seconds)} tokens/s)",
-        f"{format_size(stats.bytes_moved)} moved ({stats.bytes_moved / seconds / 1e9:.2f} GB/s)",
-        f"{stats.stalls} stalls ({format_time(stats.stall_s)})",
-        *_passes(stats),
-        f"peak memory {format_size(peak_rss_bytes())}, {format_size(growth_bytes)} of it since loading began",
-        f"{format_size(handle.plan.device_bytes)} planned for weights",
+def _speed(answers: Sequence[_Answer]) -> str:
+    """Tokens, the time to the first, and the rate of those that followed."""
+    tokens = sum(len(answer.tokens) for answer in answers)
+    following = tokens - sum(answer.num_first for answer in answers)
+    seconds = sum(answer.seconds - answer.first_s for answer in answers)
+    first_s = sum(answer.first_s for answer in answers) / len(answers)
+    several = len(answers) > 1
+    return (
+        f"{pluralize(tokens, 'token')}{f' in {len(answers)} answers' if several else ''}: first token "
+        f"{format_time(first_s)}{' on average' if several else ''}"
+        f"{f', then {format_rate(following / seconds)} tokens/s' if following else ''}"
     )
-    notes.print("; ".join(metrics), style="bold", soft_wrap=not notes.is_terminal)
+
+
+def _print_metrics(
+    notes: Console, handle: Handle, answers: Sequence[_Answer], device: torch.device, growth_bytes: int
+) -> None:
+    import torch
+
+    stats, seconds = handle.stats(), sum(answer.seconds for answer in answers)
+    lines = [
+        _speed(answers),
+        f"{format_size(stats.bytes_moved)} moved ({stats.bytes_moved / seconds / 1e9:.2f} GB/s), "
+        f"{pluralize(stats.stalls, 'stall')} ({format_time(stats.stall_s)})",
+    ]
+    if (counts := stats.speculation) is not None and counts.passes:
+        each = format_size(stats.bytes_moved // max(1, counts.tokens))
+        lines.append(f"{counts.passes} passes, {counts.tokens_per_pass:.2f} tokens each; {each} moved per token")
+    planned = f"{format_size(handle.plan.device_bytes)} planned for weights"
+    if device.type == "cuda":
+        lines.append(f"device memory: {format_size(torch.cuda.max_memory_allocated(device))} at peak, {planned}")
+    else:
+        lines.append(f"device memory: {planned}, which a CPU has in host memory")
+    peak = format_size(peak_rss_bytes())
+    lines.append(f"host memory: {peak} at peak, {format_size(growth_bytes)} of it since loading began")
+    for line in lines:
+        print_line(notes, line, "bold")
