@@ -66,13 +66,13 @@ FLAGS = {
     ],
     "generate": [
         "--prompt", "--chat", "--no-chat", *GUESSES, "--system", "--max-new-tokens", "--temperature", "--top-p",
-        "--top-k", "--seed", "--dtype", "--attn-implementation", "--no-graphs", "--quiet", "--trace", "--expert-trace",
-        "--acceptance", *OFFLOAD_FLAGS, "-v", "--verbose",
+        "--top-k", "--seed", "--dtype", "--attn-implementation", "--no-graphs", "--download", "--quiet", "--trace",
+        "--expert-trace", "--acceptance", *OFFLOAD_FLAGS, "-v", "--verbose",
     ],
     "chat": [
         *GUESSES, "--system", "--max-new-tokens", "--temperature", "--top-p", "--top-k", "--seed", "--dtype",
-        "--attn-implementation", "--no-graphs", "--quiet", "--trace", "--expert-trace", "--acceptance", *OFFLOAD_FLAGS,
-        "-v", "--verbose",
+        "--attn-implementation", "--no-graphs", "--download", "--quiet", "--trace", "--expert-trace", "--acceptance",
+        *OFFLOAD_FLAGS, "-v", "--verbose",
     ],
     "serve": [
         "--engine", "--host", "--port", "--api-key", "--served-model-name", "--max-queue", "--cors", "--allowed-hosts",
@@ -457,7 +457,7 @@ def test_a_saved_plan_is_shown_and_carried_out(model: Path, tmp_path: Path) -> N
     by_plan, by_policy = run(*args, "--plan", file), run(*args, "--device-memory", "2MiB")
     assert by_plan.exit_code == 0, by_plan.output
     assert by_plan.stdout == by_policy.stdout
-    moved = [re.search(r"; (\d+\.\d+ [KMG]iB moved) ", result.stderr) for result in (by_plan, by_policy)]
+    moved = [re.search(r"^(\d+\.\d+ [KMG]iB moved) ", result.stderr, re.M) for result in (by_plan, by_policy)]
     assert moved[0]
     assert moved[1]
     assert moved[0][1] == moved[1][1]
@@ -585,8 +585,8 @@ def test_what_contradicts_a_plan_and_places_for_none(model: Path, tmp_path: Path
 def test_generate_prints_what_transformers_prints(model: Path, flags: list[str]) -> None:
     result = succeed("generate", model, "--prompt", "Water", "--max-new-tokens", 12, *flags)
     assert result.stdout == plain_text(model, "Water", max_new_tokens=12)
-    assert "12 tokens in" in result.stderr
-    moved = re.search(r"; (\d+(?:\.\d+)?) M?i?B moved \(", result.stderr)
+    assert re.search(r"^12 tokens: first token [\d.]+ m?s, then [\d.,]+ tokens/s$", result.stderr, re.M)
+    moved = re.search(r"^(\d+(?:\.\d+)?) M?i?B moved \(", result.stderr, re.M)
     assert moved
     assert (float(moved[1]) > 0) == (flags[:1] in (["--device-memory"], ["--offload-group-size"]))
 

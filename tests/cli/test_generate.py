@@ -3,11 +3,17 @@
 from __future__ import annotations
 
 import json
+import os
+import pty
 import re
+import select
 import shutil
+import signal
 import subprocess
 import sys
+import time
 from collections.abc import Callable
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -160,8 +166,8 @@ def test_a_chat_remembers_what_was_said(with_template: Callable[..., Path], monk
     second = chat_text(folder, *turns, max_new_tokens=12)
     done = converse(folder, "Water", "", "Fire", flags=("--system", "Be brief."))
     assert done.stdout == first + second
-    assert done.stderr.count("12 tokens in ") == 2
-    assert "24 tokens in" in done.stderr
+    assert done.stderr.count("12 tokens: first token ") == 2
+    assert "24 tokens in 2 answers: first token " in done.stderr
     assert "moved" in done.stderr
     assert " 0 B moved (" not in done.stderr
     end = "<|endoftext|>"
@@ -172,7 +178,7 @@ def test_a_chat_ends(with_template: Callable[..., Path]) -> None:
     folder = with_template("tiny-instruct")
     for lines in ((), ("/exit", "Water")):
         done = converse(folder, *lines)
-        assert (done.stdout, "tokens in" in done.stderr) == ("", False)
+        assert (done.stdout, "first token" in done.stderr) == ("", False)
 
 
 def test_a_chat_that_cannot_be_held(model: Path, with_template: Callable[..., Path]) -> None:
@@ -181,6 +187,175 @@ def test_a_chat_that_cannot_be_held(model: Path, with_template: Callable[..., Pa
     message = error_of("chat", folder, "--device-memory", "2MiB", "--offload-mode", "shm_cpu")
     assert "mode shm_cpu is for several processes, and a chat has one" in message
     assert "(--max-new-tokens) make" in error_of("chat", folder, "--max-new-tokens", 100_000)
+
+
+def test_commands_of_a_chat(with_template: Callable[..., Path]) -> None:
+    """None goes to the model; a space before the / sends the line."""
+    folder = with_template("tiny-instruct")
+    lines = (
+        "Water",
+        "/system Be brief.",
+        "/system",
+        "/clear",
+        "Fire",
+        "/nothing here",
+        "/help",
+        " /etc",
+        "/quit",
+        "Never",
+    )
+    done = converse(folder, *lines)
+    system = ("system", "Be brief.")
+    second = chat_text(folder, system, ("user", "Fire"), max_new_tokens=12)
+    turns = (system, ("user", "Fire"), ("assistant", second.removesuffix("\n")), ("user", "/etc"))
+    first, third = (chat_text(folder, *each, max_new_tokens=12) for each in ((("user", "Water"),), turns))
+    assert done.stdout == first + second + third
+    told = done.stderr.splitlines()
+    assert told.count("system message: Be brief.") == 2
+    assert "no command /nothing: /help lists them; a space before the / sends the line" in told
+    assert [line.split()[0] for line in told if line.startswith("/")] == ["/help", "/clear", "/system", "/exit"]
+
+
+def test_three_lines_come_before_the_prompt(with_template: Callable[..., Path]) -> None:
+    """And the plan with -v; no bar in a pipe, and figures fit 80 columns."""
+    folder = with_template("tiny-instruct")
+    told = converse(folder, "Water").stderr.splitlines()
+    assert [told[0].split(": ")[0], *told[1:3]] == [
+        "tiny-instruct",
+        "weights: device memory 1.94 MiB, files 1.69 MiB",
+        "/help lists commands; Ctrl-C ends an answer, Ctrl-D or /exit the chat",
+    ]
+    assert [line.split(" ")[0] for line in told[3:]] == ["12", "12", told[5].split()[0], "device", "host"]
+    assert "device memory: 1.94 MiB planned for weights, which a CPU has in host memory" in told
+    assert max(map(len, told)) <= 80
+    assert "Tensors by role" in converse(folder, "/exit", flags=("-v",)).stderr
+
+
+def at_a_terminal(command: list[object], *steps: tuple[str, str], **env: str) -> tuple[str, int]:
+    """What a command prints at a terminal, where each text is awaited and answered, and its exit code."""
+    pid, terminal = pty.fork()
+    if not pid:
+        os.execvpe(sys.executable, [sys.executable, *map(str, command)], {**os.environ, "TERM": "dumb", **env})
+    shown, waits = "", [*steps, ("\0", "")]
+    end = time.monotonic() + 120
+    for text, sent in waits:
+        seen = len(shown)
+        while text not in shown[seen:] and time.monotonic() < end:
+            if select.select([terminal], [], [], 0.2)[0]:
+                try:
+                    shown += os.read(terminal, 4096).decode(errors="replace")
+                except OSError:  # it has ended
+                    break
+        if text in shown[seen:]:
+            time.sleep(0.3)  # a signal between the prompt and the wait for a key has no effect in CPython
+            os.write(terminal, sent.encode())
+    with suppress(ProcessLookupError):
+        os.kill(pid, signal.SIGKILL if time.monotonic() > end else 0)
+    os.close(terminal)
+    return shown, os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1])
+
+
+def test_ctrl_c_ends_an_answer_and_keeps_the_chat(with_template: Callable[..., Path]) -> None:
+    """At the prompt it ends the chat; between the two the partial answer is in the conversation."""
+    folder = with_template("tiny-instruct")
+    # Steps slow enough to be interrupted; the prompts that are asked are printed.
+    code = f"""
+import time
+from headrace.cli import app, commands_generate
+read = commands_generate._tokenize
+def tokenize(tokenizer, folder, text, messages):
+    print("ASKED", [turn["role"] for turn in messages], flush=True)
+    return read(tokenizer, folder, text, messages)
+commands_generate._tokenize = tokenize
+put = commands_generate._Printer.put
+def slowly(self, tokens):
+    put(self, tokens)
+    time.sleep(0.5)
+    print("TOKEN", flush=True)
+commands_generate._Printer.put = slowly
+app(["chat", {str(folder)!r}, "--device", "cpu", "--max-new-tokens", "200"])
+"""
+    shown, exit_code = at_a_terminal(
+        ["-c", code], ("/exit the chat", "Water\n"), ("TOKEN", ""), ("TOKEN", "\x03"), ("Ctrl-C)", "Fire\n"),
+        ("TOKEN", ""), ("TOKEN", "\x03"), ("Ctrl-C)", ""), ("> ", "\x03"),
+    )  # fmt: skip
+    assert exit_code == 0, shown
+    assert shown.count("(ended by Ctrl-C)") == 2
+    assert "ASKED ['user', 'assistant', 'user']" in shown
+    assert " tokens in 2 answers: first token " in shown
+    assert "Traceback" not in shown
+    shown, exit_code = at_a_terminal(["-c", code], ("/exit the chat", "Water\n"), ("TOKEN", ""), ("TOKEN", "\x03\x03"))
+    assert (exit_code, "interrupted" in shown) == (130, True), shown
+
+
+# -- a model that is not there -----------------------------------------------------------------------------------------
+
+
+HUB = """
+import sys
+import huggingface_hub
+from types import SimpleNamespace as Record
+from headrace.cli import app
+FILES = {"config.json": 10**6, "model-1.safetensors": 16 * 10**9, "a/model.safetensors": 10**12, "run.py": 10**12,
+         "tokenizer.model": 4 * 10**8, "pytorch_model.bin": 10**12, "consolidated.safetensors": 10**12}
+def model_info(name, files_metadata, timeout):
+    if "--offline" in sys.argv:
+        raise OSError("no route to the host\\nsecond line")
+    return Record(siblings=[Record(rfilename=file, size=size) for file, size in FILES.items()])
+def snapshot_download(name, **options):
+    if options.get("local_files_only"):
+        raise OSError("not here")
+    print("FETCHED", name, sorted(options["allow_patterns"]))
+    sys.exit(0)
+huggingface_hub.model_info, huggingface_hub.snapshot_download = model_info, snapshot_download
+app(["generate", "org/unheard-of", "--prompt", "a", *[word for word in sys.argv[1:] if word != "--offline"]])
+"""
+FETCHED = "FETCHED org/unheard-of ['config.json', 'model-1.safetensors', 'tokenizer.model']"
+
+
+@pytest.mark.parametrize(("answer", "exit_code"), [("y", 0), ("n", 2), ("", 2)])
+def test_a_download_is_asked_for_at_a_terminal(answer: str, exit_code: int, tmp_path: Path) -> None:
+    """With the size of what is loaded: no code, no pickles, no second copy."""
+    question = "download org/unheard-of (16.4 GB)? [y/N]"
+    shown, code = at_a_terminal(["-c", HUB], (question, f"{answer}\n"), HF_HUB_CACHE=str(tmp_path))
+    assert (code, FETCHED in shown, "not downloaded, as you said" in " ".join(shown.split())) == (
+        exit_code, exit_code == 0, exit_code == 2,
+    ), shown  # fmt: skip
+
+
+@pytest.mark.parametrize(("flags", "told"), [
+    ((), "`hf download org/unheard-of --include \"*.json\"`; or add --download"),
+    (("--download", "--offline"), "the Hub does not give it (OSError: no route to the host); check the name"),
+    (("--download",), "downloading org/unheard-of (16.4 GB)"),
+])  # fmt: skip
+def test_a_download_without_a_terminal(flags: tuple[str, ...], told: str, tmp_path: Path) -> None:
+    """A yes on stdin is no answer; without a network there is one line."""
+    env = {**os.environ, "HF_HUB_CACHE": str(tmp_path)}
+    command = [sys.executable, "-c", HUB, *flags]
+    done = subprocess.run(command, input="y\n", capture_output=True, text=True, check=False, env=env)
+    fetched = flags == ("--download",)
+    assert (done.returncode, FETCHED in done.stdout) == ((0, True) if fetched else (2, False)), done.stderr
+    assert told in done.stderr.splitlines()[-1]
+
+
+def test_weights_that_are_missing_are_downloaded(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A name of which a cache has the config alone is not there; a folder of that kind is told as before."""
+    snapshot = tmp_path / "models--org--config" / "snapshots" / ("1a2b" * 10)
+    snapshot.mkdir(parents=True)
+    (snapshot / "config.json").write_text("{}")
+    refs = tmp_path / "models--org--config" / "refs"
+    refs.mkdir()
+    (refs / "main").write_text(snapshot.name)
+    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_CACHE", str(tmp_path))
+    index = snapshot / "model.safetensors.index.json"
+    for placed in (None, {"weight_map": {"a": "model-1.safetensors", "b": "model-2.safetensors"}}):
+        if placed is not None:
+            index.write_text(json.dumps(placed))
+            (snapshot / "model-1.safetensors").touch()
+        message = error_of("generate", "org/config", "--prompt", "a")
+        assert "expected all safetensors files of org/config, found some missing: `hf download org/config`" in message
+        assert message.endswith("; or add --download")
+    assert "--download" not in error_of("generate", snapshot, "--prompt", "a")
 
 
 # -- sampling ----------------------------------------------------------------------------------------------------------
@@ -374,7 +549,7 @@ def test_a_plan_for_another_dtype_is_carried_out(model: Path, tmp_path: Path) ->
     result = succeed("generate", model, *args, "--dtype", "bfloat16", "--plan", plan)
     assert result.stdout == plain_text(model, "Water", max_new_tokens=12, dtype=torch.bfloat16)
     assert Plan.load(plan).mode == "disk"
-    assert re.search(r"; \d+\.\d+ MiB moved", result.stderr)
+    assert re.search(r"^\d+\.\d+ MiB moved", result.stderr, re.M)
     assert "was made for another model" in error_of("generate", model, *args, "--plan", plan)
 
 
@@ -458,7 +633,7 @@ class TestSpeculation:
         assert result.stdout == text_of(folder, inputs, max_new_tokens=24, do_sample=False, use_mtp=True)
         error = " ".join(result.stderr.split())
         assert "expected: speculation with 1 guess by mtp: 1.9 tokens a pass (as given)" in error
-        assert re.search(r"; 1[0-9] passes, [12]\.\d\d tokens each; \d.* moved per token", error)
+        assert re.search(r" 1[0-9] passes, [12]\.\d\d tokens each; \d.* moved per token", error)
         assert "Loading weights" not in error
 
     def test_where_it_loses(self, model: Path) -> None:

@@ -184,9 +184,9 @@ QUESTIONS = [
     Question(
         "And it ends",
         "chat CHATTY --max-new-tokens 4 --device cpu",
-        ("of weights",),
+        ("weights: device memory",),
         stdin="/exit\nnever said\n",
-        never=("tokens in",),
+        never=("first token",),
     ),
     Question("A prompt from a pipe", "generate TINY --prompt - --max-new-tokens 2", ("2 tokens",), stdin="Water is"),
 ]  # fmt: skip
