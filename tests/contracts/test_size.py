@@ -13,16 +13,16 @@ import pytest
 import measures
 
 BOUNDS = {
-    "lines of src": 22362,
-    "lines of the core": 14811,
+    "lines of src": 22376,
+    "lines of the core": 14825,
     "files of src": 157,
-    "lines of tests": 40945,
+    "lines of tests": 40974,
     "longest class": 347,
     "Prefetcher": 296,
     "branches on a kind of store": 4,
     "files that headrace.api loads": 36,
-    "lines that headrace.api loads": 6279,
-    "lines of the spine": 5000,
+    "lines that headrace.api loads": 6293,
+    "lines of the spine": 5002,
     "files of the spine": 53,
     "files to the first copy": 42,
     "functions to the first copy": 382,

@@ -179,12 +179,7 @@ class _ModuleHook(NotCopyable):
         self._prefetcher = None
         for handle in self._handles:
             handle.remove()
-        # A wrapper that another library has put around ours since stays. It may have bound ours anew, hence no `is`.
-        if vars(self._module).get("forward") == self._wrapper:
-            if self._own_forward is None:
-                del self._module.__dict__["forward"]
-            else:
-                self._module.__dict__["forward"] = self._own_forward
+        _unwrap(self._module, self._wrapper, self._own_forward)
         for module in (self._entry, self._module):
             for name in (self._tag_attr, _TOKEN, _END):
                 vars(module).pop(name, None)
@@ -589,19 +584,48 @@ class CalledForwardHook(ForwardHook):
         return output
 
 
+class AroundForward(NotCopyable):
+    """Calls ``check`` in eager code before and after the ``forward`` of one of :func:`unhooked_modules`."""
+
+    def __init__(self, module: nn.Module, check: Callable[[], None]) -> None:
+        self._module, self._check, self._own_forward = module, check, vars(module).get("forward")
+        self._wrapper = _wrapped_forward(module, self._forward, (type(module).__module__, type(module).__qualname__))
+        module.__dict__["forward"] = self._wrapper
+
+    def remove(self) -> None:
+        """Give ``module`` its forward back."""
+        _unwrap(self._module, self._wrapper, self._own_forward)
+
+    def _forward(self, original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+        self._check()
+        output = original(*args, **kwargs)
+        self._check()
+        return output
+
+
 def new_token(device: torch.device) -> torch.Tensor:
     """Tensor that all ops of one offload declare as mutated: int64, shape ``[1]``, on ``device``."""
     return torch.zeros(1, dtype=torch.int64, device=device)
 
 
-def unhooked_modules(model: nn.Module) -> set[nn.Module]:
-    """Encoder layers of torch and what is in them: for hooks there torch leaves its fast path, which rounds otherwise.
+def unhooked_modules(model: nn.Module) -> dict[nn.Module, nn.Module]:
+    """torch's encoder layers and what is in them, with the layer: for hooks there torch leaves its fast path.
 
-    On a GPU its GELU is the approximate one (``aten::_addmm_activation``), and under autocast of a CPU it has another
-    dtype.
+    That calls nothing in the layer, and rounds otherwise: on a GPU its GELU is the approximate one
+    (``aten::_addmm_activation``), and under autocast of a CPU it has another dtype.
     """
     layers = (module for module in model.modules() if isinstance(module, nn.TransformerEncoderLayer))
-    return {module for layer in layers for module in layer.modules()}
+    return {module: layer for layer in layers for module in layer.modules()}
+
+
+def _unwrap(module: nn.Module, wrapper: types.MethodType, own: Any) -> None:
+    """Give ``module`` its ``own`` forward back, or that of its class."""
+    # A wrapper that another library has put around ours since stays. It may have bound ours anew, hence no `is`.
+    if vars(module).get("forward") == wrapper:
+        if own is None:
+            del module.__dict__["forward"]
+        else:
+            module.__dict__["forward"] = own
 
 
 def _wrapped_forward(
