@@ -13,15 +13,15 @@ import pytest
 import measures
 
 BOUNDS = {
-    "lines of src": 22376,
-    "lines of the core": 14825,
+    "lines of src": 22381,
+    "lines of the core": 14830,
     "files of src": 157,
-    "lines of tests": 40974,
+    "lines of tests": 40989,
     "longest class": 347,
     "Prefetcher": 296,
     "branches on a kind of store": 4,
     "files that headrace.api loads": 36,
-    "lines that headrace.api loads": 6293,
+    "lines that headrace.api loads": 6298,
     "lines of the spine": 5002,
     "files of the spine": 53,
     "files to the first copy": 42,

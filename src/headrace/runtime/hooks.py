@@ -264,7 +264,8 @@ class UnitHook(_ModuleHook):
     def _trace_before(self, module: nn.Module, args: Any, kwargs: Any = None) -> None:
         refuse_export()
         self.pin_to_slots()
-        tensors = list(live_tensors(module, self._paths))
+        # All of them for guards, since code is shared by modules of which other tensors were promoted.
+        tensors = list(live_tensors(module, self._paths)) and list(live_tensors(module, self._in_slots()))
         # Hidden states, and not the ids and positions that every layer is given alike. With gradients autograd
         # would refuse a write to a leaf, and engines that hide weights from the compiler do not train.
         given = [] if torch.is_grad_enabled() else tensors_in((args, kwargs))
@@ -274,7 +275,7 @@ class UnitHook(_ModuleHook):
             leave_out_graph_inputs()
 
     def _trace_after(self, module: nn.Module, args: Any, kwargs: Any, output: Any) -> Any:
-        tensors = list(live_tensors(module, self._paths))
+        tensors = list(live_tensors(module, self._paths)) and list(live_tensors(module, self._in_slots()))
         outputs = tensors_in(output)
         with torch.no_grad():
             torch.ops.headrace.release(module._headrace_tag, module._headrace_token, tensors, outputs)
@@ -317,6 +318,14 @@ class UnitHook(_ModuleHook):
                         bound.pin_to_slot(functools.partial(hook._prefetcher.replays.is_read_here, hook._unit))
 
     pin_to_slots._dynamo_marked_constant = True  # type: ignore[attr-defined]
+
+    def _in_slots(self) -> tuple[tuple[str, ...], ...]:
+        """Paths of what was not promoted: no copy brings the rest, and a declared write would spoil views of it."""
+        promoted = [] if self._promoter is None else self._promoter.promoted
+        names = [storage.info.name for storage in self._storages for _ in storage.tensors]
+        return tuple(path for name, path in zip(names, self._paths, strict=True) if name not in promoted)
+
+    _in_slots._dynamo_marked_constant = True  # type: ignore[attr-defined] # see pin_to_slots
 
     def _trained(self) -> tuple[tuple[str, ...], ...]:
         """Paths of the parameters in the module that no unit brings and that want gradients, such as adapters."""
