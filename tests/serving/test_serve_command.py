@@ -115,11 +115,6 @@ def test_a_damaged_generation_config(model: Path, tmp_path: Path) -> None:
     assert "generation_config.json: expected UTF-8 JSON; found Unterminated string" in error_of("serve", folder)
 
 
-def test_quantised_weights(model: Path, tmp_path: Path) -> None:
-    folder = changed(model, tmp_path / "changed", "config.json", quantization_config={"quant_method": "fp8"})
-    assert "found quantised ones (quantization_config in config.json), which this server" in error_of("serve", folder)
-
-
 def test_without_the_extra(model: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("headrace.cli.arguments.find_spec", lambda name: None if name == "uvicorn" else find_spec(name))
     message = error_of("serve", model)

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from headrace.checkpoint.model_folder import is_quantised, model_folder
+from headrace.checkpoint.model_folder import model_folder
 from headrace.cli.arguments import (
     DTYPE_HELP,
     VERB_FLAGS,
@@ -170,11 +170,6 @@ def _run_server(model: str, flags: OffloadFlags, options: _ServeOptions) -> None
     from headrace.serving.app import bind, make_app, run_app
     from headrace.serving.batches import Batches
 
-    if is_quantised(folder):
-        raise OptionError(
-            f"{folder}: expected plain weights, found quantised ones (quantization_config in config.json), which this "
-            f"server is not tested with; use headrace serve --engine vllm, or the model's unquantised checkpoint"
-        )
     opened = open_model(folder, options.dtype, device=device)
     tokenizer = open_with_template(folder)
     _check_template(folder, tokenizer.chat_template)
