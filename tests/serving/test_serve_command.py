@@ -49,7 +49,7 @@ def test_what_cannot_be_served(model: Path, flags: list[str], message: str) -> N
     assert message in error_of("serve", model, *flags)
 
 
-@pytest.mark.parametrize("engine", ["transformers", "vllm"])
+@pytest.mark.parametrize("engine", ["own", "vllm"])
 def test_a_key_that_is_empty(model: Path, engine: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """As of a shell variable that is not set: it opened the server to all."""
     words = ("serve", model, "--engine", engine, "--dry-run")
