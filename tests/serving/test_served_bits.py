@@ -7,6 +7,7 @@ import shutil
 import subprocess
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -14,10 +15,12 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
+import quantised_checkpoints
 from commands import TINY, changed, write_llama_tokenizer
 from headrace.cli.demo_run import ensure_model
 from headrace.config import Prefetch
 from models import aligned
+from quantised_checkpoints import FORMATS
 from servers import NAME, Served, serving
 
 TEMPLATE = (
@@ -303,3 +306,24 @@ class TestSampling:
         assert cut["choices"][0]["finish_reason"] == "stop"
         assert cut["usage"]["completion_tokens"] == tokens.index(stop) + 1
         assert whole["choices"][0]["text"] == text_of(served, tokens)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", ["compressed-tensors int8", "torchao int8", "fp8, blocks, experts"])
+def test_quantised_checkpoints(folder: Path, tmp_path: Path, name: str) -> None:
+    form = FORMATS[name]
+    if not form.is_here:
+        pytest.skip(f"{form.package} is not installed")
+    sizes = {**(form.sizes or {}), "vocab_size": 258, "eos_token_id": None}
+    made = replace(form, sizes=sizes).write(tmp_path / "model")
+    for each in folder.glob("token*"):
+        shutil.copy(each, made)
+    model: Any = quantised_checkpoints.resident(made)
+    tokenizer: Any = AutoTokenizer.from_pretrained(made)
+    with serving(made, Prefetch(1, 1, 1, ("ALL_MODEL_PARAMS",))) as served:
+        for prompt in PROMPTS[:3]:
+            ids = tokenizer(prompt, return_tensors="pt").input_ids
+            expected = model.generate(ids, max_new_tokens=12, do_sample=False)[0, ids.shape[1] :].tolist()
+            answer = served.complete(prompt, max_tokens=12, temperature=0)
+            assert answer["choices"][0]["text"] == text_of(served, expected)
+        assert served.handle.stats().bytes_moved > 0
