@@ -27,7 +27,7 @@ from headrace.memory.system import num_cores
 from headrace.plan.nominal_rates import NOMINAL_CPU, NOMINAL_GPU, nominal_rates
 from headrace.plan.plan import DeviceName, Machine
 from headrace.plan.rates import Curve, Rates
-from headrace.transfer.cards import CARDS, GIB, MACHINES, link_rate, spelling
+from headrace.transfer.cards import GIB, MACHINES, find_card, link_rate, parse_link, rates_of_gpu, spelling
 
 if TYPE_CHECKING:
     import torch
@@ -147,13 +147,20 @@ class Probe:
         )
 
 
-def planning_rates(device: torch.device | DeviceName, direct: bool = False) -> Rates:
-    """The rates that plans for ``device`` use: those of the saved probe of this machine, or else nominal ones."""
+def planning_rates(device: torch.device | DeviceName, direct: bool = False, in_group: bool = False) -> Rates:
+    """The rates that plans for ``device`` use: those of the saved probe of this machine, or else nominal ones.
+
+    ``in_group``: others plan, too, and all have to come to one plan.
+    """
     probe = load()
     if device.type == "cpu":
         nominal = replace(NOMINAL_CPU, in_place_grouped_s_per_byte=None) if direct else NOMINAL_CPU
         return nominal if probe is None else probe.cpu_rates(direct)
-    return (probe.gpu_rates() if probe is not None else None) or NOMINAL_GPU
+    if probe is not None and (measured := probe.gpu_rates()) is not None:
+        names = probe.machine["devices"].split(", ")
+        if not device.index or names[device.index] == names[0]:  # the first is what was measured
+            return measured
+    return rates_of_gpu(device.index, of_card_alone=in_group) if may_have_gpu() else NOMINAL_GPU
 
 
 def describe_machine() -> dict[str, str]:
@@ -276,15 +283,14 @@ def named_machine(machine: str | os.PathLike[str], direct: bool = False) -> tupl
         known = ", ".join(MACHINES)
         raise OptionTypeError(f"machine: expected {known}, or the file of a probe, found {type(machine).__name__}")
     card, _, link = str(machine).lower().partition("@")
-    name = spelling(card)
-    if name in CARDS:
-        published = CARDS[name]
-        device, link_bytes_per_s = published["device"], link_rate(link or published["link"])
-        rates = (link_bytes_per_s, published["memory_bytes_per_s"], published["flops_per_s"])
+    is_measured = spelling(card) == "h200"
+    if not is_measured and (published := find_card(card)) is not None:
+        device, ends = published["device"], parse_link(link or published["link"])
+        rates = (link_rate(*ends), published["memory_bytes_per_s"], published["flops_per_s"])
         return Machine(device, int(published["gib"] * GIB)), nominal_rates(f"{device}{link and ' on '}{link}", *rates)
     if link and not Path(machine).exists():
         raise OptionError(f"--link {link!r}: expected a card with nominal rates, found {card!r}, which was measured")
-    if name == "h200":
+    if is_measured:
         probe = read_probe(Path(__file__).with_name("h200.json"))
         made_for = Machine("NVIDIA H200", 139 * GIB)  # not in the probe, which is from before it was kept
     else:
