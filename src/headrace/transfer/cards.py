@@ -29,14 +29,12 @@ def spelling(name: str) -> str:
     return re.sub(r"nvidia|geforce|tesla|rtx|[\s_-]", "", name.lower())
 
 
-_BY_NAME = {
-    spelling(name): card for key, card in CARDS.items() for name in (key, card["device"], *card.get("names", ()))
-}
-
-
 def find_card(name: str) -> dict[str, Any] | None:
     """The card that a user or a driver calls ``name``."""
-    return _BY_NAME.get(spelling(name))
+    for key, card in CARDS.items():
+        if spelling(name) in (key, *map(spelling, (card["device"], *card.get("names", ())))):
+            return card
+    return None
 
 
 def parse_link(link: str) -> tuple[int, int]:

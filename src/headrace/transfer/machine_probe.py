@@ -156,11 +156,15 @@ def planning_rates(device: torch.device | DeviceName, direct: bool = False, in_g
     if device.type == "cpu":
         nominal = replace(NOMINAL_CPU, in_place_grouped_s_per_byte=None) if direct else NOMINAL_CPU
         return nominal if probe is None else probe.cpu_rates(direct)
+    return _gpu_rates(probe, device.index, in_group)
+
+
+def _gpu_rates(probe: Probe | None, index: int | None, in_group: bool) -> Rates:
     if probe is not None and (measured := probe.gpu_rates()) is not None:
         names = probe.machine["devices"].split(", ")
-        if not device.index or names[device.index] == names[0]:  # the first is what was measured
+        if not index or names[index] == names[0]:  # the first is what was measured
             return measured
-    return rates_of_gpu(device.index, of_card_alone=in_group) if may_have_gpu() else NOMINAL_GPU
+    return rates_of_gpu(index, of_card_alone=in_group) if may_have_gpu() else NOMINAL_GPU
 
 
 def describe_machine() -> dict[str, str]:
