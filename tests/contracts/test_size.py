@@ -13,16 +13,16 @@ import pytest
 import measures
 
 BOUNDS = {
-    "lines of src": 22661,
-    "lines of the core": 14811,
-    "files of src": 158,
-    "lines of tests": 41210,
+    "lines of src": 22718,
+    "lines of the core": 14868,
+    "files of src": 159,
+    "lines of tests": 41391,
     "longest class": 347,
     "Prefetcher": 296,
     "branches on a kind of store": 4,
     "files that headrace.api loads": 36,
-    "lines that headrace.api loads": 6279,
-    "lines of the spine": 5000,
+    "lines that headrace.api loads": 6280,
+    "lines of the spine": 5001,
     "files of the spine": 53,
     "files to the first copy": 42,
     "functions to the first copy": 382,
