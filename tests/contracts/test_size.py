@@ -13,16 +13,16 @@ import pytest
 import measures
 
 BOUNDS = {
-    "lines of src": 22701,
-    "lines of the core": 14827,
-    "files of src": 158,
-    "lines of tests": 41307,
+    "lines of src": 22758,
+    "lines of the core": 14884,
+    "files of src": 159,
+    "lines of tests": 41495,
     "longest class": 347,
     "Prefetcher": 296,
     "branches on a kind of store": 4,
     "files that headrace.api loads": 36,
-    "lines that headrace.api loads": 6295,
-    "lines of the spine": 4999,
+    "lines that headrace.api loads": 6296,
+    "lines of the spine": 5000,
     "files of the spine": 53,
     "files to the first copy": 42,
     "functions to the first copy": 382,
