@@ -36,12 +36,12 @@ _LEAST_TEMPERATURE = 0.01  # logits divided by less leave the range of float32
 _NEUTRAL: dict[str, tuple[object, ...]] = {
     **dict.fromkeys(("audio", "max_tool_calls", "prediction", "previous_response_id"), ()),
     **dict.fromkeys(("reasoning_effort", "web_search_options"), ()),
-    **dict.fromkeys(("allowed_token_ids", "bad_words", "functions", "include", "stop_token_ids"), ([],)),
-    **dict.fromkeys(("frequency_penalty", "min_p", "presence_penalty", "top_logprobs"), (0,)),
+    **dict.fromkeys(("functions", "include"), ([],)),
+    "top_logprobs": (0,),
     **dict.fromkeys(("best_of", "length_penalty", "n"), (1,)),
     **dict.fromkeys(("background", "echo", "logprobs", "use_beam_search"), (False,)),
     **dict.fromkeys(("add_generation_prompt", "skip_special_tokens"), (True,)),
-    **dict.fromkeys(("logit_bias", "reasoning"), ({},)),
+    "reasoning": ({},),
     "modalities": (["text"],),
     "response_format": ({"type": "text"},),
     "text": ({}, {"format": {"type": "text"}}),
@@ -146,6 +146,11 @@ class _StreamOptions(_Object):
     include_usage: bool | None = None
 
 
+_Texts = Annotated[list[Annotated[str, Field(min_length=1)]], Field(max_length=64)]  # 64: each is one more to look for
+_Token = Annotated[int, Field(ge=0, lt=2**31)]
+_Penalty = Annotated[float, Field(ge=-2, le=2)]
+
+
 class GenerationRequest(BaseModel):
     """Fields of every endpoint; ``None``: the model's own.
 
@@ -161,13 +166,21 @@ class GenerationRequest(BaseModel):
     top_p: Annotated[float, Field(gt=0, le=1)] | None = None
     top_k: Annotated[int, Field(ge=-1, lt=2**31)] | None = None
     repetition_penalty: Annotated[float, Field(gt=0, le=10)] | None = None
+    min_p: Annotated[float, Field(ge=0, le=1)] | None = None
+    presence_penalty: _Penalty | None = None
+    frequency_penalty: _Penalty | None = None
+    logit_bias: (
+        dict[Annotated[str, Field(pattern=r"^(0|[1-9]\d{0,8})$")], Annotated[float, Field(ge=-100, le=100)]] | None
+    ) = None
+    bad_words: _Texts | None = None
+    allowed_token_ids: list[_Token] | None = None
+    stop_token_ids: list[_Token] | None = None
     min_tokens: Annotated[int, Field(ge=0, lt=2**31)] | None = None
     seed: Annotated[int, Field(gt=-(2**63), lt=2**63)] | None = None
     ignore_eos: bool | None = None
     stop: Annotated[
-        list[Annotated[str, Field(min_length=1)]] | None,
-        BeforeValidator(lambda given: [given] * bool(given) if isinstance(given, str) else given),
-    ] = Field(None, max_length=64)  # each is looked for after every token, while other requests wait
+        _Texts | None, BeforeValidator(lambda given: [given] * bool(given) if isinstance(given, str) else given)
+    ] = None
     stream_options: _StreamOptions | None = None
     max_tokens: Annotated[int, Field(ge=1, lt=2**31)] | None = Field(None, validation_alias=AliasChoices(*_LENGTHS))
 
