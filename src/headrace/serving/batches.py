@@ -23,6 +23,7 @@ from headrace.formatting import TokenText
 from headrace.graphs.cache_rows import Rows
 from headrace.serving.engine import Engine, Request
 from headrace.serving.request_body import Completion, GenerationRequest, RequestError
+from headrace.serving.structured import GrammarProcessor
 
 _ANSWER_TOKENS = 1024
 _CHECK_S = 1.0
@@ -32,8 +33,13 @@ _STOP_S = 30.0  # for the forward that runs
 # -- sampling ----------------------------------------------------------------------------------------------------------
 
 
-def settings_of(request: GenerationRequest, default: GenerationConfig) -> SimpleNamespace:
+def settings_of(
+    request: GenerationRequest, default: GenerationConfig, grammar: GrammarProcessor | None = None
+) -> SimpleNamespace:
     """How a request generates: as ``default``, changed by the fields of the request.
+
+    Args:
+        grammar: forbids other answers than the request wants.
 
     Raises:
         RequestError: a field has no effect on greedy decoding.
@@ -54,6 +60,7 @@ def settings_of(request: GenerationRequest, default: GenerationConfig) -> Simple
     changes["sequence_bias"] = bias or None
     stop_tokens, allowed = request.stop_token_ids or [], request.allowed_token_ids or []
     ends, own = default.eos_token_id, default.stop_strings or []
+    ends = [] if request.ignore_eos or ends is None else ends if isinstance(ends, list) else [ends]
     return SimpleNamespace(
         max_new_tokens=request.max_tokens,
         most_tokens=default.max_new_tokens or _ANSWER_TOKENS,
@@ -63,10 +70,8 @@ def settings_of(request: GenerationRequest, default: GenerationConfig) -> Simple
         continues=isinstance(request, Completion),
         samples=samples,
         seed=None if request.seed == -1 or not samples else request.seed,
-        ends=[
-            *([] if request.ignore_eos or ends is None else ends if isinstance(ends, list) else [ends]),
-            *stop_tokens,
-        ],
+        ends=[*ends, *stop_tokens, *(grammar.ends if grammar else [])],
+        grammar=grammar,
         stop_tokens=stop_tokens,
         allowed=allowed,
         tokens_of={
@@ -113,6 +118,8 @@ def _processors(model: Any, settings: SimpleNamespace, num_prompt: int, tokenize
         more.append(_AnswerPenalty(num_prompt, *settings.penalties))
     if settings.allowed:
         more.append(PrefixConstrainedLogitsProcessor(lambda *_: settings.allowed, 1))
+    if settings.grammar is not None:
+        more.append(settings.grammar)
     found: LogitsProcessorList = model._get_logits_processor(
         config, num_prompt, logits_processor=more, device=model.device
     )

@@ -285,7 +285,10 @@ class Engine:
         tokens = logits.argmax(-1)
         for at, request in enumerate(requests):
             if not (chooser := self._choosers[request]).is_greedy:
-                tokens[at] = chooser.choose(logits[at : at + 1])[0]
+                try:
+                    tokens[at] = chooser.choose(logits[at : at + 1])[0]
+                except RequestError as error:
+                    request.error, tokens[at] = error, -1
         chosen: list[int] = tokens.tolist()
         return chosen
 
@@ -293,7 +296,7 @@ class Engine:
         for request, token in zip(requests, tokens, strict=True):
             if token >= 0:
                 request.tokens.append(token)
-            else:
+            elif request.error is None:
                 request.error = RequestError("no token is left: its fields, or those of the model, forbid all of them")
         with self._changed:
             for row in reversed(range(len(self._active))):
