@@ -8,10 +8,10 @@ from collections.abc import Iterator
 from typing import Any
 
 import pytest
+from test_served_answers import HI, TEMPLATE, answers
 
 from headrace.cli.demo_run import ensure_model
 from servers import EVERY_LAYER, SMALL, Served, serving
-from test_served_answers import HI, TEMPLATE, answers
 
 pytest.importorskip("llguidance")
 SCHEMA = {
