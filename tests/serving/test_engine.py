@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 import torch
 import transformers
-from transformers import LogitsProcessorList
+from transformers import LogitsProcessor, LogitsProcessorList
 
 from checks import eventually, raising
 from headrace.graphs.cache_rows import Rows
@@ -175,6 +175,28 @@ def test_a_prompt_that_raises_ends_its_request_alone(model: Any) -> None:
         assert eventually(is_done([stays, good]), 60)
         assert engine.why_dead() is None
     assert (stays.tokens, good.tokens) == (alone(model, stays), alone(model, good))
+
+
+@pytest.mark.parametrize("samples", [False, True])
+@pytest.mark.parametrize("after", [0, 3])
+def test_processors_that_leave_no_token_end_their_request_alone(model: Any, samples: bool, after: int) -> None:
+    """To draw from no probabilities would be an error of the whole device."""
+    end = 9 + after
+
+    class Forbids(LogitsProcessor):
+        def __call__(self, input_ids: Any, scores: Any) -> Any:
+            return scores - torch.inf if input_ids.shape[1] >= end else scores
+
+    bad = Request(prompt(9), 8, (), lambda: LogitsProcessorList([Forbids()]), samples=samples)
+    stays = request(prompt(30), 40)
+    with running(model, 2) as engine:
+        for each in (stays, bad):
+            engine.submit(each)
+        assert eventually(is_done([stays, bad]), 60)
+        assert engine.why_dead() is None
+    assert str(bad.error) == "no token is left: its fields, or those of the model, forbid all of them"
+    assert len(bad.tokens) == after
+    assert stays.tokens == alone(model, stays)
 
 
 def test_a_step_that_raises_ends_all(model: Any) -> None:

@@ -13,7 +13,7 @@ from typing import Any
 
 import pytest
 import torch
-from transformers import AutoModelForCausalLM, AutoTokenizer
+from transformers import AutoModelForCausalLM, AutoTokenizer, LogitsProcessor
 
 import quantised_checkpoints
 from commands import TINY, changed, write_llama_tokenizer
@@ -206,6 +206,71 @@ def test_settings_of_a_request(served: Served, resident: Any) -> None:
     wanted = resident.generate(ids, max_new_tokens=TOKENS, do_sample=False, repetition_penalty=0.2)[0, ids.shape[1] :]
     answer = served.complete("Water", max_tokens=TOKENS, repetition_penalty=0.2, min_tokens=TOKENS)
     assert answer["choices"][0]["text"] == text_of(served, wanted.tolist()) != plain
+
+
+class Penalty(LogitsProcessor):
+    """OpenAI's formula, token by token."""
+
+    def __call__(self, input_ids: Any, scores: torch.Tensor) -> torch.Tensor:
+        answer = input_ids[0, 1:].tolist()
+        return scores - torch.tensor(
+            [[0.25 * answer.count(at) + 1.5 * (at in answer) for at in range(scores.shape[1])]]
+        )
+
+
+BAD_WORDS = [chr(at + 33) for at in range(33)]  # tokens 0, 1, ... of the tokenizer
+# Fields of requests, and what generate takes in their place.
+FIELDS: list[tuple[dict[str, Any], dict[str, Any]]] = [
+    ({"logit_bias": {"65": 0.5, "66": 0.25}}, {"sequence_bias": {(65,): 0.5, (66,): 0.25}}),
+    ({"temperature": 1.5, "seed": 7, "min_p": 0.5}, {"do_sample": True, "temperature": 1.5, "min_p": 0.5, "top_k": 0}),
+    ({"presence_penalty": 1.5, "frequency_penalty": 0.25}, {"logits_processor": [Penalty()]}),
+    ({"allowed_token_ids": [3, 5, 9]}, {"prefix_allowed_tokens_fn": lambda *_: [3, 5, 9]}),
+    ({"bad_words": BAD_WORDS}, {"bad_words_ids": [[at] for at in range(33)]}),
+]
+
+
+@one_store
+@pytest.mark.parametrize(("fields", "options"), FIELDS, ids=lambda each: next(iter(each)))
+def test_fields_that_are_processors(
+    served: Served, resident: Any, expected: dict[str, list[int]], fields: dict[str, Any], options: dict[str, Any]
+) -> None:
+    ids = served.tokenizer("x", return_tensors="pt").input_ids
+    torch.manual_seed(fields.get("seed", 0))
+    wanted = resident.generate(ids, max_new_tokens=TOKENS, **{"do_sample": False, **options})[0, ids.shape[1] :]
+    assert wanted.tolist() != expected["x"], "the fields have an effect"
+    answer = served.complete("x", max_tokens=TOKENS, **fields)
+    assert answer["choices"][0]["text"] == text_of(served, wanted.tolist())
+
+
+@one_store
+def test_words_of_several_tokens_are_forbidden(served: Served, expected: dict[str, list[int]]) -> None:
+    """Also one whose first tokens are the end of the prompt; nothing else changes."""
+    text = text_of(served, expected["x"])
+    for word in (text[:2], text[1:3]):
+        assert word in text
+        assert word not in served.complete("x", max_tokens=TOKENS, bad_words=[word])["choices"][0]["text"]
+
+
+@one_store
+def test_tokens_that_end_an_answer_and_are_not_shown(served: Served, expected: dict[str, list[int]]) -> None:
+    tokens = expected["Water"]
+    at = next(at for at, token in enumerate(tokens) if at > 2 and token not in tokens[:at])
+    answer = served.complete("Water", max_tokens=TOKENS, stop_token_ids=[tokens[at]], ignore_eos=True)
+    assert answer["choices"][0] | {"logprobs": None} == {
+        "text": text_of(served, tokens[:at]), "index": 0, "finish_reason": "stop", "logprobs": None,
+    }  # fmt: skip
+    assert answer["usage"]["completion_tokens"] == at + 1
+
+
+@one_store
+@pytest.mark.parametrize(
+    "fields", [{"logit_bias": {"999": 1}}, {"stop_token_ids": [999]}, {"allowed_token_ids": [999]}]
+)
+def test_tokens_that_the_model_has_not(served: Served, fields: dict[str, Any]) -> None:
+    status, text = served.send("/v1/completions", {"prompt": "x", **fields})
+    error = json.loads(text)["error"]
+    assert (status, error["param"]) == (400, next(iter(fields)))
+    assert "token 999, and the model has embeddings for 2" in error["message"]
 
 
 def test_a_tokenizer_that_strips_the_first_space(tmp_path: Path) -> None:

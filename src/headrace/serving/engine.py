@@ -55,7 +55,11 @@ class Request:
     @property
     def has_ended(self) -> bool:
         """Whether no further token follows."""
-        return len(self.tokens) >= self.most_tokens or (bool(self.tokens) and self.tokens[-1] in self.ends)
+        return (
+            self.error is not None
+            or len(self.tokens) >= self.most_tokens
+            or (bool(self.tokens) and self.tokens[-1] in self.ends)
+        )
 
 
 class _Chooser:
@@ -75,15 +79,15 @@ class _Chooser:
         return not self._processors and not self._samples
 
     def choose(self, logits: torch.Tensor) -> torch.Tensor:
-        """The next token, [1], from logits, [1, vocabulary]."""
+        """The next token, [1], from logits, [1, vocabulary]; -1: there is none that the processors allow."""
         scores = self._processors(self._ids[:, : self._num], logits)
-        if self._samples:
-            token = torch.multinomial(scores.softmax(-1), 1, generator=self._generator)[0]
+        if self._samples:  # of no probabilities a kernel would fail, and with it the device
+            token = torch.multinomial(scores.softmax(-1).nan_to_num(1.0), 1, generator=self._generator)[0]
         else:
             token = scores.argmax(-1)
         self._ids[0, self._num] = token[0]
         self._num += 1
-        return token
+        return torch.where(scores.amax(-1) > -torch.inf, token, -1)
 
 
 class Engine:
@@ -281,13 +285,19 @@ class Engine:
         tokens = logits.argmax(-1)
         for at, request in enumerate(requests):
             if not (chooser := self._choosers[request]).is_greedy:
-                tokens[at] = chooser.choose(logits[at : at + 1])[0]
+                try:
+                    tokens[at] = chooser.choose(logits[at : at + 1])[0]
+                except RequestError as error:
+                    request.error, tokens[at] = error, -1
         chosen: list[int] = tokens.tolist()
         return chosen
 
     def _take(self, requests: Sequence[Request], tokens: Sequence[int]) -> None:
         for request, token in zip(requests, tokens, strict=True):
-            request.tokens.append(token)
+            if token >= 0:
+                request.tokens.append(token)
+            elif request.error is None:
+                request.error = RequestError("no token is left: its fields, or those of the model, forbid all of them")
         with self._changed:
             for row in reversed(range(len(self._active))):
                 if self._active[row].has_ended:
