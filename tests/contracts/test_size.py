@@ -13,10 +13,10 @@ import pytest
 import measures
 
 BOUNDS = {
-    "lines of src": 22758,
+    "lines of src": 23005,
     "lines of the core": 14884,
-    "files of src": 159,
-    "lines of tests": 41495,
+    "files of src": 160,
+    "lines of tests": 41631,
     "longest class": 347,
     "Prefetcher": 296,
     "branches on a kind of store": 4,

@@ -51,7 +51,7 @@ def settings_of(
         name = idle[0]
         raise RequestError(f"{name} has no effect on greedy decoding, the default here; add temperature", name)
     temperature, top_k, top_p = (given.get(name, getattr(default, name)) for name in ("temperature", "top_k", "top_p"))
-    changes = {"repetition_penalty": request.repetition_penalty, "min_new_tokens": request.min_tokens}
+    changes: dict[str, Any] = {"repetition_penalty": request.repetition_penalty, "min_new_tokens": request.min_tokens}
     if samples:
         changes |= {"temperature": float(temperature or 1), "top_p": float(top_p or 1)}
         changes["top_k"] = top_k if top_k and top_k > 0 else 0

@@ -174,9 +174,9 @@ class _Format(_Object):
     @property
     def schema_of_answer(self) -> dict[str, Any] | None:
         """``None``: any text."""
-        return {"text": None, "json_object": {"type": "object"}}.get(
-            self.type, self.json_schema and self.json_schema.content
-        )
+        if self.type == "json_object":
+            return {"type": "object"}
+        return None if self.json_schema is None else self.json_schema.content
 
 
 class _Text(_Object):
@@ -253,7 +253,7 @@ class _Formatted(GenerationRequest):
 
     @property
     def answer_schema(self) -> dict[str, Any] | None:
-        return self.response_format and self.response_format.schema_of_answer
+        return None if self.response_format is None else self.response_format.schema_of_answer
 
 
 class Completion(_Formatted):
@@ -305,7 +305,8 @@ class Response(_Conversation):
 
     @property
     def answer_schema(self) -> dict[str, Any] | None:
-        return self.text and self.text.format and self.text.format.schema_of_answer
+        given = None if self.text is None else self.text.format
+        return None if given is None else given.schema_of_answer
 
 
 _Model = TypeVar("_Model", bound=BaseModel)

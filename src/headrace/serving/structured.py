@@ -125,7 +125,9 @@ class Grammars:
 
     def _thought(self, prompt: str, template: dict[str, Any]) -> list[str]:
         """The first rule: reasoning, as far as the model has it and the prompt leaves it open, and the answer."""
-        part = next((template["fields"][name] for name in _REASONING if name in template.get("fields", ())), {})
+        part: dict[str, Any] = next(
+            (template["fields"][name] for name in _REASONING if name in template.get("fields", ())), {}
+        )
         first, last, anchors = part.get("open"), part.get("close"), template.get("start_anchor") or []
         tails = [prompt.rpartition(each)[2] for each in ([anchors] if isinstance(anchors, str) else anchors)]
         tail = min(tails, key=len, default="")
