@@ -199,6 +199,53 @@ def test_processors_that_leave_no_token_end_their_request_alone(model: Any, samp
     assert stays.tokens == alone(model, stays)
 
 
+def test_a_prompt_that_raises_beside_others(model: Any) -> None:
+    """Prompts that run together are run again one by one; processors that raise end their request alone."""
+
+    def broken() -> LogitsProcessorList:
+        raise KeyError("none")
+
+    goes_on = threading.Event()
+    with running(model, 4, tell=lambda _: goes_on.wait(60)) as engine:
+        run: Any = engine.rows.prompts
+
+        def prompts(first: int, tokens: Any, start: int) -> Any:
+            if any(ids[0] == 63 for ids in tokens):
+                raise RuntimeError("bad")
+            return run(first, tokens, start)
+
+        engine.rows.prompts = prompts  # type: ignore[method-assign]
+        first, bad, fails = request([5, 6], 1), request([63, 1]), Request([7, 8], 4, (), broken)
+        good = [request(prompt(4)), request(prompt(9))]
+        for each in (first, good[0], bad, fails, good[1]):
+            engine.submit(each)
+        goes_on.set()
+        assert eventually(is_done([first, bad, fails, *good]), 60)
+        assert (str(bad.error), str(fails.error)) == ("bad", "'none'")
+    assert [each.tokens for each in good] == [alone(model, each) for each in good]
+
+
+def test_a_prompt_that_is_cancelled_half_way_is_not_shared(model: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("headrace.serving.engine._PROMPT_TOKENS", 40)
+    with running(model, 1) as engine:
+        run: Any = engine.rows.prompts
+        gone = request(prompt(150))
+
+        def prompts(first: int, tokens: Any, start: int) -> Any:
+            logits = run(first, tokens, start)
+            if not gone.is_cancelled:
+                engine.cancel(gone)
+            return logits
+
+        engine.rows.prompts = prompts  # type: ignore[method-assign]
+        engine.submit(gone)
+        assert eventually(lambda: gone.is_cancelled and engine.running == 0, 60)
+        again = request(prompt(150))
+        engine.submit(again)
+        assert eventually(is_done([again]), 60)
+    assert again.tokens == alone(model, again)
+
+
 def test_a_step_that_raises_ends_all(model: Any) -> None:
     asked = [request(prompt(30), 120), request(prompt(31), 120), request(prompt(32), 120)]
     with running(model, 2) as engine:

@@ -187,6 +187,7 @@ def _run_server(model: str, flags: OffloadFlags, options: _ServeOptions) -> None
     request = PlanRequest(opened, policy, device=device, disk=disk_options(flags))
     planned = plan_model(request)
     longest, automatic = _longest(flags, planned), planned.context.automatic
+    _check_rows(opened, longest)
     request = replace(request, policy=planned.plan, workload=Workload([sequences], longest))
     planned = plan_model(request)  # again, to measure the cache of that workload
     if planned.shortage:
@@ -246,11 +247,8 @@ def _default_settings(opened: OpenedModel, tokenizer: Any, *, greedy: bool) -> A
     """
     from transformers import GenerationConfig
 
-    from headrace.graphs.cache_rows import why_not_in_rows
-
     opened.require_causal("headrace serve")
-    if reason := why_not_in_rows(opened.module):
-        raise OptionError(f"headrace serve cannot run this model: {reason}; use --engine vllm, or headrace generate")
+    _check_rows(opened, 0)
     settings, fix = opened.generation_settings, ""
     if greedy:
         settings = {name: settings.get(name) for name in ("bos_token_id", "eos_token_id", "pad_token_id")}
@@ -258,6 +256,14 @@ def _default_settings(opened: OpenedModel, tokenizer: Any, *, greedy: bool) -> A
         fix = ", leave its sampling out with --generation-config none, or use --engine vllm"
     opened.check_generation(tokenizer, settings, fix, batched=True)
     return GenerationConfig.from_dict(settings)
+
+
+def _check_rows(opened: OpenedModel, num_tokens: int) -> None:
+    """Refuse a model whose sequences of ``num_tokens`` cannot decode together."""
+    from headrace.graphs.cache_rows import why_not_in_rows
+
+    if reason := why_not_in_rows(opened.module, num_tokens):
+        raise OptionError(f"headrace serve cannot run this model: {reason}; use --engine vllm, or headrace generate")
 
 
 def _longest(flags: OffloadFlags, planned: PlanResult) -> int:

@@ -108,6 +108,7 @@ class Engine:
         self._waiting: deque[Request] = deque()
         self._prompts: list[Request] = []  # whose prompts run, in the rows behind those of ``_active``
         self._first, self._start = 0, 0  # row of the first of them, and their tokens that have run
+        self._num_alone = 0  # of those that wait, each of whose prompts runs alone
         self._active: list[Request] = []  # by row
         self._choosers: dict[Request, _Chooser] = {}
         self._held: list[list[int]] = [[] for _ in range(rows.num_rows)]  # tokens that free rows still hold
@@ -227,7 +228,7 @@ class Engine:
         while self._waiting and self._first + len(self._prompts) < self.rows.num_rows:
             row, shared = self._longest_prefix(self._waiting[0])
             longest = max(longest, len(self._waiting[0].prompt))
-            if self._prompts and (shared or longest * (len(self._prompts) + 1) > _PROMPT_TOKENS):
+            if self._prompts and (shared or self._num_alone or longest * (len(self._prompts) + 1) > _PROMPT_TOKENS):
                 break
             self._held[self._first + len(self._prompts)] = []
             self._prompts.append(self._waiting.popleft())
@@ -236,6 +237,7 @@ class Engine:
                 if row != self._first:
                     self.rows.move(row, self._first, shared)
                 break
+        self._num_alone -= bool(self._prompts and self._num_alone)
 
     def _longest_prefix(self, request: Request) -> tuple[int, int]:
         """The row that holds most of the beginning of a prompt, and how many tokens; 0: too few."""
@@ -251,21 +253,22 @@ class Engine:
         try:
             end = start + _PROMPT_TOKENS
             logits = self.rows.prompts(self._first, [each.prompt[start:end] for each in requests], start)
-            self._start = end
-            if end < len(requests[0].prompt) and not requests[0].is_cancelled:
-                return
-            for request in requests:
-                self._choosers[request] = _Chooser(request, self._device)
-            tokens = self._choose(requests, logits)
         except (RuntimeError, ValueError, TypeError) as error:  # of these alone, unless the device has failed
             if isinstance(error, torch.AcceleratorError):
                 raise
             self._prompts = []
-            for request in requests:
-                self._choosers.pop(request, None)
-                request.error = error
+            if len(requests) > 1:
+                self._run_again(requests)
+                return
+            requests[0].error = error
             self._tell(requests)
             return
+        self._start = end
+        if end < len(requests[0].prompt):
+            if requests[0].is_cancelled:  # its row holds a part of the prompt, which no other may share
+                self._prompts = []
+            return
+        tokens = self._choose(requests, logits)
         with self._changed:
             for row, request in enumerate(requests, self._first):
                 if row > len(self._active):  # others have left meanwhile
@@ -274,6 +277,13 @@ class Engine:
                 self._active.append(request)
             self._prompts = []
         self._take(requests, tokens)
+
+    def _run_again(self, requests: Sequence[Request]) -> None:
+        """Let prompts run one by one, of which one has raised an error: which one, nobody knows."""
+        with self._changed:
+            left = [request for request in requests if not request.is_cancelled]
+            self._waiting.extendleft(reversed(left))
+            self._num_alone = len(left)
 
     def _step(self) -> None:
         requests = list(self._active)
@@ -284,11 +294,15 @@ class Engine:
     def _choose(self, requests: Sequence[Request], logits: torch.Tensor) -> list[int]:
         tokens = logits.argmax(-1)
         for at, request in enumerate(requests):
-            if not (chooser := self._choosers[request]).is_greedy:
-                try:
+            try:
+                if request not in self._choosers:
+                    self._choosers[request] = _Chooser(request, self._device)
+                if not (chooser := self._choosers[request]).is_greedy:
                     tokens[at] = chooser.choose(logits[at : at + 1])[0]
-                except RequestError as error:
-                    request.error, tokens[at] = error, -1
+            except Exception as error:  # of the request's processors alone, unless the device has failed
+                if isinstance(error, torch.AcceleratorError):
+                    raise
+                request.error, tokens[at] = error, -1
         chosen: list[int] = tokens.tolist()
         return chosen
 
