@@ -8,9 +8,9 @@ from collections.abc import Iterator
 from typing import Any
 
 import pytest
-from test_served_answers import HI, TEMPLATE, answers
 
 from headrace.cli.demo_run import ensure_model
+from served_answers import HI, TEMPLATE, answers
 from servers import EVERY_LAYER, SMALL, Served, serving
 
 pytest.importorskip("llguidance")

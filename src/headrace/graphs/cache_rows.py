@@ -51,7 +51,7 @@ def why_not_in_rows(model: PreTrainedModel, num_tokens: int = 0) -> str | None:
 
 
 def _why_not_masked(model: PreTrainedModel, config: Any) -> str | None:
-    """What else than a mask of rows decides which tokens attend to which."""
+    """Part of a model, other than a mask of rows, that decides which tokens attend to which."""
     if model.config.is_encoder_decoder:
         return "an encoder"
     if not getattr(config, "is_decoder", True) or getattr(config, "use_bidirectional_attention", None) in (True, "all"):

@@ -61,7 +61,7 @@ class Grammars:
     def processor(
         self, request: GenerationRequest, prompt: Sequence[int], template: dict[str, Any] | None
     ) -> GrammarProcessor | None:
-        """What forbids other answers; ``None``: the request wants no format. Takes up to seconds.
+        """Processor that forbids other answers; ``None``: the request wants no format. Takes up to seconds.
 
         Args:
             request: all of a request.
