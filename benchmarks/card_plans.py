@@ -25,7 +25,7 @@ from headrace.errors import HeadraceWarning
 from headrace.plan_model import PlanResult, plan_model
 from headrace.planning.checks import needs_of
 from headrace.planning.request import PlanRequest
-from headrace.transfer.machine_probe import _NOMINAL
+from headrace.transfer.cards import CARDS as PUBLISHED
 
 H200_FLOPS_PER_S = 989e12  # of products in bf16, as published; cards.json has those of cards
 CARDS = ("3060", "4080", "4090", "5090", "h100")
@@ -85,7 +85,7 @@ def rows(models: Sequence[str] = (*MODELS, *PIPELINES)) -> Iterator[dict[str, An
             if pipeline is None:
                 row[what][card] = planned.prediction.forecasts[0].rows_per_s
             else:
-                pass_s, once_s = pipeline.pass_s(planned, H200_FLOPS_PER_S / _NOMINAL[card]["flops_per_s"])
+                pass_s, once_s = pipeline.pass_s(planned, H200_FLOPS_PER_S / PUBLISHED[card]["flops_per_s"])
                 row[what][card] = pipeline.steps * pipeline.passes * pass_s + once_s
             row["host_bytes"][card] = needs_of(planned.plan, on_gpu=True).host_bytes
         yield row

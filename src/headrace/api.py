@@ -208,12 +208,9 @@ def start(
             f"group=... has no effect: mode {prepared.plan.mode!r} is each process's own; use mode "
             f"{', '.join(map(repr, RANK_MODES))}"
         )
+    kept = None if prepared.ranks is None else "the ranks of a group keep to one plan"
     options = SessionOptions(
-        progress=progress,
-        link=link,
-        measure_stalls=measure_stalls,
-        never_promotes=None if prepared.ranks is None else "the ranks of a group keep to one plan",
-        repeats=repeats,
+        progress=progress, link=link, measure_stalls=measure_stalls, never_promotes=kept, repeats=repeats
     )
     session = OffloadSession(prepared, options)
     handle = Handle(prepared.model, session)

@@ -10,6 +10,7 @@ import sys
 from collections.abc import Sequence
 from importlib import metadata
 from pathlib import Path
+from types import ModuleType, SimpleNamespace
 from typing import Any
 
 import pytest
@@ -194,7 +195,7 @@ def test_the_key_of_the_environment_reaches_vllm(monkeypatch: pytest.MonkeyPatch
 
 
 def test_engines() -> None:
-    assert "--engine 'sglang': expected one of transformers, vllm" in error_of("--engine", "sglang", "M")
+    assert "--engine 'sglang': expected one of auto, vllm, own" in error_of("--engine", "sglang", "M")
 
 
 def test_flags_of_vllm_in_front_of_the_model() -> None:
@@ -269,3 +270,47 @@ def test_the_process_becomes_vllm(tmp_path: Path) -> None:
     assert received == [
         *START[1:], "--additional-config", '{"headrace": {"device_memory": "1GiB"}}', "--port", "80"
     ]  # fmt: skip
+
+
+# -- without --engine --------------------------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def vllm_here(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Path:
+    """A folder of a model for a vLLM that is installed, beside a GPU."""
+    registry: Any = ModuleType("vllm.model_executor.models.registry")
+    registry.ModelRegistry = SimpleNamespace(get_supported_archs=lambda: {"LlamaForCausalLM"})
+    monkeypatch.setitem(sys.modules, registry.__name__, registry)
+    monkeypatch.setattr(metadata, "version", lambda name: "0.33.0")
+    monkeypatch.setattr("torch.cuda.is_available", lambda: True)
+    (tmp_path / "config.json").write_text('{"model_type": "llama", "architectures": ["LlamaForCausalLM"]}')
+    return tmp_path
+
+
+def test_vllm_is_taken_where_it_runs_the_model(vllm_here: Path) -> None:
+    result = run(str(vllm_here), "--dry-run", "--offload-group-size", "4", "-tp", "2")
+    assert "serving with vLLM, which runs this model here (else --engine own)" in result.stderr
+    assert result.stdout.split()[:4] == ["vllm", "serve", str(vllm_here), "--worker-cls"]
+
+
+@pytest.mark.parametrize(("words", "version", "reason"), [
+    ((), None, "vLLM is not installed (pip install 'headrace[vllm]')"),
+    ((), "0.34.0", "vLLM 0.34.0 is newer than the tested ones"),
+    (("--device", "cpu"), "0.33.0", "vLLM needs a GPU here"),
+    (("--cors",), "0.33.0", "--cors is not in vLLM"),
+    (("--offload-mode", "disk"), "0.33.0", "--offload-mode disk is not in vLLM"),
+    ((), "other", "vLLM has no OddForCausalLM"),
+])  # fmt: skip
+def test_why_the_own_server_is_taken(
+    vllm_here: Path, monkeypatch: pytest.MonkeyPatch, words: tuple[str, ...], version: str | None, reason: str
+) -> None:
+    def installed(name: str) -> str:
+        if version is None:
+            raise metadata.PackageNotFoundError(name)
+        return "0.33.0" if version == "other" else version
+
+    monkeypatch.setattr(metadata, "version", installed)
+    if version == "other":
+        (vllm_here / "config.json").write_text('{"model_type": "llama", "architectures": ["OddForCausalLM"]}')
+    result = run(str(vllm_here), "--dry-run", *words)
+    assert f"serving with headrace's own server: {reason}" in result.stderr

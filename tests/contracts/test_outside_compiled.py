@@ -276,6 +276,26 @@ def test_a_weight_that_was_promoted_before() -> None:
         assert "layers.2.linear.weight" in handle.plan.resident
 
 
+class Splits(Stack):
+    def forward(self, x: torch.Tensor) -> Any:
+        part = self.layers[1].linear.weight.chunk(2)[1]
+        return super().forward(x), part
+
+
+@pytest.mark.filterwarnings("ignore:.*It is resident from now on:headrace.HeadraceWarning")
+@pytest.mark.parametrize("how", ["model", "layers"])
+def test_views_of_a_weight_that_was_promoted_before(how: str) -> None:
+    """Autograd gives up a part of a split whose base is written; what is not promoted of other layers is written on."""
+    model, x, expected = expecting(Splits(4))
+    with torch.enable_grad(), headrace.offload(model, all_layers(1)) as handle:
+        assert_same_bits(model(x), expected)
+        assert "layers.1.linear.weight" in handle.plan.resident
+        for part in [model] if how == "model" else model.layers:
+            part.compile(backend="eager", fullgraph=True)
+        assert_same_bits([model(x), model(x)], [expected] * 2)
+        assert handle.stats().bytes_moved > 0
+
+
 @torch.library.custom_op("contracts::stumble", mutates_args=())
 def _stumble(x: torch.Tensor) -> torch.Tensor:
     if _stumbles:

@@ -13,15 +13,15 @@ import pytest
 import measures
 
 BOUNDS = {
-    "lines of src": 22661,
-    "lines of the core": 14811,
-    "files of src": 158,
-    "lines of tests": 41210,
+    "lines of src": 23042,
+    "lines of the core": 14884,
+    "files of src": 160,
+    "lines of tests": 41672,
     "longest class": 347,
     "Prefetcher": 296,
     "branches on a kind of store": 4,
     "files that headrace.api loads": 36,
-    "lines that headrace.api loads": 6279,
+    "lines that headrace.api loads": 6296,
     "lines of the spine": 5000,
     "files of the spine": 53,
     "files to the first copy": 42,

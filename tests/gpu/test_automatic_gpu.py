@@ -1,4 +1,4 @@
-"""The promise: a budget of "auto" fits what is free on the GPU, and outputs are those of the resident model."""
+"""The promise: a budget of "auto" fits what is free on the GPU that is there, and outputs are the resident model's."""
 
 from __future__ import annotations
 
@@ -12,6 +12,8 @@ from gpu_models import build
 import headrace
 from commands import run, tiny_model
 from headrace.memory.system import read_limits
+from headrace.transfer.cards import find_card, rates_of_gpu
+from headrace.transfer.measuring import link_rates
 
 pytestmark = pytest.mark.alone
 model = tiny_model
@@ -72,3 +74,12 @@ def test_planned_by_default(model: Path) -> None:
     planned = run("plan", model, "--device-memory", "auto")
     assert planned.exit_code == 0, planned.output
     assert "nothing is offloaded" in " ".join(planned.stdout.split())
+
+
+def test_the_card_and_its_link_are_found() -> None:
+    name = torch.cuda.get_device_name(GPU)
+    rates, size = rates_of_gpu(GPU.index), 64 * 2**20
+    assert find_card(name) is not None, f"cards.json lacks {name}"
+    assert rates.machine.startswith(f"{name} on PCIe ")
+    measured = link_rates(GPU, sizes=(size,), seconds=0.5)[size]
+    assert rates.copy_bytes_per_s(size) == pytest.approx(measured, rel=0.3)

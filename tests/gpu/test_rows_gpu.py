@@ -25,9 +25,12 @@ WINDOWS = {"sliding_window": 64, "layer_types": ["sliding_attention", "full_atte
 FAMILIES: dict[str, Any] = {
     "full": (transformers.Qwen3Config, SIZES),
     "windows": (transformers.Gemma3TextConfig, {**SIZES, **WINDOWS}),
-    "sinks": (transformers.GptOssConfig, {**SIZES, **WINDOWS, "num_local_experts": 4, "num_experts_per_tok": 2}),
+    "sinks": (
+        transformers.GptOssConfig,
+        {**SIZES, **WINDOWS, "num_local_experts": 4, "num_experts_per_tok": 2, "experts_implementation": "batched_mm"},
+    ),
 }
-TOKENS = 300  # beyond the first part of the cache
+TOKENS = 40
 
 
 @pytest.fixture(params=FAMILIES)
@@ -55,12 +58,14 @@ def all_ended(asked: list[Request]) -> bool:
 @pytest.mark.parametrize("is_offloaded", [False, True])
 def test_served_tokens_are_those_of_generate(model: Any, is_offloaded: bool) -> None:
     """In float32, in which rows that run together choose the same tokens; more requests than rows."""
-    prompts = [torch.randint(1, 512, (length,)).tolist() for length in (5, 230, 17, 90, 1, 400)]
+    prompts = [
+        torch.randint(1, 512, (length,)).tolist() for length in (5, 230, 17, 1, 90)
+    ]  # one grows beyond the first part
     options = {"max_new_tokens": TOKENS, "do_sample": False}
     expected = [model.generate(torch.tensor([ids]).cuda(), **options)[0, len(ids) :].tolist() for ids in prompts]
     assert len({tuple(each) for each in expected}) == len(prompts)
     with offloaded(model, is_offloaded) as handle:
-        rows = Rows(model, 4, 1024)
+        rows = Rows(model, 3, 512)
         engine = Engine(rows, model.device, 64, lambda _: None)
         engine.start()
         used = []
@@ -71,12 +76,12 @@ def test_served_tokens_are_those_of_generate(model: Any, is_offloaded: bool) -> 
             assert eventually(partial(all_ended, asked), 120)
             assert [each.error for each in asked] == [None] * len(asked)
             assert [each.tokens for each in asked] == expected
-            used.append(torch.cuda.memory_allocated())
+            used.append(torch.cuda.memory_reserved())
         engine.stop(30)
-        assert rows.replays > 3 * TOKENS
-        assert used[1] == used[2], "memory grows"
+        assert rows.replays > 2 * TOKENS
+        assert used[2] - used[0] < 64 << 20, "memory grows"
         if handle is not None:
-            assert handle.stats().bytes_moved > 3 * TOKENS * handle.plan.moved_bytes > 0
+            assert handle.stats().bytes_moved > 2 * TOKENS * handle.plan.moved_bytes > 0
         rows.release()
 
 
@@ -90,12 +95,12 @@ def test_one_row_has_the_bits_of_generate_in_graphs() -> None:
     model.eval().requires_grad_(False)
     ids = torch.randint(1, 512, (1, 40), device="cuda")
     graphs = headrace.decode_in_graphs(model)
-    out = model.generate(ids, max_new_tokens=TOKENS, do_sample=False, return_dict_in_generate=True, output_logits=True)
+    out = model.generate(ids, max_new_tokens=300, do_sample=False, return_dict_in_generate=True, output_logits=True)
     graphs.remove()
     rows, text = Rows(model, 4, 512), ids[0].tolist()
     found = [rows.prompts(0, [text])[0]]
-    while len(found) < TOKENS:
+    while len(found) < 300:
         found.append(rows.step([int(found[-1].argmax())], [len(text) + len(found) - 1])[0])
-    assert rows.replays > TOKENS // 2
+    assert rows.replays > 200
     assert [int(each.argmax()) for each in found] == out.sequences[0, 40:].tolist()
     assert all(torch.equal(mine, theirs[0]) for mine, theirs in zip(found, out.logits, strict=True))

@@ -41,7 +41,8 @@ from headrace.plan.plan import Machine
 from headrace.plan_model import plan_model
 from headrace.planning.request import PlanRequest
 from headrace.stores.file_reads import DiskOptions
-from headrace.transfer.machine_probe import MACHINES, Probe, named_machine
+from headrace.transfer.cards import MACHINES
+from headrace.transfer.machine_probe import Probe, named_machine
 from models import MoE, OddStack, Stack, aligned, on_meta, rows, save, state_of
 from moe_models import qwen
 from plans import part_bytes

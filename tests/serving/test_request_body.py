@@ -34,29 +34,19 @@ def refusal(body: dict[str, Any]) -> str:
 
 # Fields whose other values would change the answer: a value that does, and those that do not.
 UNSUPPORTED: dict[str, tuple[Any, ...]] = {
-    "allowed_token_ids": ([5], []),
-    "bad_words": (["x"], []),
     "best_of": (3, 1),
     "echo": (True, False),
-    "frequency_penalty": (-1, 0, 0.0),
     "function_call": ("auto", "none"),
     "functions": ([{"name": "f"}], []),
     "guided_json": ({"type": "object"},),
-    "logit_bias": ({"5": 1}, {}),
     "logprobs": (5, False),
-    "min_p": (0.1, 0.0),
     "modalities": (["audio"], ["text"]),
     "n": (2, 1),
-    "presence_penalty": (0.5, 0),
     "previous_response_id": ("resp_1",),
     "reasoning": ({"effort": "low"}, {}),
     "reasoning_effort": ("low",),
-    "response_format": ({"type": "json_object"}, {"type": "text"}),
     "skip_special_tokens": (False, True),
-    "stop_token_ids": ([5], []),
     "suffix": ("x", ""),
-    "text": ({"format": {"type": "json_object"}}, {"format": {"type": "text"}}),
-    "tool_choice": ("required", "auto", "none"),
     "top_logprobs": (2, 0),
     "truncation": ("auto", "disabled"),
     "use_beam_search": (True, False),
@@ -108,6 +98,16 @@ def test_what_changes_no_answer(
     ({"temperature": 10**400}, "temperature: Input should be"),
     ({"prompt": "a\ud800"}, "prompt: Input should be a valid string"),
     ({"top_p": 0}, "top_p: Input should be greater than 0, found 0"),
+    ({"min_p": 1.5}, "min_p: Input should be less than or equal to 1, found 1.5"),
+    ({"presence_penalty": "1"}, "presence_penalty: Input should be a valid number, found \"1\""),
+    ({"frequency_penalty": -3}, "frequency_penalty: Input should be greater than or equal to -2, found -3"),
+    ({"logit_bias": {"5": 101}}, "logit_bias.5: Input should be less than or equal to 100, found 101"),
+    ({"logit_bias": {"a": 1}}, "logit_bias.a.[key]: String should match pattern"),
+    ({"logit_bias": [5]}, "logit_bias: Input should be a valid dictionary, found [5]"),
+    ({"bad_words": "x"}, "bad_words: Input should be a valid list, found \"x\""),
+    ({"bad_words": ["x", ""]}, "bad_words.1: String should have at least 1 character"),
+    ({"stop_token_ids": [-1]}, "stop_token_ids.0: Input should be greater than or equal to 0, found -1"),
+    ({"allowed_token_ids": ["5"]}, "allowed_token_ids.0: Input should be a valid integer, found \"5\""),
     ({"top_k": -2}, "top_k: Input should be greater than or equal to -1, found -2"),
     ({"seed": 2**70}, "seed: Input should be less than"),
     ({"stream": "yes"}, "stream: Input should be a valid boolean, found \"yes\""),
@@ -127,7 +127,10 @@ def test_what_a_completion_cannot_have(fields: dict[str, Any], message: str) -> 
 @pytest.mark.parametrize(("fields", "message"), [
     ({"tools": "f"}, "tools: Input should be a valid list, found \"f\""),
     ({"logprobs": True}, "logprobs = true is not"),
-    ({"response_format": {"type": "json_object"}}, "response_format = {\"type\": \"json_object\"} is not"),
+    ({"response_format": {"type": "json_schema"}}, "response_format.json_schema.schema: Field required"),
+    ({"response_format": {"type": "json_object"}, "ignore_eos": True}, "ignore_eos: expected false beside a format"),
+    ({"tool_choice": "required"}, "tool_choice: expected one of the tools beside it, []"),
+    ({"tool_choice": "any"}, "tool_choice: expected \"auto\", \"none\", \"required\" or"),
     ({"reasoning_effort": "low"}, "reasoning_effort = \"low\" is not supported (expected null)"),
     ({"max_tokens": 5, "max_completion_tokens": 6}, "max_completion_tokens"),
     ({"chat_template_kwargs": 1}, "chat_template_kwargs: Input should be a valid dictionary, found 1"),
@@ -256,6 +259,16 @@ def test_tools_are_functions(kind: type[GenerationRequest], body: dict[str, Any]
     assert str(read(kind, {**body, "tools": tools}).model_dump(exclude_none=True)["tools"]) == str(tools)
     with pytest.raises(RequestError, match=r'tools\.1: expected "type": "function", found {"type": "web_search"}'):
         read(kind, {**body, "tools": [*tools, {"type": "web_search"}]})
+
+
+@pytest.mark.parametrize("name", ["top_p", "top_k", "min_p"])
+def test_what_greedy_decoding_does_not_read(name: str) -> None:
+    """Refused, unless the request says that it is greedy, or the value changes nothing."""
+    asked = {"prompt": "hi", name: 0.5 if name != "top_k" else 5}
+    with pytest.raises(RequestError, match=f"{name} has no effect on greedy decoding, the default here"):
+        settings_of(read(Completion, asked), GenerationConfig())
+    for more in ({"temperature": 0}, {"temperature": 1}, {name: 1}):
+        settings_of(read(Completion, {**asked, **more}), GenerationConfig())
 
 
 def test_contents_of_several_parts_are_texts() -> None:

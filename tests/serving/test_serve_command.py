@@ -49,7 +49,7 @@ def test_what_cannot_be_served(model: Path, flags: list[str], message: str) -> N
     assert message in error_of("serve", model, *flags)
 
 
-@pytest.mark.parametrize("engine", ["transformers", "vllm"])
+@pytest.mark.parametrize("engine", ["own", "vllm"])
 def test_a_key_that_is_empty(model: Path, engine: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """As of a shell variable that is not set: it opened the server to all."""
     words = ("serve", model, "--engine", engine, "--dry-run")
@@ -113,11 +113,6 @@ def test_a_damaged_generation_config(model: Path, tmp_path: Path) -> None:
     folder = changed(model, tmp_path / "changed", "generation_config.json")
     (folder / "generation_config.json").write_text('{"eos_token')
     assert "generation_config.json: expected UTF-8 JSON; found Unterminated string" in error_of("serve", folder)
-
-
-def test_quantised_weights(model: Path, tmp_path: Path) -> None:
-    folder = changed(model, tmp_path / "changed", "config.json", quantization_config={"quant_method": "fp8"})
-    assert "found quantised ones (quantization_config in config.json), which this server" in error_of("serve", folder)
 
 
 def test_without_the_extra(model: Path, monkeypatch: pytest.MonkeyPatch) -> None:

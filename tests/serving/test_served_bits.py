@@ -7,17 +7,20 @@ import shutil
 import subprocess
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from transformers import AutoModelForCausalLM, AutoTokenizer
+from transformers import AutoModelForCausalLM, AutoTokenizer, LogitsProcessor
 
+import quantised_checkpoints
 from commands import TINY, changed, write_llama_tokenizer
 from headrace.cli.demo_run import ensure_model
 from headrace.config import Prefetch
 from models import aligned
+from quantised_checkpoints import FORMATS
 from servers import NAME, Served, serving
 
 TEMPLATE = (
@@ -205,6 +208,71 @@ def test_settings_of_a_request(served: Served, resident: Any) -> None:
     assert answer["choices"][0]["text"] == text_of(served, wanted.tolist()) != plain
 
 
+class Penalty(LogitsProcessor):
+    """OpenAI's formula, token by token."""
+
+    def __call__(self, input_ids: Any, scores: torch.Tensor) -> torch.Tensor:
+        answer = input_ids[0, 1:].tolist()
+        return scores - torch.tensor(
+            [[0.25 * answer.count(at) + 1.5 * (at in answer) for at in range(scores.shape[1])]]
+        )
+
+
+BAD_WORDS = [chr(at + 33) for at in range(33)]  # tokens 0, 1, ... of the tokenizer
+# Fields of requests, and what generate takes in their place.
+FIELDS: list[tuple[dict[str, Any], dict[str, Any]]] = [
+    ({"logit_bias": {"65": 0.5, "66": 0.25}}, {"sequence_bias": {(65,): 0.5, (66,): 0.25}}),
+    ({"temperature": 1.5, "seed": 7, "min_p": 0.5}, {"do_sample": True, "temperature": 1.5, "min_p": 0.5, "top_k": 0}),
+    ({"presence_penalty": 1.5, "frequency_penalty": 0.25}, {"logits_processor": [Penalty()]}),
+    ({"allowed_token_ids": [3, 5, 9]}, {"prefix_allowed_tokens_fn": lambda *_: [3, 5, 9]}),
+    ({"bad_words": BAD_WORDS}, {"bad_words_ids": [[at] for at in range(33)]}),
+]
+
+
+@one_store
+@pytest.mark.parametrize(("fields", "options"), FIELDS, ids=lambda each: next(iter(each)))
+def test_fields_that_are_processors(
+    served: Served, resident: Any, expected: dict[str, list[int]], fields: dict[str, Any], options: dict[str, Any]
+) -> None:
+    ids = served.tokenizer("x", return_tensors="pt").input_ids
+    torch.manual_seed(fields.get("seed", 0))
+    wanted = resident.generate(ids, max_new_tokens=TOKENS, **{"do_sample": False, **options})[0, ids.shape[1] :]
+    assert wanted.tolist() != expected["x"], "the fields have an effect"
+    answer = served.complete("x", max_tokens=TOKENS, **fields)
+    assert answer["choices"][0]["text"] == text_of(served, wanted.tolist())
+
+
+@one_store
+def test_words_of_several_tokens_are_forbidden(served: Served, expected: dict[str, list[int]]) -> None:
+    """Also one whose first tokens are the end of the prompt; nothing else changes."""
+    text = text_of(served, expected["x"])
+    for word in (text[:2], text[1:3]):
+        assert word in text
+        assert word not in served.complete("x", max_tokens=TOKENS, bad_words=[word])["choices"][0]["text"]
+
+
+@one_store
+def test_tokens_that_end_an_answer_and_are_not_shown(served: Served, expected: dict[str, list[int]]) -> None:
+    tokens = expected["Water"]
+    at = next(at for at, token in enumerate(tokens) if at > 2 and token not in tokens[:at])
+    answer = served.complete("Water", max_tokens=TOKENS, stop_token_ids=[tokens[at]], ignore_eos=True)
+    assert answer["choices"][0] | {"logprobs": None} == {
+        "text": text_of(served, tokens[:at]), "index": 0, "finish_reason": "stop", "logprobs": None,
+    }  # fmt: skip
+    assert answer["usage"]["completion_tokens"] == at + 1
+
+
+@one_store
+@pytest.mark.parametrize(
+    "fields", [{"logit_bias": {"999": 1}}, {"stop_token_ids": [999]}, {"allowed_token_ids": [999]}]
+)
+def test_tokens_that_the_model_has_not(served: Served, fields: dict[str, Any]) -> None:
+    status, text = served.send("/v1/completions", {"prompt": "x", **fields})
+    error = json.loads(text)["error"]
+    assert (status, error["param"]) == (400, next(iter(fields)))
+    assert "token 999, and the model has embeddings for 2" in error["message"]
+
+
 def test_a_tokenizer_that_strips_the_first_space(tmp_path: Path) -> None:
     """A completion goes on behind the prompt, whole and streamed: it lost a space at the seam."""
     ensure_model(tmp_path / "llama", TINY)
@@ -303,3 +371,24 @@ class TestSampling:
         assert cut["choices"][0]["finish_reason"] == "stop"
         assert cut["usage"]["completion_tokens"] == tokens.index(stop) + 1
         assert whole["choices"][0]["text"] == text_of(served, tokens)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", ["compressed-tensors int8", "torchao int8", "fp8, blocks, experts"])
+def test_quantised_checkpoints(folder: Path, tmp_path: Path, name: str) -> None:
+    form = FORMATS[name]
+    if not form.is_here:
+        pytest.skip(f"{form.package} is not installed")
+    sizes = {**(form.sizes or {}), "vocab_size": 258, "eos_token_id": None}
+    made = replace(form, sizes=sizes).write(tmp_path / "model")
+    for each in folder.glob("token*"):
+        shutil.copy(each, made)
+    model: Any = quantised_checkpoints.resident(made)
+    tokenizer: Any = AutoTokenizer.from_pretrained(made)
+    with serving(made, Prefetch(1, 1, 1, ("ALL_MODEL_PARAMS",))) as served:
+        for prompt in PROMPTS[:3]:
+            ids = tokenizer(prompt, return_tensors="pt").input_ids
+            expected = model.generate(ids, max_new_tokens=12, do_sample=False)[0, ids.shape[1] :].tolist()
+            answer = served.complete(prompt, max_tokens=12, temperature=0)
+            assert answer["choices"][0]["text"] == text_of(served, expected)
+        assert served.handle.stats().bytes_moved > 0

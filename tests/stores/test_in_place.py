@@ -209,15 +209,48 @@ class TestOffsets:
             model(TOKENS)
         del handle
 
-    def test_a_file_that_is_cut_ends_a_module_that_runs_alone(self, tmp_path: Path) -> None:
+    @pytest.mark.parametrize(
+        ("layer", "x"),
+        [
+            (nn.Embedding(5000, 16), TOKENS),
+            (nn.TransformerEncoderLayer(64, 4, batch_first=True), torch.ones(1, 3, 64)),  # calls no module in it
+        ],
+        ids=["embedding", "encoder"],
+    )
+    def test_a_file_that_is_cut_ends_a_module_that_runs_alone(
+        self, layer: nn.Module, x: torch.Tensor, tmp_path: Path
+    ) -> None:
         """A read of a page that the file has no longer would end the program."""
-        source = nn.Sequential(nn.Embedding(5000, 16), nn.Linear(16, 16)).eval()
-        handle = headrace.offload(source, Rules([("0", "uva")], mode="disk"), checkpoint=save(source, tmp_path))
-        source[0](TOKENS)
-        os.truncate(tmp_path / "model.safetensors", 2000)
-        with pytest.raises(TransferError, match=r"written to while in use"):
-            source[0](TOKENS)
+        source = nn.Sequential(copy.deepcopy(layer), nn.Identity()).eval()
+        start_data_at(save(source, tmp_path) / "model.safetensors", 0)
+        handle = headrace.offload(source, Rules([("0", "uva")], mode="disk"), checkpoint=tmp_path)
+        with torch.no_grad():
+            source[0](x)
+            os.truncate(tmp_path / "model.safetensors", 2000)
+            with pytest.raises(TransferError, match=r"written to while in use"):
+                source[0](x)
         del handle
+
+    @pytest.mark.parametrize("is_root", [False, True])
+    @pytest.mark.parametrize("beside_units", [False, True])
+    def test_encoder_layers_keep_their_fast_path(self, is_root: bool, beside_units: bool, tmp_path: Path) -> None:
+        """torch leaves it for hooks, and rounds otherwise: under autocast of a CPU to another dtype."""
+        layer = nn.TransformerEncoderLayer(64, 4, 64, batch_first=True).eval()
+        source, x = layer if is_root else nn.Sequential(layer), torch.rand(1, 3, 64)
+        start_data_at(save(source, tmp_path) / "model.safetensors", 0)
+        rules = Rules(
+            [*([("re:.*linear1.bias", "prefetch")] if beside_units else []), ("re:.*weight", "uva")], mode="disk"
+        )
+        with torch.no_grad(), torch.autocast("cpu", torch.bfloat16), warnings.catch_warnings():
+            warnings.simplefilter("ignore", HeadraceWarning)  # the fast path reads what is in units within the layer
+            expected = source(x)
+            with headrace.offload(source, rules, checkpoint=tmp_path) as handle:
+                assert_same_bits(source(x), expected)
+                assert handle.stats().mechanism_bytes["uva"] > 0
+                assert bool(handle.plan.units) == beside_units
+            assert_same_bits(source(x), expected)
+        assert expected.dtype == torch.bfloat16
+        assert not any("forward" in vars(module) for module in source.modules())
 
 
 class TestKernels:

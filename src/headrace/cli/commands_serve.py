@@ -1,4 +1,4 @@
-"""``headrace serve``: headrace's own server, or with ``--engine vllm`` vLLM with headrace as its weight offloader."""
+"""``headrace serve``: headrace's own server, or vLLM with headrace as its weight offloader."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from headrace.checkpoint.model_folder import is_quantised, model_folder
+from headrace.checkpoint.model_folder import model_folder
 from headrace.cli.arguments import (
     DTYPE_HELP,
     VERB_FLAGS,
@@ -25,7 +25,7 @@ from headrace.cli.arguments import (
     with_flags,
 )
 from headrace.cli.terminal import byte_bar, stderr
-from headrace.cli.vllm_launcher import KEY_VARIABLE, serve_in_vllm
+from headrace.cli.vllm_launcher import KEY_VARIABLE, serve_in_vllm, why_not_vllm
 from headrace.config import AUTO_CONTEXT, Workload, count, one_of
 from headrace.errors import CheckpointError, OptionError
 from headrace.flags import OffloadFlags, Surface, counts, row
@@ -61,7 +61,9 @@ class _ServeOptions:
     """The flags of the verb itself; ``None`` stands for the default of either engine."""
 
     engine: str | None = row(
-        "NAME", "transformers (default) or vllm, which is faster on a GPU.", one_of(("transformers", "vllm"))
+        "auto|vllm|own",
+        "auto (default): vLLM where it is installed and runs the model on this GPU, else headrace's own server.",
+        one_of(("auto", "vllm", "own")),
     )
     host: str | None = row("ADDRESS", "Address to listen on (default 127.0.0.1: this machine only).", _check_blanks)
     port: int | None = row("N", "Default 8000; 0: a free one.", _check_port)
@@ -119,12 +121,18 @@ def serve(
 ) -> None:
     """Serve a model that does not fit the device, with OpenAI's API.
 
-    By default with transformers' server, in this process, on a GPU or on a CPU. With --engine vllm inside vLLM, whose
-    flags follow MODEL; `--` may stand between.
+    Inside vLLM, whose flags follow MODEL (`--` may stand between), or with headrace's own server in this process, on a
+    GPU or on a CPU; --engine decides.
     """
     if options.api_key is None and KEY_VARIABLE in os.environ:
         _check_blanks(KEY_VARIABLE, os.environ[KEY_VARIABLE])
-    if options.engine == "vllm":
+    engine = options.engine or "auto"
+    if engine == "auto":
+        reason = why_not_vllm(model, vars(options), flags)
+        engine = "own" if reason else "vllm"
+        why = f"headrace's own server: {reason}" if reason else "vLLM, which runs this model here (else --engine own)"
+        stderr.print(f"serving with {why}", markup=False, soft_wrap=True)
+    if engine == "vllm":
         serve_in_vllm(model, call.args, vars(options), flags)
         return
     if call.args:
@@ -170,11 +178,6 @@ def _run_server(model: str, flags: OffloadFlags, options: _ServeOptions) -> None
     from headrace.serving.app import bind, make_app, run_app
     from headrace.serving.batches import Batches
 
-    if is_quantised(folder):
-        raise OptionError(
-            f"{folder}: expected plain weights, found quantised ones (quantization_config in config.json), which this "
-            f"server is not tested with; use headrace serve --engine vllm, or the model's unquantised checkpoint"
-        )
     opened = open_model(folder, options.dtype, device=device)
     tokenizer = open_with_template(folder)
     _check_template(folder, tokenizer.chat_template)
@@ -184,6 +187,7 @@ def _run_server(model: str, flags: OffloadFlags, options: _ServeOptions) -> None
     request = PlanRequest(opened, policy, device=device, disk=disk_options(flags))
     planned = plan_model(request)
     longest, automatic = _longest(flags, planned), planned.context.automatic
+    _check_rows(opened, longest)
     request = replace(request, policy=planned.plan, workload=Workload([sequences], longest))
     planned = plan_model(request)  # again, to measure the cache of that workload
     if planned.shortage:
@@ -243,11 +247,8 @@ def _default_settings(opened: OpenedModel, tokenizer: Any, *, greedy: bool) -> A
     """
     from transformers import GenerationConfig
 
-    from headrace.graphs.cache_rows import why_not_in_rows
-
     opened.require_causal("headrace serve")
-    if reason := why_not_in_rows(opened.module):
-        raise OptionError(f"headrace serve cannot run this model: {reason}; use --engine vllm, or headrace generate")
+    _check_rows(opened, 0)
     settings, fix = opened.generation_settings, ""
     if greedy:
         settings = {name: settings.get(name) for name in ("bos_token_id", "eos_token_id", "pad_token_id")}
@@ -255,6 +256,14 @@ def _default_settings(opened: OpenedModel, tokenizer: Any, *, greedy: bool) -> A
         fix = ", leave its sampling out with --generation-config none, or use --engine vllm"
     opened.check_generation(tokenizer, settings, fix, batched=True)
     return GenerationConfig.from_dict(settings)
+
+
+def _check_rows(opened: OpenedModel, num_tokens: int) -> None:
+    """Refuse a model whose sequences of ``num_tokens`` cannot decode together."""
+    from headrace.graphs.cache_rows import why_not_in_rows
+
+    if reason := why_not_in_rows(opened.module, num_tokens):
+        raise OptionError(f"headrace serve cannot run this model: {reason}; use --engine vllm, or headrace generate")
 
 
 def _longest(flags: OffloadFlags, planned: PlanResult) -> int:

@@ -17,6 +17,8 @@ import typer
 
 from headrace.adapters.vllm.interface import require_version
 from headrace.adapters.vllm.options import FLAG_OF_KEY, FORM, KEYS, REFUSED, engine_options
+from headrace.checkpoint.model_folder import model_folder
+from headrace.checkpoint.safetensors_header import read_json
 from headrace.cli.arguments import VERB_FLAGS, refuse_idle
 from headrace.errors import OptionError
 from headrace.flags import OffloadFlags, counts, flag_of
@@ -74,6 +76,34 @@ def serve_in_vllm(
     if KEY_VARIABLE in os.environ and options["api_key"] is None:
         os.environ["VLLM_API_KEY"] = os.environ[KEY_VARIABLE]
     _become(command)
+
+
+def why_not_vllm(model: str, options: Mapping[str, Any], flags: OffloadFlags) -> str | None:
+    """Why ``--engine auto`` takes headrace's own server; ``None``: vLLM is here and runs the model on this GPU."""
+    try:
+        require_version(_installed_version())
+    except metadata.PackageNotFoundError:
+        return "vLLM is not installed (pip install 'headrace[vllm]')"
+    except OptionError as error:
+        return str(error)
+    import torch
+
+    if flags.device == "cpu" or not torch.cuda.is_available():
+        return "vLLM needs a GPU here"
+    own = [name for name in ("max_queue", "cors", "allowed_hosts") if options[name]]
+    own += [name for name in VERB_FLAGS if name not in (*_VLLM_FLAGS, *_OWN_FLAGS, "device") and flags.given(name)]
+    if own or flags.offload_mode == "disk":
+        return f"{flag_of(own[0]) if own else '--offload-mode disk'} is not in vLLM"
+    from vllm.model_executor.models.registry import ModelRegistry
+
+    wanted = read_json(model_folder(model) / "config.json").get("architectures") or ["?"]
+    known = ModelRegistry.get_supported_archs()
+    return None if known & set(wanted) else f"vLLM has no {wanted[0]}"
+
+
+def _installed_version() -> str:
+    """Version of vLLM for this Python; builds of third parties have other distribution names."""
+    return metadata.version(next(iter(metadata.packages_distributions().get("vllm", ["vllm"]))))
 
 
 def _require_rest(model: str, rest: Sequence[str]) -> None:
@@ -158,9 +188,7 @@ def _become(command: Sequence[str]) -> None:
         OptionError: it is not installed, or of another version than those headrace knows.
     """
     try:
-        # Builds of third parties have other distribution names.
-        name = next(iter(metadata.packages_distributions().get("vllm", ["vllm"])))
-        require_version(metadata.version(name))
+        require_version(_installed_version())
     except metadata.PackageNotFoundError:
         raise OptionError(f"vLLM is not installed for {sys.executable}: pip install 'headrace[vllm]'") from None
     beside = Path(sys.executable).with_name(command[0])

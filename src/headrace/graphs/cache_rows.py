@@ -26,20 +26,45 @@ if TYPE_CHECKING:
 
 _ALIGNMENT = 8  # tokens; kernels of attention with a mask read so many at once
 _MASKED_KINDS = {"full_attention", "sliding_attention", "chunked_attention"}
+_ROPES_OF_ALL_ROWS = ("dynamic", "longrope")  # whose frequencies the longest sequence of a forward sets
 
 
-def why_not_in_rows(model: PreTrainedModel) -> str | None:
-    """Why the sequences of ``model`` cannot share a cache of rows; ``None``: they can."""
+def why_not_in_rows(model: PreTrainedModel, num_tokens: int = 0) -> str | None:
+    """Why sequences of ``num_tokens`` of ``model`` cannot share a cache of rows; ``None``: they can."""
     config: Any = model.config.get_text_config(decoder=True)
-    layers = {type(layer) for layer in DynamicCache(config=config).layers}
-    others = layers - {DynamicLayer, DynamicSlidingWindowLayer}
-    kinds = set(getattr(config, "layer_types", None) or ()) - _MASKED_KINDS
-    if model.config.is_encoder_decoder or others or kinds:
-        found = ", ".join(sorted({each.__name__ for each in others} | kinds)) or "an encoder"
-        return f"{config.model_type} has {found}, and rows share only full, sliding and chunked attention"
+    taken = inspect.signature(type(model).forward).parameters
+    if lacking := [name for name in ("position_ids", "past_key_values") if name not in taken]:
+        return f"{type(model).__name__}.forward takes no {lacking[0]}, and rows have their own"
+    if reason := _why_not_masked(model, config):
+        return f"{config.model_type} has {reason}, and rows share only full, sliding and chunked attention"
     if config._attn_implementation not in ("sdpa", "eager"):
         return f"attention {config._attn_implementation!r} takes no mask of rows, as sdpa and eager do"
+    for rope in (of_all := getattr(config, "rope_parameters", None) or {}, *of_all.values()):
+        if isinstance(rope, dict) and rope.get("rope_type") in _ROPES_OF_ALL_ROWS:
+            limit = min(config.max_position_embeddings, rope.get("original_max_position_embeddings") or num_tokens)
+            if num_tokens > limit:
+                return (
+                    f"beyond {limit} tokens its {rope['rope_type']} positions depend on the longest of all rows; use a "
+                    f"context of {limit} or less"
+                )
     return None
+
+
+def _why_not_masked(model: PreTrainedModel, config: Any) -> str | None:
+    """Part of a model, other than a mask of rows, that decides which tokens attend to which."""
+    if model.config.is_encoder_decoder:
+        return "an encoder"
+    if not getattr(config, "is_decoder", True) or getattr(config, "use_bidirectional_attention", None) in (True, "all"):
+        return "bidirectional attention"
+    if getattr(config, "alibi", False):
+        return "ALiBi, which it computes from another mask"
+    if not hasattr(config, "num_hidden_layers"):
+        return "layers of several stacks"
+    own = [name for name, each in model.named_buffers() if each.dtype == torch.bool and each.ndim == 4]
+    layers = {type(layer) for layer in DynamicCache(config=config).layers} - {DynamicLayer, DynamicSlidingWindowLayer}
+    kinds = set(getattr(config, "layer_types", None) or ()) - _MASKED_KINDS
+    found = sorted({each.__name__ for each in layers} | kinds)
+    return ", ".join(found) or (f"a mask of its own ({own[0]})" if own else None)
 
 
 @dataclass
@@ -110,7 +135,7 @@ class Rows:
         Raises:
             OptionError: its sequences cannot share a cache of rows.
         """
-        if reason := why_not_in_rows(model):
+        if reason := why_not_in_rows(model, num_tokens):
             raise OptionError(f"{type(model).__name__} cannot decode in rows: {reason}")
         self._model: Any = model
         self.num_rows, self.num_tokens = num_rows, num_tokens

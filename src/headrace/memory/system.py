@@ -26,7 +26,7 @@ if TYPE_CHECKING:
 DEVICE = "device memory"
 PEER = "memory of the peer GPU"
 
-_SYSFS = Path("/sys")
+SYSFS = Path("/sys")
 _CGROUP_ROOT = Path("/sys/fs/cgroup")
 # Limit, use, and prefix of the counters of page cache; of v2 and v1.
 _CGROUP_FILES = (("memory.max", "memory.current", ""), ("memory.limit_in_bytes", "memory.usage_in_bytes", "total_"))
@@ -361,7 +361,7 @@ def parse_cpu_list(text: str) -> frozenset[int]:
     return frozenset(cpus)
 
 
-def local_cpus(address: str, allowed: Collection[int], sysfs: Path = _SYSFS) -> frozenset[int] | None:
+def local_cpus(address: str, allowed: Collection[int], sysfs: Path = SYSFS) -> frozenset[int] | None:
     """CPUs of ``allowed`` that share a memory node with the PCI device at ``address`` (``"0000:1b:00.0"``).
 
     ``None`` where there is nothing to choose: one node, a device without a node, or none of its processors allowed.
@@ -384,9 +384,12 @@ def cpus_near(device: torch.device) -> frozenset[int] | None:
         return None
     import torch  # not at the top: the process that fills a staging ring has no torch
 
-    found: Any = torch.cuda.get_device_properties(device)
-    address = f"{found.pci_domain_id:04x}:{found.pci_bus_id:02x}:{found.pci_device_id:02x}.0"  # as sysfs writes it
-    return local_cpus(address, os.sched_getaffinity(0))
+    return local_cpus(pci_address(torch.cuda.get_device_properties(device)), os.sched_getaffinity(0))
+
+
+def pci_address(gpu: Any) -> str:
+    """Address of ``gpu``, properties as torch has them, as sysfs writes it."""
+    return f"{gpu.pci_domain_id:04x}:{gpu.pci_bus_id:02x}:{gpu.pci_device_id:02x}.0"
 
 
 # -- lines of proc(5) --------------------------------------------------------------------------------------------------

@@ -428,7 +428,7 @@ class BoundTensor:
             ModelChangedError: the tensor is no longer at ``path`` from ``module``, since a module between was replaced.
             StateError: the compiler passes a copy.
         """
-        if self._is_lost or self._address in given:
+        if self._is_lost or self._state is RESIDENT or self._address in given:
             return
         if _find(module, path) is not self.tensor:
             raise ModelChangedError(
@@ -454,7 +454,7 @@ class BoundTensor:
     def invalidate_saved(self) -> None:
         """Invalidate what autograd has saved of this tensor, whose data is about to change."""
         # A backward through a saved tensor with a newer version raises. Without this it would use another unit's bytes.
-        if _version(self.tensor) is not None:
+        if self._state is not RESIDENT and _version(self.tensor) is not None:
             torch.autograd.graph.increment_version(self.tensor)
 
     def _put(self, tensor: torch.Tensor) -> None:

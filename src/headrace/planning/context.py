@@ -80,7 +80,7 @@ class PlanContext:
         request, target = self.request, self.target
         split = request.num_ranks if request.splits_units else 1
         facts = (self.inventory, self.read_profile(), target.device, self.weights, target.rates, request.unstreamable)
-        planner = make_planner(*facts, request.disk, split)
+        planner = make_planner(*facts, request.disk, split, request.num_ranks > 1)
         return planner if self.hits is None else replace(planner, hits=self.hits)
 
     def sized(self, guesser_bytes: int = 0) -> PlanContext:
@@ -305,6 +305,7 @@ def make_planner(
     unstreamable: Collection[str] = (),
     disk: DiskOptions | None = None,
     num_ranks: int = 1,
+    in_group: bool = False,
 ) -> Planner:
     """The planner for the model of ``inventory`` and ``profile`` on ``device``.
 
@@ -313,7 +314,8 @@ def make_planner(
     address host memory. Given ``weights``, a CPU streams from its files, and for a GPU what host memory has no room for
     stays in them. Free host memory counts only for this machine, not with the ``rates`` of another. ``disk``: how a CPU
     reads files, which decides the rate. Each of several ranks that split units plans for itself, and all have to come
-    to one plan, so nothing counts that they may see differently: no free host memory.
+    to one plan, so nothing counts that they may see differently: no free host memory, and of any group (``in_group``)
+    no slot that a GPU is in.
     """
     from headrace.plan.build import Planner
     from headrace.plan.candidates import Spill
@@ -330,7 +332,7 @@ def make_planner(
         free_bytes = None if rates is not None else _free_host_bytes(device, inventory)
         spill = Spill(frozenset(not_readable.union(unstreamable)), free_bytes)
     in_place, triton = on_gpu and can_read_in_place(device), has_triton(device)
-    rates = rates or planning_rates(device, disk is not None and bool(disk.direct))
+    rates = rates or planning_rates(device, disk is not None and bool(disk.direct), in_group)
     can_cache = in_place and triton and rates.fetch_bytes_per_s is not None
     readers = set(profile.row_readers) if can_cache else set()
     experts = {s.name for s in inventory.storages if not readers.isdisjoint(s.modules)}

@@ -4,7 +4,7 @@
 ``begin`` and ``join`` around a forward. A compiler may move any operation whose inputs are ready in its graph. Weights
 are inputs of the graph, so without an edge ``(w - zero) * scale`` is ready from the start and would be hoisted above
 the wait. An edge on the hidden state does not help, since this arithmetic reads no hidden state. So two ops around the
-module declare the unit's own tensors as *mutated*:
+module declare the unit's own tensors, but none that was promoted, as *mutated*:
 
 * ``wait(tag, token!, tensors!, inputs!)`` is declared to write them, so every read of the weight stays after it. It is
   declared to write what the module is given, too: a custom op of an engine may find its weights by the name of its

@@ -179,12 +179,7 @@ class _ModuleHook(NotCopyable):
         self._prefetcher = None
         for handle in self._handles:
             handle.remove()
-        # A wrapper that another library has put around ours since stays. It may have bound ours anew, hence no `is`.
-        if vars(self._module).get("forward") == self._wrapper:
-            if self._own_forward is None:
-                del self._module.__dict__["forward"]
-            else:
-                self._module.__dict__["forward"] = self._own_forward
+        _unwrap(self._module, self._wrapper, self._own_forward)
         for module in (self._entry, self._module):
             for name in (self._tag_attr, _TOKEN, _END):
                 vars(module).pop(name, None)
@@ -269,7 +264,8 @@ class UnitHook(_ModuleHook):
     def _trace_before(self, module: nn.Module, args: Any, kwargs: Any = None) -> None:
         refuse_export()
         self.pin_to_slots()
-        tensors = list(live_tensors(module, self._paths))
+        # All of them for guards, since code is shared by modules of which other tensors were promoted.
+        tensors = list(live_tensors(module, self._paths)) and list(live_tensors(module, self._in_slots()))
         # Hidden states, and not the ids and positions that every layer is given alike. With gradients autograd
         # would refuse a write to a leaf, and engines that hide weights from the compiler do not train.
         given = [] if torch.is_grad_enabled() else tensors_in((args, kwargs))
@@ -279,7 +275,7 @@ class UnitHook(_ModuleHook):
             leave_out_graph_inputs()
 
     def _trace_after(self, module: nn.Module, args: Any, kwargs: Any, output: Any) -> Any:
-        tensors = list(live_tensors(module, self._paths))
+        tensors = list(live_tensors(module, self._paths)) and list(live_tensors(module, self._in_slots()))
         outputs = tensors_in(output)
         with torch.no_grad():
             torch.ops.headrace.release(module._headrace_tag, module._headrace_token, tensors, outputs)
@@ -322,6 +318,14 @@ class UnitHook(_ModuleHook):
                         bound.pin_to_slot(functools.partial(hook._prefetcher.replays.is_read_here, hook._unit))
 
     pin_to_slots._dynamo_marked_constant = True  # type: ignore[attr-defined]
+
+    def _in_slots(self) -> tuple[tuple[str, ...], ...]:
+        """Paths of what was not promoted: no copy brings the rest, and a declared write would spoil views of it."""
+        promoted = [] if self._promoter is None else self._promoter.promoted
+        names = [storage.info.name for storage in self._storages for _ in storage.tensors]
+        return tuple(path for name, path in zip(names, self._paths, strict=True) if name not in promoted)
+
+    _in_slots._dynamo_marked_constant = True  # type: ignore[attr-defined] # see pin_to_slots
 
     def _trained(self) -> tuple[tuple[str, ...], ...]:
         """Paths of the parameters in the module that no unit brings and that want gradients, such as adapters."""
@@ -589,19 +593,48 @@ class CalledForwardHook(ForwardHook):
         return output
 
 
+class AroundForward(NotCopyable):
+    """Calls ``check`` in eager code before and after the ``forward`` of one of :func:`unhooked_modules`."""
+
+    def __init__(self, module: nn.Module, check: Callable[[], None]) -> None:
+        self._module, self._check, self._own_forward = module, check, vars(module).get("forward")
+        self._wrapper = _wrapped_forward(module, self._forward, (type(module).__module__, type(module).__qualname__))
+        module.__dict__["forward"] = self._wrapper
+
+    def remove(self) -> None:
+        """Give ``module`` its forward back."""
+        _unwrap(self._module, self._wrapper, self._own_forward)
+
+    def _forward(self, original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+        self._check()
+        output = original(*args, **kwargs)
+        self._check()
+        return output
+
+
 def new_token(device: torch.device) -> torch.Tensor:
     """Tensor that all ops of one offload declare as mutated: int64, shape ``[1]``, on ``device``."""
     return torch.zeros(1, dtype=torch.int64, device=device)
 
 
-def unhooked_modules(model: nn.Module) -> set[nn.Module]:
-    """Encoder layers of torch and what is in them: for hooks there torch leaves its fast path, which rounds otherwise.
+def unhooked_modules(model: nn.Module) -> dict[nn.Module, nn.Module]:
+    """torch's encoder layers and what is in them, with the layer: for hooks there torch leaves its fast path.
 
-    On a GPU its GELU is the approximate one (``aten::_addmm_activation``), and under autocast of a CPU it has another
-    dtype.
+    That calls nothing in the layer, and rounds otherwise: on a GPU its GELU is the approximate one
+    (``aten::_addmm_activation``), and under autocast of a CPU it has another dtype.
     """
     layers = (module for module in model.modules() if isinstance(module, nn.TransformerEncoderLayer))
-    return {module for layer in layers for module in layer.modules()}
+    return {module: layer for layer in layers for module in layer.modules()}
+
+
+def _unwrap(module: nn.Module, wrapper: types.MethodType, own: Any) -> None:
+    """Give ``module`` its ``own`` forward back, or that of its class."""
+    # A wrapper that another library has put around ours since stays. It may have bound ours anew, hence no `is`.
+    if vars(module).get("forward") == wrapper:
+        if own is None:
+            del module.__dict__["forward"]
+        else:
+            module.__dict__["forward"] = own
 
 
 def _wrapped_forward(

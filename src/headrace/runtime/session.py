@@ -28,7 +28,7 @@ from headrace.plan.cached_experts import CachedLayer
 from headrace.plan.plan import Plan
 from headrace.plan.slabs import slab_bytes
 from headrace.runtime.forwards import release_left
-from headrace.runtime.hooks import CalledForwardHook, ForwardHook, UnitHook, new_token, unhooked_modules
+from headrace.runtime.hooks import AroundForward, CalledForwardHook, ForwardHook, UnitHook, new_token, unhooked_modules
 from headrace.runtime.outside_access import NotCopyable, Promoter, StateGuard, TableGuard
 from headrace.runtime.prefetcher import Prefetcher
 from headrace.runtime.prepare import Prepared
@@ -105,7 +105,7 @@ class OffloadSession(NotCopyable):
         self._options = options
         self._model, self._device, self._bound = prepared.model, prepared.device, prepared.bound
         self._promoter = Promoter(prepared.plan, self._bound, self._device, options.never_promotes)
-        self._hooks: list[Hook | RemovableHandle] = []  # empty once they are taken off
+        self._hooks: list[Hook | RemovableHandle | AroundForward] = []  # empty once they are taken off
         self._caches: list[tuple[CachedLayer, ExpertCache]] = []
         self._ranges: ExpertRanges | None = None
         self.prefetcher: Prefetcher | None = None
@@ -402,11 +402,11 @@ class OffloadSession(NotCopyable):
                 self._hook(ForwardHook(model, model, [], None, token, self._promoter, traced_in_forward=True))
         if is_mapped:
             # A page that a shorter file has no longer ends the program (SIGBUS, mmap(2)), so files are compared before.
-            self._compare_mapped_files_around(self._model, None)
-            for name in plan.uva:
-                tensors = self._bound[name].info.tensors
-                for module in {at.module for tensor in tensors for at in tensor.locations}:  # a caller may run it alone
-                    self._compare_mapped_files_around(self._model.get_submodule(module), name)
+            unhooked = unhooked_modules(self._model)
+            # A caller may run a module alone.
+            read = {(module, name) for name in plan.uva for t in self._bound[name].tensors for module, _ in t.places}
+            for module, storage in read | {(module, None) for module in (self._model, *unhooked.values())}:
+                self._compare_mapped_files_around(module, storage, module in unhooked)
 
     def _attach_cached(self) -> None:
         from headrace.experts.attach import cached_hook
@@ -427,7 +427,7 @@ class OffloadSession(NotCopyable):
         self._hooks.append(hook)
         hook.attach()
 
-    def _compare_mapped_files_around(self, module: nn.Module, storage: str | None) -> None:
+    def _compare_mapped_files_around(self, module: nn.Module, storage: str | None, unhooked: bool) -> None:
         """Have ``module`` refuse to read in place, or to return what was read, from files that were written to."""
 
         def compare(*_: Any) -> None:
@@ -441,8 +441,9 @@ class OffloadSession(NotCopyable):
                 if self._hooks:
                     raise
 
-        self._hooks.append(module.register_forward_pre_hook(compare, prepend=True))
-        self._hooks.append(module.register_forward_hook(compare))
+        self._hooks.append(AroundForward(module, compare) if unhooked else module.register_forward_hook(compare))
+        if not unhooked:
+            self._hooks.append(module.register_forward_pre_hook(compare, prepend=True))
 
     def _resident_places(self, storages: Sequence[BoundStorage]) -> dict[str, torch.Tensor]:
         """Memory for each resident; on a GPU, all in one allocation.
@@ -525,7 +526,7 @@ class OffloadSession(NotCopyable):
     # -- taking apart -----------------------------------------------------------------------------------------------
 
     def _detach(self) -> None:
-        for hook in self._hooks:
+        for hook in reversed(self._hooks):  # of two wrappers of a forward the outer one first
             hook.remove()
         self._hooks.clear()  # one of them holds this
         if self.prefetcher is not None:

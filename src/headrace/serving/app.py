@@ -51,6 +51,7 @@ from headrace.errors import MORE_THREADS, OptionError
 from headrace.serving import request_body
 from headrace.serving.batches import Batches, settings_of
 from headrace.serving.request_body import GenerationRequest, RequestError, read
+from headrace.serving.structured import GrammarProcessor, Grammars
 
 _GENERATES = ("/v1/chat/completions", "/v1/completions", "/v1/responses")
 _ROUTES = (*_GENERATES, "/v1/models", "/health", "/metrics")
@@ -102,6 +103,7 @@ def make_app(
         get_manager=lambda *_, **__: batches,
         is_cb_alive=batches.require_alive,
         shutdown=batches.stop,
+        grammars=Grammars(tokenizer, model),
     )
     manager.get_gen_models = manager.list_models  # up to transformers 5.23
     # The handlers of other kinds of models, of which newer versions have more, are of no route that is left.
@@ -160,6 +162,7 @@ class _CheckedHandler:
     model_manager: Any
     _request: GenerationRequest
     _inputs: Any = None  # of the model, once they are made
+    _grammar: GrammarProcessor | None = None
 
     async def handle_request(self, body: dict[str, Any], request_id: str) -> Any:
         handler, given = await asyncio.to_thread(self._prepare, body)  # seconds for a long body
@@ -194,6 +197,8 @@ class _CheckedHandler:
             super(_CheckedHandler, handler).handle_request(given, "").send(None)  # type: ignore[misc] # to the tokens
         except _Inputs as made:
             (handler._inputs,) = made.args
+        template = tokenizer.response_template if self.is_chat else None
+        handler._grammar = manager.grammars.processor(request, handler._inputs["input_ids"], template)
         return handler, {**given, "messages": [], "input": [], "prompt": ""}
 
     def _validate_request(self, body: Any) -> None:
@@ -215,7 +220,7 @@ class _CheckedHandler:
         return manager.names[0], manager.model, tokenizer
 
     def _build_generation_config(self, body: Any, default: Any, use_cb: bool = False) -> Any:
-        return settings_of(self._request, default)
+        return settings_of(self._request, default, self._grammar)
 
     def get_processor_inputs_from_messages(self, messages: Any, modality: Any) -> Any:
         # transformers' own drops names, reasoning, and texts beside tool calls, which templates read.

@@ -15,13 +15,15 @@ from functools import partial
 from types import SimpleNamespace
 from typing import Any
 
-from transformers import GenerationConfig, LogitsProcessorList
+import torch
+from transformers import GenerationConfig, LogitsProcessor, LogitsProcessorList, PrefixConstrainedLogitsProcessor
 from transformers.cli.serving import utils
 
 from headrace.formatting import TokenText
 from headrace.graphs.cache_rows import Rows
 from headrace.serving.engine import Engine, Request
 from headrace.serving.request_body import Completion, GenerationRequest, RequestError
+from headrace.serving.structured import GrammarProcessor
 
 _ANSWER_TOKENS = 1024
 _CHECK_S = 1.0
@@ -31,24 +33,34 @@ _STOP_S = 30.0  # for the forward that runs
 # -- sampling ----------------------------------------------------------------------------------------------------------
 
 
-def settings_of(request: GenerationRequest, default: GenerationConfig) -> SimpleNamespace:
+def settings_of(
+    request: GenerationRequest, default: GenerationConfig, grammar: GrammarProcessor | None = None
+) -> SimpleNamespace:
     """How a request generates: as ``default``, changed by the fields of the request.
+
+    Args:
+        grammar: forbids other answers than the request wants.
 
     Raises:
         RequestError: a field has no effect on greedy decoding.
     """
-    given = request.model_dump(include={"temperature", "top_k", "top_p"}, exclude_none=True)
+    given = request.model_dump(include={"temperature", "top_k", "top_p", "min_p"}, exclude_none=True)
     samples = given.get("temperature", bool(default.do_sample)) > 0
     idle = [name for name, value in given.items() if value not in (1, 0, -1)]  # all tokens, or only the likeliest
     if idle and not samples and "temperature" not in given:
         name = idle[0]
         raise RequestError(f"{name} has no effect on greedy decoding, the default here; add temperature", name)
     temperature, top_k, top_p = (given.get(name, getattr(default, name)) for name in ("temperature", "top_k", "top_p"))
-    changes = {"repetition_penalty": request.repetition_penalty, "min_new_tokens": request.min_tokens}
+    changes: dict[str, Any] = {"repetition_penalty": request.repetition_penalty, "min_new_tokens": request.min_tokens}
     if samples:
         changes |= {"temperature": float(temperature or 1), "top_p": float(top_p or 1)}
         changes["top_k"] = top_k if top_k and top_k > 0 else 0
+        changes["min_p"] = request.min_p or None
+    bias = {(int(token),): float(value) for token, value in (request.logit_bias or {}).items()}
+    changes["sequence_bias"] = bias or None
+    stop_tokens, allowed = request.stop_token_ids or [], request.allowed_token_ids or []
     ends, own = default.eos_token_id, default.stop_strings or []
+    ends = [] if request.ignore_eos or ends is None else ends if isinstance(ends, list) else [ends]
     return SimpleNamespace(
         max_new_tokens=request.max_tokens,
         most_tokens=default.max_new_tokens or _ANSWER_TOKENS,
@@ -58,17 +70,59 @@ def settings_of(request: GenerationRequest, default: GenerationConfig) -> Simple
         continues=isinstance(request, Completion),
         samples=samples,
         seed=None if request.seed == -1 or not samples else request.seed,
-        ends=[] if request.ignore_eos or ends is None else ends if isinstance(ends, list) else [ends],
+        ends=[*ends, *stop_tokens, *(grammar.ends if grammar else [])],
+        grammar=grammar,
+        stop_tokens=stop_tokens,
+        allowed=allowed,
+        tokens_of={
+            "logit_bias": [each for (each,) in bias],
+            "stop_token_ids": stop_tokens,
+            "allowed_token_ids": allowed,
+        },
+        bad_words=request.bad_words or [],
+        penalties=(request.presence_penalty or 0, request.frequency_penalty or 0),
         changes={name: value for name, value in changes.items() if value is not None},
     )
 
 
-def _processors(model: Any, settings: SimpleNamespace, num_prompt: int) -> LogitsProcessorList:
-    """Logits processors of ``generate`` for the tokens of a request."""
+class _AnswerPenalty(LogitsProcessor):
+    """Lowers tokens by how often the answer has them, by OpenAI's formula."""
+
+    def __init__(self, num_prompt: int, presence: float, frequency: float) -> None:
+        self._num_prompt, self._presence, self._frequency = num_prompt, presence, frequency
+
+    def __call__(self, input_ids: torch.Tensor, scores: torch.Tensor) -> torch.Tensor:
+        answer = input_ids[:, self._num_prompt :]
+        counts = torch.zeros_like(scores).scatter_add_(1, answer, torch.ones_like(answer, dtype=scores.dtype))
+        return scores - self._frequency * counts - self._presence * (counts > 0)
+
+
+def _sequences(words: Sequence[str], tokenizer: Any) -> list[list[int]]:
+    """Tokens of texts at the beginning of a text and within one, by vLLM's rule."""
+    found: list[list[int]] = []
+    for word in words:
+        first, within = (tokenizer.encode(f"{space}{word.lstrip()}", add_special_tokens=False) for space in ("", " "))
+        found += [first] if within[:1] == first[:1] or len(within) != len(first) else [first, within]
+    return [each for each in found if each]
+
+
+def _processors(model: Any, settings: SimpleNamespace, num_prompt: int, tokenizer: Any) -> LogitsProcessorList:
+    """Logits processors of ``generate`` for the tokens of a request, and those that it has not."""
     config = copy.deepcopy(model.generation_config)
     vars(config).update(settings.changes, do_sample=settings.samples, eos_token_id=settings.ends or None)
+    bad_words = [*(config.bad_words_ids or []), *_sequences(settings.bad_words, tokenizer)]
+    config.bad_words_ids = bad_words or None
     model._prepare_special_tokens(config, device=model.device)
-    found: LogitsProcessorList = model._get_logits_processor(config, num_prompt, device=model.device)
+    more = LogitsProcessorList()
+    if any(settings.penalties):
+        more.append(_AnswerPenalty(num_prompt, *settings.penalties))
+    if settings.allowed:
+        more.append(PrefixConstrainedLogitsProcessor(lambda *_: settings.allowed, 1))
+    if settings.grammar is not None:
+        more.append(settings.grammar)
+    found: LogitsProcessorList = model._get_logits_processor(
+        config, num_prompt, logits_processor=more, device=model.device
+    )
     return found
 
 
@@ -108,7 +162,8 @@ class _Job(utils.CBStreamer):
             return
         self.tokens.append(token)
         found: list[int] = []
-        for each in [token, *[None] * has_ended]:
+        shown = [] if token in self.settings.stop_tokens else [token]
+        for each in [*shown, *[None] * has_ended]:
             self.text += self._new_text.add(each)
             found = [at for stop in self.settings.stops if (at := self.text.find(stop)) >= 0]
             if found:
@@ -185,16 +240,17 @@ class Batches(utils.BaseGenerateManager):
         settings, num_tokens = job.settings, len(job.prompt)
         if not job.prompt:
             raise RequestError("the prompt has no tokens; a causal language model needs at least one to continue")
-        largest, vocabulary = max(job.prompt), self.model.get_input_embeddings().num_embeddings
-        if largest >= vocabulary:
-            raise RequestError(f"token {largest} of the prompt: the model has embeddings for {vocabulary}")
+        vocabulary = self.model.get_input_embeddings().num_embeddings
+        for field, ids in {"prompt": job.prompt, **settings.tokens_of}.items():
+            if (largest := max(ids, default=0)) >= vocabulary:
+                raise RequestError(f"{field}: token {largest}, and the model has embeddings for {vocabulary}", field)
         if settings.max_new_tokens is None:
             settings.max_new_tokens = max(1, min(settings.most_tokens, self.longest - num_tokens))
         self.require_alive()
         if self._loop is None:
             self.engine.start()
             self._loop = asyncio.get_running_loop()
-        processors = partial(_processors, self.model, settings, num_tokens)
+        processors = partial(_processors, self.model, settings, num_tokens, processor)
         most, ends = settings.max_new_tokens, settings.ends
         job.request = Request(job.prompt, most, ends, processors, settings.samples, settings.seed)
         self._jobs[job.name] = self._requests[job.request] = job
@@ -263,6 +319,8 @@ class Batches(utils.BaseGenerateManager):
             if error is not None:  # of the request alone, or of the engine
                 reason = self.dead_reason() if error is self.engine.error else None
                 refusal = RequestError(reason or f"{type(error).__name__}: {error}", status=503 if reason else 500)
+                if isinstance(error, RequestError):
+                    refusal = error
             if (job := self._requests.get(request)) is not None:
                 job.put(token, has_ended, refusal)
 

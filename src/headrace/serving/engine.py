@@ -55,7 +55,11 @@ class Request:
     @property
     def has_ended(self) -> bool:
         """Whether no further token follows."""
-        return len(self.tokens) >= self.most_tokens or (bool(self.tokens) and self.tokens[-1] in self.ends)
+        return (
+            self.error is not None
+            or len(self.tokens) >= self.most_tokens
+            or (bool(self.tokens) and self.tokens[-1] in self.ends)
+        )
 
 
 class _Chooser:
@@ -75,15 +79,15 @@ class _Chooser:
         return not self._processors and not self._samples
 
     def choose(self, logits: torch.Tensor) -> torch.Tensor:
-        """The next token, [1], from logits, [1, vocabulary]."""
+        """The next token, [1], from logits, [1, vocabulary]; -1: there is none that the processors allow."""
         scores = self._processors(self._ids[:, : self._num], logits)
-        if self._samples:
-            token = torch.multinomial(scores.softmax(-1), 1, generator=self._generator)[0]
+        if self._samples:  # of no probabilities a kernel would fail, and with it the device
+            token = torch.multinomial(scores.softmax(-1).nan_to_num(1.0), 1, generator=self._generator)[0]
         else:
             token = scores.argmax(-1)
         self._ids[0, self._num] = token[0]
         self._num += 1
-        return token
+        return torch.where(scores.amax(-1) > -torch.inf, token, -1)
 
 
 class Engine:
@@ -104,6 +108,7 @@ class Engine:
         self._waiting: deque[Request] = deque()
         self._prompts: list[Request] = []  # whose prompts run, in the rows behind those of ``_active``
         self._first, self._start = 0, 0  # row of the first of them, and their tokens that have run
+        self._num_alone = 0  # of those that wait, each of whose prompts runs alone
         self._active: list[Request] = []  # by row
         self._choosers: dict[Request, _Chooser] = {}
         self._held: list[list[int]] = [[] for _ in range(rows.num_rows)]  # tokens that free rows still hold
@@ -223,7 +228,7 @@ class Engine:
         while self._waiting and self._first + len(self._prompts) < self.rows.num_rows:
             row, shared = self._longest_prefix(self._waiting[0])
             longest = max(longest, len(self._waiting[0].prompt))
-            if self._prompts and (shared or longest * (len(self._prompts) + 1) > _PROMPT_TOKENS):
+            if self._prompts and (shared or self._num_alone or longest * (len(self._prompts) + 1) > _PROMPT_TOKENS):
                 break
             self._held[self._first + len(self._prompts)] = []
             self._prompts.append(self._waiting.popleft())
@@ -232,6 +237,7 @@ class Engine:
                 if row != self._first:
                     self.rows.move(row, self._first, shared)
                 break
+        self._num_alone -= bool(self._prompts and self._num_alone)
 
     def _longest_prefix(self, request: Request) -> tuple[int, int]:
         """The row that holds most of the beginning of a prompt, and how many tokens; 0: too few."""
@@ -247,21 +253,22 @@ class Engine:
         try:
             end = start + _PROMPT_TOKENS
             logits = self.rows.prompts(self._first, [each.prompt[start:end] for each in requests], start)
-            self._start = end
-            if end < len(requests[0].prompt) and not requests[0].is_cancelled:
-                return
-            for request in requests:
-                self._choosers[request] = _Chooser(request, self._device)
-            tokens = self._choose(requests, logits)
         except (RuntimeError, ValueError, TypeError) as error:  # of these alone, unless the device has failed
             if isinstance(error, torch.AcceleratorError):
                 raise
             self._prompts = []
-            for request in requests:
-                self._choosers.pop(request, None)
-                request.error = error
+            if len(requests) > 1:
+                self._run_again(requests)
+                return
+            requests[0].error = error
             self._tell(requests)
             return
+        self._start = end
+        if end < len(requests[0].prompt):
+            if requests[0].is_cancelled:  # its row holds a part of the prompt, which no other may share
+                self._prompts = []
+            return
+        tokens = self._choose(requests, logits)
         with self._changed:
             for row, request in enumerate(requests, self._first):
                 if row > len(self._active):  # others have left meanwhile
@@ -270,6 +277,13 @@ class Engine:
                 self._active.append(request)
             self._prompts = []
         self._take(requests, tokens)
+
+    def _run_again(self, requests: Sequence[Request]) -> None:
+        """Let prompts run one by one, of which one has raised an error: which one, nobody knows."""
+        with self._changed:
+            left = [request for request in requests if not request.is_cancelled]
+            self._waiting.extendleft(reversed(left))
+            self._num_alone = len(left)
 
     def _step(self) -> None:
         requests = list(self._active)
@@ -280,14 +294,24 @@ class Engine:
     def _choose(self, requests: Sequence[Request], logits: torch.Tensor) -> list[int]:
         tokens = logits.argmax(-1)
         for at, request in enumerate(requests):
-            if not (chooser := self._choosers[request]).is_greedy:
-                tokens[at] = chooser.choose(logits[at : at + 1])[0]
+            try:
+                if request not in self._choosers:
+                    self._choosers[request] = _Chooser(request, self._device)
+                if not (chooser := self._choosers[request]).is_greedy:
+                    tokens[at] = chooser.choose(logits[at : at + 1])[0]
+            except Exception as error:  # of the request's processors alone, unless the device has failed
+                if isinstance(error, torch.AcceleratorError):
+                    raise
+                request.error, tokens[at] = error, -1
         chosen: list[int] = tokens.tolist()
         return chosen
 
     def _take(self, requests: Sequence[Request], tokens: Sequence[int]) -> None:
         for request, token in zip(requests, tokens, strict=True):
-            request.tokens.append(token)
+            if token >= 0:
+                request.tokens.append(token)
+            elif request.error is None:
+                request.error = RequestError("no token is left: its fields, or those of the model, forbid all of them")
         with self._changed:
             for row in reversed(range(len(self._active))):
                 if self._active[row].has_ended:

@@ -36,12 +36,12 @@ _LEAST_TEMPERATURE = 0.01  # logits divided by less leave the range of float32
 _NEUTRAL: dict[str, tuple[object, ...]] = {
     **dict.fromkeys(("audio", "max_tool_calls", "prediction", "previous_response_id"), ()),
     **dict.fromkeys(("reasoning_effort", "web_search_options"), ()),
-    **dict.fromkeys(("allowed_token_ids", "bad_words", "functions", "include", "stop_token_ids"), ([],)),
-    **dict.fromkeys(("frequency_penalty", "min_p", "presence_penalty", "top_logprobs"), (0,)),
+    **dict.fromkeys(("functions", "include"), ([],)),
+    "top_logprobs": (0,),
     **dict.fromkeys(("best_of", "length_penalty", "n"), (1,)),
     **dict.fromkeys(("background", "echo", "logprobs", "use_beam_search"), (False,)),
     **dict.fromkeys(("add_generation_prompt", "skip_special_tokens"), (True,)),
-    **dict.fromkeys(("logit_bias", "reasoning"), ({},)),
+    "reasoning": ({},),
     "modalities": (["text"],),
     "response_format": ({"type": "text"},),
     "text": ({}, {"format": {"type": "text"}}),
@@ -116,6 +116,11 @@ def _require_function(tool: dict[str, Any]) -> dict[str, Any]:
     # Templates would show others, such as OpenAI's web search, as functions without a name.
     if tool.get("type", "function") != "function":
         raise ValueError('expected "type": "function"')
+    function = tool.get("function", tool)
+    if not isinstance(function, dict) or not isinstance(function.get("name"), str):
+        raise ValueError("expected a function with a name")
+    if not isinstance(function.get("parameters") or {}, dict):
+        raise ValueError("expected parameters that are a JSON schema, an object")
     return tool
 
 
@@ -146,6 +151,54 @@ class _StreamOptions(_Object):
     include_usage: bool | None = None
 
 
+class _Schema(_Object):
+    name: str | None = None
+    description: str | None = None
+    strict: bool | None = None  # an answer always follows its schema
+    content: dict[str, Any] = Field(alias="schema")
+
+
+class _Format(_Object):
+    """A ``response_format``, or a ``text.format``, which has the fields of its schema beside its type."""
+
+    type: Literal["text", "json_object", "json_schema"]
+    json_schema: _Schema | None = None
+
+    @model_validator(mode="before")
+    @classmethod
+    def _nest(cls, given: Any) -> Any:
+        if not isinstance(given, dict) or given.get("type") != "json_schema" or "json_schema" in given:
+            return given
+        return {"type": "json_schema", "json_schema": {name: given[name] for name in given if name != "type"}}
+
+    @property
+    def schema_of_answer(self) -> dict[str, Any] | None:
+        """``None``: any text."""
+        if self.type == "json_object":
+            return {"type": "object"}
+        return None if self.json_schema is None else self.json_schema.content
+
+
+class _Text(_Object):
+    format: _Format | None = None
+
+
+def _named(given: Any) -> Any:
+    """The choice of a tool by its name, in one form."""
+    if given in ("auto", "none", "required"):
+        return given
+    function = given.get("function", given) if isinstance(given, dict) and given.get("type") == "function" else None
+    if not isinstance(function, dict) or not isinstance(function.get("name"), str):
+        expected = '{"type": "function", "function": {"name": NAME}}'
+        raise ValueError(f'expected "auto", "none", "required" or {expected}')
+    return {"name": function["name"]}
+
+
+_Texts = Annotated[list[Annotated[str, Field(min_length=1)]], Field(max_length=64)]  # 64: each is one more to look for
+_Token = Annotated[int, Field(ge=0, lt=2**31)]
+_Penalty = Annotated[float, Field(ge=-2, le=2)]
+
+
 class GenerationRequest(BaseModel):
     """Fields of every endpoint; ``None``: the model's own.
 
@@ -161,13 +214,21 @@ class GenerationRequest(BaseModel):
     top_p: Annotated[float, Field(gt=0, le=1)] | None = None
     top_k: Annotated[int, Field(ge=-1, lt=2**31)] | None = None
     repetition_penalty: Annotated[float, Field(gt=0, le=10)] | None = None
+    min_p: Annotated[float, Field(ge=0, le=1)] | None = None
+    presence_penalty: _Penalty | None = None
+    frequency_penalty: _Penalty | None = None
+    logit_bias: (
+        dict[Annotated[str, Field(pattern=r"^(0|[1-9]\d{0,8})$")], Annotated[float, Field(ge=-100, le=100)]] | None
+    ) = None
+    bad_words: _Texts | None = None
+    allowed_token_ids: list[_Token] | None = None
+    stop_token_ids: list[_Token] | None = None
     min_tokens: Annotated[int, Field(ge=0, lt=2**31)] | None = None
     seed: Annotated[int, Field(gt=-(2**63), lt=2**63)] | None = None
     ignore_eos: bool | None = None
     stop: Annotated[
-        list[Annotated[str, Field(min_length=1)]] | None,
-        BeforeValidator(lambda given: [given] * bool(given) if isinstance(given, str) else given),
-    ] = Field(None, max_length=64)  # each is looked for after every token, while other requests wait
+        _Texts | None, BeforeValidator(lambda given: [given] * bool(given) if isinstance(given, str) else given)
+    ] = None
     stream_options: _StreamOptions | None = None
     max_tokens: Annotated[int, Field(ge=1, lt=2**31)] | None = Field(None, validation_alias=AliasChoices(*_LENGTHS))
 
@@ -177,10 +238,25 @@ class GenerationRequest(BaseModel):
             raise ValueError(f"temperature: expected 0 (greedy), or from {_LEAST_TEMPERATURE} to 2")
         if self.stream_options is not None and not self.stream:
             raise ValueError('stream_options: expected "stream": true beside it')
+        if self.ignore_eos and self.answer_schema is not None:
+            raise ValueError("ignore_eos: expected false beside a format, whose answers end")
         return self
 
+    @property
+    def answer_schema(self) -> dict[str, Any] | None:
+        """The JSON schema of the answer; ``None``: it is any text."""
+        return None
 
-class Completion(GenerationRequest):
+
+class _Formatted(GenerationRequest):
+    response_format: _Format | None = None
+
+    @property
+    def answer_schema(self) -> dict[str, Any] | None:
+        return None if self.response_format is None else self.response_format.schema_of_answer
+
+
+class Completion(_Formatted):
     """A request to ``/v1/completions``."""
 
     prompt: Annotated[
@@ -193,15 +269,28 @@ class _Conversation(GenerationRequest):
     tools: _Tools | None = None
     parallel_tool_calls: bool | None = None
     chat_template_kwargs: dict[str, Any] | None = None
+    tool_choice: Annotated[str | dict[str, str], BeforeValidator(_named)] = "auto"
+
+    @property
+    def must_call(self) -> bool:
+        """Whether the answer is a call."""
+        return self.tool_choice not in ("auto", "none")
 
     @model_validator(mode="after")
-    def _leave_out_tools(self) -> _Conversation:
-        if (self.model_extra or {}).get("tool_choice") == "none":
+    def _check_tools(self) -> _Conversation:
+        if self.tool_choice == "none":
             self.tools = None
+        if not self.must_call:
+            return self
+        names = [tool.get("function", tool).get("name") for tool in self.tools or ()]
+        if not names or (isinstance(self.tool_choice, dict) and self.tool_choice["name"] not in names):
+            raise ValueError(f"tool_choice: expected one of the tools beside it, {_shown(names)}")
+        if self.ignore_eos or self.answer_schema is not None:
+            raise ValueError("tool_choice: expected neither ignore_eos nor a format beside a call that has to be")
         return self
 
 
-class Chat(_Conversation):
+class Chat(_Conversation, _Formatted):
     """A request to ``/v1/chat/completions``."""
 
     messages: Annotated[list[Message], Field(min_length=1)]
@@ -212,6 +301,12 @@ class Response(_Conversation):
 
     input: str | list[dict[str, Any]]
     instructions: str | None = None
+    text: _Text | None = None
+
+    @property
+    def answer_schema(self) -> dict[str, Any] | None:
+        given = None if self.text is None else self.text.format
+        return None if given is None else given.schema_of_answer
 
 
 _Model = TypeVar("_Model", bound=BaseModel)

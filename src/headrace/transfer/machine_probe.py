@@ -27,6 +27,7 @@ from headrace.memory.system import num_cores
 from headrace.plan.nominal_rates import NOMINAL_CPU, NOMINAL_GPU, nominal_rates
 from headrace.plan.plan import DeviceName, Machine
 from headrace.plan.rates import Curve, Rates
+from headrace.transfer.cards import GIB, MACHINES, find_card, link_rate, parse_link, rates_of_gpu, spelling
 
 if TYPE_CHECKING:
     import torch
@@ -146,13 +147,24 @@ class Probe:
         )
 
 
-def planning_rates(device: torch.device | DeviceName, direct: bool = False) -> Rates:
-    """The rates that plans for ``device`` use: those of the saved probe of this machine, or else nominal ones."""
+def planning_rates(device: torch.device | DeviceName, direct: bool = False, in_group: bool = False) -> Rates:
+    """The rates that plans for ``device`` use: those of the saved probe of this machine, or else nominal ones.
+
+    ``in_group``: others plan, too, and all have to come to one plan.
+    """
     probe = load()
     if device.type == "cpu":
         nominal = replace(NOMINAL_CPU, in_place_grouped_s_per_byte=None) if direct else NOMINAL_CPU
         return nominal if probe is None else probe.cpu_rates(direct)
-    return (probe.gpu_rates() if probe is not None else None) or NOMINAL_GPU
+    return _gpu_rates(probe, device.index, in_group)
+
+
+def _gpu_rates(probe: Probe | None, index: int | None, in_group: bool) -> Rates:
+    if probe is not None and (measured := probe.gpu_rates()) is not None:
+        names = probe.machine["devices"].split(", ")
+        if not index or names[index] == names[0]:  # the first is what was measured
+            return measured
+    return rates_of_gpu(index, of_card_alone=in_group) if may_have_gpu() else NOMINAL_GPU
 
 
 def describe_machine() -> dict[str, str]:
@@ -262,17 +274,6 @@ def read_probe(path: Path) -> Probe:
         ) from error
 
 
-# Machines that plans can be made for by name: the GPU as torch names it, and no more memory than any driver leaves.
-# Without a probe of theirs the rates follow from published values: link (PCIe, one direction), memory, bf16 with sums
-# in float32 and without sparsity.
-_GIB = 2**30
-_NOMINAL: dict[str, dict[str, Any]] = parse(read_file(Path(__file__).with_name("cards.json")))
-MACHINES = ("h200", *_NOMINAL)
-# PCI Express, one direction: generation, and lanes if not 16.
-_LINK = re.compile(r"pcie([345])(?:x(1|2|4|8|16))?")
-_LANE_BYTES_PER_S = {"3": 1e9, "4": 2e9, "5": 4e9}
-
-
 def named_machine(machine: str | os.PathLike[str], direct: bool = False) -> tuple[Machine, Rates]:
     """Machine to plan for: ``machine`` is one of ``MACHINES`` or a file of a probe.
 
@@ -286,27 +287,20 @@ def named_machine(machine: str | os.PathLike[str], direct: bool = False) -> tupl
         known = ", ".join(MACHINES)
         raise OptionTypeError(f"machine: expected {known}, or the file of a probe, found {type(machine).__name__}")
     card, _, link = str(machine).lower().partition("@")
-    name = re.sub(r"nvidia|geforce|rtx|[\s_-]", "", card)
-    if name in _NOMINAL:
-        published = _NOMINAL[name]
-        device, link_bytes_per_s = published["device"], _link_bytes_per_s(link or published["link"])
-        rates = (link_bytes_per_s, published["memory_bytes_per_s"], published["flops_per_s"])
-        return Machine(device, int(published["gib"] * _GIB)), nominal_rates(f"{device}{link and ' on '}{link}", *rates)
+    is_measured = spelling(card) == "h200"
+    if not is_measured and (published := find_card(card)) is not None:
+        device, ends = published["device"], parse_link(link or published["link"])
+        rates = (link_rate(*ends), published["memory_bytes_per_s"], published["flops_per_s"])
+        return Machine(device, int(published["gib"] * GIB)), nominal_rates(f"{device}{link and ' on '}{link}", *rates)
     if link and not Path(machine).exists():
         raise OptionError(f"--link {link!r}: expected a card with nominal rates, found {card!r}, which was measured")
-    if name == "h200":
+    if is_measured:
         probe = read_probe(Path(__file__).with_name("h200.json"))
-        made_for = Machine("NVIDIA H200", 139 * _GIB)  # not in the probe, which is from before it was kept
+        made_for = Machine("NVIDIA H200", 139 * GIB)  # not in the probe, which is from before it was kept
     else:
         probe = read_probe(Path(machine).expanduser())
         made_for = probe.planned_machine
     return made_for, probe.gpu_rates() or probe.cpu_rates(direct)
-
-
-def _link_bytes_per_s(link: str) -> float:
-    if (found := _LINK.fullmatch(link)) is None:
-        raise OptionError(f"--link {link!r}: expected pcie3, pcie4 or pcie5, with its lanes if not 16, as in pcie4x8")
-    return _LANE_BYTES_PER_S[found[1]] * int(found[2] or 16)
 
 
 def save(probe: Probe) -> Path:

@@ -252,7 +252,7 @@ def rates_among(device: torch.device, exchange: Exchange) -> Rates:
     hosts = exchange(here)
     num_ranks = hosts.count(here)
     if len(set(hosts)) == len(hosts):  # no link is shared
-        return planning_rates(device)
+        return planning_rates(device, in_group=True)
     kept = load_shared_link(num_ranks) or {}
     links = exchange([kept.get(size) for size in COPY_SIZES])
     if any(None in link for link in links):
@@ -262,7 +262,7 @@ def rates_among(device: torch.device, exchange: Exchange) -> Rates:
             save_shared_link(num_ranks, _slowest(links[rank] for rank, host in enumerate(hosts) if host == here))
         except OptionError as error:
             warn_user(f"{error}; the next start measures again")
-    return slowed(planning_rates(device), _slowest(links), num_ranks)
+    return slowed(planning_rates(device, in_group=True), _slowest(links), num_ranks)
 
 
 def _slowest(links: Iterable[list[float]]) -> dict[int, float]:

@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 import torch
 import transformers
-from transformers import LogitsProcessorList
+from transformers import LogitsProcessor, LogitsProcessorList
 
 from checks import eventually, raising
 from headrace.graphs.cache_rows import Rows
@@ -175,6 +175,75 @@ def test_a_prompt_that_raises_ends_its_request_alone(model: Any) -> None:
         assert eventually(is_done([stays, good]), 60)
         assert engine.why_dead() is None
     assert (stays.tokens, good.tokens) == (alone(model, stays), alone(model, good))
+
+
+@pytest.mark.parametrize("samples", [False, True])
+@pytest.mark.parametrize("after", [0, 3])
+def test_processors_that_leave_no_token_end_their_request_alone(model: Any, samples: bool, after: int) -> None:
+    """To draw from no probabilities would be an error of the whole device."""
+    end = 9 + after
+
+    class Forbids(LogitsProcessor):
+        def __call__(self, input_ids: Any, scores: Any) -> Any:
+            return scores - torch.inf if input_ids.shape[1] >= end else scores
+
+    bad = Request(prompt(9), 8, (), lambda: LogitsProcessorList([Forbids()]), samples=samples)
+    stays = request(prompt(30), 40)
+    with running(model, 2) as engine:
+        for each in (stays, bad):
+            engine.submit(each)
+        assert eventually(is_done([stays, bad]), 60)
+        assert engine.why_dead() is None
+    assert str(bad.error) == "no token is left: its fields, or those of the model, forbid all of them"
+    assert len(bad.tokens) == after
+    assert stays.tokens == alone(model, stays)
+
+
+def test_a_prompt_that_raises_beside_others(model: Any) -> None:
+    """Prompts that run together are run again one by one; processors that raise end their request alone."""
+
+    def broken() -> LogitsProcessorList:
+        raise KeyError("none")
+
+    goes_on = threading.Event()
+    with running(model, 4, tell=lambda _: goes_on.wait(60)) as engine:
+        run: Any = engine.rows.prompts
+
+        def prompts(first: int, tokens: Any, start: int) -> Any:
+            if any(ids[0] == 63 for ids in tokens):
+                raise RuntimeError("bad")
+            return run(first, tokens, start)
+
+        engine.rows.prompts = prompts  # type: ignore[method-assign]
+        first, bad, fails = request([5, 6], 1), request([63, 1]), Request([7, 8], 4, (), broken)
+        good = [request(prompt(4)), request(prompt(9))]
+        for each in (first, good[0], bad, fails, good[1]):
+            engine.submit(each)
+        goes_on.set()
+        assert eventually(is_done([first, bad, fails, *good]), 60)
+        assert (str(bad.error), str(fails.error)) == ("bad", "'none'")
+    assert [each.tokens for each in good] == [alone(model, each) for each in good]
+
+
+def test_a_prompt_that_is_cancelled_half_way_is_not_shared(model: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("headrace.serving.engine._PROMPT_TOKENS", 40)
+    with running(model, 1) as engine:
+        run: Any = engine.rows.prompts
+        gone = request(prompt(150))
+
+        def prompts(first: int, tokens: Any, start: int) -> Any:
+            logits = run(first, tokens, start)
+            if not gone.is_cancelled:
+                engine.cancel(gone)
+            return logits
+
+        engine.rows.prompts = prompts  # type: ignore[method-assign]
+        engine.submit(gone)
+        assert eventually(lambda: gone.is_cancelled and engine.running == 0, 60)
+        again = request(prompt(150))
+        engine.submit(again)
+        assert eventually(is_done([again]), 60)
+    assert again.tokens == alone(model, again)
 
 
 def test_a_step_that_raises_ends_all(model: Any) -> None:
