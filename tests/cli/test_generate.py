@@ -236,17 +236,16 @@ def at_a_terminal(command: list[object], *steps: tuple[str, str], **env: str) ->
     pid, terminal = pty.fork()
     if not pid:
         os.execvpe(sys.executable, [sys.executable, *map(str, command)], {**os.environ, "TERM": "dumb", **env})
-    shown, waits = "", [*steps, ("\0", "")]
-    end = time.monotonic() + 120
-    for text, sent in waits:
-        seen = len(shown)
-        while text not in shown[seen:] and time.monotonic() < end:
+    shown, at, end = "", 0, time.monotonic() + 60
+    for text, sent in [*steps, ("\0", "")]:
+        while text not in shown[at:] and time.monotonic() < end:
             if select.select([terminal], [], [], 0.2)[0]:
                 try:
                     shown += os.read(terminal, 4096).decode(errors="replace")
                 except OSError:  # it has ended
                     break
-        if text in shown[seen:]:
+        if text in shown[at:]:
+            at = shown.index(text, at) + len(text)
             time.sleep(0.3)  # a signal between the prompt and the wait for a key has no effect in CPython
             os.write(terminal, sent.encode())
     with suppress(ProcessLookupError):
@@ -284,7 +283,7 @@ app(["chat", {str(folder)!r}, "--device", "cpu", "--max-new-tokens", "200"])
     assert "ASKED ['user', 'assistant', 'user']" in shown
     assert " tokens in 2 answers: first token " in shown
     assert "Traceback" not in shown
-    shown, exit_code = at_a_terminal(["-c", code], ("/exit the chat", "Water\n"), ("TOKEN", ""), ("TOKEN", "\x03\x03"))
+    shown, exit_code = at_a_terminal(["-c", code], ("/exit the chat", "Water\n"), ("TOKEN", "\x03"), ("^C", "\x03"))
     assert (exit_code, "interrupted" in shown) == (130, True), shown
 
 
