@@ -15,7 +15,7 @@ import transformers
 
 import headrace
 from headrace.config import Prefetch
-from headrace.errors import HeadraceWarning
+from headrace.errors import HeadraceWarning, OptionError
 from headrace.graphs import cache_rows, decoding
 from headrace.graphs.cache_rows import Rows
 from recorded_graphs import RecordedStep
@@ -138,3 +138,57 @@ def test_prompts_that_run_together(family: str) -> None:
         for each, token in zip(found, tokens, strict=True):
             each.append(token)
     assert found == [alone(model, ids) for ids in prompts]
+
+
+LONG_ROPE = {
+    "rope_type": "longrope", "rope_theta": 1e4, "short_factor": [1.0] * 4, "long_factor": [4.0] * 4,
+    "original_max_position_embeddings": 64, "factor": 32.0,
+}  # fmt: skip
+REFUSED: dict[str, tuple[str, dict[str, Any], str]] = {
+    "positions from the length of the cache": (
+        "Bart", {"d_model": 32, "decoder_layers": 2, "decoder_attention_heads": 4, "is_encoder_decoder": False},
+        "takes no position_ids",
+    ),
+    "bidirectional": ("Bert", {**SIZES}, "bidirectional attention"),
+    "bidirectional by its config": ("Gemma3Text", {**SIZES, "use_bidirectional_attention": True}, "bidirectional"),
+    "alibi": ("Falcon", {"hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 4, "alibi": True}, "ALiBi"),
+    "a mask of its own": (
+        "GPTNeo",
+        {"hidden_size": 32, "num_layers": 2, "num_heads": 4, "attention_types": [[["global", "local"], 1]]},
+        "a mask of its own .*bias",
+    ),
+    "dynamic": (
+        "Llama",
+        {**SIZES, "max_position_embeddings": 64, "rope_parameters": {"rope_type": "dynamic", "rope_theta": 1e4,
+                                                                     "factor": 2.0}},
+        "beyond 64 tokens its dynamic positions .*; use a context of 64 or less",
+    ),
+    "longrope": (
+        "Phi3", {**SIZES, "rope_parameters": LONG_ROPE, "original_max_position_embeddings": 64},
+        "beyond 64 tokens its longrope positions",
+    ),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("case", REFUSED)
+def test_a_model_whose_rows_would_differ_is_refused(case: str) -> None:
+    name, sizes, reason = REFUSED[case]
+    config = getattr(transformers, f"{name}Config")(**sizes)
+    with torch.device("meta"):
+        model = transformers.AutoModelForCausalLM.from_config(config)
+    with pytest.raises(OptionError, match=reason):
+        Rows(model, 2, 100)
+
+
+def test_positions_that_depend_on_all_rows_do_not_below_their_limit() -> None:
+    config = transformers.Phi3Config(**{**SIZES, "rope_parameters": LONG_ROPE, "original_max_position_embeddings": 64})
+    torch.manual_seed(0)
+    model = transformers.Phi3ForCausalLM(config).eval().requires_grad_(False)
+    prompts = [prompt(length) for length in (3, 40, 17)]
+    assert together(Rows(model, 2, 64), prompts) == [alone(model, ids) for ids in prompts]
+
+
+def test_gpt_neox_is_causal_whatever_its_config_says_of_decoders() -> None:
+    config = transformers.GPTNeoXConfig(hidden_size=32, num_hidden_layers=2, num_attention_heads=4, vocab_size=128)
+    with torch.device("meta"):
+        assert cache_rows.why_not_in_rows(transformers.GPTNeoXForCausalLM(config)) is None

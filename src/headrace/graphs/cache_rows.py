@@ -54,7 +54,9 @@ def _why_not_masked(model: PreTrainedModel, config: Any) -> str | None:
     """Part of a model, other than a mask of rows, that decides which tokens attend to which."""
     if model.config.is_encoder_decoder:
         return "an encoder"
-    if not getattr(config, "is_decoder", True) or getattr(config, "use_bidirectional_attention", None) in (True, "all"):
+    # Configs of BERT's kind alone have the first; GPT-NeoX's says that it is no decoder, and it is one.
+    is_encoder = hasattr(config, "add_cross_attention") and getattr(config, "is_decoder", True) is False
+    if is_encoder or getattr(config, "use_bidirectional_attention", None) in (True, "all"):
         return "bidirectional attention"
     if getattr(config, "alibi", False):
         return "ALiBi, which it computes from another mask"
