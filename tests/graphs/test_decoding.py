@@ -31,6 +31,10 @@ SIZES = {
     "vocab_size": 128, "hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 4, "num_attention_heads": 4,
     "num_key_value_heads": 2, "head_dim": 8, "max_position_embeddings": 2048, "eos_token_id": None, "pad_token_id": 0,
 }  # fmt: skip
+LATENT = {
+    "kv_lora_rank": 16, "q_lora_rank": 16, "qk_rope_head_dim": 8, "qk_nope_head_dim": 8, "v_head_dim": 8,
+    "first_k_dense_replace": 4, "num_key_value_heads": 4,
+}  # fmt: skip
 WINDOW = {"sliding_window": 10, "layer_types": ["sliding_attention", "full_attention"] * 2}
 
 
@@ -226,7 +230,7 @@ def test_what_is_not_captured_runs_eagerly_and_says_why(options: dict[str, Any],
     assert graphs.replays == 0
 
 
-@pytest.mark.parametrize("family", ["Mamba", "T5"])
+@pytest.mark.parametrize("family", ["Mamba", "Mamba2", "T5", "ALiBi", "index"])
 def test_models_without_a_static_cache_run_eagerly(family: str) -> None:
     torch.manual_seed(0)
     configs = {
@@ -235,14 +239,23 @@ def test_models_without_a_static_cache_run_eagerly(family: str) -> None:
         "T5": (transformers.T5ForConditionalGeneration, transformers.T5Config(
             vocab_size=128, d_model=32, d_kv=8, d_ff=64, num_layers=2, num_heads=4, decoder_start_token_id=0,
             eos_token_id=None)),
+        "Mamba2": (transformers.Mamba2ForCausalLM, transformers.Mamba2Config(
+            vocab_size=128, hidden_size=32, state_size=4, num_heads=8, head_dim=8, n_groups=2, num_hidden_layers=2,
+            eos_token_id=None)),
+        "ALiBi": (transformers.FalconForCausalLM, transformers.FalconConfig(
+            vocab_size=128, hidden_size=32, num_hidden_layers=2, num_attention_heads=4, alibi=True,
+            eos_token_id=None)),
+        "index": (transformers.DeepseekV32ForCausalLM, transformers.DeepseekV32Config(
+            **{**SIZES, **LATENT}, index_n_heads=2, index_head_dim=16, index_topk=8)),
     }  # fmt: skip
     kind, config = configs[family]
     model = kind(config).eval().requires_grad_(False)
-    expected = model.generate(prompt(5), max_new_tokens=9, do_sample=False)
+    expected = [run(model, prompt(length)) for length in (1, 5)]
     headrace.decode_in_graphs(model)
     with pytest.warns(HeadraceWarning, match="generate runs eagerly"):
-        found = model.generate(prompt(5), max_new_tokens=9, do_sample=False)
-    assert torch.equal(found, expected)
+        found = [run(model, prompt(length)) for length in (1, 5)]
+    for each, logits in zip(found, expected, strict=True):
+        assert_equal(each, logits)
 
 
 @pytest.mark.parametrize("model", ["full attention", "sliding windows"], indirect=True)

@@ -17,6 +17,7 @@ from __future__ import annotations
 
 import copy
 import functools
+import inspect
 import operator
 import threading
 from collections.abc import Callable, Hashable, Mapping
@@ -228,8 +229,14 @@ class DecodeGraphs:
         model = self._model
         if self._eager_because is not None:
             return self._eager_because
-        if model.config.is_encoder_decoder or not model._can_compile_fullgraph:
+        config, taken = model.config.get_text_config(decoder=True), inspect.signature(type(model).forward).parameters
+        # Mamba 2 has a cache of another kind, by another name; ALiBi is computed from a mask of the text's length.
+        has_other = "cache_params" in taken or getattr(config, "alibi", False)
+        if model.config.is_encoder_decoder or has_other or not model._can_compile_fullgraph:
             return f"{type(model).__name__} does not decode with a static cache"
+        for layer in StaticCache(config=config, max_cache_len=LENGTH_STEP).layers:
+            if type(layer) not in _COUNTED:  # its state in Python is not known
+                return f"its cache has a {type(layer).__name__}"
         if self._session is not None and self._session.plan.mode in RANK_MODES:
             return f"several ranks share its weights (mode {self._session.plan.mode})"
         prefetcher = self._steps.prefetcher
@@ -257,9 +264,8 @@ class DecodeGraphs:
             self.release()
             self._cache = StaticCache(config=self._model.config.get_text_config(decoder=True), max_cache_len=length)
             for layer in _layers(self._cache):
-                if type(layer) in _COUNTED:
-                    layer.__class__ = _COUNTED[type(layer)]
-                    layer.cumulative_length_int = 0
+                layer.__class__ = _COUNTED[type(layer)]
+                layer.cumulative_length_int = 0
             self._kind, self._plan = kind, plan
         cache: Any = self._cache
         cache.reset()
@@ -276,11 +282,7 @@ class DecodeGraphs:
         if self._is_first_step:
             self._is_first_step = False
             self._compare_model()
-        try:
-            key = (_reach(cache), signature(inputs))
-        except TypeError as error:
-            self._eager_because = str(error)
-            return call(**inputs)
+        key = (_reach(cache), signature(inputs))
         if key not in self._steps:
             output = self._steps.warm_up(key, call, inputs)
             if _Seen(self._model) != self._seen:
@@ -420,14 +422,7 @@ def _layers(cache: StaticCache) -> list[Any]:
 
 
 def _reach(cache: StaticCache) -> tuple[int | bool, ...]:
-    """Tokens of each layer that the next step reads; of a sliding window, whether it is full.
-
-    Raises:
-        TypeError: a layer of another kind, whose state in Python is not known.
-    """
-    for layer in _layers(cache):
-        if type(layer) not in _COUNTED.values():
-            raise TypeError(f"its cache has a {type(layer).__name__}")
+    """Tokens of each layer that the next step reads; of a sliding window, whether it is full."""
     return tuple(
         layer.get_mask_sizes(1)[0] if type(layer) is _Full else layer.cumulative_length_int >= layer.max_cache_len
         for layer in _layers(cache)
