@@ -209,8 +209,7 @@ def _run_server(model: str, flags: OffloadFlags, options: _ServeOptions) -> None
         handle = load_matched(folder, request, opened.match, progress)
     module: Any = opened.module
     module.generation_config = settings
-    for name in ("transformers", "ContinuousBatchingLogger"):  # they warn in every request and batch
-        logging.getLogger(name).setLevel(logging.ERROR)
+    logging.getLogger("transformers").setLevel(logging.ERROR)  # it warns in every request
     batches = Batches(module, sequences, longest, options.max_queue or _MAX_QUEUE)
     names = options.served_model_name or [model]
     app = make_app(module, handle, tokenizer, names, batches, options.api_key, options.cors, options.allowed_hosts)

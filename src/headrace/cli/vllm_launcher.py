@@ -40,6 +40,9 @@ _VLLM_FLAGS = (
 _SHARED_FLAGS = ("host", "port", "api_key", "served_model_name", "generation_config", "dtype")
 # Flags of headrace, which are passed in --additional-config.
 _OWN_FLAGS = tuple(name for name in FLAG_OF_KEY.values() if name not in _VLLM_FLAGS)
+# Flags of headrace's own server alone: of the verb, and of all verbs.
+_SERVER_FLAGS = ("max_queue", "cors", "allowed_hosts")
+_IDLE_FLAGS = tuple(name for name in VERB_FLAGS if name not in (*_VLLM_FLAGS, *_OWN_FLAGS, "device"))
 
 
 def serve_in_vllm(
@@ -49,12 +52,8 @@ def serve_in_vllm(
     flags: OffloadFlags,
 ) -> None:
     """Become ``vllm serve`` with headrace as its weight offloader; ``options``: flags of ``headrace serve`` alone."""
-    refuse_idle(
-        {flag_of(name): options[name] for name in ("max_queue", "cors", "allowed_hosts")}, "inside vLLM; leave it out"
-    )
-    for name in VERB_FLAGS:
-        if name not in (*_VLLM_FLAGS, *_OWN_FLAGS, "device"):
-            refuse_idle({flag_of(name): getattr(flags, name)}, "inside vLLM; leave it out")
+    refuse_idle({flag_of(name): options[name] for name in _SERVER_FLAGS}, "inside vLLM; leave it out")
+    refuse_idle({flag_of(name): getattr(flags, name) for name in _IDLE_FLAGS}, "inside vLLM; leave it out")
     _require_rest(model, rest)
     given = _parsed(options["additional_config"])
     engine_options(given, flags)  # raises errors now that the worker would raise minutes later
@@ -90,8 +89,7 @@ def why_not_vllm(model: str, options: Mapping[str, Any], flags: OffloadFlags) ->
 
     if flags.device == "cpu" or not torch.cuda.is_available():
         return "vLLM needs a GPU here"
-    own = [name for name in ("max_queue", "cors", "allowed_hosts") if options[name]]
-    own += [name for name in VERB_FLAGS if name not in (*_VLLM_FLAGS, *_OWN_FLAGS, "device") and flags.given(name)]
+    own = [name for name in _SERVER_FLAGS if options[name]] + [name for name in _IDLE_FLAGS if flags.given(name)]
     if own or flags.offload_mode == "disk":
         return f"{flag_of(own[0]) if own else '--offload-mode disk'} is not in vLLM"
     from vllm.model_executor.models.registry import ModelRegistry

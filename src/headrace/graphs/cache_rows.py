@@ -165,11 +165,6 @@ class Rows:
         if self._graphs is not None:
             self._graphs.drop()
 
-    @property
-    def cache_bytes(self) -> int:
-        """Device memory of the cache, once the first prompt has run."""
-        return sum(t.nbytes for layer in self._layers if layer.is_initialized for t in (layer.keys, layer.values))
-
     @torch.no_grad()
     def prompts(self, first: int, tokens: Sequence[Sequence[int]], start: int = 0) -> torch.Tensor:
         """Run tokens of the sequences in rows ``first``, ..., of which each has ``start`` before them.

@@ -310,7 +310,7 @@ class Batches(utils.BaseGenerateManager):
     def _tell(self, requests: Sequence[Request]) -> None:
         """Pass on the newest token of each, from the thread of the engine to the event loop."""
         news = [(each, each.tokens[-1] if each.tokens else None, each.has_ended, each.error) for each in requests]
-        with suppress(RuntimeError):  # the loop is closed, and nobody waits
+        with suppress(RuntimeError):  # the loop is closed, and no request waits
             self._loop.call_soon_threadsafe(self._put, news)  # type: ignore[union-attr]
 
     def _put(self, news: Sequence[tuple[Request, int | None, bool, BaseException | None]]) -> None:

@@ -162,7 +162,7 @@ class Engine:
             self._changed.notify()
 
     def cancel(self, request: Request) -> None:
-        """End a request that nobody waits for; its row is free with the next step."""
+        """End a request whose answer is not wanted; its row is free with the next step."""
         with self._changed:
             request.is_cancelled = True
             if request in self._waiting:
@@ -279,7 +279,7 @@ class Engine:
         self._take(requests, tokens)
 
     def _run_again(self, requests: Sequence[Request]) -> None:
-        """Let prompts run one by one, of which one has raised an error: which one, nobody knows."""
+        """Let prompts run one by one, of which an unknown one has raised an error."""
         with self._changed:
             left = [request for request in requests if not request.is_cancelled]
             self._waiting.extendleft(reversed(left))
