@@ -18,13 +18,8 @@ from headrace.config import Prefetch
 from headrace.errors import HeadraceWarning, OptionError
 from headrace.graphs import cache_rows, decoding
 from headrace.graphs.cache_rows import Rows
-from recorded_graphs import RecordedStep
+from recorded_graphs import SIZES, WINDOWS, RecordedStep
 
-SIZES = {
-    "vocab_size": 128, "hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 4, "num_attention_heads": 4,
-    "num_key_value_heads": 2, "head_dim": 8, "max_position_embeddings": 2048, "eos_token_id": None, "pad_token_id": 0,
-}  # fmt: skip
-WINDOWS = {"sliding_window": 10, "layer_types": ["sliding_attention", "full_attention"] * 2}
 EXPERTS = {"num_experts": 8, "num_experts_per_tok": 2, "moe_intermediate_size": 32}
 GPT2 = {"vocab_size": 128, "n_embd": 32, "n_layer": 3, "n_head": 4, "n_positions": 2048, "eos_token_id": None}
 FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {

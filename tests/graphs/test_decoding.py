@@ -25,17 +25,12 @@ from checks import entering, raising, run_threads
 from headrace.errors import HeadraceWarning, OptionError
 from headrace.graphs import decoding
 from headrace.graphs.decoding import StepGraph
-from recorded_graphs import RecordedStep
+from recorded_graphs import SIZES, WINDOWS, RecordedStep
 
-SIZES = {
-    "vocab_size": 128, "hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 4, "num_attention_heads": 4,
-    "num_key_value_heads": 2, "head_dim": 8, "max_position_embeddings": 2048, "eos_token_id": None, "pad_token_id": 0,
-}  # fmt: skip
 LATENT = {
     "kv_lora_rank": 16, "q_lora_rank": 16, "qk_rope_head_dim": 8, "qk_nope_head_dim": 8, "v_head_dim": 8,
     "first_k_dense_replace": 4, "num_key_value_heads": 4,
 }  # fmt: skip
-WINDOW = {"sliding_window": 10, "layer_types": ["sliding_attention", "full_attention"] * 2}
 
 
 def qwen3(**more: Any) -> Any:
@@ -46,7 +41,7 @@ def qwen3(**more: Any) -> Any:
 
 def gemma3() -> Any:
     torch.manual_seed(0)
-    config = transformers.Gemma3TextConfig(**{**SIZES, **WINDOW})
+    config = transformers.Gemma3TextConfig(**{**SIZES, **WINDOWS})
     return transformers.Gemma3ForCausalLM(config).eval().requires_grad_(False)
 
 

@@ -15,11 +15,10 @@ from hypothesis import strategies as st
 from tokenizers import Tokenizer, decoders
 
 from commands import write_llama_tokenizer
-from headrace.cli.demo_run import ensure_model
 from headrace.formatting import TokenText
 from headrace.serving import engine
-from served_answers import HI, TEMPLATE, answers
-from servers import EVERY_LAYER, NAME, SMALL, Served, serving
+from served_answers import HI, answering, answers
+from servers import EVERY_LAYER, NAME, Served, serving
 
 CALL = '<tool_call>\n{"name": "f", "arguments": {"x": 1}}\n</tool_call>'
 TOOL = {"type": "function", "function": {"name": "f", "parameters": {"type": "object", "properties": {}}}}
@@ -28,10 +27,7 @@ Says = Callable[[str], None]
 
 @pytest.fixture(scope="module")
 def served(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Served]:
-    folder = tmp_path_factory.mktemp("answers") / "model"
-    ensure_model(folder, SMALL)
-    (folder / "chat_template.jinja").write_text(TEMPLATE)
-    with serving(folder, EVERY_LAYER, longest=1024) as running:
+    with answering(tmp_path_factory.mktemp("answers") / "model") as running:
         yield running
 
 

@@ -9,9 +9,8 @@ from typing import Any
 
 import pytest
 
-from headrace.cli.demo_run import ensure_model
-from served_answers import HI, TEMPLATE, answers
-from servers import EVERY_LAYER, SMALL, Served, serving
+from served_answers import HI, answering, answers
+from servers import Served
 
 pytest.importorskip("llguidance")
 SCHEMA = {
@@ -26,10 +25,7 @@ TOOLS = [{"type": "function", "function": {"name": name, "parameters": SCHEMA}} 
 
 @pytest.fixture(scope="module")
 def served(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Served]:
-    folder = tmp_path_factory.mktemp("structured") / "model"
-    ensure_model(folder, SMALL)
-    (folder / "chat_template.jinja").write_text(TEMPLATE)
-    with serving(folder, EVERY_LAYER, longest=1024) as running:
+    with answering(tmp_path_factory.mktemp("structured") / "model") as running:
         yield running
 
 

@@ -12,6 +12,13 @@ from torch.utils._pytree import tree_leaves, tree_map_only
 if TYPE_CHECKING:
     from headrace.graphs.decoding import Inputs
 
+# Sizes of models whose steps are recorded.
+SIZES = {
+    "vocab_size": 128, "hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 4, "num_attention_heads": 4,
+    "num_key_value_heads": 2, "head_dim": 8, "max_position_embeddings": 2048, "eos_token_id": None, "pad_token_id": 0,
+}  # fmt: skip
+WINDOWS = {"sliding_window": 10, "layer_types": ["sliding_attention", "full_attention"] * 2}
+
 
 class NotCapturableHereError(RuntimeError):
     """What a capture raises for an operator that reads a value of the device."""

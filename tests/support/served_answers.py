@@ -3,9 +3,13 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
 from typing import Any
 
-from servers import Served
+from headrace.cli.demo_run import ensure_model
+from servers import EVERY_LAYER, SMALL, Served, serving
 
 # As of Qwen, whose answers transformers knows how to read.
 TEMPLATE = (
@@ -15,6 +19,15 @@ TEMPLATE = (
     "{{ '<|im_start|>assistant\n' }}"
 )
 HI = {"role": "user", "content": "hi"}
+
+
+@contextmanager
+def answering(folder: Path) -> Iterator[Served]:
+    """A server of a small model with ``TEMPLATE``, which is written into ``folder``."""
+    ensure_model(folder, SMALL)
+    (folder / "chat_template.jinja").write_text(TEMPLATE)
+    with serving(folder, EVERY_LAYER, longest=1024) as running:
+        yield running
 
 
 def answers(served: Served, endpoint: str, **fields: Any) -> tuple[dict[str, Any], dict[str, Any]]:
