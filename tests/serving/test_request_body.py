@@ -12,8 +12,8 @@ from hypothesis import strategies as st
 from transformers import GenerationConfig
 
 from headrace.serving import request_body
-from headrace.serving.batches import settings_of
 from headrace.serving.request_body import Chat, Completion, GenerationRequest, RequestError, _log_ignored, read
+from headrace.serving.sampling import read_sampling
 
 CHAT: dict[str, Any] = {"messages": [{"role": "user", "content": "hi"}]}
 
@@ -228,7 +228,7 @@ def test_bodies_of_clients(body: dict[str, Any]) -> None:
     wanted = read(Chat, json.loads(json.dumps(body)))
     assert [message.role for message in wanted.messages] == [message["role"] for message in body["messages"]]
     assert (wanted.tools or []) == ([] if body.get("tool_choice") == "none" else body.get("tools", []))
-    settings_of(wanted, GenerationConfig())
+    read_sampling(wanted, GenerationConfig())
 
 
 def test_what_clients_send_back_is_read() -> None:
@@ -266,9 +266,9 @@ def test_what_greedy_decoding_does_not_read(name: str) -> None:
     """Refused, unless the request says that it is greedy, or the value changes nothing."""
     asked = {"prompt": "hi", name: 0.5 if name != "top_k" else 5}
     with pytest.raises(RequestError, match=f"{name} has no effect on greedy decoding, the default here"):
-        settings_of(read(Completion, asked), GenerationConfig())
+        read_sampling(read(Completion, asked), GenerationConfig())
     for more in ({"temperature": 0}, {"temperature": 1}, {name: 1}):
-        settings_of(read(Completion, {**asked, **more}), GenerationConfig())
+        read_sampling(read(Completion, {**asked, **more}), GenerationConfig())
 
 
 def test_contents_of_several_parts_are_texts() -> None:

@@ -77,7 +77,7 @@ class TestEnds:
         )
         if endpoint != "responses":
             assert whole["reason"] == ("length" if text == "abcdefghxx" else "stop")
-        assert served.batches.engine.running == 0
+        assert served.engine.running == 0
 
     def test_a_character_that_is_cut(self, served: Served, says: Says, endpoint: str) -> None:
         says("aö")
@@ -155,7 +155,7 @@ class TestTools:
         assert whole == streamed
         assert (whole["text"], whole["thought"], whole["calls"]) == ("ok", "hm", [])
         assert whole.get("reason", "length") == "length"
-        assert served.batches.engine.running == 0
+        assert served.engine.running == 0
 
     @pytest.mark.parametrize(("endpoint", "end"), [("chat/completions", "\n</tool_call>"), ("responses", "\n")])
     @pytest.mark.parametrize("call", ["[1]", '{"arguments": {}}', '{"name": "f"}', '{"name": 5, "arguments": {}}'])
@@ -166,7 +166,7 @@ class TestTools:
         whole, streamed = answers(served, endpoint, max_tokens=len(text))
         assert whole == streamed
         assert (whole["text"], whole["calls"], whole.get("reason", "length")) == ("ok", [], "length")
-        assert served.batches.engine.running == 0
+        assert served.engine.running == 0
 
     def test_a_chat_after_a_call(self, served: Served) -> None:
         """The template receives all fields of the messages."""

@@ -343,7 +343,7 @@ class TestSampling:
             return str(served.complete(prompt, **fields)["choices"][0]["text"])
 
         first = ask(seed=7)
-        rows, starts = served.batches.engine.rows, list[int]()
+        rows, starts = served.engine.rows, list[int]()
         run: Any = rows.prompts
         monkeypatch.setattr(rows, "prompts", lambda *given: starts.append(given[2]) or run(*given))
         later = set()

@@ -209,10 +209,10 @@ def test_a_prompt_that_raises_beside_others(model: Any) -> None:
     with running(model, 4, tell=lambda _: goes_on.wait(60)) as engine:
         run: Any = engine.rows.prompts
 
-        def prompts(first: int, tokens: Any, start: int) -> Any:
+        def prompts(first: int, tokens: Any, *more: Any) -> Any:
             if any(ids[0] == 63 for ids in tokens):
                 raise RuntimeError("bad")
-            return run(first, tokens, start)
+            return run(first, tokens, *more)
 
         engine.rows.prompts = prompts  # type: ignore[method-assign]
         first, bad, fails = request([5, 6], 1), request([63, 1]), Request([7, 8], 4, (), broken)
@@ -231,8 +231,8 @@ def test_a_prompt_that_is_cancelled_half_way_is_not_shared(model: Any, monkeypat
         run: Any = engine.rows.prompts
         gone = request(prompt(150))
 
-        def prompts(first: int, tokens: Any, start: int) -> Any:
-            logits = run(first, tokens, start)
+        def prompts(first: int, tokens: Any, *more: Any) -> Any:
+            logits = run(first, tokens, *more)
             if not gone.is_cancelled:
                 engine.cancel(gone)
             return logits

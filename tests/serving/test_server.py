@@ -69,11 +69,12 @@ def error_of(answer: tuple[int, str]) -> tuple[int, str]:
 
 class TestErrors:
     @pytest.mark.parametrize(("path", "body", "status", "message"), [
-        ("/v1/completions", b"{", 400, "application/json (JSON decode error)"),
+        ("/v1/completions", b"{", 400, "application/json (Expecting property name"),
         ("/v1/completions", b"[1]", 400, "the body: expected an object"),
         ("/v1/completions", b"\xff\xfe", 400, "body"),
         ("/v1/completions", b"[" * 100_000, 400, "body"),
-        ("/v1/completions", {"prompt": "hi", "n": 2}, 400, "n = 2 is not supported (expected 1)"),
+        ("/v1/completions", {"prompt": "hi", "best_of": 2}, 400, "best_of = 2 is not supported (expected 1)"),
+        ("/v1/completions", {"prompt": "hi", "n": 5}, 400, "n: 5 answers to a request are more than the 4 that may"),
         ("/v1/completions", {"prompt": "hi", "model": "gpt"}, 404, f"model 'gpt' is not served here, {NAME!r} is"),
         ("/v1/completions", {"prompt": "hi", "max_tokens": 255}, 400, "more than the 256 that a sequence may have"),
         ("/v1/completions", {"prompt": "hi", "\ud800": 1}, 400, "unable to parse raw data as a unicode string"),
@@ -171,7 +172,7 @@ class TestChats:
         *(
             ({"chat_template_kwargs": {name: value}}, "chat_template_kwargs")
             for name, value in (
-                ("messages", []), ("self", 1), ("load_audio_from_video", True), ("conversations", 1), ("tools", 1),
+                ("messages", []), ("self", 1), ("conversations", 1), ("tools", 1),
                 ("greeting", "\ud800"), ("number", "many"),
             )
         ),
@@ -211,7 +212,7 @@ class TestLeaving:
         connection.close()
         assert eventually(lambda: metrics(served)["headrace_running_requests"] == 0, 60)
         assert metrics(served)["headrace_cache_used_tokens"] == 0
-        assert served.batches._requests == {}
+        assert served.running == {}
         assert served.complete("hi", max_tokens=2)["usage"]["completion_tokens"] == 2
 
     @pytest.mark.slow
@@ -324,14 +325,14 @@ def test_the_end_of_the_engine_is_reported(folder: Path, monkeypatch: pytest.Mon
         assert served.send("/health") == (200, '{"status":"ok"}')
         expected = served.complete("hi", max_tokens=2)["choices"]
         with monkeypatch.context() as patch:  # a prompt that fails is an error of its request alone
-            patch.setattr(served.batches.engine.rows, "prompts", raising(RuntimeError('out of "luck"')))
+            patch.setattr(served.engine.rows, "prompts", raising(RuntimeError('out of "luck"')))
             for stream in (False, True):
                 status, text = served.send("/v1/completions", {"prompt": "hi", "stream": stream})
                 assert (status, "RuntimeError: out of" in text) == (200 if stream else 500, True)
         assert served.send("/health")[0] == 200
         assert served.complete("hi", max_tokens=2)["choices"] == expected
 
-        monkeypatch.setattr(served.batches.engine.rows, "step", raising(RuntimeError('out of "luck"')))
+        monkeypatch.setattr(served.engine.rows, "step", raising(RuntimeError('out of "luck"')))
         status, text = error_of(served.send("/v1/completions", {"prompt": "hi"}))
         assert status == 503
         assert 'out of "luck"' in text

@@ -43,7 +43,7 @@ def answers(served: Served, endpoint: str, **fields: Any) -> tuple[dict[str, Any
     options = {"stream": True} | ({} if endpoint == "responses" else {"stream_options": {"include_usage": True}})
     status, text = served.send(f"/v1/{endpoint}", {**asked, **fields, **options})
     assert status == 200, text
-    lines = [line.removeprefix("data: ") for line in text.split("\n\n") if line]
+    lines = [line.partition("data: ")[2] for line in text.split("\n\n") if line]
     if endpoint == "responses":
         return of_response(whole), of_response(json.loads(lines[-1])["response"])
     assert lines.pop() == "[DONE]"

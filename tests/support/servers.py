@@ -21,8 +21,11 @@ from headrace.adapters.transformers import load
 from headrace.api import Handle
 from headrace.cli.demo_run import ModelSize
 from headrace.config import Policy, Prefetch
-from headrace.serving.app import bind, make_app
-from headrace.serving.batches import Batches
+from headrace.serving.app import App
+from headrace.serving.async_engine import AsyncEngine
+from headrace.serving.endpoint import ServedModel
+from headrace.serving.engine import Engine
+from headrace.serving.listening import bind
 
 NAME = "tiny"
 # For tests of requests, to which the model is only what takes time.
@@ -36,7 +39,8 @@ class Served:
 
     url: str
     handle: Handle
-    batches: Batches
+    engine: Engine
+    running: dict[Any, Any]  # answers that have not ended
     tokenizer: Any
     model: Any
     folder: Path
@@ -69,8 +73,8 @@ def serving(
     """A server of the model in ``folder``, offloaded as ``policy`` says, on a free port."""
     model, handle = load(folder, policy, device="cpu")
     tokenizer = AutoTokenizer.from_pretrained(folder)
-    batches = Batches(model, sequences, longest, max_waiting)
-    app = make_app(model, handle, tokenizer, [NAME, "alias"], batches, key, cors, hosts)
+    engine = AsyncEngine(model, sequences, longest, max_waiting)
+    app = App(ServedModel(model, tokenizer, [NAME, "alias"], engine), handle, key, cors, hosts)
     bound = bind("127.0.0.1", 0)
     server = uvicorn.Server(uvicorn.Config(app, log_level="critical", lifespan="on"))
     thread = threading.Thread(target=server.run, kwargs={"sockets": [bound]})
@@ -79,7 +83,8 @@ def serving(
         while not server.started:
             assert thread.is_alive()
             time.sleep(0.01)
-        yield Served(f"http://127.0.0.1:{bound.getsockname()[1]}", handle, batches, tokenizer, model, folder)
+        url = f"http://127.0.0.1:{bound.getsockname()[1]}"
+        yield Served(url, handle, engine.engine, engine._running, tokenizer, model, folder)
     finally:
         server.should_exit = True
         thread.join(60)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import logging
 import os
 import shlex
 from dataclasses import dataclass, replace
@@ -146,7 +145,9 @@ def serve(
         check_dtype("--dtype", options.dtype)
     if options.generation_config is not None:
         one_of(("auto", "none"))("--generation-config", options.generation_config)
-    require_packages("serve", "serve", "transformers", "fastapi", "uvicorn", "openai", "prometheus_client", "jinja2")
+    require_packages(
+        "serve", "serve", "transformers", "starlette", "uvicorn", "pydantic", "prometheus_client", "jinja2"
+    )
     os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")  # as main() does for the verbs that become no other program
     _run_server(model, flags, replace(options, api_key=options.api_key or os.environ.get(KEY_VARIABLE)))
 
@@ -175,8 +176,10 @@ def _run_server(model: str, flags: OffloadFlags, options: _ServeOptions) -> None
     from headrace.plan.tables import render
     from headrace.plan_model import plan_model
     from headrace.planning.request import PlanRequest
-    from headrace.serving.app import bind, make_app, run_app
-    from headrace.serving.batches import Batches
+    from headrace.serving.app import App
+    from headrace.serving.async_engine import AsyncEngine
+    from headrace.serving.endpoint import ServedModel
+    from headrace.serving.listening import bind, run_app
 
     opened = open_model(folder, options.dtype, device=device)
     tokenizer = open_with_template(folder)
@@ -209,10 +212,10 @@ def _run_server(model: str, flags: OffloadFlags, options: _ServeOptions) -> None
         handle = load_matched(folder, request, opened.match, progress)
     module: Any = opened.module
     module.generation_config = settings
-    logging.getLogger("transformers").setLevel(logging.ERROR)  # it warns in every request
-    batches = Batches(module, sequences, longest, options.max_queue or _MAX_QUEUE)
     names = options.served_model_name or [model]
-    app = make_app(module, handle, tokenizer, names, batches, options.api_key, options.cors, options.allowed_hosts)
+    engine = AsyncEngine(module, sequences, longest, options.max_queue or _MAX_QUEUE)
+    served = ServedModel(module, tokenizer, names, engine)
+    app = App(served, handle, options.api_key, options.cors, options.allowed_hosts)
     bound.listen()  # requests wait until the server runs
     _print_address(bound.getsockname(), names[0], options.api_key is not None)
     run_app(app, bound)

@@ -166,11 +166,14 @@ class Rows:
             self._graphs.drop()
 
     @torch.no_grad()
-    def prompts(self, first: int, tokens: Sequence[Sequence[int]], start: int = 0) -> torch.Tensor:
+    def prompts(
+        self, first: int, tokens: Sequence[Sequence[int]], start: int = 0, wants_all: bool = False
+    ) -> torch.Tensor:
         """Run tokens of the sequences in rows ``first``, ..., of which each has ``start`` before them.
 
         Returns:
-            float32 logits of the last token of each, [sequences, vocabulary].
+            float32 logits of the last token of each, [sequences, vocabulary]; with ``wants_all``, for one sequence,
+            those of all its tokens.
         """
         device, longest = self._model.device, max(map(len, tokens))
         # What fills a row behind a shorter prompt is written over, token by token, before it is read.
@@ -179,10 +182,12 @@ class Rows:
         reach = self._reach
         reach.first, reach.start, reach.num_tokens = first, start, start + longest
         ends = torch.tensor([len(each) - 1 for each in tokens], device=device)
-        options = {"logits_to_keep": ends} if self._last else {}
+        options = {"logits_to_keep": ends} if self._last and not wants_all else {}
         output = self._model(
             input_ids=ids, position_ids=positions, past_key_values=self._cache, use_cache=True, **options
         )
+        if wants_all:
+            return output.logits[0].float()  # type: ignore[no-any-return]
         at = self._indices[: len(tokens)]
         return output.logits[at, at if options else ends].float()  # type: ignore[no-any-return]
 

@@ -7,7 +7,7 @@ import time
 from collections import deque
 from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from transformers import LogitsProcessorList
@@ -17,9 +17,19 @@ from headrace.serving.request_body import RequestError
 
 # Of a forward: more of an eager prompt would let the others wait, and take more memory.
 _PROMPT_TOKENS = 2048
+# Of one whose tokens' log-probabilities are wanted: the logits of all of them take 4 bytes a token and word.
+_LOGPROB_TOKENS = 256
 # Of a prompt that an earlier one begins with, and that are copied from its row; fewer are run again.
 _LEAST_SHARED = 32
 _STEP_S = 600  # of the longest forward, of a model on a slow disk
+
+
+class TokenLogprob(NamedTuple):
+    """A token, its log-probability by the logits as the model gives them, and the likeliest with theirs, in order."""
+
+    token: int
+    logprob: float
+    top: list[tuple[int, float]]
 
 
 @dataclass(eq=False)
@@ -33,7 +43,10 @@ class Request:
         processors: makes the logits processors of ``generate``; called once, by the thread of the engine.
         samples: tokens are drawn; else the likeliest are taken.
         seed: of the generator that they are drawn from; ``None``: a random one.
+        num_logprobs: likeliest tokens to report beside each token; ``None``: nothing is reported.
+        reports_prompt: they are reported for the prompt, too, from its second token on.
         tokens: the answer so far.
+        logprobs, prompt_logprobs: what is reported of them.
         error: why it ended early.
     """
 
@@ -43,7 +56,11 @@ class Request:
     processors: Callable[[], LogitsProcessorList]
     samples: bool = False
     seed: int | None = None
+    num_logprobs: int | None = None
+    reports_prompt: bool = False
     tokens: list[int] = field(default_factory=list)
+    logprobs: list[TokenLogprob] = field(default_factory=list)
+    prompt_logprobs: list[TokenLogprob] = field(default_factory=list)
     error: BaseException | None = None
     is_cancelled: bool = False
 
@@ -103,7 +120,7 @@ class Engine:
     def __init__(
         self, rows: Rows, device: torch.device, max_waiting: int, tell: Callable[[Sequence[Request]], None]
     ) -> None:
-        self.rows, self._device, self._max_waiting, self._tell = rows, device, max_waiting, tell
+        self.rows, self._device, self.max_waiting, self._tell = rows, device, max_waiting, tell
         self._changed = threading.Condition()
         self._waiting: deque[Request] = deque()
         self._prompts: list[Request] = []  # whose prompts run, in the rows behind those of ``_active``
@@ -153,7 +170,7 @@ class Engine:
                 "max_tokens" if left > 0 else None,
             )
         with self._changed:
-            if len(self._waiting) >= self._max_waiting + self.rows.num_rows - self.running:
+            if len(self._waiting) >= self.max_waiting + self.rows.num_rows - self.running:
                 raise RequestError(
                     f"{self.running} requests run and {self.waiting} wait, the limit of --max-queue; try again later",
                     status=429,
@@ -226,22 +243,24 @@ class Engine:
         """Take the first requests that wait, whose prompts run in one forward; a long or a shared one alone."""
         self._first, self._start, longest = len(self._active), 0, 0
         while self._waiting and self._first + len(self._prompts) < self.rows.num_rows:
-            row, shared = self._longest_prefix(self._waiting[0])
-            longest = max(longest, len(self._waiting[0].prompt))
-            if self._prompts and (shared or self._num_alone or longest * (len(self._prompts) + 1) > _PROMPT_TOKENS):
+            request = self._waiting[0]
+            row, shared = self._longest_prefix(request)
+            longest, is_alone = max(longest, len(request.prompt)), bool(shared or request.reports_prompt)
+            if self._prompts and (is_alone or self._num_alone or longest * (len(self._prompts) + 1) > _PROMPT_TOKENS):
                 break
             self._held[self._first + len(self._prompts)] = []
             self._prompts.append(self._waiting.popleft())
-            if shared:
+            if shared and row != self._first:
+                self.rows.move(row, self._first, shared)
+            if is_alone:
                 self._start = shared
-                if row != self._first:
-                    self.rows.move(row, self._first, shared)
                 break
         self._num_alone -= bool(self._prompts and self._num_alone)
 
     def _longest_prefix(self, request: Request) -> tuple[int, int]:
         """The row that holds most of the beginning of a prompt, and how many tokens; 0: too few."""
-        if request.seed is not None:  # what it draws depends on nothing that was before, to the last bit
+        # What is drawn by a seed depends on nothing that was before, to the last bit.
+        if request.seed is not None or request.reports_prompt:
             return 0, 0
         held = [*(other.cached for other in self._active), *self._held[len(self._active) :]]
         row, shared = max(enumerate(_num_equal(request.prompt[:-1], each) for each in held), key=lambda pair: pair[1])
@@ -250,9 +269,15 @@ class Engine:
     def _run_prompts(self) -> None:
         """Run a chunk; after the last one the requests have their first tokens, and decode with the others."""
         requests, start = self._prompts, self._start
+        reports = requests[0].reports_prompt  # it runs alone
         try:
-            end = start + _PROMPT_TOKENS
-            logits = self.rows.prompts(self._first, [each.prompt[start:end] for each in requests], start)
+            end = start + (_LOGPROB_TOKENS if reports else _PROMPT_TOKENS)
+            logits = self.rows.prompts(self._first, [each.prompt[start:end] for each in requests], start, reports)
+            if reports:
+                next_tokens = requests[0].prompt[start + 1 : end + 1]
+                found = _logprobs(logits[: len(next_tokens)], next_tokens, requests[0].num_logprobs or 0)
+                requests[0].prompt_logprobs += found
+                logits = logits[-1:]
         except (RuntimeError, ValueError, TypeError) as error:  # of these alone, unless the device has failed
             if isinstance(error, torch.AcceleratorError):
                 raise
@@ -304,6 +329,9 @@ class Engine:
                     raise
                 request.error, tokens[at] = error, -1
         chosen: list[int] = tokens.tolist()
+        for at, request in enumerate(requests):
+            if request.num_logprobs is not None and chosen[at] >= 0:
+                request.logprobs += _logprobs(logits[at : at + 1], chosen[at : at + 1], request.num_logprobs)
         return chosen
 
     def _take(self, requests: Sequence[Request], tokens: Sequence[int]) -> None:
@@ -331,3 +359,15 @@ class Engine:
 
 def _num_equal(ids: Sequence[int], others: Sequence[int]) -> int:
     return next((at for at, (a, b) in enumerate(zip(ids, others, strict=False)) if a != b), min(len(ids), len(others)))
+
+
+def _logprobs(logits: torch.Tensor, tokens: Sequence[int], num_top: int) -> list[TokenLogprob]:
+    """Those of ``tokens`` by float32 logits, [tokens, vocabulary]."""
+    found = logits.log_softmax(-1)
+    own = found.gather(1, torch.tensor(tokens, device=found.device)[:, None])[:, 0].tolist()
+    best = found.topk(min(num_top, found.shape[1]))
+    tops = zip(best.indices.tolist(), best.values.tolist(), strict=True)
+    return [
+        TokenLogprob(token, logprob, list(zip(*top, strict=True)))
+        for token, logprob, top in zip(tokens, own, tops, strict=True)
+    ]

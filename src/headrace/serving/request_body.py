@@ -197,6 +197,7 @@ def _named(given: Any) -> Any:
 _Texts = Annotated[list[Annotated[str, Field(min_length=1)]], Field(max_length=64)]  # 64: each is one more to look for
 _Token = Annotated[int, Field(ge=0, lt=2**31)]
 _Penalty = Annotated[float, Field(ge=-2, le=2)]
+_NumTop = Annotated[int, Field(ge=0, le=20)]
 
 
 class GenerationRequest(BaseModel):
@@ -247,22 +248,53 @@ class GenerationRequest(BaseModel):
         """The JSON schema of the answer; ``None``: it is any text."""
         return None
 
+    @property
+    def num_answers(self) -> int:
+        """Answers to each prompt."""
+        return 1
+
+    @property
+    def num_logprobs(self) -> int | None:
+        """Likeliest tokens to report with each token; ``None``: no log-probability is reported."""
+        return None
+
 
 class _Formatted(GenerationRequest):
+    n: Annotated[int, Field(ge=1, le=128)] | None = None
     response_format: _Format | None = None
+
+    @property
+    def num_answers(self) -> int:
+        return self.n or 1
 
     @property
     def answer_schema(self) -> dict[str, Any] | None:
         return None if self.response_format is None else self.response_format.schema_of_answer
 
 
+def _prompts(given: Any) -> list[str | list[int]]:
+    """Each a text or token ids."""
+    if isinstance(given, str) or (isinstance(given, list) and given and type(given[0]) is int):
+        given = [given]
+    for prompt in given if isinstance(given, list) and given else [None]:
+        is_tokens = isinstance(prompt, list) and prompt and all(type(each) is int and each >= 0 for each in prompt)
+        if not (is_tokens or (isinstance(prompt, str) and prompt)):
+            raise ValueError("expected a text, token ids, or a list of texts or of lists of token ids")
+        if isinstance(prompt, str):
+            prompt.encode()  # a ValueError where it has half a surrogate pair
+    return given  # type: ignore[no-any-return]
+
+
 class Completion(_Formatted):
     """A request to ``/v1/completions``."""
 
-    prompt: Annotated[
-        Annotated[str, Field(min_length=1)],
-        BeforeValidator(lambda given: given[0] if isinstance(given, list) and len(given) == 1 else given),
-    ]
+    prompt: Annotated[Any, AfterValidator(_prompts)]
+    echo: bool | None = None
+    logprobs: Annotated[_NumTop | None, BeforeValidator(lambda given: None if given is False else given)] = None
+
+    @property
+    def num_logprobs(self) -> int | None:
+        return self.logprobs
 
 
 class _Conversation(GenerationRequest):
@@ -294,10 +326,22 @@ class Chat(_Conversation, _Formatted):
     """A request to ``/v1/chat/completions``."""
 
     messages: Annotated[list[Message], Field(min_length=1)]
+    logprobs: bool | None = None
+    top_logprobs: _NumTop | None = None
+
+    @property
+    def num_logprobs(self) -> int | None:
+        return (self.top_logprobs or 0) if self.logprobs else None
+
+    @model_validator(mode="after")
+    def _check_logprobs(self) -> Chat:
+        if self.top_logprobs and not self.logprobs:
+            raise ValueError('top_logprobs: expected "logprobs": true beside it')
+        return self
 
 
 class Response(_Conversation):
-    """A request to ``/v1/responses``; transformers' handler makes messages of its input."""
+    """A request to ``/v1/responses``."""
 
     input: str | list[dict[str, Any]]
     instructions: str | None = None

@@ -1,0 +1,191 @@
+"""What the endpoints that generate have in common: a request with its answers, whole or as events of a stream."""
+
+from __future__ import annotations
+
+import time
+import uuid
+from abc import ABC, abstractmethod
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from functools import cached_property, partial
+from typing import Any, ClassVar
+
+from headrace.serving.answers import Answer, Piece
+from headrace.serving.async_engine import AsyncEngine
+from headrace.serving.chat_template import ChatTemplate
+from headrace.serving.engine import Request
+from headrace.serving.request_body import GenerationRequest, RequestError, read
+from headrace.serving.sampling import Sampling, logits_processors, read_sampling
+from headrace.serving.structured import Grammars
+
+Event = dict[str, Any]
+_LISTS = ("messages", "input", "tools")  # each item takes at least one token
+_LEAST_LOGPROB = -9999.0  # OpenAI's, of a probability of zero, which JSON cannot hold
+
+
+@dataclass(frozen=True)
+class ServedModel:
+    """What the endpoints need of a server.
+
+    Attributes:
+        names: of the model in requests; answers contain the first.
+    """
+
+    model: Any
+    tokenizer: Any
+    names: Sequence[str]
+    engine: AsyncEngine
+
+    @cached_property
+    def template(self) -> ChatTemplate:
+        """The chat template."""
+        return ChatTemplate(self.tokenizer, self.model)
+
+    @cached_property
+    def grammars(self) -> Grammars:
+        """Of answers that have a format."""
+        return Grammars(self.tokenizer, self.model)
+
+
+class Endpoint(ABC):
+    """One request to an endpoint.
+
+    Attributes:
+        request: its fields.
+        answers: for each prompt as many as the request wants.
+    """
+
+    kind: ClassVar[type[GenerationRequest]]
+    prefix: ClassVar[str]  # of the names of its answers
+    is_chat: ClassVar[bool] = True
+    request: Any
+
+    def __init__(self, served: ServedModel, body: Mapping[str, Any]) -> None:
+        """Read a body; takes up to seconds.
+
+        Raises:
+            RequestError: the request cannot be carried out.
+        """
+        self.served, tokenizer, longest = served, served.tokenizer, served.engine.longest
+        if self.is_chat and not tokenizer.chat_template:
+            raise RequestError(f"{served.names[0]!r} has no chat template; send texts to /v1/completions", status=404)
+        for field in _LISTS:
+            if isinstance(items := body.get(field), list) and len(items) > longest:
+                text = f"{field}: {len(items)} items are more than the {longest} tokens of a sequence here (--context)"
+                raise RequestError(text, field)
+        self.request = read(self.kind, body)
+        if self.request.model is not None and self.request.model not in served.names:
+            text = f"model {self.request.model[:200]!r} is not served here, {served.names[0]!r} is"
+            raise RequestError(text, "model", 404)
+        self.id, self.created = f"{self.prefix}{uuid.uuid4().hex}", int(time.time())
+        sampling = read_sampling(self.request, served.model.generation_config)
+        self.prompts = self._prompts()
+        engine, each = served.engine.engine, self.request.num_answers
+        if (num := len(self.prompts) * each) > (most := engine.rows.num_rows + engine.max_waiting):
+            field = "n" if each > 1 else "prompt"
+            text = (
+                f"{field}: {num} answers to a request are more than the {most} that may run and wait here (--max-queue)"
+            )
+            raise RequestError(text, field)
+        for prompt in self.prompts:
+            sampling.check_tokens(served.model.get_input_embeddings().num_embeddings, prompt)
+        self.answers = [self._answer(index, self.prompts[index // each], sampling) for index in range(num)]
+
+    @abstractmethod
+    def _prompts(self) -> list[list[int]]:
+        """Token ids of the prompts."""
+
+    def _answer(self, index: int, prompt: list[int], sampling: Sampling) -> Answer:
+        served, asked = self.served, self.request
+        grammar = served.grammars.processor(asked, prompt, served.template.answers if self.is_chat else None)
+        most = sampling.most_tokens
+        if not sampling.is_length_given:
+            most = max(1, min(most, served.engine.longest - len(prompt)))
+        request = Request(
+            prompt,
+            most,
+            [*sampling.ends, *(grammar.ends if grammar else [])],
+            partial(logits_processors, served.model, served.tokenizer, sampling, len(prompt), grammar),
+            samples=sampling.samples,
+            seed=None if sampling.seed is None else sampling.seed + index,
+            num_logprobs=sampling.num_logprobs,
+            reports_prompt=sampling.num_logprobs is not None and bool(getattr(asked, "echo", False)),
+        )
+        parser = served.template.parser(prompt, asked.tools) if self.is_chat else None
+        return Answer(
+            index,
+            request,
+            # Special tokens are left to the parser, if there is one.
+            partial(served.tokenizer.decode, skip_special_tokens=parser is None),
+            stops=sampling.stops,
+            hidden=sampling.stop_tokens,
+            continues=not self.is_chat,
+            parser=parser,
+            one_call=getattr(asked, "parallel_tool_calls", None) is False,
+        )
+
+    # -- the form of the answers ---------------------------------------------------------------------------------------
+
+    @abstractmethod
+    def whole(self) -> dict[str, Any]:
+        """The body of the response, once all answers have ended."""
+
+    def begin(self) -> Iterable[Event]:
+        """First events of a stream."""
+        return ()
+
+    @abstractmethod
+    def events(self, answer: Answer, pieces: Sequence[Piece]) -> Iterator[Event]:
+        """Events of new pieces, and of the end of an answer."""
+
+    def end(self) -> Iterable[Event | str]:
+        """Last events of a stream."""
+        return ()
+
+    def failure(self, error: dict[str, Any]) -> Iterable[Event]:
+        """Events of an error in OpenAI's form, which ends a stream."""
+        return ({"error": error},)
+
+    def usage(self) -> dict[str, int]:
+        """Numbers of tokens, by OpenAI's names."""
+        prompts, answers = sum(map(len, self.prompts)), sum(answer.num_tokens for answer in self.answers)
+        return {"prompt_tokens": prompts, "completion_tokens": answers, "total_tokens": prompts + answers}
+
+    def text_of(self, token: int) -> str:
+        """Text of one token."""
+        found: str = self.served.tokenizer.decode([token])
+        return found
+
+
+class Choices(Endpoint):
+    """A request whose answers are OpenAI's choices: completions of texts, and of chats."""
+
+    names: ClassVar[tuple[str, str]]  # of a whole object, and of a chunk
+
+    def _object(self, choices: list[dict[str, Any]], *, is_chunk: bool, **more: Any) -> dict[str, Any]:
+        about = {"id": self.id, "object": self.names[is_chunk], "created": self.created}
+        return {**about, "model": self.served.names[0], "choices": choices, **more}
+
+    def whole(self) -> dict[str, Any]:
+        choices = [
+            {"index": each.index, **self._choice(each), "finish_reason": each.finish_reason} for each in self.answers
+        ]
+        return self._object(choices, is_chunk=False, usage=self.usage())
+
+    def _chunk(self, answer: Answer, part: dict[str, Any], finish_reason: str | None = None) -> Event:
+        return self._object([{"index": answer.index, **part, "finish_reason": finish_reason}], is_chunk=True)
+
+    def end(self) -> Iterable[Event | str]:
+        options = self.request.stream_options
+        if options is not None and options.include_usage:
+            yield self._object([], is_chunk=True, usage=self.usage())
+        yield "[DONE]"
+
+    @abstractmethod
+    def _choice(self, answer: Answer) -> dict[str, Any]:
+        """A whole answer."""
+
+
+def logprob(value: float) -> float:
+    """A log-probability as JSON holds it."""
+    return max(value, _LEAST_LOGPROB)
