@@ -35,19 +35,15 @@ def refusal(body: dict[str, Any]) -> str:
 # Fields whose other values would change the answer: a value that does, and those that do not.
 UNSUPPORTED: dict[str, tuple[Any, ...]] = {
     "best_of": (3, 1),
-    "echo": (True, False),
     "function_call": ("auto", "none"),
     "functions": ([{"name": "f"}], []),
     "guided_json": ({"type": "object"},),
-    "logprobs": (5, False),
     "modalities": (["audio"], ["text"]),
-    "n": (2, 1),
     "previous_response_id": ("resp_1",),
     "reasoning": ({"effort": "low"}, {}),
     "reasoning_effort": ("low",),
     "skip_special_tokens": (False, True),
     "suffix": ("x", ""),
-    "top_logprobs": (2, 0),
     "truncation": ("auto", "disabled"),
     "use_beam_search": (True, False),
 }
@@ -81,9 +77,13 @@ def test_what_changes_no_answer(
 
 
 @pytest.mark.parametrize(("fields", "message"), [
-    ({"n": 2}, "n = 2 is not supported (expected 1); leave it out, or use a server that has it"),
-    ({"logprobs": 0}, "logprobs = 0 is not supported (expected false)"),
-    ({"echo": 0}, "echo = 0 is not"),
+    ({"best_of": 2}, "best_of = 2 is not supported (expected 1); leave it out, or use a server that has it"),
+    ({"n": 0}, "n: Input should be greater than or equal to 1, found 0"),
+    ({"n": 129}, "n: Input should be less than or equal to 128, found 129"),
+    ({"logprobs": True}, "logprobs: Input should be a valid integer, found true"),
+    ({"logprobs": 21}, "logprobs: Input should be less than or equal to 20, found 21"),
+    ({"echo": 0}, "echo: Input should be a valid boolean, found 0"),
+    ({"top_logprobs": 2}, "top_logprobs = 2 is not supported (expected 0)"),
     ({"repetition_penalty": 0}, "repetition_penalty: Input should be greater than 0, found 0"),
     ({"min_tokens": -1}, "min_tokens: Input should be greater than or equal to 0, found -1"),
     ({"stop": [""]}, "stop.0: String should have at least 1 character, found \"\""),
@@ -96,7 +96,7 @@ def test_what_changes_no_answer(
     ({"temperature": float("nan")}, "temperature: Input should be a finite number, found NaN"),
     ({"temperature": 1e-9}, "temperature: expected 0 (greedy), or from 0.01 to 2"),
     ({"temperature": 10**400}, "temperature: Input should be"),
-    ({"prompt": "a\ud800"}, "prompt: Input should be a valid string"),
+    ({"prompt": "a\ud800"}, "prompt: 'utf-8' codec can't encode character '\\ud800' in position 1"),
     ({"top_p": 0}, "top_p: Input should be greater than 0, found 0"),
     ({"min_p": 1.5}, "min_p: Input should be less than or equal to 1, found 1.5"),
     ({"presence_penalty": "1"}, "presence_penalty: Input should be a valid number, found \"1\""),
@@ -115,10 +115,10 @@ def test_what_changes_no_answer(
     ({"stream": True, "stream_options": {"continuous_usage_stats": True}}, "continuous_usage_stats = true is"),
     ({"model": 5}, "model: Input should be a valid string, found 5"),
     ({"prompt": None}, "prompt: Field required, found {}"),
-    ({"prompt": ""}, "prompt: String should have at least 1 character, found \"\""),
-    ({"prompt": ["a", "b"]}, "prompt: Input should be a valid string, found [\"a\", \"b\"]"),
-    ({"prompt": [1, 2, 3]}, "prompt: Input should be a valid string, found [1, 2, 3]"),
-    ({"prompt": [5]}, "prompt: Input should be a valid string, found 5"),
+    *(
+        ({"prompt": wrong}, "prompt: expected a text, token ids, or a list of texts or of lists of token ids, found")
+        for wrong in ("", [], ["a", ""], [1, "a"], [[1], []], [[1], [True]], [-1], [[-1]], [1.0], {"a": 1}, [None], 5)
+    ),
 ])  # fmt: skip
 def test_what_a_completion_cannot_have(fields: dict[str, Any], message: str) -> None:
     assert message in refusal({"prompt": "hi", **fields})
@@ -126,7 +126,10 @@ def test_what_a_completion_cannot_have(fields: dict[str, Any], message: str) -> 
 
 @pytest.mark.parametrize(("fields", "message"), [
     ({"tools": "f"}, "tools: Input should be a valid list, found \"f\""),
-    ({"logprobs": True}, "logprobs = true is not"),
+    ({"logprobs": 5}, "logprobs: Input should be a valid boolean, found 5"),
+    ({"logprobs": True, "top_logprobs": 21}, "top_logprobs: Input should be less than or equal to 20, found 21"),
+    ({"top_logprobs": 2}, 'top_logprobs: expected "logprobs": true beside it'),
+    ({"echo": True}, "echo = true is not supported (expected false)"),
     ({"response_format": {"type": "json_schema"}}, "response_format.json_schema.schema: Field required"),
     ({"response_format": {"type": "json_object"}, "ignore_eos": True}, "ignore_eos: expected false beside a format"),
     ({"tool_choice": "required"}, "tool_choice: expected one of the tools beside it, []"),
@@ -278,6 +281,13 @@ def test_contents_of_several_parts_are_texts() -> None:
     assert wanted.max_tokens == 5
 
 
+@pytest.mark.parametrize(("given", "prompts"), [
+    ("hi", ["hi"]), (["hi", "you"], ["hi", "you"]), ([1, 0], [[1, 0]]), ([[1], [2, 3]], [[1], [2, 3]]),
+])  # fmt: skip
+def test_prompts_are_texts_or_tokens(given: Any, prompts: list[Any]) -> None:
+    assert read(Completion, {"prompt": given}).prompt == prompts
+
+
 def test_what_is_carried_out() -> None:
     wanted = read(
         Completion,
@@ -286,7 +296,7 @@ def test_what_is_carried_out() -> None:
             "ignore_eos": True, "stream": True, "stream_options": {"include_usage": True}, "stop": "x",
         },
     )  # fmt: skip
-    assert (wanted.prompt, wanted.model, wanted.stream, wanted.stop) == ("hi", "m", True, ["x"])
+    assert (wanted.prompt, wanted.model, wanted.stream, wanted.stop) == (["hi"], "m", True, ["x"])
     assert (wanted.max_tokens, wanted.temperature, wanted.top_p, wanted.top_k, wanted.seed) == (3, 1.0, 0.5, -1, 4)
     assert wanted.ignore_eos
     assert wanted.stream_options is not None

@@ -21,7 +21,7 @@ from typing import Any
 import pytest
 
 from commands import changed, error_of, run, succeed, tiny_model
-from headrace.serving.app import bind
+from headrace.serving.listening import bind
 
 model = tiny_model
 pytestmark = pytest.mark.usefixtures("nothing_is_loaded")
@@ -85,7 +85,7 @@ SETTINGS: list[tuple[dict[str, Any], str]] = [
 
 
 @pytest.mark.parametrize(("fields", "message"), SETTINGS)
-def test_settings_that_batches_cannot_have(model: Path, tmp_path: Path, fields: dict[str, Any], message: str) -> None:
+def test_settings_that_rows_cannot_have(model: Path, tmp_path: Path, fields: dict[str, Any], message: str) -> None:
     """They were left out in silence, or ended the start with errors of transformers."""
     found = error_of("serve", changed(model, tmp_path / "changed", "generation_config.json", **fields))
     assert f"/generation_config.json: {message}" in found
@@ -190,8 +190,9 @@ HEAD = b"POST /v1/completions HTTP/1.1\r\nHost: localhost\r\nContent-Type: appli
 # The command with shorter limits, in seconds: to receive a request, and to stop.
 IMPATIENT = """
 from headrace.cli import main
-from headrace.serving import app
-app._RECEIVE_S, app._STOP_S = {}, {}
+from headrace.serving import app, listening
+app.RECEIVE_S = listening.RECEIVE_S = {}
+listening._STOP_S = {}
 {}
 main()
 """
@@ -312,7 +313,7 @@ def test_a_stop_ends_forwards_that_never_end(model: Path) -> None:
 def test_a_stop_beside_a_client_that_reads_nothing(model: Path) -> None:
     """Its answer fills the buffers of the socket, and stays there."""
     small = "s.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, 4096)"
-    small = f"import socket; bind = app.bind; app.bind = lambda *a: [s := bind(*a), {small}][0]"
+    small = f"import socket; bind = listening.bind; listening.bind = lambda *a: [s := bind(*a), {small}][0]"
     with command(model, "-c", IMPATIENT.format(30, 10, small)) as (process, url), socket.socket() as connection:
         connection.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 4096)
         connection.connect(("127.0.0.1", int(url.rpartition(":")[2])))

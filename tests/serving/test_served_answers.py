@@ -9,15 +9,13 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import torch
 from hypothesis import given
 from hypothesis import strategies as st
 from tokenizers import Tokenizer, decoders
 
 from commands import write_llama_tokenizer
 from headrace.formatting import TokenText
-from headrace.serving import engine
-from served_answers import HI, answering, answers
+from served_answers import HI, answering, answers, saying
 from servers import EVERY_LAYER, NAME, Served, serving
 
 CALL = '<tool_call>\n{"name": "f", "arguments": {"x": 1}}\n</tool_call>'
@@ -33,20 +31,7 @@ def served(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Served]:
 
 @pytest.fixture
 def says(served: Served, monkeypatch: pytest.MonkeyPatch) -> Says:
-    """Makes the model generate a text in the next answers, and then only x."""
-
-    def say(text: str) -> None:
-        tokens = served.tokenizer(text).input_ids
-        (x,) = served.tokenizer("x").input_ids
-
-        def follow(chooser: Any, logits: torch.Tensor) -> torch.Tensor:
-            chooser.at = getattr(chooser, "at", -1) + 1
-            return torch.tensor([[*tokens, *[x] * 100][chooser.at]])
-
-        monkeypatch.setattr(engine._Chooser, "choose", follow)
-        monkeypatch.setattr(engine._Chooser, "is_greedy", False)
-
-    return say
+    return saying(served, monkeypatch)
 
 
 ENDPOINTS = ["completions", "chat/completions", "responses"]

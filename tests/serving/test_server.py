@@ -83,7 +83,7 @@ class TestErrors:
         ("/v1/completions", {"prompt": "hi", "top_p": 0.5}, 400, "top_p has no effect on greedy decoding"),
         ("/v1/chat/completions", {"messages": []}, 404, "has no chat template; send texts to /v1/completions"),
         ("/v1/responses", {"input": "hi"}, 404, "has no chat template; send texts to /v1/completions"),
-        ("/v1/systemone", {}, 404, "there are /v1/chat/completions, /v1/completions, /v1/responses, /v1/models"),
+        ("/v1/systemone", {}, 404, "/v1/chat/completions, /v1/completions, /v1/responses, /v1/messages, /v1/m"),
         ("/v1/completions", {"prompt": "hi", "max_tokens": 1, "max_output_tokens": 1}, 400, "expected only one of"),
         ("/reset", {}, 404, "POST /reset: Not Found"),
         ("/load_model", {"model": "other"}, 404, "POST /load_model: Not Found"),
@@ -253,14 +253,20 @@ class TestMetrics:
 def test_a_key(folder: Path) -> None:
     with serving(folder, EVERY_LAYER, key=KEY) as served:
         asked, before = {"prompt": "hi", "max_tokens": 2}, served.handle.stats().bytes_moved
-        wrong = ({"Authorization": "Bearer"}, {"Authorization": f"Bearer {KEY}x"}, {"X-Api-Key": KEY}, {"Host": "h/#"})
+        wrong = (
+            {"Authorization": "Bearer"},
+            {"Authorization": f"Bearer {KEY}x"},
+            {"X-Api-Key": f"{KEY}x"},
+            {"Host": "h/#"},
+        )
         for headers in ({}, *wrong):
             for path, body in (("/v1/completions", asked), ("/v1/models", None), ("/v1/other", None)):
                 status, text = error_of(served.send(path, body, headers))
                 assert status == 401
                 assert "send the header Authorization: Bearer KEY" in text
         assert served.handle.stats().bytes_moved == before
-        assert served.send("/v1/completions", asked, WITH_KEY)[0] == 200
+        for headers in (WITH_KEY, {"X-Api-Key": KEY}):  # Anthropic's clients send the latter
+            assert served.send("/v1/completions", asked, headers)[0] == 200
         assert served.send("/v1/models", None, {"Authorization": f"bearer {KEY}"})[0] == 200  # RFC 7235
         assert next(model.id for model in served.client(KEY).models.list()) == NAME
         assert served.send("/health")[0] == served.send("/metrics")[0] == 200

@@ -3,12 +3,16 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
+import pytest
+import torch
+
 from headrace.cli.demo_run import ensure_model
+from headrace.serving import engine
 from servers import EVERY_LAYER, SMALL, Served, serving
 
 # As of Qwen, whose answers transformers knows how to read.
@@ -87,3 +91,20 @@ def of_response(response: dict[str, Any]) -> dict[str, Any]:
         "thought": "".join(part["text"] for item in kinds["reasoning"] for part in item["content"]),
         "calls": [{"name": item["name"], "arguments": item["arguments"]} for item in kinds["function_call"]],
     }
+
+
+def saying(served: Served, monkeypatch: pytest.MonkeyPatch) -> Callable[[str], None]:
+    """A function that makes the model generate a text in the next answers, and then only x."""
+
+    def say(text: str) -> None:
+        tokens = served.tokenizer(text).input_ids
+        (x,) = served.tokenizer("x").input_ids
+
+        def follow(chooser: Any, logits: torch.Tensor) -> torch.Tensor:
+            chooser.at = getattr(chooser, "at", -1) + 1
+            return torch.tensor([[*tokens, *[x] * 100][chooser.at]])
+
+        monkeypatch.setattr(engine._Chooser, "choose", follow)
+        monkeypatch.setattr(engine._Chooser, "is_greedy", False)
+
+    return say

@@ -64,7 +64,7 @@ class Answer:
         self._waiting, self._has_called, self._num_logprobs = "", False, 0
 
     def read(self, num_tokens: int, has_ended: bool) -> list[Piece]:
-        """What the next of the first ``num_tokens`` tokens say; ``has_ended``: no further ones follow."""
+        """Read on to the first ``num_tokens`` tokens: what they say; ``has_ended``: no further ones follow."""
         if self.finish_reason is not None:
             return []
         found: list[Piece] = []
@@ -111,7 +111,7 @@ class Answer:
 
 
 def _pieces(read: Callable[..., list[dict[str, Any]]], *texts: str) -> list[Piece]:
-    """What transformers' parser finds; nothing in a call that is incomplete, no JSON, or without a name."""
+    """Pieces that transformers' parser finds; none in a call that is incomplete, no JSON, or without a name."""
     found: list[Piece] = []
     with suppress(Exception):  # of any type: the parser takes any JSON of a model for a call
         for event in read(*texts):

@@ -25,9 +25,11 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from headrace.api import Handle
 from headrace.errors import MORE_THREADS
+from headrace.serving.async_engine import Updates
 from headrace.serving.chat_completions import ChatCompletions
 from headrace.serving.completions import Completions
 from headrace.serving.endpoint import Endpoint, ServedModel
+from headrace.serving.messages import Messages
 from headrace.serving.metrics import Metrics
 from headrace.serving.request_body import RequestError
 from headrace.serving.responses import Responses
@@ -38,6 +40,7 @@ _GENERATE: dict[str, type[Endpoint]] = {
     "/v1/chat/completions": ChatCompletions,
     "/v1/completions": Completions,
     "/v1/responses": Responses,
+    "/v1/messages": Messages,
 }
 _ROUTES = (*_GENERATE, "/v1/models", "/health", "/metrics")
 # More than texts of that many tokens have (an escaped emoji: 12), so that longer ones are neither read nor tokenised.
@@ -104,18 +107,18 @@ class App:
         content_type = request.headers.get("content-type", "")
         read = lambda: kind(self._served, _object(body, content_type))  # noqa: E731 - seconds for a long body
         endpoint = await asyncio.to_thread(read)
-        self.engine.submit(endpoint.answers)
+        updates = self.engine.submit(endpoint.answers)
         request.scope["at end"].callback(self.engine.cancel, endpoint.answers)
         if endpoint.request.stream:
-            return StreamingResponse(self._events(endpoint), media_type="text/event-stream")
-        async for _ in self.engine.updates(endpoint.answers):
+            return StreamingResponse(self._events(endpoint, updates), media_type="text/event-stream")
+        async for _ in updates:
             pass
         return _json(endpoint.whole())
 
-    async def _events(self, endpoint: Endpoint) -> AsyncIterator[str]:
+    async def _events(self, endpoint: Endpoint, updates: Updates) -> AsyncIterator[str]:
         try:
             yield _sent(endpoint.begin())
-            async for news in self.engine.updates(endpoint.answers):
+            async for news in updates:
                 yield _sent(event for answer, pieces in news for event in endpoint.events(answer, pieces))
             yield _sent(endpoint.end())
         except Exception as error:  # the status is sent already
@@ -157,8 +160,8 @@ class App:
 
         try:
             with ExitStack() as scope["at end"]:
-                body = await self._read(Request(scope, receive))
-                messages = [{"type": "http.request", "body": body, "more_body": False}]
+                read = await self._read(Request(scope, receive))
+                messages = [{"type": "http.request", "body": read, "more_body": False}]
 
                 async def replay() -> Message:
                     return messages.pop() if messages else await asyncio.Future()
@@ -173,7 +176,8 @@ class App:
             pass
         except Exception as error:
             refusal = _refusal(f"{scope['method']} {path}", error)
-            await _json(_body_of(refusal), refusal.status)(scope, receive, observe)
+            body = {"type": "error"} if path == "/v1/messages" else {}  # Anthropic's form
+            await _json(body | _body_of(refusal), refusal.status)(scope, receive, observe)
         finally:
             self._metrics.requests.labels(path if path in _ROUTES else "other", status).inc()
             if path in _GENERATE and status == 200:
@@ -193,8 +197,10 @@ class App:
         self._check_host(request.scope["server"][0], request.headers.get("host", ""))
         # Not request.url, on which the header Host has an influence.
         if self._key is not None and request.scope["path"].startswith("/v1"):
-            scheme, _, given = dict(request.scope["headers"]).get(b"authorization", b"").partition(b" ")
-            if scheme.lower() != b"bearer" or not secrets.compare_digest(given, os.fsencode(self._key)):
+            headers = dict(request.scope["headers"])
+            scheme, _, given = headers.get(b"authorization", b"").partition(b" ")
+            given = given if scheme.lower() == b"bearer" else headers.get(b"x-api-key", b"")  # as Anthropic's clients
+            if not secrets.compare_digest(given, os.fsencode(self._key)):
                 text = "the API key is missing or wrong: send the header Authorization: Bearer KEY"
                 raise RequestError(text, status=401)
         body, timeout = bytearray(), asyncio.timeout(RECEIVE_S)

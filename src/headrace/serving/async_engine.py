@@ -12,6 +12,7 @@ from headrace.serving.answers import Answer, Piece
 from headrace.serving.engine import Engine, Request
 from headrace.serving.request_body import RequestError
 
+Updates = AsyncIterator[list[tuple[Answer, list[Piece]]]]
 _CHECK_S = 1.0
 _STOP_S = 30.0  # for the forward that runs
 
@@ -41,8 +42,11 @@ class AsyncEngine:
         self._loop: asyncio.AbstractEventLoop | None = None
         self._error: str | None = None
 
-    def submit(self, answers: Sequence[Answer]) -> None:
+    def submit(self, answers: Sequence[Answer]) -> Updates:
         """Queue the requests of answers.
+
+        Returns:
+            their new pieces, until all have ended; raises a RequestError where one, or the engine, ends with an error.
 
         Raises:
             RequestError: one of them can never run, or the queue is full; then none runs.
@@ -59,6 +63,7 @@ class AsyncEngine:
         except RequestError:
             self.cancel(answers)
             raise
+        return self._updates(set(answers), news)
 
     def cancel(self, answers: Sequence[Answer]) -> None:
         """End answers and free their rows; those that have ended are ignored."""
@@ -66,14 +71,8 @@ class AsyncEngine:
             if self._running.pop(answer.request, None) is not None:
                 self.engine.cancel(answer.request)
 
-    async def updates(self, answers: Sequence[Answer]) -> AsyncIterator[list[tuple[Answer, list[Piece]]]]:
-        """New pieces of answers that were submitted together, until all have ended.
-
-        Raises:
-            RequestError: an answer or the engine ended with an error.
-        """
-        (news,) = {self._running[answer.request][1] for answer in answers}
-        while any(answer.finish_reason is None for answer in answers):
+    async def _updates(self, left: set[Answer], news: asyncio.Queue[Any]) -> Updates:
+        while left:
             try:
                 async with asyncio.timeout(_CHECK_S):
                     found = [await news.get()]
@@ -82,17 +81,13 @@ class AsyncEngine:
                 continue
             while not news.empty():
                 found.append(news.get_nowait())
-            yield [(answer, self._read(answer, *rest)) for answer, *rest in found]
-
-    def _read(self, answer: Answer, num_tokens: int, has_ended: bool, error: RequestError | None) -> list[Piece]:
-        if error is not None:
-            raise error
-        is_open, pieces = answer.finish_reason is None, answer.read(num_tokens, has_ended)
-        if is_open and answer.finish_reason is not None:
-            self.prompt_tokens += len(answer.request.prompt)
-            self.generated_tokens += answer.num_tokens
-            self.cancel([answer])  # a stop string has ended it, which the engine does not know
-        return pieces
+            merged: dict[Answer, list[Piece]] = {}
+            for answer, pieces in found:
+                if isinstance(pieces, RequestError):
+                    raise pieces
+                merged.setdefault(answer, []).extend(pieces)
+            left -= {answer for answer in merged if answer.finish_reason is not None}
+            yield list(merged.items())
 
     def _tell(self, requests: Sequence[Request]) -> None:
         """Pass on the newest tokens of each, from the thread of the engine to the event loop."""
@@ -105,17 +100,24 @@ class AsyncEngine:
             if request not in self._running:
                 continue
             answer, queue = self._running[request]
-            refusal = error if isinstance(error, RequestError) else None
-            if error is not None and refusal is None:  # of the request alone, or of the engine
-                reason = self.why_dead() if error is self.engine.error else None
-                refusal = RequestError(reason or f"{type(error).__name__}: {error}", status=503 if reason else 500)
-            queue.put_nowait((answer, num_tokens, has_ended, refusal))
+            try:
+                if error is not None:
+                    raise error
+                queue.put_nowait((answer, answer.read(num_tokens, has_ended)))
+            except BaseException as found:  # of the request alone, or of the engine
+                reason = self.why_dead() if found is self.engine.error else None
+                refusal = RequestError(reason or f"{type(found).__name__}: {found}", status=503 if reason else 500)
+                queue.put_nowait((answer, found if isinstance(found, RequestError) else refusal))
+            if answer.finish_reason is not None:
+                self.prompt_tokens += len(request.prompt)
+                self.generated_tokens += answer.num_tokens
+                self.cancel([answer])  # a stop string has ended it, which the engine does not know
 
     def stop(self) -> None:
         """Stop the engine; answers that have not ended fail."""
         self._error = "the server stops"
         for answer, queue in self._running.values():
-            queue.put_nowait((answer, 0, True, RequestError(self._error, status=503)))
+            queue.put_nowait((answer, RequestError(self._error, status=503)))
         self.engine.stop(_STOP_S)
 
     def why_dead(self) -> str | None:

@@ -6,6 +6,7 @@ from collections.abc import Iterable, Iterator, Sequence
 from typing import Any
 
 from headrace.serving.answers import Answer, Piece
+from headrace.serving.chat_template import ChatTemplate
 from headrace.serving.endpoint import Choices, Event, logprob
 from headrace.serving.request_body import Chat
 
@@ -16,9 +17,7 @@ class ChatCompletions(Choices):
     kind, prefix, names = Chat, "chatcmpl-", ("chat.completion", "chat.completion.chunk")
 
     def _prompts(self) -> list[list[int]]:
-        asked = self.request
-        messages = [message.model_dump(exclude_none=True) for message in asked.messages]
-        return [self.served.template.tokens(messages, asked.tools, asked.chat_template_kwargs or {})]
+        return [chat_prompt(self.served.template, self.request)]
 
     def _choice(self, answer: Answer) -> dict[str, Any]:
         found = {kind: [piece for piece in answer.pieces if piece.kind == kind] for kind in ("text", "reasoning")}
@@ -56,7 +55,7 @@ class ChatCompletions(Choices):
             yield self._chunk(answer, {"delta": {}, "logprobs": logprobs}, answer.finish_reason)
 
     def _logprobs(self, answer: Answer) -> dict[str, Any] | None:
-        """Of the tokens that have not been reported yet, in OpenAI's form."""
+        """Log-probabilities that have not been reported yet, in OpenAI's form."""
         if not self.request.logprobs:
             return None
         return {
@@ -69,3 +68,9 @@ class ChatCompletions(Choices):
     def _entry(self, token: int, value: float) -> dict[str, Any]:
         text = self.text_of(token)
         return {"token": text, "logprob": logprob(value), "bytes": list(text.encode())}
+
+
+def chat_prompt(template: ChatTemplate, request: Chat) -> list[int]:
+    """Token ids of the messages and tools of a chat."""
+    messages = [message.model_dump(exclude_none=True) for message in request.messages]
+    return template.tokens(messages, request.tools, request.chat_template_kwargs or {})

@@ -48,7 +48,7 @@ class Completions(Choices):
             yield self._chunk(answer, {"text": text, "logprobs": logprobs}, answer.finish_reason)
 
     def _logprobs(self, answer: Answer) -> dict[str, Any] | None:
-        """Of the tokens that have not been reported yet, in OpenAI's form."""
+        """Log-probabilities that have not been reported yet, in OpenAI's form."""
         if self.request.logprobs is None:
             return None
         offset = self._lengths[answer.index]

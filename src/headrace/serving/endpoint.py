@@ -1,4 +1,4 @@
-"""What the endpoints that generate have in common: a request with its answers, whole or as events of a stream."""
+"""A request to an endpoint that generates: its prompts, its answers, and their form, whole or as events of a stream."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ _LEAST_LOGPROB = -9999.0  # OpenAI's, of a probability of zero, which JSON canno
 
 @dataclass(frozen=True)
 class ServedModel:
-    """What the endpoints need of a server.
+    """The model of a server, and what the endpoints need beside it.
 
     Attributes:
         names: of the model in requests; answers contain the first.
@@ -43,7 +43,7 @@ class ServedModel:
 
     @cached_property
     def grammars(self) -> Grammars:
-        """Of answers that have a format."""
+        """Grammars of answers that have a format."""
         return Grammars(self.tokenizer, self.model)
 
 
@@ -184,6 +184,52 @@ class Choices(Endpoint):
     @abstractmethod
     def _choice(self, answer: Answer) -> dict[str, Any]:
         """A whole answer."""
+
+
+class Items(Endpoint):
+    """A request whose one answer is a list of items: texts, reasoning and calls, in their order."""
+
+    _items: list[Piece]  # as far as they have been sent
+
+    def events(self, answer: Answer, pieces: Sequence[Piece]) -> Iterator[Event]:
+        items = self._items = getattr(self, "_items", [])
+        for piece in pieces:
+            before = items[-1:]
+            if _extend(items, piece):
+                yield from (event for item in before for event in self._close(len(items) - 2, item))
+                yield from self._open(len(items) - 1, piece)
+            yield self._delta(len(items) - 1, piece)
+        if answer.finish_reason and items:
+            yield from self._close(len(items) - 1, items[-1])
+
+    def _whole_items(self) -> list[dict[str, Any]]:
+        items: list[Piece] = []
+        for piece in self.answers[0].pieces:
+            _extend(items, piece)
+        return [self._item(at, item) for at, item in enumerate(items)]
+
+    @abstractmethod
+    def _item(self, at: int, item: Piece) -> dict[str, Any]:
+        """A whole item."""
+
+    @abstractmethod
+    def _open(self, at: int, item: Piece) -> Iterator[Event]:
+        """Events before the first piece of an item."""
+
+    @abstractmethod
+    def _delta(self, at: int, piece: Piece) -> Event:
+        """A piece of an item."""
+
+    @abstractmethod
+    def _close(self, at: int, item: Piece) -> Iterator[Event]:
+        """Events after the last piece of an item."""
+
+
+def _extend(items: list[Piece], piece: Piece) -> bool:
+    """Add a piece to the last of ``items``, or as a new one: whether it is one."""
+    is_new = not items or piece.kind == "call" or items[-1].kind != piece.kind
+    items[-1:] = [*items[-1:], piece] if is_new else [Piece(piece.kind, items[-1].text + piece.text)]
+    return is_new
 
 
 def logprob(value: float) -> float:

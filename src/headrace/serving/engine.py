@@ -362,7 +362,7 @@ def _num_equal(ids: Sequence[int], others: Sequence[int]) -> int:
 
 
 def _logprobs(logits: torch.Tensor, tokens: Sequence[int], num_top: int) -> list[TokenLogprob]:
-    """Those of ``tokens`` by float32 logits, [tokens, vocabulary]."""
+    """Log-probabilities of ``tokens`` by float32 logits, [tokens, vocabulary]."""
     found = logits.log_softmax(-1)
     own = found.gather(1, torch.tensor(tokens, device=found.device)[:, None])[:, 0].tolist()
     best = found.topk(min(num_top, found.shape[1]))

@@ -2,24 +2,22 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator
 from typing import Any
 
-from headrace.serving.answers import Answer, Piece
-from headrace.serving.endpoint import Endpoint, Event
+from headrace.serving.answers import Piece
+from headrace.serving.endpoint import Event, Items
 from headrace.serving.request_body import Message, RequestError, Response, read
 
 
-class Responses(Endpoint):
+class Responses(Items):
     """One request to ``/v1/responses``, whose answer is a list of items: messages, reasoning and calls."""
 
     kind, prefix = Response, "resp_"
     _num_events = 0
-    _items: list[Piece]  # as far as they have been sent
 
     def _prompts(self) -> list[list[int]]:
         asked = self.request
-        self._items = []
         given = asked.input if isinstance(asked.input, list) else [{"role": "user", "content": asked.input}]
         if given and "role" not in given[0] and given[0].get("type", "").startswith("input_"):  # parts of one message
             given = [{"role": "user", "content": given}]
@@ -45,18 +43,7 @@ class Responses(Endpoint):
         more: dict[str, Any] = {"usage": {**counts, "total_tokens": usage["total_tokens"]}}
         if is_cut := answer.finish_reason == "length":
             more["incomplete_details"] = {"reason": "max_output_tokens"}
-        items: list[Piece] = []
-        for piece in answer.pieces:
-            self._extend(items, piece)
-        output = [self._item(at, item) for at, item in enumerate(items)]
-        return self._response("incomplete" if is_cut else "completed", output, **more)
-
-    @staticmethod
-    def _extend(items: list[Piece], piece: Piece) -> bool:
-        """Add a piece to the last of ``items``, or as a new one: whether it is one."""
-        is_new = not items or piece.kind == "call" or items[-1].kind != piece.kind
-        items[-1:] = [*items[-1:], piece] if is_new else [Piece(piece.kind, items[-1].text + piece.text)]
-        return is_new
+        return self._response("incomplete" if is_cut else "completed", self._whole_items(), **more)
 
     def _item(self, at: int, item: Piece, status: str = "completed") -> dict[str, Any]:
         own = f"{self.id.removeprefix(self.prefix)}_{at}"
@@ -84,16 +71,8 @@ class Responses(Endpoint):
         yield self._event("created", response=self._response("queued", []))
         yield self._event("in_progress", response=self._response("in_progress", []))
 
-    def events(self, answer: Answer, pieces: Sequence[Piece]) -> Iterator[Event]:
-        items = self._items
-        for piece in pieces:
-            before = items[-1:]
-            if self._extend(items, piece):
-                yield from (event for item in before for event in self._close(len(items) - 2, item))
-                yield from self._open(len(items) - 1, piece)
-            yield self._about(f"{_NAMES[piece.kind]}.delta", len(items) - 1, piece, delta=piece.text)
-        if answer.finish_reason and items:
-            yield from self._close(len(items) - 1, items[-1])
+    def _delta(self, at: int, piece: Piece) -> Event:
+        return self._about(f"{_NAMES[piece.kind]}.delta", at, piece, delta=piece.text)
 
     def _about(self, kind: str, at: int, item: Piece, **fields: Any) -> Event:
         """An event within an item."""
