@@ -288,9 +288,11 @@ def vllm_here(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Path:
 
 
 def test_vllm_is_taken_where_it_runs_the_model(vllm_here: Path) -> None:
+    """Or where it has to download it first."""
     result = run(str(vllm_here), "--dry-run", "--offload-group-size", "4", "-tp", "2")
     assert "serving with vLLM, which runs this model here (else --engine own)" in result.stderr
     assert result.stdout.split()[:4] == ["vllm", "serve", str(vllm_here), "--worker-cls"]
+    assert run("nobody/has-this", "--dry-run").stdout.split()[:3] == ["vllm", "serve", "nobody/has-this"]
 
 
 @pytest.mark.parametrize(("words", "version", "reason"), [

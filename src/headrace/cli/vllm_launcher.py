@@ -17,7 +17,7 @@ import typer
 
 from headrace.adapters.vllm.interface import require_version
 from headrace.adapters.vllm.options import FLAG_OF_KEY, FORM, KEYS, REFUSED, engine_options
-from headrace.checkpoint.model_folder import model_folder
+from headrace.checkpoint.model_folder import NotFetchedError, model_folder
 from headrace.checkpoint.safetensors_header import read_json
 from headrace.cli.arguments import VERB_FLAGS, refuse_idle
 from headrace.errors import OptionError
@@ -94,7 +94,11 @@ def why_not_vllm(model: str, options: Mapping[str, Any], flags: OffloadFlags) ->
         return f"{flag_of(own[0]) if own else '--offload-mode disk'} is not in vLLM"
     from vllm.model_executor.models.registry import ModelRegistry
 
-    wanted = read_json(model_folder(model) / "config.json").get("architectures") or ["?"]
+    try:
+        folder = model_folder(model)
+    except NotFetchedError:  # vLLM downloads it, and then knows
+        return None
+    wanted = read_json(folder / "config.json").get("architectures") or ["?"]
     known = ModelRegistry.get_supported_archs()
     return None if known & set(wanted) else f"vLLM has no {wanted[0]}"
 
