@@ -13,16 +13,16 @@ import pytest
 import measures
 
 BOUNDS = {
-    "lines of src": 23784,
-    "lines of the core": 14887,
+    "lines of src": 23815,
+    "lines of the core": 14918,
     "files of src": 170,
-    "lines of tests": 42119,
+    "lines of tests": 42195,
     "longest class": 347,
     "Prefetcher": 296,
     "branches on a kind of store": 4,
     "files that headrace.api loads": 36,
-    "lines that headrace.api loads": 6296,
-    "lines of the spine": 5000,
+    "lines that headrace.api loads": 6301,
+    "lines of the spine": 5005,
     "files of the spine": 53,
     "files to the first copy": 42,
     "functions to the first copy": 382,

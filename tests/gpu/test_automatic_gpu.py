@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import gc
+import time
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -12,8 +14,9 @@ from gpu_models import build
 import headrace
 from commands import run, tiny_model
 from headrace.memory.system import read_limits
+from headrace.transfer import measuring
 from headrace.transfer.cards import find_card, rates_of_gpu
-from headrace.transfer.measuring import link_rates
+from headrace.transfer.measuring import link_rates, with_measured_link
 
 pytestmark = pytest.mark.alone
 model = tiny_model
@@ -83,3 +86,30 @@ def test_the_card_and_its_link_are_found() -> None:
     assert rates.machine.startswith(f"{name} on PCIe ")
     measured = link_rates(GPU, sizes=(size,), seconds=0.5)[size]
     assert rates.copy_bytes_per_s(size) == pytest.approx(measured, rel=0.3)
+
+
+def test_a_plan_measures_the_link() -> None:
+    """In half a second, without memory that it keeps."""
+    nominal, size = rates_of_gpu(GPU.index), 64 * 2**20
+    before = torch.cuda.memory_reserved(GPU)
+    torch.cuda.synchronize()
+    begin = time.perf_counter()
+    measuring._links.clear()  # of other tests
+    rates = with_measured_link(nominal, GPU)
+    assert time.perf_counter() - begin < 0.6
+    assert torch.cuda.memory_reserved(GPU) <= before
+    measured = link_rates(GPU, sizes=(size,), seconds=0.5)[size]
+    assert rates.copy_bytes_per_s(size) == pytest.approx(measured, rel=0.1)
+    assert (
+        rates.machine == f"{nominal.machine} but for the link, measured at {rates.copy_bytes_per_s(size) / 1e9:g} GB/s"
+    )
+
+
+def test_without_memory_the_link_stays_nominal() -> None:
+    nominal = rates_of_gpu(GPU.index)
+    block = leave(32 * 2**20)
+    measuring._links.clear()  # of other tests
+    rates = with_measured_link(nominal, GPU)
+    del block
+    assert rates == replace(nominal, machine=rates.machine)
+    assert "could not be measured: no memory for it" in rates.machine

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from contextlib import nullcontext
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -13,7 +14,7 @@ import headrace
 from headrace.plan.nominal_rates import NOMINAL_GPU
 from headrace.plan.plan import DeviceName
 from headrace.plan.rates import Rates
-from headrace.transfer import cards, machine_probe
+from headrace.transfer import cards, machine_probe, measuring
 from headrace.transfer.cards import CARDS, find_card, rates_of_gpu
 from headrace.transfer.machine_probe import Probe, named_machine, planning_rates
 from models import Stack, on_meta
@@ -47,7 +48,14 @@ def here(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> list[SimpleNamespac
         monkeypatch.setattr(torch.cuda, name, fake)
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
     monkeypatch.setattr(cards, "SYSFS", tmp_path)
+    monkeypatch.setattr(torch.cuda, "device", lambda _: nullcontext())
+    monkeypatch.setattr(measuring, "_links", {})
+    monkeypatch.setattr(measuring, "link_rates", no_memory)
     return found
+
+
+def no_memory(*_: Any, **__: Any) -> dict[int, float]:
+    raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 64.00 MiB.")
 
 
 def put(sysfs: Path, *ends: tuple[str, str] | None, address: str = "0000:1b:00.0") -> None:
@@ -186,13 +194,69 @@ def plan_here() -> Any:
 
 def test_a_plan_says_which_card_and_link(here: list[SimpleNamespace], tmp_path: Path) -> None:
     here.append(gpu())
-    fast = plan_here()
-    assert f"Rates of {H100} on PCIe 5.0 x16, nominal; run `headrace probe`" in " ".join(str(fast).split())
+    fast, why = plan_here(), "(its link could not be measured: no memory for it)"
+    assert f"Rates of {H100} on PCIe 5.0 x16, nominal {why}; run `headrace probe`" in " ".join(str(fast).split())
     put(tmp_path, GEN5, GEN3)
     slow = plan_here()
     assert "on PCIe 3.0 x16, nominal" in str(slow)
     assert slow.prediction.forecasts[0].step_s > 3 * fast.prediction.forecasts[0].step_s
     assert fast.made_for == slow.made_for
+
+
+def measuring_at(*rates: float) -> tuple[Any, list[torch.device]]:
+    """A measurement that finds one of ``rates`` after the other, and the devices that it is of."""
+    left, asked = list(rates), list[torch.device]()
+
+    def measure(device: torch.device, *, sizes: tuple[int, ...], seconds: float) -> dict[int, float]:
+        assert sizes == (64 * 2**20,)
+        assert seconds < 0.5
+        asked.append(device)
+        return {sizes[0]: left.pop(0)}
+
+    return measure, asked
+
+
+def test_the_link_is_measured(here: list[SimpleNamespace], monkeypatch: pytest.MonkeyPatch) -> None:
+    """Once a process; of another start, which measures a little more, the plan is the same."""
+    here.append(gpu())
+    nominal, plans = planning_rates(torch.device("cuda", 0)), []
+    for found in (26.95e9, 27.04e9):
+        measure, asked = measuring_at(found)
+        monkeypatch.setattr(measuring, "link_rates", measure)
+        monkeypatch.setattr(measuring, "_links", {})
+        plans += [plan_here(), plan_here()]
+        assert asked == [torch.device("cuda", 0)]
+    assert plans == plans[:1] * 4
+    said = f"Rates of {H100} on PCIe 5.0 x16, nominal but for the link, measured at 27 GB/s; run `headrace probe`"
+    assert {said in " ".join(str(plan).split()) for plan in plans} == {True}
+    rates = measuring.with_measured_link(nominal, torch.device("cuda", 0))
+    assert copies(rates) == pytest.approx(27e9)
+    factor = 27e9 / copies(nominal)
+    assert rates.copy_bytes_per_s(2**18) == pytest.approx(factor * nominal.copy_bytes_per_s(2**18))
+    for name in ("in_place_s_per_byte", "in_place_grouped_s_per_byte"):
+        assert getattr(rates, name)(1) == pytest.approx(getattr(nominal, name)(1) / factor)
+    assert rates.fetch_bytes_per_s == pytest.approx(factor * (nominal.fetch_bytes_per_s or 0))
+    assert rates.product_s_per_byte == nominal.product_s_per_byte
+    assert not rates.is_measured
+
+
+def test_the_link_is_not_measured(
+    here: list[SimpleNamespace], monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """With a probe, for another machine, and by ranks, whose links differ."""
+    here.append(gpu())
+    measure, asked = measuring_at()
+    monkeypatch.setattr(measuring, "link_rates", measure)
+    model, ranks = on_meta(Stack, num_layers=24, dim=4096), {"device": "cuda:0", "num_ranks": 2}
+    named = headrace.make_plan(model, "600MiB", machine="h100")
+    assert "Rates of NVIDIA H100 80GB HBM3, nominal; run" in " ".join(str(named).split())
+    with caplog.at_level("INFO", "headrace"):
+        split = headrace.make_plan(model, headrace.Budget("600MiB", mode="sharded_cpu"), **ranks)  # type: ignore[arg-type]
+    assert f"Rates of {H100} on PCIe 5.0 x16, nominal; run" in " ".join(str(split).split())
+    assert "so none measures its own link" in caplog.text
+    machine_probe.save(kept())
+    plan_here()
+    assert asked == []
 
 
 def kept() -> Probe:

@@ -1,4 +1,4 @@
-"""From a request about a model to a plan for its machine: :class:`PlanContext`. Allocates nothing.
+"""From a request about a model to a plan for its machine: :class:`PlanContext`. Allocates nothing of the model.
 
 Functions that need torch import it: without a GPU none of them does, so that a folder that was planned before can be
 planned again without it.
@@ -80,7 +80,8 @@ class PlanContext:
         request, target = self.request, self.target
         split = request.num_ranks if request.splits_units else 1
         facts = (self.inventory, self.read_profile(), target.device, self.weights, target.rates, request.unstreamable)
-        planner = make_planner(*facts, request.disk, split, request.num_ranks > 1)
+        in_group = request.num_ranks > 1 or (request.ranks is not None and request.ranks.size > 1)
+        planner = make_planner(*facts, request.disk, split, in_group)
         return planner if self.hits is None else replace(planner, hits=self.hits)
 
     def sized(self, guesser_bytes: int = 0) -> PlanContext:
@@ -309,13 +310,13 @@ def make_planner(
 ) -> Planner:
     """The planner for the model of ``inventory`` and ``profile`` on ``device``.
 
-    A budget is planned with ``rates``, or else the kept probe of this machine, or nominal rates if there is none; with
-    the caches and activations that follow from the model's configuration; and with reads in place where the device can
-    address host memory. Given ``weights``, a CPU streams from its files, and for a GPU what host memory has no room for
-    stays in them. Free host memory counts only for this machine, not with the ``rates`` of another. ``disk``: how a CPU
-    reads files, which decides the rate. Each of several ranks that split units plans for itself, and all have to come
-    to one plan, so nothing counts that they may see differently: no free host memory, and of any group (``in_group``)
-    no slot that a GPU is in.
+    A budget is planned with ``rates``, or else the kept probe of this machine, or if there is none nominal rates with
+    the link of a GPU as it is measured now, in 0.3 s; with the caches and activations that follow from the model's
+    configuration; and with reads in place where the device can address host memory. Given ``weights``, a CPU streams
+    from its files, and for a GPU what host memory has no room for stays in them. Free host memory counts only for this
+    machine, not with the ``rates`` of another. ``disk``: how a CPU reads files, which decides the rate. Each of several
+    ranks that split units plans for itself, and all have to come to one plan, so nothing counts that they may see
+    differently: no free host memory, and of any group (``in_group``) no slot that a GPU is in, and no measured link.
     """
     from headrace.plan.build import Planner
     from headrace.plan.candidates import Spill
@@ -332,7 +333,12 @@ def make_planner(
         free_bytes = None if rates is not None else _free_host_bytes(device, inventory)
         spill = Spill(frozenset(not_readable.union(unstreamable)), free_bytes)
     in_place, triton = on_gpu and can_read_in_place(device), has_triton(device)
-    rates = rates or planning_rates(device, disk is not None and bool(disk.direct), in_group)
+    if rates is None:
+        rates = planning_rates(device, disk is not None and bool(disk.direct), in_group)
+        if on_gpu and not (rates.is_measured or in_group or isinstance(device, DeviceName)):
+            from headrace.transfer.measuring import with_measured_link
+
+            rates = with_measured_link(rates, device)
     can_cache = in_place and triton and rates.fetch_bytes_per_s is not None
     readers = set(profile.row_readers) if can_cache else set()
     experts = {s.name for s in inventory.storages if not readers.isdisjoint(s.modules)}

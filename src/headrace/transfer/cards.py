@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import re
 from pathlib import Path
 from typing import Any
@@ -11,6 +12,8 @@ from headrace.json_files import parse, read_file
 from headrace.memory.system import SYSFS, pci_address
 from headrace.plan.nominal_rates import nominal_rates
 from headrace.plan.rates import Rates
+
+_log = logging.getLogger(__name__)
 
 GIB = 2**30
 # Machines that plans can be made for by name: the GPU as torch names it, and no more memory than any driver leaves.
@@ -82,7 +85,10 @@ def rates_of_gpu(index: int | None, of_card_alone: bool = False) -> Rates:
     memory, flops = (card["memory_bytes_per_s"], card["flops_per_s"]) if card is not None else _reported(gpu)
     if not memory or not flops:
         name, memory, flops = f"{name}, taken for a GPU of 1 TB/s and 150 TFLOP/s,", 1e12, 150e12
-    return nominal_rates(f"{name} on PCIe {generation}.0 x{lanes}", link_rate(generation, lanes), memory, flops)
+    machine = f"{name} on PCIe {generation}.0 x{lanes}"
+    if of_card_alone:
+        _log.info("nominal rates of %s: ranks have to come to one plan, so none measures its own link", machine)
+    return nominal_rates(machine, link_rate(generation, lanes), memory, flops)
 
 
 def _reported(gpu: Any) -> tuple[float, float]:

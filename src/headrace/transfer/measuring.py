@@ -20,7 +20,7 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 
-from headrace.errors import OptionError, warn_user
+from headrace.errors import HeadraceError, OptionError, warn_user
 from headrace.memory.pinned import device_view, pinned_region
 from headrace.memory.system import num_cores
 from headrace.plan.cached_experts import CachedLayer
@@ -47,6 +47,11 @@ _PRODUCT_ROWS = (1, 4, 16, 64, 128, 256, 512, 1024, 2048, 4096, 8192)
 _EXPERTS_SHAPE = (64, 2816, 2048)
 _EXPERT_ROWS = (1, 4, 16, 64, 128, 256, 1024)
 _CPU_PRODUCT_ROWS = (1, 16, 256)
+
+# What a plan without a probe measures of the link: one large copy after another, for so long. By device, as a process
+# has one figure for all its plans.
+_LINK_BYTES, _LINK_S = 64 * MIB, 0.3
+_links: dict[torch.device, float] = {}
 
 
 def measure(folder: Path | None = None, num_bytes: int = 1024 * MIB) -> Probe:
@@ -316,6 +321,33 @@ def link_rates(
     if on_gpu:
         torch.cuda.empty_cache()
     return rates
+
+
+def with_measured_link(rates: Rates, device: torch.device) -> Rates:
+    """Nominal ``rates`` of ``device``, a GPU that is there, with its link as it is measured now. Raises nothing.
+
+    Reads in place and fetches of experts take longer by the same factor. Without memory to measure with, the link stays
+    nominal. Either way the machine of the result says so.
+    """
+    try:
+        if device not in _links:
+            with torch.cuda.device(device):  # a pinned buffer makes a context on the current one
+                _links[device] = link_rates(device, sizes=(_LINK_BYTES,), seconds=_LINK_S)[_LINK_BYTES]
+    except (HeadraceError, RuntimeError, MemoryError) as error:
+        no_memory = isinstance(error, torch.OutOfMemoryError | MemoryError)
+        reason = "no memory for it" if no_memory else str(error).strip().splitlines()[0]
+        return replace(rates, machine=f"{rates.machine} (its link could not be measured: {reason})")
+    # Two digits: it varies by a per cent from start to start, and so would plans, and what was compiled for them.
+    link = float(f"{_links[device]:.2g}")
+    factor = link / rates.copy_bytes_per_s(_LINK_BYTES)
+    return replace(
+        rates,
+        machine=f"{rates.machine} but for the link, measured at {link / 1e9:g} GB/s",
+        copy_bytes_per_s=Curve(tuple((size, factor * rate) for size, rate in rates.copy_bytes_per_s.points)),
+        in_place_s_per_byte=_times(1 / factor, rates.in_place_s_per_byte),
+        in_place_grouped_s_per_byte=_times(1 / factor, rates.in_place_grouped_s_per_byte),
+        fetch_bytes_per_s=rates.fetch_bytes_per_s and factor * rates.fetch_bytes_per_s,
+    )
 
 
 # -- among devices ---------------------------------------------------------------------------------------------------
