@@ -13,10 +13,10 @@ import pytest
 import measures
 
 BOUNDS = {
-    "lines of src": 23815,
+    "lines of src": 23817,
     "lines of the core": 14918,
     "files of src": 170,
-    "lines of tests": 42195,
+    "lines of tests": 42206,
     "longest class": 347,
     "Prefetcher": 296,
     "branches on a kind of store": 4,

@@ -98,6 +98,20 @@ class Experts(nn.Module):
         return torch.einsum("bkoi,bi->bko", weighed, x)
 
 
+@torch.no_grad()
+def test_another_budget_or_prompt_compiles_no_other_kernel(monkeypatch: pytest.MonkeyPatch) -> None:
+    """With overflow rows and without: two, whatever the slots and the tokens. Processes keep them for each other."""
+    knobs, names = pytest.importorskip("triton.knobs"), list[str]()
+    monkeypatch.setattr(knobs.compilation, "listener", lambda *, metadata, **_: names.append(metadata["name"]))
+    model = Experts().to(CUDA).eval()
+    for num_slots in (5, 6, 8):
+        with headrace.offload(model, Rules([("up", "cache"), ("scale", "cache")], expert_slots=num_slots)):
+            for shape in ((1, 1), (1, 2), (3, 3), (8, 2)):
+                ids = torch.randint(0, 16, shape, device=CUDA)
+                model(torch.randn(shape[0], 384, device=CUDA, dtype=torch.bfloat16), ids)
+    assert names.count("admit_kernel") <= 2, names
+
+
 @pytest.mark.parametrize("num_slots", [1, 5, 16])
 @torch.no_grad()
 def test_bits_in_replays_and_between(num_slots: int) -> None:

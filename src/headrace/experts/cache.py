@@ -115,7 +115,7 @@ class ExpertCache:
             ``shift`` so that they are no row either: a kernel that reads them then fails, as without the cache.
         """
         self._check()
-        rows = torch.empty_like(ids)
+        rows, overflow_rows = torch.empty_like(ids), self._overflow_rows
         with torch.cuda.device_of(self._home):  # Triton launches on the current device, whatever the tensors' one is
             admit_kernel[(1,)](
                 ids,
@@ -130,14 +130,15 @@ class ExpertCache:
                 self._counters,
                 self._chosen,
                 self._missing,
+                self.num_slots,
+                len(overflow_rows),
+                overflow_rows.start,
                 NUM_EXPERTS=self._num_experts,
-                NUM_SLOTS=self.num_slots,
                 BLOCK_EXPERTS=triton.next_power_of_2(self._num_experts),
                 BLOCK_SLOTS=triton.next_power_of_2(self.num_slots),
                 BLOCK_IDS=_IDS,
                 BLOCK_OTHERS=_OTHERS,
-                OVERFLOW_ROWS=len(self._overflow_rows) if ids.numel() > self.num_slots else 0,
-                FIRST_OVERFLOW_ROW=self._overflow_rows.start,
+                HAS_OVERFLOW=len(overflow_rows) > 0 and ids.numel() > self.num_slots,
             )
             for word, table in self._tables:
                 fetch_kernel[(_PROGRAMS,)](

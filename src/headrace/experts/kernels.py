@@ -14,7 +14,9 @@ import triton
 import triton.language as tl
 
 
-@triton.jit
+# Sizes that follow from a budget or a prompt are no constants, and Triton does not look at their values: with another
+# plan or prompt it finds the kernel that an earlier process compiled.
+@triton.jit(do_not_specialize=["num_ids", "shift", "num_slots", "num_overflow_rows", "first_overflow_row"])
 def admit_kernel(
     ids,  # experts that tokens chose, any order, repeated; numbers outside [0, E) are padding
     rows,  # of the dtype of ids: the row of each at the end; padding from E on plus shift, below -E minus shift
@@ -28,14 +30,15 @@ def admit_kernel(
     counters,  # int64 [5]: steps, hits, experts fetched into slots, experts without a slot, evicted experts
     chosen,  # int64 [E]: the step that chose each expert last
     missing,  # int32 [E]: scratch
+    num_slots,
+    num_overflow_rows,  # P
+    first_overflow_row,
     NUM_EXPERTS: tl.constexpr,
-    NUM_SLOTS: tl.constexpr,
     BLOCK_EXPERTS: tl.constexpr,
     BLOCK_SLOTS: tl.constexpr,
     BLOCK_IDS: tl.constexpr,
     BLOCK_OTHERS: tl.constexpr,
-    OVERFLOW_ROWS: tl.constexpr,  # P; 0: experts without a slot are read in host memory
-    FIRST_OVERFLOW_ROW: tl.constexpr,
+    HAS_OVERFLOW: tl.constexpr,  # false: experts without a slot are read in host memory
 ):
     """Give every chosen expert a slot as far as there are any, least recently used first; one program.
 
@@ -57,8 +60,8 @@ def admit_kernel(
     tl.debug_barrier()
 
     is_chosen = (tl.load(chosen + expert, mask=is_expert, other=0) == step) & (home_row >= 0)
-    is_hit = is_chosen & (row < NUM_SLOTS)
-    is_missing = is_chosen & (row >= NUM_SLOTS)
+    is_hit = is_chosen & (row < num_slots)
+    is_missing = is_chosen & (row >= num_slots)
     num_hits = tl.sum(is_hit.to(tl.int32), axis=0)
     num_missing = tl.sum(is_missing.to(tl.int32), axis=0)
     tl.store(last_used + row, tl.zeros([BLOCK_EXPERTS], tl.int64) + step, mask=is_hit)
@@ -68,16 +71,16 @@ def admit_kernel(
         tl.store(missing + tl.cumsum(is_missing.to(tl.int32), axis=0) - 1, expert, mask=is_missing)
         tl.debug_barrier()
         slot = tl.arange(0, BLOCK_SLOTS)
-        is_slot = slot < NUM_SLOTS
+        is_slot = slot < num_slots
         used = tl.load(last_used + slot, mask=is_slot, other=0)
         rank = tl.zeros([BLOCK_SLOTS], tl.int32)  # of the slot, the least recently used first
-        for start in range(0, NUM_SLOTS, BLOCK_OTHERS):
+        for start in range(0, num_slots, BLOCK_OTHERS):
             other = start + tl.arange(0, BLOCK_OTHERS)
-            other_used = tl.load(last_used + other, mask=other < NUM_SLOTS, other=0)
+            other_used = tl.load(last_used + other, mask=other < num_slots, other=0)
             is_before = (other_used[None, :] < used[:, None]) | (
                 (other_used[None, :] == used[:, None]) & (other[None, :] < slot[:, None])
             )
-            rank += tl.sum((is_before & (other < NUM_SLOTS)[None, :]).to(tl.int32), axis=1)
+            rank += tl.sum((is_before & (other < num_slots)[None, :]).to(tl.int32), axis=1)
         # A step that fetches everything would wait for it before its first product. One expert that is read in place
         # instead crosses the link during the products of the others.
         num_wanted = num_missing - ((num_missing > 1) & (num_hits == 0)).to(tl.int32)
@@ -94,13 +97,13 @@ def admit_kernel(
         num_evicted = tl.sum(leaves.to(tl.int32), axis=0)
         tl.debug_barrier()
     num_rows = num_fetched
-    if OVERFLOW_ROWS > 0:
+    if HAS_OVERFLOW:
         # Those that got a slot are the first ones missing.
         overflow_row = tl.cumsum(is_missing.to(tl.int32), axis=0) - 1 - num_fetched
-        in_overflow_row = is_missing & (overflow_row >= 0) & (overflow_row < OVERFLOW_ROWS)
-        tl.store(location + expert, FIRST_OVERFLOW_ROW + overflow_row, mask=in_overflow_row)
-        tl.store(expert_in + FIRST_OVERFLOW_ROW + overflow_row, expert, mask=in_overflow_row)
-        tl.store(fetched + 1 + num_fetched + overflow_row, FIRST_OVERFLOW_ROW + overflow_row, mask=in_overflow_row)
+        in_overflow_row = is_missing & (overflow_row >= 0) & (overflow_row < num_overflow_rows)
+        tl.store(location + expert, first_overflow_row + overflow_row, mask=in_overflow_row)
+        tl.store(expert_in + first_overflow_row + overflow_row, expert, mask=in_overflow_row)
+        tl.store(fetched + 1 + num_fetched + overflow_row, first_overflow_row + overflow_row, mask=in_overflow_row)
         num_rows += tl.sum(in_overflow_row.to(tl.int32), axis=0)
         tl.debug_barrier()
     tl.store(fetched, num_rows)
@@ -111,7 +114,7 @@ def admit_kernel(
         found = tl.load(location + one, mask=is_one, other=-1).to(one.dtype)
         outside = one + tl.where(one >= NUM_EXPERTS, shift, 0) - tl.where(one < -NUM_EXPERTS, shift, 0)
         tl.store(rows + at, tl.where(is_one, found, outside), mask=at < num_ids)
-    if OVERFLOW_ROWS > 0:
+    if HAS_OVERFLOW:
         tl.debug_barrier()
         tl.store(location + expert, home_row, mask=in_overflow_row)
 
@@ -180,7 +183,7 @@ def compare_kernel(
                     tl.atomic_add(differing, different.to(tl.int64))
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["stride", "num_tiles"])
 def tiles_of_rows_kernel(
     tiles,  # int32 [heights, stride]: number of its expert + 2**16 * place among the tiles of that expert; -1: none
     stride,
