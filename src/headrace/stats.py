@@ -3,21 +3,41 @@
 from __future__ import annotations
 
 import json
+import logging
 import os
 import threading
 import time
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
-from typing import Any, Literal, NamedTuple
+from typing import TYPE_CHECKING, Any, Literal, NamedTuple
 
 from headrace.errors import OptionError, OptionTypeError
 from headrace.formatting import format_size, format_time, pluralize
 
-__all__ = ["ReadStats", "Recorder", "Span", "SpeculationCounts", "StagingStats", "Stats", "UnitStats"]
+if TYPE_CHECKING:
+    import torch
+
+__all__ = ["ReadStats", "Recorder", "Span", "SpeculationCounts", "StagingStats", "Stats", "UnitStats", "timed"]
 
 _MAX_SPANS = 1 << 16  # bounded: a server runs for weeks
+
+
+@contextmanager
+def timed(log: logging.Logger, what: str, device: torch.device | None = None) -> Iterator[None]:
+    """Within, a part of a first call: ``log`` gets the time that it takes, until ``device`` has done its work, too.
+
+    Where nobody reads the log, nothing waits for a device.
+    """
+    begin = time.perf_counter()
+    yield
+    if log.isEnabledFor(logging.INFO) and device is not None and device.type == "cuda":
+        import torch
+
+        torch.cuda.synchronize(device)
+    log.info("%s: %s", what, format_time(time.perf_counter() - begin))
 
 
 _Kind = Literal["copy", "compute", "stall"]

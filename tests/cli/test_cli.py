@@ -24,6 +24,7 @@ import time
 from collections.abc import Sequence
 from dataclasses import fields, replace
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -810,6 +811,20 @@ def test_verbose_shows_the_log(model: Path) -> None:
     assert " headrace.planning.checks: plan: <headrace.Plan " in told.stderr
     assert told.stdout == run(*args).stdout
     assert logging.getLogger("headrace").handlers == []
+
+
+def test_verbose_shows_the_kernels_that_are_compiled(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """And those that an earlier process has compiled; Triton calls the listener with more."""
+    knobs = pytest.importorskip("triton.knobs")
+    monkeypatch.setattr(knobs.compilation, "listener", None)
+    with terminal.log_lines(1):
+        for hit in (False, True):
+            more = {"src": None, "metadata_group": {}, "cache_hit": hit}
+            knobs.compilation.listener(metadata={"name": "admit"}, times=SimpleNamespace(total=250_000), **more)
+    told = [line.partition(" headrace: ")[2] for line in capsys.readouterr().err.splitlines()]
+    assert told == ["kernel admit compiled: 250.0 ms", "kernel admit found in Triton's cache: 250.0 ms"]
 
 
 @pytest.mark.slow

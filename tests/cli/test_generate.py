@@ -228,7 +228,10 @@ def test_three_lines_come_before_the_prompt(with_template: Callable[..., Path]) 
     assert [line.split(" ")[0] for line in told[3:]] == ["12", "12", told[5].split()[0], "device", "host"]
     assert "device memory: 1.94 MiB planned for weights, which a CPU has in host memory" in told
     assert max(map(len, told)) <= 80
-    assert "Tensors by role" in converse(folder, "/exit", flags=("-v",)).stderr
+    verbose = converse(folder, "Water", "/exit", flags=("-v",)).stderr
+    for part in ("tokenizer and chat template", "weights", "prompt and first token"):
+        assert f"headrace.cli.commands_generate: {part}: " in verbose
+    assert "Tensors by role" in verbose
 
 
 def at_a_terminal(command: list[object], *steps: tuple[str, str], **env: str) -> tuple[str, int]:

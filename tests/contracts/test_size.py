@@ -13,15 +13,15 @@ import pytest
 import measures
 
 BOUNDS = {
-    "lines of src": 23817,
-    "lines of the core": 14918,
+    "lines of src": 23852,
+    "lines of the core": 14930,
     "files of src": 170,
-    "lines of tests": 42206,
+    "lines of tests": 42239,
     "longest class": 347,
     "Prefetcher": 296,
     "branches on a kind of store": 4,
     "files that headrace.api loads": 36,
-    "lines that headrace.api loads": 6301,
+    "lines that headrace.api loads": 6313,
     "lines of the spine": 5005,
     "files of the spine": 53,
     "files to the first copy": 42,

@@ -135,6 +135,18 @@ def test_prompts_that_run_together(family: str) -> None:
     assert found == [alone(model, ids) for ids in prompts]
 
 
+def test_the_log_tells_the_parts_of_first_calls(caplog: pytest.LogCaptureFixture) -> None:
+    shared = Rows(model_of("full"), 2, 300)
+    with caplog.at_level("INFO", "headrace"):
+        for start in (0, 3):
+            shared.prompts(0, [[1, 2, 3]], start)
+        for position in (6, 7, 8):
+            shared.step([1], [position])
+    told = [record.getMessage().split(": ")[0] for record in caplog.records]
+    parts = ["first prompt of [1, 3]", "first eager forward of [1]", "capture of a forward of [1]"]
+    assert told == [f"{part} tokens" for part in parts]
+
+
 LONG_ROPE = {
     "rope_type": "longrope", "rope_theta": 1e4, "short_factor": [1.0] * 4, "long_factor": [4.0] * 4,
     "original_max_position_embeddings": 64, "factor": 32.0,

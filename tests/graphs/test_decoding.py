@@ -117,6 +117,16 @@ def test_tokens_and_logits_are_those_of_eager_steps(model: Any) -> None:
     assert graphs.replays > 40
 
 
+def test_the_log_tells_the_parts_of_a_first_call(caplog: pytest.LogCaptureFixture) -> None:
+    model = qwen3()
+    headrace.decode_in_graphs(model)
+    with caplog.at_level("INFO", "headrace"):
+        for _ in range(2):
+            model.generate(prompt(5), max_new_tokens=8, do_sample=False)
+    told = [record.getMessage().split(": ")[0] for record in caplog.records]
+    assert told == [f"{part} of [1, 1] tokens" for part in ("first eager forward", "capture of a forward")]
+
+
 def static_of(model: Any, ids: torch.Tensor, **options: Any) -> tuple[torch.Tensor, ...]:
     """:func:`static` of a model whose ``generate`` is set aside: its own, not the one with graphs."""
     ours = vars(model).pop("generate")

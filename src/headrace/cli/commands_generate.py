@@ -44,6 +44,7 @@ from headrace.flags import OffloadFlags, row
 from headrace.formatting import TokenText, format_rate, format_size, format_time, pluralize
 from headrace.json_files import encode, write_file
 from headrace.memory.system import PeakMeter, peak_rss_bytes
+from headrace.stats import timed
 
 if TYPE_CHECKING:
     import torch
@@ -55,6 +56,7 @@ if TYPE_CHECKING:
     from headrace.plan.plan import Plan
     from headrace.plan_model import PlanResult
 
+_log = logging.getLogger(__name__)
 _GREETING = "Hello"  # stands for the first message of a chat until there is one
 
 _ANSWER = {"role": "assistant", "content": "headrace"}
@@ -240,7 +242,7 @@ def _run(model: str, text: str | None, chat: bool | None, options: GenerateOptio
     if text is None:
         print_line(notes, "/help lists commands; Ctrl-C ends an answer, Ctrl-D or /exit the chat")
     meter = PeakMeter()
-    with byte_bar("loading", notes) as progress, open_ranks(group) as ranks:
+    with byte_bar("loading", notes) as progress, open_ranks(group) as ranks, timed(_log, "weights"):
         request = replace(request, model=module, policy=plan, ranks=ranks, speculation=speculation)
         handle = load_matched(folder, request, opened.match, progress, graphs)
     # The handle is not removed at the end: that would make all weights resident, which may not fit.
@@ -376,7 +378,8 @@ def _read_prompt(
 
     Without both, the prompt of an instruct model gets its template, and a line in ``notes`` tells so.
     """
-    tokenizer = open_with_template(opened.folder, _messages(text, system))
+    with timed(_log, "tokenizer and chat template"):
+        tokenizer = open_with_template(opened.folder, _messages(text, system))
     opened.check_generation(tokenizer, {**opened.generation_settings, **sampling}, batched=False)
     if chat is None and system is None and _is_instruct(tokenizer, opened):
         chat = True
@@ -604,6 +607,7 @@ class _Printer:
         else:
             if not self.first[0]:
                 self.first = len(ids), time.perf_counter() - self._begin
+                _log.info("prompt and first token: %s", format_time(self.first[1]))
             print("".join(map(self._text.add, ids)), end="", flush=True)
 
     def end(self) -> None:

@@ -10,7 +10,7 @@ import logging
 import os
 import warnings
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager, redirect_stdout
+from contextlib import contextmanager, redirect_stdout, suppress
 from datetime import timedelta
 from itertools import takewhile
 from typing import Any
@@ -23,6 +23,7 @@ from typer.core import TyperGroup
 
 from headrace.config import debug_enabled, warn_about_variables
 from headrace.errors import MORE_THREADS, HeadraceError, HeadraceWarning
+from headrace.formatting import format_time
 
 EXIT_ERROR = 2
 EXIT_INTERRUPTED = 130  # 128 + SIGINT, the convention of shells
@@ -109,6 +110,12 @@ def _is_first_to_print(line: str) -> bool:
         return True
 
 
+def _log_kernel(*, metadata: dict[str, Any], times: Any, cache_hit: bool, **_: Any) -> None:
+    """Called by Triton when it has compiled a kernel, or has found it where an earlier process left it."""
+    how = "found in Triton's cache" if cache_hit else "compiled"
+    logging.getLogger("headrace").info("kernel %s %s: %s", metadata["name"], how, format_time(times.total / 1e6))
+
+
 # -- the root command --------------------------------------------------------------------------------------------------
 
 
@@ -123,6 +130,10 @@ def log_lines(verbose: int) -> Iterator[None]:
     level = logger.level
     logger.setLevel(logging.INFO if verbose == 1 else logging.DEBUG)
     logger.addHandler(handler)
+    with suppress(ImportError):  # no Triton
+        from triton import knobs
+
+        knobs.compilation.listener = _log_kernel
     try:
         yield
     finally:

@@ -8,7 +8,9 @@ reads (256, 512, 1,024, ... tokens) is first reached: a step costs what its text
 from __future__ import annotations
 
 import inspect
+import logging
 from collections.abc import Callable, Sequence
+from contextlib import nullcontext
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
@@ -20,10 +22,12 @@ from headrace.api import session_of
 from headrace.errors import OptionError, warn_user
 from headrace.graphs.decoding import GRAPH_DEVICES, LENGTH_STEP, CapturedSteps, bucket
 from headrace.memory.system import round_up
+from headrace.stats import timed
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
 
+_log = logging.getLogger(__name__)
 _ALIGNMENT = 8  # tokens; kernels of attention with a mask read so many at once
 _MASKED_KINDS = {"full_attention", "sliding_attention", "chunked_attention"}
 _ROPES_OF_ALL_ROWS = ("dynamic", "longrope")  # whose frequencies the longest sequence of a forward sets
@@ -183,9 +187,11 @@ class Rows:
         reach.first, reach.start, reach.num_tokens = first, start, start + longest
         ends = torch.tensor([len(each) - 1 for each in tokens], device=device)
         options = {"logits_to_keep": ends} if self._last and not wants_all else {}
-        output = self._model(
-            input_ids=ids, position_ids=positions, past_key_values=self._cache, use_cache=True, **options
-        )
+        is_first = not self._layers[0].is_initialized
+        with timed(_log, f"first prompt of {list(ids.shape)} tokens", device) if is_first else nullcontext():
+            output = self._model(
+                input_ids=ids, position_ids=positions, past_key_values=self._cache, use_cache=True, **options
+            )
         if wants_all:
             return output.logits[0].float()  # type: ignore[no-any-return]
         at = self._indices[: len(tokens)]

@@ -18,9 +18,11 @@ from __future__ import annotations
 import copy
 import functools
 import inspect
+import logging
 import operator
 import threading
 from collections.abc import Callable, Hashable, Mapping
+from contextlib import nullcontext
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
@@ -38,6 +40,7 @@ from headrace.formatting import format_size
 from headrace.graphs.own_graphs import capturing, replaying
 from headrace.memory.system import gc_paused, round_up
 from headrace.model.torch_private import storage_id
+from headrace.stats import timed
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
@@ -47,6 +50,7 @@ if TYPE_CHECKING:
 
 Inputs = Mapping[str, Any]
 
+_log = logging.getLogger(__name__)
 _MARK = "_headrace_decode_graphs"  # at the model
 
 GRAPH_DEVICES = ("cuda",)
@@ -474,19 +478,18 @@ class CapturedSteps:
     def warm_up(self, key: Hashable, call: Callable[..., Any], inputs: Inputs) -> Any:
         """``call(**inputs)``, the first of the kind ``key``: libraries and kernels are loaded."""
         self._steps[key] = None
-        return call(**inputs)
+        with timed(_log, f"first eager forward of {_tokens(inputs)}", self._model.device):
+            return call(**inputs)
 
     def capture(self, key: Hashable, call: Callable[..., Any], inputs: Inputs) -> str | None:
         """Capture ``call``, a step of a kind that has been warmed up; returns why it cannot be captured."""
         device = self._model.device
         pool = next((captured.step.pool for captured in self._steps.values() if captured is not None), None)
+        units = nullcontext(list[int]()) if self.prefetcher is None else capturing(self.prefetcher)
         try:
-            if (prefetcher := self.prefetcher) is None:
-                self._steps[key] = _Captured(StepGraph(call, inputs, device, pool), [])
-            else:
-                with capturing(prefetcher) as copied:
-                    step = StepGraph(call, inputs, device, pool)
-                self._steps[key] = _Captured(step, copied)
+            with timed(_log, f"capture of a forward of {_tokens(inputs)}", device), units as copied:
+                step = StepGraph(call, inputs, device, pool)
+            self._steps[key] = _Captured(step, copied)
         except (RuntimeError, StateError) as error:
             return f"its decoding step cannot be captured: {reason_of(error, device)}"
         return None
@@ -511,6 +514,11 @@ class CapturedSteps:
     def num_bytes(self) -> int:
         """Device memory that the graphs compute in."""
         return max((captured.step.num_bytes for captured in self._steps.values() if captured is not None), default=0)
+
+
+def _tokens(inputs: Inputs) -> str:
+    ids = inputs.get("input_ids", inputs.get("ids"))
+    return f"{'?' if ids is None else list(ids.shape)} tokens"
 
 
 def signature(inputs: Inputs) -> Hashable:
