@@ -13,10 +13,10 @@ import pytest
 import measures
 
 BOUNDS = {
-    "lines of src": 23852,
+    "lines of src": 23853,
     "lines of the core": 14930,
     "files of src": 170,
-    "lines of tests": 42239,
+    "lines of tests": 42240,
     "longest class": 347,
     "Prefetcher": 296,
     "branches on a kind of store": 4,

@@ -126,7 +126,8 @@ def test_a_dry_run_prints_plan_and_cache(model: Path) -> None:
     result = succeed("serve", model, "--device-memory", "2MiB", "--batch", "4", "--dry-run")
     assert "3.26 MiB of weights in 1.94 MiB of device memory" in result.stderr
     assert "cache: 4 sequences of 2048 tokens; 16.00 MiB beside" in result.stderr
-    counted = run("serve", model, "--device-memory", "20MiB", "--batch", "4", "--context", "512", "--dry-run")
+    counted = run("serve", model, "--device-memory", "20MiB", "--batch", "4", "--context", "512", "--dry-run", "-v")
+    assert "headrace.planning.checks: plan: " in counted.stderr
     assert "4 sequences of 512 tokens; 4.00 MiB counted in --device-memory" in counted.stderr
     assert max(map(len, result.stderr.splitlines())) <= 120
 

@@ -23,7 +23,7 @@ from headrace.cli.arguments import (
     target_device,
     with_flags,
 )
-from headrace.cli.terminal import byte_bar, stderr
+from headrace.cli.terminal import byte_bar, log_lines, stderr
 from headrace.cli.vllm_launcher import KEY_VARIABLE, serve_in_vllm, why_not_vllm
 from headrace.config import AUTO_CONTEXT, Workload, count, one_of
 from headrace.errors import CheckpointError, OptionError
@@ -134,9 +134,9 @@ def serve(
     if engine == "vllm":
         serve_in_vllm(model, call.args, vars(options), flags)
         return
-    if call.args:
+    if unknown := [arg for arg in call.args if arg != "-v"]:  # no flag of the table, since vLLM has another
         raise OptionError(
-            f"{call.args[0]}: headrace serve has no such flag; flags of vLLM need --engine vllm, and "
+            f"{unknown[0]}: headrace serve has no such flag; flags of vLLM need --engine vllm, and "
             f"`headrace serve --help` lists the others"
         )
     vllm_only = {"--additional-config": options.additional_config, "--measure-stalls": flags.measure_stalls}
@@ -149,7 +149,8 @@ def serve(
         "serve", "serve", "transformers", "starlette", "uvicorn", "pydantic", "prometheus_client", "jinja2"
     )
     os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")  # as main() does for the verbs that become no other program
-    _run_server(model, flags, replace(options, api_key=options.api_key or os.environ.get(KEY_VARIABLE)))
+    with log_lines(len(call.args)):
+        _run_server(model, flags, replace(options, api_key=options.api_key or os.environ.get(KEY_VARIABLE)))
 
 
 # -- the own server ----------------------------------------------------------------------------------------------------
