@@ -30,7 +30,7 @@ PUBLIC = [
 # Of docs/architecture.md, left to right: a room imports from rooms to its left, and from its own.
 ROOMS = [
     ("errors",), ("forks", "formatting", "json_files", "sizes"), ("config",), ("flags",), ("stats", "ranks"),
-    ("memory",), ("codec",), ("model",), ("plan",), ("kinds",), ("checkpoint",), ("stores",), ("experts",),
+    ("memory",), ("codec",), ("model",), ("plan",), ("kinds",), ("checkpoint",), ("experts",), ("stores",),
     ("transfer",), ("planning",), ("runtime",), ("offloaders",), ("api",), ("graphs",), ("adapters", "testing"),
     ("plan_model",), ("serving",), ("cli",), ("__main__",),
 ]  # fmt: skip

@@ -13,10 +13,10 @@ import pytest
 import measures
 
 BOUNDS = {
-    "lines of src": 23853,
-    "lines of the core": 14930,
+    "lines of src": 23878,
+    "lines of the core": 14935,
     "files of src": 170,
-    "lines of tests": 42240,
+    "lines of tests": 42276,
     "longest class": 347,
     "Prefetcher": 296,
     "branches on a kind of store": 4,

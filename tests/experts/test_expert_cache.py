@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import subprocess
 import sys
@@ -9,6 +10,7 @@ from collections import defaultdict
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from functools import partial
+from pathlib import Path
 
 import pytest
 import torch
@@ -271,6 +273,45 @@ def test_a_thread_copies_16_bytes_at_a_time() -> None:
     without = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
     done = subprocess.run([sys.executable, "-c", _COMPILE], capture_output=True, text=True, check=False, env=without)
     assert done.stdout.split() == ["16", "16"], done.stderr
+
+
+_COMPILE_AHEAD = """
+import contextlib, json, torch
+from triton import knobs
+from triton.backends.compiler import GPUTarget
+from triton.runtime import JITFunction, driver
+from headrace.experts.cache import ExpertCache, compile_kernels
+from headrace.plan.cached_experts import CachedLayer
+
+class Driver:  # of a GPU that is not there
+    get_current_device = get_current_stream = lambda *_: 0
+    get_current_target = lambda _: GPUTarget("cuda", 90, 32)
+
+driver.set_active(Driver())
+torch.cuda.device = lambda _: contextlib.nullcontext()
+run, names = JITFunction.run, []
+JITFunction.run = lambda kernel, *args, warmup, **more: run(kernel, *args, warmup=True, **more)  # launches nothing
+knobs.compilation.listener = lambda *, metadata, **_: names.append(metadata["name"])
+layer = CachedLayer("", 128, 40, {"up": 128 << 20, "down": 128 << 19, "scale": 128 * 6}, overflow_rows=5)
+compile_kernels([layer, layer], torch.device("cuda"))
+print(json.dumps(names))
+names.clear()
+for slots, tokens in ((40, 1), (40, 7), (33, 20), (64, 16), (50, 33)):
+    rows = [torch.zeros(300, size, dtype=torch.uint8) for size in (32, 16, 6)]
+    cache = ExpertCache(rows, 90 + torch.arange(128), slots, range(70, 70 + slots // 8), shift=90 + slots)
+    cache.admit(torch.zeros(tokens, 8, dtype=torch.int64))
+print(json.dumps(names))
+"""
+
+
+@pytest.mark.slow
+def test_kernels_are_compiled_ahead_for_all_budgets_and_prompts(tmp_path: Path) -> None:
+    """Once with overflow rows and once without; a fetch by words of 8 bytes and one by bytes."""
+    without = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
+    env, command = without | {"TRITON_CACHE_DIR": str(tmp_path)}, [sys.executable, "-c", _COMPILE_AHEAD]
+    done = subprocess.run(command, capture_output=True, text=True, check=False, env=env)
+    ahead, then = map(json.loads, done.stdout.splitlines()) if done.returncode == 0 else (done.stderr, None)
+    assert (ahead, then) == (["admit_kernel"] * 2 + ["fetch_kernel"] * 2, [])
 
 
 def reuse_distances(trace: Trace) -> list[int]:

@@ -5,6 +5,7 @@ Kernels that index weights by the number of an expert get rows in place of numbe
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
@@ -15,11 +16,42 @@ import triton.language as tl
 from headrace.errors import RaceError
 from headrace.experts.kernels import admit_kernel, compare_kernel, fetch_kernel
 from headrace.experts.rows import CacheStreamOrder
+from headrace.plan.cached_experts import CachedLayer
 
 # Programs that copy, and words of 8 bytes that one copies at a time: on an H200 32 programs of 8 warps fill the link.
 _PROGRAMS, _BLOCK = 32, 4096
 _WORDS = {8: tl.int64, 1: tl.uint8}
 _IDS, _OTHERS = 1024, 32  # of a prompt there are thousands of ids
+
+
+def compile_kernels(layers: Sequence[CachedLayer], device: torch.device) -> None:
+    """Compile what :meth:`ExpertCache.admit` launches for ids of int64, or find it compiled; launches nothing.
+
+    For that Triton is imported, and reads all of its own files for the key of its cache: 0.5 to 1 s in each process.
+    """
+    i32, i64 = torch.int32, torch.int64
+    with torch.cuda.device(device):
+        for layer in layers:
+            tensors = (i64, i64, i32, i64, i32, i64, i64, i32)
+            sizes = layer.num_slots, layer.overflow_rows, layer.first_overflow_row
+            constants = _constants(layer.num_experts, layer.num_slots)
+            for overflows in {False, layer.overflow_rows > 0}:
+                arguments = (i64, i64, 1, 0, *tensors, *sizes)
+                admit_kernel.warmup(*arguments, **constants, HAS_OVERFLOW=overflows, grid=(1,))
+            for word, count in Counter(1 if layer.row_bytes(name) % 16 else 8 for name in layer.storages).items():
+                constants = {"NUM_TENSORS": count, "WORD": _WORDS[word], "BLOCK": _BLOCK}
+                fetch_kernel.warmup(i32, i32, i64, i64, **constants, num_warps=8, grid=(1,))
+
+
+def _constants(num_experts: int, num_slots: int) -> dict[str, int]:
+    """Constants of :func:`admit_kernel` for a layer."""
+    return {
+        "NUM_EXPERTS": num_experts,
+        "BLOCK_EXPERTS": triton.next_power_of_2(num_experts),
+        "BLOCK_SLOTS": triton.next_power_of_2(num_slots),
+        "BLOCK_IDS": _IDS,
+        "BLOCK_OTHERS": _OTHERS,
+    }
 
 
 @dataclass(frozen=True)
@@ -80,6 +112,7 @@ class ExpertCache:
         self.turn = turn or CacheStreamOrder(device)
         self._overflow_rows = overflow_rows
         self._num_experts, self._shift = home.numel(), shift
+        self._constants = _constants(home.numel(), num_slots)
         self._rows = tuple(rows)
         self._home = home
         self.location = home.clone()
@@ -133,11 +166,7 @@ class ExpertCache:
                 self.num_slots,
                 len(overflow_rows),
                 overflow_rows.start,
-                NUM_EXPERTS=self._num_experts,
-                BLOCK_EXPERTS=triton.next_power_of_2(self._num_experts),
-                BLOCK_SLOTS=triton.next_power_of_2(self.num_slots),
-                BLOCK_IDS=_IDS,
-                BLOCK_OTHERS=_OTHERS,
+                **self._constants,
                 HAS_OVERFLOW=len(overflow_rows) > 0 and ids.numel() > self.num_slots,
             )
             for word, table in self._tables:

@@ -47,6 +47,8 @@ class ExpertRanges(Store):
         shared = overflow_memories(layers) if device.type == "cuda" else ()
         self._overflow = {(index, size): MappedMemory(size, device, device) for index, size in shared}
         self._pool = ThreadPoolExecutor(_THREADS, "headrace-ranges")
+        if device.type == "cuda":  # or the first token would wait for Triton; what fails here is raised at the launch
+            self._pool.submit(_compile_kernels, layers, device)
         self._ranges: dict[str, Future[SplitRange]] = {name: self._pool.submit(self._make, name) for name in split}
         filled = [name for name in self._layer_of if name not in self._mapped]
         self.destinations: Mapping[str, torch.Tensor] = Destinations(filled, self._host)
@@ -109,6 +111,12 @@ class ExpertRanges(Store):
         self._overflow.clear()
         self._small.clear()
         self._small_rows.clear()
+
+
+def _compile_kernels(layers: Sequence[CachedLayer], device: torch.device) -> None:
+    from headrace.experts.cache import compile_kernels  # imports Triton
+
+    compile_kernels(layers, device)
 
 
 def mappable(layer: CachedLayer, storage: str, held: Mapping[str, AlreadyPinned]) -> MappedMemory | None:
