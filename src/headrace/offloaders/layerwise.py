@@ -494,7 +494,7 @@ class EngineOffloader(LayerwiseOffloader):
 
         def solve(policy: Budget, row_readers: tuple[str, ...]) -> Plan:
             facts = inventory, replace(profile, row_readers=row_readers), self._device()
-            planner = make_planner(*facts, rates=self._rates)
+            planner = make_planner(*facts, rates=self._rates, in_group=self._ranks is not None)
             try:
                 return planner.plan(policy, names, forced)
             except BudgetError:
