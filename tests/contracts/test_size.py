@@ -13,16 +13,16 @@ import pytest
 import measures
 
 BOUNDS = {
-    "lines of src": 23878,
-    "lines of the core": 14935,
+    "lines of src": 23879,
+    "lines of the core": 14936,
     "files of src": 170,
-    "lines of tests": 42276,
+    "lines of tests": 42275,
     "longest class": 347,
     "Prefetcher": 296,
     "branches on a kind of store": 4,
     "files that headrace.api loads": 36,
-    "lines that headrace.api loads": 6313,
-    "lines of the spine": 5005,
+    "lines that headrace.api loads": 6308,
+    "lines of the spine": 5000,
     "files of the spine": 53,
     "files to the first copy": 42,
     "functions to the first copy": 382,

@@ -78,10 +78,9 @@ class PlanContext:
     def planner(self) -> Planner:
         """Planner of the model, for the machine."""
         request, target = self.request, self.target
-        split = request.num_ranks if request.splits_units else 1
         facts = (self.inventory, self.read_profile(), target.device, self.weights, target.rates, request.unstreamable)
         in_group = request.num_ranks > 1 or (request.ranks is not None and request.ranks.size > 1)
-        planner = make_planner(*facts, request.disk, split, in_group)
+        planner = make_planner(*facts, request.disk, request.num_ranks if request.splits_units else 1, in_group)
         return planner if self.hits is None else replace(planner, hits=self.hits)
 
     def sized(self, guesser_bytes: int = 0) -> PlanContext:
@@ -333,12 +332,7 @@ def make_planner(
         free_bytes = None if rates is not None else _free_host_bytes(device, inventory)
         spill = Spill(frozenset(not_readable.union(unstreamable)), free_bytes)
     in_place, triton = on_gpu and can_read_in_place(device), has_triton(device)
-    if rates is None:
-        rates = planning_rates(device, disk is not None and bool(disk.direct), in_group)
-        if on_gpu and not (rates.is_measured or in_group or isinstance(device, DeviceName)):
-            from headrace.transfer.measuring import with_measured_link
-
-            rates = with_measured_link(rates, device)
+    rates = rates or planning_rates(device, disk is not None and bool(disk.direct), in_group)
     can_cache = in_place and triton and rates.fetch_bytes_per_s is not None
     readers = set(profile.row_readers) if can_cache else set()
     experts = {s.name for s in inventory.storages if not readers.isdisjoint(s.modules)}

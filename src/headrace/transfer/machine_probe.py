@@ -150,21 +150,29 @@ class Probe:
 def planning_rates(device: torch.device | DeviceName, direct: bool = False, in_group: bool = False) -> Rates:
     """The rates that plans for ``device`` use: those of the saved probe of this machine, or else nominal ones.
 
-    ``in_group``: others plan, too, and all have to come to one plan.
+    Beside the nominal ones of a GPU its link is measured now, in 0.3 s. ``in_group``: others plan, too, and all have to
+    come to one plan, so it is not.
     """
     probe = load()
     if device.type == "cpu":
         nominal = replace(NOMINAL_CPU, in_place_grouped_s_per_byte=None) if direct else NOMINAL_CPU
         return nominal if probe is None else probe.cpu_rates(direct)
-    return _gpu_rates(probe, device.index, in_group)
+    return _gpu_rates(probe, device, in_group)
 
 
-def _gpu_rates(probe: Probe | None, index: int | None, in_group: bool) -> Rates:
+def _gpu_rates(probe: Probe | None, device: torch.device | DeviceName, in_group: bool) -> Rates:
     if probe is not None and (measured := probe.gpu_rates()) is not None:
         names = probe.machine["devices"].split(", ")
-        if not index or names[index] == names[0]:  # the first is what was measured
+        if not device.index or names[device.index] == names[0]:  # the first is what was measured
             return measured
-    return rates_of_gpu(index, of_card_alone=in_group) if may_have_gpu() else NOMINAL_GPU
+    if not may_have_gpu():
+        return NOMINAL_GPU
+    nominal = rates_of_gpu(device.index, of_card_alone=in_group)
+    if in_group or isinstance(device, DeviceName):
+        return nominal
+    from headrace.transfer.measuring import with_measured_link
+
+    return with_measured_link(nominal, device)
 
 
 def describe_machine() -> dict[str, str]:
