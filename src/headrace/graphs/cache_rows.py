@@ -3,18 +3,23 @@
 A prompt runs eagerly into the row of its sequence, in chunks. A step runs one token of every row. On a GPU it is a CUDA
 graph, which is captured from the eager step where its number of rows (1, 2, 4, 8, ...) or the part of the cache that it
 reads (256, 512, 1,024, ... tokens) is first reached: a step costs what its text costs, not what the cache has room for.
+
+Layers of linear attention (recurrences, convolutions) keep a state per row, which a step updates in place. The state is
+that of all tokens so far: it takes no padding, and there is none of a prompt's beginning that another could share.
 """
 
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable, Sequence
+import re
+import sys
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 import torch
 from transformers import Cache, DynamicCache
-from transformers.cache_utils import DynamicLayer, DynamicSlidingWindowLayer, StaticLayer
+from transformers.cache_utils import LinearAttentionCacheLayerMixin, LinearAttentionLayer, StaticLayer
 
 from headrace.api import session_of
 from headrace.errors import OptionError, warn_user
@@ -25,7 +30,13 @@ if TYPE_CHECKING:
     from transformers import PreTrainedModel
 
 _ALIGNMENT = 8  # tokens; kernels of attention with a mask read so many at once
-_MASKED_KINDS = {"full_attention", "sliding_attention", "chunked_attention"}
+_MASKED_KINDS = {"full_attention", "sliding_attention", "chunked_attention", "hybrid"}
+_UNMASKED_KINDS = {"linear_attention", "conv", "moe", "mlp"}
+# Of a cache, by name: transformers 5.17 has no DummyLayer.
+_LAYERS = {
+    "DynamicLayer", "DynamicSlidingWindowLayer", "LinearAttentionLayer", "LinearAttentionAndFullAttentionLayer",
+    "DummyLayer",
+}  # fmt: skip
 _ROPES_OF_ALL_ROWS = ("dynamic", "longrope")  # whose frequencies the longest sequence of a forward sets
 
 
@@ -35,8 +46,10 @@ def why_not_in_rows(model: PreTrainedModel, num_tokens: int = 0) -> str | None:
     taken = inspect.signature(type(model).forward).parameters
     if lacking := [name for name in ("position_ids", "past_key_values") if name not in taken]:
         return f"{type(model).__name__}.forward takes no {lacking[0]}, and rows have their own"
+    if any(hasattr(each, "create_position_ids_from_input_ids") for each in model.modules()):
+        return f"{type(model).__name__} counts positions from padding, and rows have their own"
     if reason := _why_not_masked(model, config):
-        return f"{config.model_type} has {reason}, and rows share only full, sliding and chunked attention"
+        return f"{config.model_type} has {reason}, and rows share full, sliding, chunked and linear attention"
     if config._attn_implementation not in ("sdpa", "eager"):
         return f"attention {config._attn_implementation!r} takes no mask of rows, as sdpa and eager do"
     for rope in (of_all := getattr(config, "rope_parameters", None) or {}, *of_all.values()):
@@ -63,10 +76,22 @@ def _why_not_masked(model: PreTrainedModel, config: Any) -> str | None:
     if not hasattr(config, "num_hidden_layers"):
         return "layers of several stacks"
     own = [name for name, each in model.named_buffers() if each.dtype == torch.bool and each.ndim == 4]
-    layers = {type(layer) for layer in DynamicCache(config=config).layers} - {DynamicLayer, DynamicSlidingWindowLayer}
-    kinds = set(getattr(config, "layer_types", None) or ()) - _MASKED_KINDS
-    found = sorted({each.__name__ for each in layers} | kinds)
+    layers = {type(layer).__name__ for layer in DynamicCache(config=config).layers} - _LAYERS
+    if (model._is_stateful or _has_states(config)) and "update_conv_state" not in _code_of(model):
+        return "states outside of its cache"
+    kinds = set(getattr(config, "layer_types", None) or ()) - _MASKED_KINDS - _UNMASKED_KINDS
+    found = sorted(layers | kinds)
     return ", ".join(found) or (f"a mask of its own ({own[0]})" if own else None)
+
+
+def _has_states(config: Any) -> bool:
+    return any(isinstance(layer, LinearAttentionCacheLayerMixin) for layer in DynamicCache(config=config).layers)
+
+
+def _code_of(model: PreTrainedModel) -> str:
+    """Python code of the layers of ``model``: nothing else says how they use their states."""
+    names = {type(module).__module__ for module in model.modules()}
+    return "".join(inspect.getsource(sys.modules[name]) for name in names if name.startswith("transformers.models."))
 
 
 @dataclass
@@ -76,29 +101,57 @@ class _Reach:
     Attributes:
         first: first row of prompts; ``None``: a step.
         start: tokens of those rows so far.
+        num_rows: rows of a step.
         indices, slots: [rows] of a step, the rows and the position that each writes.
         num_tokens: the part of each row that is read.
     """
 
     first: int | None = None
     start: int = 0
+    num_rows: int = 0
     indices: torch.Tensor | None = None
     slots: torch.Tensor | None = None
     num_tokens: int = 0
 
 
-class _RowsLayer(StaticLayer):  # type: ignore[no-untyped-call]
-    """Keys and values of one layer, [rows, heads, tokens, head size]."""
+class _RowsLayer(LinearAttentionLayer, StaticLayer):  # type: ignore[misc, no-untyped-call, override]
+    """Keys and values of one layer, [rows, heads, tokens, head size], and its states, [rows + 1, ...], if it has any.
+
+    The last state is that of the prompt that runs: a step of more rows than sequences changes those behind them.
+    """
 
     keys: Any
     values: Any
 
-    def __init__(self, num_rows: int, num_tokens: int, reach: _Reach) -> None:
-        super().__init__(num_tokens)
+    def __init__(self, num_rows: int, num_tokens: int, num_states: int, reach: _Reach) -> None:
+        StaticLayer.__init__(self, num_tokens)
+        LinearAttentionLayer.__init__(self, num_states)
         self._num_rows, self._reach = num_rows, reach
+        self._states: list[tuple[dict[int, Any], int, torch.Tensor]] = []  # where the model finds which rows of what
 
     def _make(self, like: torch.Tensor) -> torch.Tensor:
         return like.new_zeros(self._num_rows, like.shape[1], self.max_cache_len, like.shape[3])
+
+    def lazy_initialization(self, *args: Any, state_idx: int = 0, **like: Any) -> None:
+        """Make states like those of the first prompt."""
+        LinearAttentionLayer.lazy_initialization(self, state_idx=state_idx, **like)
+        found: dict[int, Any] = self.conv_states if "conv_states" in like else self.recurrent_states
+        made = found[state_idx].new_zeros(self._num_rows + 1, *found[state_idx].shape[1:])
+        found[state_idx] = made[-1:]
+        self._states.append((found, state_idx, made))
+
+    def begin(self) -> None:
+        """Let the model find the states of the rows of the next forward."""
+        reach, is_step = self._reach, self._reach.first is None
+        for found, at, states in self._states:
+            found[at] = states[: reach.num_rows] if is_step else states[-1:]
+        self.has_previous_state = dict.fromkeys(self.has_previous_state, is_step or reach.start > 0)
+
+    def parts(self, num_tokens: int) -> Iterator[torch.Tensor]:
+        """Tensors of rows, [rows, ...]: the first tokens, and states."""
+        if self.is_initialized:
+            yield from (self.keys[:, :, :num_tokens], self.values[:, :, :num_tokens])
+        yield from (states for _, _, states in self._states)
 
     def update(
         self, key_states: torch.Tensor, value_states: torch.Tensor, *args: Any, **kwargs: Any
@@ -129,6 +182,8 @@ class Rows:
     Attributes:
         num_rows: sequences that decode together.
         num_tokens: tokens of the longest sequence, prompt and answer.
+        has_states: some layers keep a state of all tokens: prompts run one by one, and rows share no beginnings.
+        continues: a prompt may run in parts, each from the state after the one before.
     """
 
     def __init__(self, model: PreTrainedModel, num_rows: int, num_tokens: int) -> None:
@@ -145,8 +200,12 @@ class Rows:
         length, self._reach = round_up(num_tokens + 1, _ALIGNMENT), _Reach()
         self._length = length
         config: Any = model.config.get_text_config(decoder=True)
-        self._config, num_layers = config, len(DynamicCache(config=config).layers)
-        self._layers = [_RowsLayer(num_rows, length, self._reach) for _ in range(num_layers)]
+        self._config, layers = config, DynamicCache(config=config).layers
+        self.has_states, self.continues = _has_states(config), True
+        if self.has_states and "update_recurrent_state" in (code := _code_of(model)):  # many scans begin with zeros
+            self.continues = re.search(r"initial_states?=recurrent_state", code) is not None
+        num_states = [getattr(layer, "number_of_states", 1) for layer in layers]
+        self._layers = [_RowsLayer(num_rows, length, num, self._reach) for num in num_states]
         self._cache = Cache(layers=self._layers)  # type: ignore[arg-type]
         self._indices = torch.arange(num_rows, device=model.device)
         takes_number = "logits_to_keep" in inspect.signature(type(model).forward).parameters
@@ -169,6 +228,8 @@ class Rows:
     def prompts(self, first: int, tokens: Sequence[Sequence[int]], start: int = 0) -> torch.Tensor:
         """Run tokens of the sequences in rows ``first``, ..., of which each has ``start`` before them.
 
+        With states, of one sequence, whose parts follow one another.
+
         Returns:
             float32 logits of the last token of each, [sequences, vocabulary].
         """
@@ -180,9 +241,9 @@ class Rows:
         reach.first, reach.start, reach.num_tokens = first, start, start + longest
         ends = torch.tensor([len(each) - 1 for each in tokens], device=device)
         options = {"logits_to_keep": ends} if self._last else {}
-        output = self._model(
-            input_ids=ids, position_ids=positions, past_key_values=self._cache, use_cache=True, **options
-        )
+        output = self._run_model(input_ids=ids, position_ids=positions, **options)
+        if self.has_states:
+            self.move(-1, first, 0)
         at = self._indices[: len(tokens)]
         return output.logits[at, at if options else ends].float()  # type: ignore[no-any-return]
 
@@ -220,30 +281,36 @@ class Rows:
     ) -> torch.Tensor:
         reach = self._reach
         reach.first, reach.start, reach.num_tokens = None, num_tokens - 1, num_tokens
-        reach.indices, reach.slots = self._indices[: ids.shape[0]], slots
+        reach.num_rows, reach.indices, reach.slots = ids.shape[0], self._indices[: ids.shape[0]], slots
         masks = {kind: self._mask(kind, slots, num_tokens) for kind in self._kinds}
-        output = self._model(
+        output = self._run_model(
             input_ids=ids[:, None],
             position_ids=positions[:, None],
             attention_mask=masks if hasattr(self._config, "layer_types") else next(iter(masks.values())),
-            past_key_values=self._cache,
-            use_cache=True,
             **self._last,
         )
         return output.logits[:, -1].float()  # type: ignore[no-any-return]
+
+    def _run_model(self, **inputs: Any) -> Any:
+        for layer in self._layers:
+            layer.begin()
+        return self._model(**inputs, past_key_values=self._cache, use_cache=True)
 
     @property
     def _kinds(self) -> set[str]:
         """Kinds of attention, by the rule of ``transformers.masking_utils.create_masks_for_generate``."""
         config = self._config
         if hasattr(config, "layer_types"):
-            return set(config.layer_types)
+            kinds = set(config.layer_types)
+            return kinds | {"full_attention", *_UNMASKED_KINDS} if "hybrid" in kinds else kinds
         if getattr(config, "sliding_window", None) is not None:
             return {"sliding_attention"}
         return {"chunked_attention" if getattr(config, "attention_chunk_size", None) is not None else "full_attention"}
 
-    def _mask(self, kind: str, slots: torch.Tensor, num_tokens: int) -> torch.Tensor:
+    def _mask(self, kind: str, slots: torch.Tensor, num_tokens: int) -> torch.Tensor | None:
         """[rows, 1, 1, tokens]: what each row reads; added to the scores where the attention is transformers' own."""
+        if kind in _UNMASKED_KINDS:
+            return None
         at, row = torch.arange(num_tokens, device=slots.device), slots[:, None]
         seen = at <= row
         if kind == "sliding_attention":
@@ -258,13 +325,14 @@ class Rows:
         return torch.zeros_like(mask, dtype=dtype).masked_fill(~mask, torch.finfo(dtype).min)
 
     def move(self, row: int, to: int, num_tokens: int) -> None:
-        """Copy the first tokens of ``row`` to another one."""
-        for layer in self._layers:
-            for each in (layer.keys, layer.values) if layer.is_initialized else ():
-                each[to, :, :num_tokens] = each[row, :, :num_tokens]
+        """Copy the first tokens of ``row`` to another one, and its states."""
+        for part in self._parts(num_tokens):
+            part[to] = part[row]
 
     def swap(self, row: int, other: int, num_tokens: int) -> None:
-        """Exchange the first tokens of two rows."""
-        for layer in self._layers:
-            for each in (layer.keys, layer.values) if layer.is_initialized else ():
-                each[[row, other], :, :num_tokens] = each[[other, row], :, :num_tokens]
+        """Exchange the first tokens of two rows, and their states."""
+        for part in self._parts(num_tokens):
+            part[[row, other]] = part[[other, row]]
+
+    def _parts(self, num_tokens: int) -> Iterator[torch.Tensor]:
+        return (part for layer in self._layers for part in layer.parts(num_tokens))

@@ -228,7 +228,8 @@ class Engine:
         while self._waiting and self._first + len(self._prompts) < self.rows.num_rows:
             row, shared = self._longest_prefix(self._waiting[0])
             longest = max(longest, len(self._waiting[0].prompt))
-            if self._prompts and (shared or self._num_alone or longest * (len(self._prompts) + 1) > _PROMPT_TOKENS):
+            runs_alone = shared or self._num_alone or self.rows.has_states
+            if self._prompts and (runs_alone or longest * (len(self._prompts) + 1) > _PROMPT_TOKENS):
                 break
             self._held[self._first + len(self._prompts)] = []
             self._prompts.append(self._waiting.popleft())
@@ -241,7 +242,8 @@ class Engine:
 
     def _longest_prefix(self, request: Request) -> tuple[int, int]:
         """The row that holds most of the beginning of a prompt, and how many tokens; 0: too few."""
-        if request.seed is not None:  # what it draws depends on nothing that was before, to the last bit
+        # With a seed, what it draws depends on nothing that was before, to the last bit.
+        if request.seed is not None or self.rows.has_states:
             return 0, 0
         held = [*(other.cached for other in self._active), *self._held[len(self._active) :]]
         row, shared = max(enumerate(_num_equal(request.prompt[:-1], each) for each in held), key=lambda pair: pair[1])
@@ -251,7 +253,7 @@ class Engine:
         """Run a chunk; after the last one the requests have their first tokens, and decode with the others."""
         requests, start = self._prompts, self._start
         try:
-            end = start + _PROMPT_TOKENS
+            end = start + (_PROMPT_TOKENS if self.rows.continues else self.rows.num_tokens)
             logits = self.rows.prompts(self._first, [each.prompt[start:end] for each in requests], start)
         except (RuntimeError, ValueError, TypeError) as error:  # of these alone, unless the device has failed
             if isinstance(error, torch.AcceleratorError):
