@@ -212,7 +212,6 @@ class Rows:
         self._last: dict[str, Any] = {"logits_to_keep": 1} if takes_number else {}
         on_gpu = model.device.type in GRAPH_DEVICES
         self._graphs = CapturedSteps(model, session_of(model)) if on_gpu else None
-        self._eager_because: str | None = None
 
     @property
     def replays(self) -> int:
@@ -258,23 +257,12 @@ class Rows:
         sent = torch.tensor([[*ids, *more], [*positions, *more], slots]).to(device, non_blocking=True)
         inputs = {"ids": sent[0], "positions": sent[1], "slots": sent[2]}
         call: Callable[..., torch.Tensor] = lambda **given: self._forward(num_tokens, **given)  # noqa: E731
-        if self._graphs is None:
+        if (graphs := self._graphs) is None or graphs.eager_because is not None:
             return call(**inputs)[:num]
-        logits: torch.Tensor = self._run(self._graphs, (num_rows, num_tokens), call, inputs)
+        logits: torch.Tensor = graphs.run((num_rows, num_tokens), call, inputs)
+        if graphs.eager_because is not None:
+            warn_user(f"steps run eagerly, without CUDA graphs: {graphs.eager_because}")
         return logits[:num]
-
-    def _run(
-        self, graphs: CapturedSteps, key: tuple[int, int], call: Callable[..., Any], inputs: dict[str, Any]
-    ) -> Any:
-        if self._eager_because is not None:
-            return call(**inputs)
-        if key not in graphs:
-            return graphs.warm_up(key, call, inputs)
-        if not graphs.is_captured(key) and (reason := graphs.capture(key, call, inputs)):
-            self._eager_because = reason
-            warn_user(f"steps run eagerly, without CUDA graphs: {reason}")
-            return call(**inputs)
-        return graphs.replay(key, inputs)
 
     def _forward(
         self, num_tokens: int, *, ids: torch.Tensor, positions: torch.Tensor, slots: torch.Tensor
