@@ -171,6 +171,21 @@ def test_prompts_that_run_together(family: str) -> None:
     assert found == [alone(model, ids) for ids in prompts]
 
 
+@pytest.mark.parametrize("family", [name for name, (_, sizes) in FAMILIES.items() if "initializer_range" not in sizes])
+def test_guesses_are_verified_in_one_step(family: str) -> None:
+    """Two that are right and one that is not; what the last has written is read by nothing."""
+    model, ids = model_of(family), prompt(37)
+    expected, shared = alone(model, ids), Rows(model, 2, 300)
+    found = [int(shared.prompts(0, [ids])[0].argmax())]
+    while len(found) + 4 <= TOKENS:
+        at = len(found)
+        guesses = [expected[at - 1], *expected[at : at + 2], (expected[at + 2] + 1) % 128]
+        found += shared.verify(guesses, len(ids) + at - 1).argmax(-1).tolist()[:3]
+        found.append(int(shared.step(found[-1:], [len(ids) + len(found) - 1]).argmax()))
+    assert found == expected[: len(found)]
+    assert shared.replays > 4
+
+
 LONG_ROPE = {
     "rope_type": "longrope", "rope_theta": 1e4, "short_factor": [1.0] * 4, "long_factor": [4.0] * 4,
     "original_max_position_embeddings": 64, "factor": 32.0,
@@ -214,6 +229,12 @@ def test_a_model_whose_rows_would_differ_is_refused(case: str) -> None:
         model = made_by._from_config(config) if name == "Kosmos2_5" else made_by.from_config(config)
     with pytest.raises(OptionError, match=reason):
         Rows(model, 2, 100)
+
+
+def test_states_take_no_guesses() -> None:
+    model = model_of("recurrences")
+    assert cache_rows.why_not_in_rows(model) is None
+    assert "cannot remove guesses from its states" in str(cache_rows.why_not_in_rows(model, guesses=True))
 
 
 def test_positions_that_depend_on_all_rows_do_not_below_their_limit() -> None:

@@ -6,6 +6,7 @@ import random
 import threading
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -15,6 +16,7 @@ from transformers import LogitsProcessor, LogitsProcessorList
 
 import headrace
 from checks import eventually, raising
+from headrace.adapters.transformers import load
 from headrace.config import Prefetch
 from headrace.graphs.cache_rows import Rows
 from headrace.serving.engine import Engine, Request
@@ -102,6 +104,50 @@ def test_rows_with_states(family: str, monkeypatch: pytest.MonkeyPatch) -> None:
         assert [each.tokens for each in [*asked, chat]] == expected
         assert starts == (set(range(0, 80, 16)) if family == "Qwen3_5Text" else {0})
         assert handle.stats().bytes_moved > 20 * handle.plan.moved_bytes > 0
+
+
+@pytest.fixture(params=["lookup", "draft"])
+def guessed(request: pytest.FixtureRequest, model: Any, tmp_path: Path) -> Iterator[tuple[Any, Any]]:
+    """The model, whose tokens n-grams guess or the model itself, and its handle."""
+    model.save_pretrained(tmp_path)
+    guesser = "lookup" if request.param == "lookup" else str(tmp_path)
+    policy, speculation = Prefetch(1, 1, 1, ("ALL_MODEL_PARAMS",)), headrace.Speculation(guesser, 3, accepted=3.5)
+    loaded, handle = load(tmp_path, policy, device="cpu", speculate=speculation)
+    yield loaded, handle
+    handle.remove()
+
+
+def test_guesses_for_a_single_row(model: Any, guessed: tuple[Any, Any]) -> None:
+    """The tokens without them, in fewer passes, whoever joins, leaves, draws tokens or ends within the guesses."""
+
+    def processors() -> LogitsProcessorList:
+        return LogitsProcessorList([transformers.TemperatureLogitsWarper(0.05)])
+
+    loaded, handle = guessed
+    stays, joins = request(prompt(30), 120), request(prompt(12), 20)
+    draws = Request(prompt(40, 1), 60, (), processors, samples=True, seed=3)
+    fills = request(prompt(150), 50)  # the row
+    answer = alone(model, fills)
+    ends = Request(prompt(150), 50, (answer[30],), LogitsProcessorList)
+    with running(loaded, 3) as engine:
+        sizes: list[int] = []
+        run = engine.rows.step
+        engine.rows.step = lambda *given: sizes.append(len(given[0])) or run(*given)  # type: ignore[method-assign,func-returns-value]
+        engine.submit(stays)
+        assert eventually(lambda: len(stays.tokens) > 40, 60)
+        engine.submit(joins)
+        for each in (stays, joins, draws, fills, ends):
+            if each not in (stays, joins):
+                engine.submit(each)
+            assert eventually(is_done([each]), 60)
+        before, moved = handle.stats().speculation, handle.stats().bytes_moved
+    assert [each.tokens for each in (stays, joins, fills)] == [alone(model, each) for each in (stays, joins, fills)]
+    assert ends.tokens == answer[: answer.index(answer[30]) + 1]
+    torch.manual_seed(3)
+    assert draws.tokens == alone(model, draws, do_sample=True, temperature=0.05)
+    assert 2 in sizes, "nothing has joined"
+    assert before.tokens > 1.5 * before.passes > 0
+    assert moved >= (before.passes + len(sizes)) * handle.plan.moved_bytes > 0
 
 
 def test_the_turns_of_a_chat_share_their_beginning(model: Any) -> None:

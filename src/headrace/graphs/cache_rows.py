@@ -40,8 +40,8 @@ _LAYERS = {
 _ROPES_OF_ALL_ROWS = ("dynamic", "longrope")  # whose frequencies the longest sequence of a forward sets
 
 
-def why_not_in_rows(model: PreTrainedModel, num_tokens: int = 0) -> str | None:
-    """Why sequences of ``num_tokens`` of ``model`` cannot share a cache of rows; ``None``: they can."""
+def why_not_in_rows(model: PreTrainedModel, num_tokens: int = 0, *, guesses: bool = False) -> str | None:
+    """Why sequences of ``num_tokens`` of ``model``, or with ``guesses``, cannot share a cache; ``None``: they can."""
     config: Any = model.config.get_text_config(decoder=True)
     taken = inspect.signature(type(model).forward).parameters
     if lacking := [name for name in ("position_ids", "past_key_values") if name not in taken]:
@@ -50,6 +50,8 @@ def why_not_in_rows(model: PreTrainedModel, num_tokens: int = 0) -> str | None:
         return f"{type(model).__name__} counts positions from padding, and rows have their own"
     if reason := _why_not_masked(model, config):
         return f"{config.model_type} has {reason}, and rows share full, sliding, chunked and linear attention"
+    if guesses and _has_states(config):
+        return "it cannot remove guesses from its states; leave --speculate out"
     if config._attn_implementation not in ("sdpa", "eager"):
         return f"attention {config._attn_implementation!r} takes no mask of rows, as sdpa and eager do"
     for rope in (of_all := getattr(config, "rope_parameters", None) or {}, *of_all.values()):
@@ -102,7 +104,7 @@ class _Reach:
         first: first row of prompts; ``None``: a step.
         start: tokens of those rows so far.
         num_rows: rows of a step.
-        indices, slots: [rows] of a step, the rows and the position that each writes.
+        indices, slots: [rows, 1] and [rows, tokens] of a step, the rows and the positions that each writes.
         num_tokens: the part of each row that is read.
     """
 
@@ -164,7 +166,7 @@ class _RowsLayer(LinearAttentionLayer, StaticLayer):  # type: ignore[misc, no-un
         mine = slice(0, num_rows) if reach.first is None else slice(reach.first, reach.first + num_rows)
         for ours, new in ((self.keys, key_states), (self.values, value_states)):
             if reach.first is None:
-                ours[reach.indices, :, reach.slots] = new[:, :, 0]
+                ours[reach.indices, :, reach.slots] = new.transpose(1, 2)
             else:
                 ours[mine, :, reach.start : end] = new
         return self.keys[mine, :, :end], self.values[mine, :, :end]
@@ -184,6 +186,7 @@ class Rows:
         num_tokens: tokens of the longest sequence, prompt and answer.
         has_states: some layers keep a state of all tokens: prompts run one by one, and rows share no beginnings.
         continues: a prompt may run in parts, each from the state after the one before.
+        guesser: guesses tokens of the first row, for :meth:`verify`; ``None``: nothing does.
     """
 
     def __init__(self, model: PreTrainedModel, num_rows: int, num_tokens: int) -> None:
@@ -192,7 +195,10 @@ class Rows:
         Raises:
             OptionError: its sequences cannot share a cache of rows.
         """
-        if reason := why_not_in_rows(model, num_tokens):
+        session = session_of(model)
+        attached = [] if session is None else session.attachments
+        self.guesser: Any = next((each for each in attached if each.counts is not None), None)
+        if reason := why_not_in_rows(model, num_tokens, guesses=self.guesser is not None):
             raise OptionError(f"{type(model).__name__} cannot decode in rows: {reason}")
         self._model: Any = model
         self.num_rows, self.num_tokens = num_rows, num_tokens
@@ -208,10 +214,9 @@ class Rows:
         self._layers = [_RowsLayer(num_rows, length, num, self._reach) for num in num_states]
         self._cache = Cache(layers=self._layers)  # type: ignore[arg-type]
         self._indices = torch.arange(num_rows, device=model.device)
-        takes_number = "logits_to_keep" in inspect.signature(type(model).forward).parameters
-        self._last: dict[str, Any] = {"logits_to_keep": 1} if takes_number else {}
+        self._takes_number = "logits_to_keep" in inspect.signature(type(model).forward).parameters
         on_gpu = model.device.type in GRAPH_DEVICES
-        self._graphs = CapturedSteps(model, session_of(model)) if on_gpu else None
+        self._graphs = CapturedSteps(model, session) if on_gpu else None
 
     @property
     def replays(self) -> int:
@@ -239,7 +244,7 @@ class Rows:
         reach = self._reach
         reach.first, reach.start, reach.num_tokens = first, start, start + longest
         ends = torch.tensor([len(each) - 1 for each in tokens], device=device)
-        options = {"logits_to_keep": ends} if self._last else {}
+        options = {"logits_to_keep": ends} if self._takes_number else {}
         output = self._run_model(input_ids=ids, position_ids=positions, **options)
         if self.has_states:
             self.move(-1, first, 0)
@@ -249,17 +254,28 @@ class Rows:
     @torch.no_grad()
     def step(self, ids: Sequence[int], positions: Sequence[int]) -> torch.Tensor:
         """Run one token of each of the first rows, given with its position; float32 logits, [rows, vocabulary]."""
-        num, device = len(ids), self._model.device
+        return self._step([[each] for each in ids], positions)[:, 0]
+
+    @torch.no_grad()
+    def verify(self, ids: Sequence[int], position: int) -> torch.Tensor:
+        """Run tokens of the first row, from ``position`` on; float32 logits of each, [tokens, vocabulary].
+
+        Those behind the last right one are written over before they are read.
+        """
+        return self._step([ids], [position])[0]
+
+    def _step(self, ids: Sequence[Sequence[int]], starts: Sequence[int]) -> torch.Tensor:
+        num, count, device = len(ids), len(ids[0]), self._model.device
         num_rows = bucket(num, 1, self.num_rows)
-        num_tokens = bucket(max(positions) + 1, min(LENGTH_STEP, self._length), self._length)
-        more = [0] * (num_rows - num)
-        slots = [*positions, *(self._length - 1 for _ in more)]
-        sent = torch.tensor([[*ids, *more], [*positions, *more], slots]).to(device, non_blocking=True)
+        num_tokens = bucket(max(starts) + count, min(LENGTH_STEP, self._length), self._length)
+        positions = [[*range(start, start + count)] for start in starts]
+        more, unread = [[0] * count] * (num_rows - num), [[self._length - 1] * count] * (num_rows - num)
+        sent = torch.tensor([[*ids, *more], [*positions, *more], [*positions, *unread]]).to(device, non_blocking=True)
         inputs = {"ids": sent[0], "positions": sent[1], "slots": sent[2]}
         call: Callable[..., torch.Tensor] = lambda **given: self._forward(num_tokens, **given)  # noqa: E731
         if (graphs := self._graphs) is None or graphs.eager_because is not None:
             return call(**inputs)[:num]
-        logits: torch.Tensor = graphs.run((num_rows, num_tokens), call, inputs)
+        logits: torch.Tensor = graphs.run((num_rows, count, num_tokens), call, inputs)
         if graphs.eager_because is not None:
             warn_user(f"steps run eagerly, without CUDA graphs: {graphs.eager_because}")
         return logits[:num]
@@ -267,17 +283,17 @@ class Rows:
     def _forward(
         self, num_tokens: int, *, ids: torch.Tensor, positions: torch.Tensor, slots: torch.Tensor
     ) -> torch.Tensor:
-        reach = self._reach
-        reach.first, reach.start, reach.num_tokens = None, num_tokens - 1, num_tokens
-        reach.num_rows, reach.indices, reach.slots = ids.shape[0], self._indices[: ids.shape[0]], slots
+        reach, (num_rows, count) = self._reach, ids.shape
+        reach.first, reach.start, reach.num_tokens = None, num_tokens - count, num_tokens
+        reach.num_rows, reach.indices, reach.slots = num_rows, self._indices[:num_rows, None], slots
         masks = {kind: self._mask(kind, slots, num_tokens) for kind in self._kinds}
         output = self._run_model(
-            input_ids=ids[:, None],
-            position_ids=positions[:, None],
+            input_ids=ids,
+            position_ids=positions,
             attention_mask=masks if hasattr(self._config, "layer_types") else next(iter(masks.values())),
-            **self._last,
+            **({"logits_to_keep": count} if self._takes_number else {}),
         )
-        return output.logits[:, -1].float()  # type: ignore[no-any-return]
+        return output.logits.float()  # type: ignore[no-any-return]
 
     def _run_model(self, **inputs: Any) -> Any:
         for layer in self._layers:
@@ -296,17 +312,17 @@ class Rows:
         return {"chunked_attention" if getattr(config, "attention_chunk_size", None) is not None else "full_attention"}
 
     def _mask(self, kind: str, slots: torch.Tensor, num_tokens: int) -> torch.Tensor | None:
-        """[rows, 1, 1, tokens]: what each row reads; added to the scores where the attention is transformers' own."""
+        """[rows, 1, tokens, tokens]: what each token reads; added to the scores of transformers' own attention."""
         if kind in _UNMASKED_KINDS:
             return None
-        at, row = torch.arange(num_tokens, device=slots.device), slots[:, None]
+        at, row = torch.arange(num_tokens, device=slots.device), slots[:, :, None]
         seen = at <= row
         if kind == "sliding_attention":
             seen = seen & (at > row - self._config.sliding_window)
         if kind == "chunked_attention":
             chunk = self._config.attention_chunk_size
             seen = seen & (at // chunk == row // chunk)
-        mask = seen[:, None, None]
+        mask = seen[:, None]
         if self._config._attn_implementation == "sdpa":
             return mask
         dtype = self._model.dtype

@@ -111,6 +111,7 @@ class Engine:
         self._num_alone = 0  # of those that wait, each of whose prompts runs alone
         self._active: list[Request] = []  # by row
         self._choosers: dict[Request, _Chooser] = {}
+        self._guess: tuple[Request, Callable[[Sequence[int]], list[int]]] | None = None  # what guesses tokens of it
         self._held: list[list[int]] = [[] for _ in range(rows.num_rows)]  # tokens that free rows still hold
         self._is_stopping = False
         self.error: BaseException | None = None  # which ended the thread
@@ -289,9 +290,31 @@ class Engine:
 
     def _step(self) -> None:
         requests = list(self._active)
+        if len(requests) == 1 and not self._prompts and self._verify(requests[0]):
+            return
         positions = [len(request.prompt) + len(request.tokens) - 1 for request in requests]
         logits = self.rows.step([request.tokens[-1] for request in requests], positions)
         self._take(requests, self._choose(requests, logits))
+
+    def _verify(self, request: Request) -> bool:
+        """Run guesses behind the newest token of the only row, and take those that are right; ``False``: none fit."""
+        guesser = self.rows.guesser
+        if guesser is None or request.most_tokens - len(request.tokens) <= guesser.counts.guesses:
+            return False
+        if self._guess is None or self._guess[0] is not request:
+            self._guess = request, guesser.of_sequence(self.rows.num_tokens)
+        ids = [*request.prompt, *request.tokens]
+        if not (guesses := self._guess[1](ids)):
+            return False
+        guesses += [ids[-1]] * (guesser.counts.guesses - len(guesses))  # a step of one shape is captured once
+        logits, before = self.rows.verify([ids[-1], *guesses], len(ids) - 1), len(request.tokens)
+        for at, guess in enumerate([*guesses, None]):
+            tokens = self._choose([request], logits[at : at + 1])
+            self._take([request], tokens)
+            if tokens != [guess] or request.has_ended or request.is_cancelled:
+                break
+        guesser.count(1, len(request.tokens) - before)
+        return True
 
     def _choose(self, requests: Sequence[Request], logits: torch.Tensor) -> list[int]:
         tokens = logits.argmax(-1)
