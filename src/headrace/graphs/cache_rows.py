@@ -23,7 +23,7 @@ from transformers.cache_utils import LinearAttentionCacheLayerMixin, LinearAtten
 
 from headrace.api import session_of
 from headrace.errors import OptionError, warn_user
-from headrace.graphs.decoding import GRAPH_DEVICES, LENGTH_STEP, CapturedSteps, bucket
+from headrace.graphs.decoding import CACHE_NAME, GRAPH_DEVICES, LENGTH_STEP, CapturedSteps, bucket
 from headrace.memory.system import round_up
 
 if TYPE_CHECKING:
@@ -44,7 +44,7 @@ def why_not_in_rows(model: PreTrainedModel, num_tokens: int = 0, *, guesses: boo
     """Why sequences of ``num_tokens`` of ``model``, or with ``guesses``, cannot share a cache; ``None``: they can."""
     config: Any = model.config.get_text_config(decoder=True)
     taken = inspect.signature(type(model).forward).parameters
-    if lacking := [name for name in ("position_ids", "past_key_values") if name not in taken]:
+    if lacking := [name for name in ("position_ids", CACHE_NAME) if name not in taken]:
         return f"{type(model).__name__}.forward takes no {lacking[0]}, and rows have their own"
     if any(hasattr(each, "create_position_ids_from_input_ids") for each in model.modules()):
         return f"{type(model).__name__} counts positions from padding, and rows have their own"
@@ -298,7 +298,7 @@ class Rows:
     def _run_model(self, **inputs: Any) -> Any:
         for layer in self._layers:
             layer.begin()
-        return self._model(**inputs, past_key_values=self._cache, use_cache=True)
+        return self._model(**inputs, **{CACHE_NAME: self._cache}, use_cache=True)
 
     @property
     def _kinds(self) -> set[str]:
