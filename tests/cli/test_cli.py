@@ -76,8 +76,9 @@ FLAGS = {
         *OFFLOAD_FLAGS, "-v", "--verbose",
     ],
     "serve": [
-        "--engine", "--host", "--port", "--api-key", "--served-model-name", "--max-queue", "--cors", "--allowed-hosts",
-        "--generation-config", "--dtype", "--additional-config", "--dry-run", *OFFLOAD_FLAGS, "--measure-stalls",
+        *GUESSES, "--engine", "--host", "--port", "--api-key", "--served-model-name", "--max-queue", "--cors",
+        "--allowed-hosts", "--generation-config", "--dtype", "--additional-config", "--dry-run", *OFFLOAD_FLAGS,
+        "--measure-stalls",
     ],
 }  # fmt: skip
 

@@ -179,6 +179,7 @@ def test_flags_of_both_engines_reach_vllm() -> None:
         *START, "--offload-group-size", "4", *words.split(), "-tp", "2"
     ]  # fmt: skip
     assert "--max-queue has no effect inside vLLM" in refusal_of("--max-queue", "5")
+    assert "--speculate has no effect inside vLLM" in refusal_of("--speculate", "lookup")
 
 
 def test_the_key_of_the_environment_reaches_vllm(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:

@@ -29,7 +29,12 @@ FAMILIES: dict[str, Any] = {
         transformers.GptOssConfig,
         {**SIZES, **WINDOWS, "num_local_experts": 4, "num_experts_per_tok": 2, "experts_implementation": "batched_mm"},
     ),
-}
+    "recurrences": (
+        transformers.Qwen3_5TextConfig,
+        {**SIZES, "layer_types": ["linear_attention", "full_attention"] * 3, "linear_num_key_heads": 4,
+         "linear_num_value_heads": 8, "linear_key_head_dim": 64, "linear_value_head_dim": 64},
+    ),
+}  # fmt: skip
 TOKENS = 40
 
 

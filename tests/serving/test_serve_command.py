@@ -43,6 +43,9 @@ pytestmark = pytest.mark.usefixtures("nothing_is_loaded")
     (["--batch", "100000000"], "the plan does not fit this machine"),
     (["--port", "65536"], "--port 65536: expected a port from 1 to 65535, or 0 for a free one"),
     (["--max-queue", "0"], "--max-queue = 0: expected at least 1"),
+    (["--speculate", "mtp"], "--speculate mtp reads hidden states, which rows do not return; use lookup or a draft"),
+    (["--guesses", "3"], "--guesses has no effect without --speculate"),
+    (["--speculate", "lookup", "--accepted", "1"], "leave --speculate out"),
     (["--host", "1.2.3.4"], "--host 1.2.3.4 --port 8000: expected a free address of this machine"),
 ])  # fmt: skip
 def test_what_cannot_be_served(model: Path, flags: list[str], message: str) -> None:

@@ -6,6 +6,7 @@ import random
 import threading
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -13,7 +14,10 @@ import torch
 import transformers
 from transformers import LogitsProcessor, LogitsProcessorList
 
+import headrace
 from checks import eventually, raising
+from headrace.adapters.transformers import load
+from headrace.config import Prefetch
 from headrace.graphs.cache_rows import Rows
 from headrace.serving.engine import Engine, Request
 from headrace.serving.request_body import RequestError
@@ -23,6 +27,12 @@ SIZES = {
     "num_key_value_heads": 2, "head_dim": 8, "max_position_embeddings": 512, "eos_token_id": None, "pad_token_id": 0,
 }  # fmt: skip
 LONGEST = 200
+# With a state per row: prompts in parts, and of Jamba in one.
+STATES: dict[str, dict[str, Any]] = {
+    "Qwen3_5Text": {"layer_types": ["linear_attention", "full_attention"], "linear_num_key_heads": 2,
+                    "linear_num_value_heads": 4, "linear_key_head_dim": 8, "linear_value_head_dim": 8},
+    "Jamba": {"attn_layer_period": 2, "attn_layer_offset": 1, "num_experts": 1, "mamba_d_state": 8, "mamba_dt_rank": 8},
+}  # fmt: skip
 
 
 @pytest.fixture(scope="module")
@@ -72,6 +82,72 @@ def test_requests_of_all_lengths_at_once(model: Any) -> None:
         assert eventually(is_done(asked), 60)
         assert eventually(lambda: engine.running == engine.waiting == engine.used_tokens == 0, 10)
     assert [each.tokens for each in asked] == [alone(model, each) for each in asked]
+
+
+@pytest.mark.parametrize("family", STATES)
+def test_rows_with_states(family: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A part of a prompt runs before a step of more rows than sequences; a chat goes on, and nothing is shared."""
+    monkeypatch.setattr("headrace.serving.engine._PROMPT_TOKENS", 16)
+    torch.manual_seed(0)
+    config = getattr(transformers, f"{family}Config")(**SIZES, **STATES[family], initializer_range=0.3)
+    model = transformers.AutoModelForCausalLM.from_config(config).eval().requires_grad_(False)
+    asked = [request(prompt(1 + 13 * (at % 7), at), 3 + at % 11) for at in range(16)]
+    chat = request([*asked[5].prompt, *alone(model, asked[5]), *prompt(3)])
+    expected = [alone(model, each) for each in [*asked, chat]]
+    assert len({tuple(each) for each in expected}) == len(expected)
+    with headrace.offload(model, Prefetch(1, 1, 1, ("ALL_MODEL_PARAMS",))) as handle, running(model, 4) as engine:
+        run, starts = engine.rows.prompts, set[int]()
+        engine.rows.prompts = lambda *given: starts.add(given[2]) or run(*given)  # type: ignore[method-assign,func-returns-value]
+        for each in [*asked, chat]:
+            engine.submit(each)
+        assert eventually(is_done([*asked, chat]), 60)
+        assert [each.tokens for each in [*asked, chat]] == expected
+        assert starts == (set(range(0, 80, 16)) if family == "Qwen3_5Text" else {0})
+        assert handle.stats().bytes_moved > 20 * handle.plan.moved_bytes > 0
+
+
+@pytest.fixture(params=["lookup", "draft"])
+def guessed(request: pytest.FixtureRequest, model: Any, tmp_path: Path) -> Iterator[tuple[Any, Any]]:
+    """The model, whose tokens n-grams guess or the model itself, and its handle."""
+    model.save_pretrained(tmp_path)
+    guesser = "lookup" if request.param == "lookup" else str(tmp_path)
+    policy, speculation = Prefetch(1, 1, 1, ("ALL_MODEL_PARAMS",)), headrace.Speculation(guesser, 3, accepted=3.5)
+    loaded, handle = load(tmp_path, policy, device="cpu", speculate=speculation)
+    yield loaded, handle
+    handle.remove()
+
+
+def test_guesses_for_a_single_row(model: Any, guessed: tuple[Any, Any]) -> None:
+    """The tokens without them, in fewer passes, whoever joins, leaves, draws tokens or ends within the guesses."""
+
+    def processors() -> LogitsProcessorList:
+        return LogitsProcessorList([transformers.TemperatureLogitsWarper(0.05)])
+
+    loaded, handle = guessed
+    stays, joins = request(prompt(30), 120), request(prompt(12), 20)
+    draws = Request(prompt(40, 1), 60, (), processors, samples=True, seed=3)
+    fills = request(prompt(150), 50)  # the row
+    answer = alone(model, fills)
+    ends = Request(prompt(150), 50, (answer[30],), LogitsProcessorList)
+    with running(loaded, 3) as engine:
+        sizes: list[int] = []
+        run = engine.rows.step
+        engine.rows.step = lambda *given: sizes.append(len(given[0])) or run(*given)  # type: ignore[method-assign,func-returns-value]
+        engine.submit(stays)
+        assert eventually(lambda: len(stays.tokens) > 40, 60)
+        engine.submit(joins)
+        for each in (stays, joins, draws, fills, ends):
+            if each not in (stays, joins):
+                engine.submit(each)
+            assert eventually(is_done([each]), 60)
+        before, moved = handle.stats().speculation, handle.stats().bytes_moved
+    assert [each.tokens for each in (stays, joins, fills)] == [alone(model, each) for each in (stays, joins, fills)]
+    assert ends.tokens == answer[: answer.index(answer[30]) + 1]
+    torch.manual_seed(3)
+    assert draws.tokens == alone(model, draws, do_sample=True, temperature=0.05)
+    assert 2 in sizes, "nothing has joined"
+    assert before.tokens > 1.5 * before.passes > 0
+    assert moved >= (before.passes + len(sizes)) * handle.plan.moved_bytes > 0
 
 
 def test_the_turns_of_a_chat_share_their_beginning(model: Any) -> None:

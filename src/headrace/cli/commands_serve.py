@@ -15,6 +15,7 @@ from headrace.checkpoint.model_folder import model_folder
 from headrace.cli.arguments import (
     DTYPE_HELP,
     VERB_FLAGS,
+    SpeculationFlags,
     check_dtype,
     disk_options,
     refuse_idle,
@@ -56,7 +57,7 @@ def _check_port(flag: str, value: int) -> None:
 
 
 @dataclass(frozen=True)
-class _ServeOptions:
+class _ServeOptions(SpeculationFlags):
     """The flags of the verb itself; ``None`` stands for the default of either engine."""
 
     engine: str | None = row(
@@ -170,7 +171,9 @@ def _run_server(model: str, flags: OffloadFlags, options: _ServeOptions) -> None
         count("--context", flags.context)
     if flags.device_memory is not None:
         flags = replace(flags, batch=batch)
-    policy = requested(flags, device, _SURFACE)
+    policy, speculation = requested(flags, device, _SURFACE), options.speculation()
+    if options.speculate == "mtp":
+        raise OptionError("--speculate mtp reads hidden states, which rows do not return; use lookup or a draft")
     from headrace.adapters.transformers.load_folder import load_matched
     from headrace.adapters.transformers.opened_model import open_model
     from headrace.cli.commands_generate import open_with_template
@@ -188,14 +191,17 @@ def _run_server(model: str, flags: OffloadFlags, options: _ServeOptions) -> None
     settings = _default_settings(opened, tokenizer, greedy=options.generation_config == "none")
     if policy is None and device.type == "cuda":
         policy = opened.default_budget(sequences, int(flags.context or AUTO_CONTEXT))
-    request = PlanRequest(opened, policy, device=device, disk=disk_options(flags))
+    request = PlanRequest(opened, policy, device=device, disk=disk_options(flags), speculation=speculation)
     planned = plan_model(request)
     longest, automatic = _longest(flags, planned), planned.context.automatic
-    _check_rows(opened, longest)
+    _check_rows(opened, longest, speculation is not None)
     request = replace(request, policy=planned.plan, workload=Workload([sequences], longest))
     planned = plan_model(request)  # again, to measure the cache of that workload
     if planned.shortage:
         raise OptionError(f"the plan {planned.shortage}; use a smaller --batch or --context, or less --device-memory")
+    if speculation is not None and (forecast := planned.speculation) is not None:
+        forecast.require_faster()
+        request = replace(request, speculation=replace(speculation, guesses=forecast.guesses))
     stderr.print(render(planned.plan, opened.name))
     if automatic:
         stderr.print(automatic, soft_wrap=True)
@@ -210,7 +216,7 @@ def _run_server(model: str, flags: OffloadFlags, options: _ServeOptions) -> None
     bound = bind(options.host or "127.0.0.1", 8000 if options.port is None else options.port)
     with byte_bar("loading", stderr) as progress:
         request = replace(request, model=opened.module, policy=planned.plan)
-        handle = load_matched(folder, request, opened.match, progress)
+        handle = load_matched(folder, request, opened.match, progress, graphs=speculation is not None)  # of a draft
     module: Any = opened.module
     module.generation_config = settings
     names = options.served_model_name or [model]
@@ -261,11 +267,11 @@ def _default_settings(opened: OpenedModel, tokenizer: Any, *, greedy: bool) -> A
     return GenerationConfig.from_dict(settings)
 
 
-def _check_rows(opened: OpenedModel, num_tokens: int) -> None:
+def _check_rows(opened: OpenedModel, num_tokens: int, guesses: bool = False) -> None:
     """Refuse a model whose sequences of ``num_tokens`` cannot decode together."""
     from headrace.graphs.cache_rows import why_not_in_rows
 
-    if reason := why_not_in_rows(opened.module, num_tokens):
+    if reason := why_not_in_rows(opened.module, num_tokens, guesses=guesses):
         raise OptionError(f"headrace serve cannot run this model: {reason}; use --engine vllm, or headrace generate")
 
 

@@ -114,7 +114,6 @@ class DecodeGraphs:
         self._kind: tuple[int, int, bool] | None = None  # of the cache: sequences, tokens, inference mode
         self._steps = CapturedSteps(model, session)
         self._plan = None if session is None else session.plan
-        self._eager_because: str | None = None
         self._seen: _Seen | None = None  # of the model by the steps that were captured
         self._is_first_step = True  # of a call
 
@@ -231,8 +230,8 @@ class DecodeGraphs:
     def _why_not_captured(self) -> str | None:
         """Why no call of this model is captured."""
         model = self._model
-        if self._eager_because is not None:
-            return self._eager_because
+        if self._steps.eager_because is not None:
+            return self._steps.eager_because
         config, taken = model.config.get_text_config(decoder=True), inspect.signature(type(model).forward).parameters
         # Mamba 2 has a cache of another kind, by another name; ALiBi is computed from a mask of the text's length.
         has_other = "cache_params" in taken or getattr(config, "alibi", False)
@@ -281,30 +280,28 @@ class DecodeGraphs:
         call = functools.partial(type(self._model).__call__, self._model)
         cache = self._cache
         is_ours = cache is not None and any(value is cache for value in inputs.values())
-        if args or cache is None or not is_ours or self._eager_because is not None:
+        if args or cache is None or not is_ours or self._steps.eager_because is not None:
             return call(*args, **inputs)
         if self._is_first_step:
             self._is_first_step = False
             self._compare_model()
-        key = (_reach(cache), signature(inputs))
-        if key not in self._steps:
-            output = self._steps.warm_up(key, call, inputs)
-            if _Seen(self._model) != self._seen:
-                self._eager_because = "its modules change in Python from step to step"
-                self._warn(self._eager_because)
-            return output
-        if self._steps.is_captured(key):
-            for layer in _layers(cache):
-                layer.cumulative_length_int += 1  # as the Python code of a step does, which a replay does not run
-            return self._steps.replay(key, inputs)
         lengths = [layer.cumulative_length_int for layer in _layers(cache)]
-        if reason := self._steps.capture(key, call, inputs):
+
+        def step(**given: Any) -> Any:  # also where a capture has failed half way
             for layer, length in zip(_layers(cache), lengths, strict=True):
                 layer.cumulative_length_int = length
-            self._eager_because = reason
-            self._warn(reason)
-            return call(**inputs)
-        return self._steps.replay(key, inputs)
+            return call(**given)
+
+        key = (_reach(cache), signature(inputs))
+        is_first = key not in self._steps
+        output = self._steps.run(key, step, inputs)
+        for layer, length in zip(_layers(cache), lengths, strict=True):
+            layer.cumulative_length_int = length + 1  # a replay runs no Python code of a step
+        if is_first and _Seen(self._model) != self._seen:
+            self._steps.eager_because = "its modules change in Python from step to step"
+        if self._steps.eager_because is not None:
+            self._warn(self._steps.eager_because)
+        return output
 
     def _compare_model(self) -> None:
         """Drop the graphs if the model has changed for Python."""
@@ -456,6 +453,7 @@ class CapturedSteps:
 
     Attributes:
         replays: steps that were replayed so far.
+        eager_because: why all steps run eagerly; ``None``: they are captured.
     """
 
     def __init__(self, model: PreTrainedModel, session: OffloadSession | None) -> None:
@@ -463,6 +461,7 @@ class CapturedSteps:
         self._model, self._session = model, session
         self._steps: dict[Hashable, _Captured | None] = {}  # None: ran eagerly so far
         self.replays = 0
+        self.eager_because: str | None = None
 
     @property
     def prefetcher(self) -> Prefetcher | None:
@@ -471,17 +470,26 @@ class CapturedSteps:
     def __contains__(self, key: Hashable) -> bool:
         return key in self._steps
 
-    def is_captured(self, key: Hashable) -> bool:
-        """Whether steps of the kind ``key`` are replayed."""
-        return self._steps.get(key) is not None
-
-    def warm_up(self, key: Hashable, call: Callable[..., Any], inputs: Inputs) -> Any:
-        """``call(**inputs)``, the first of the kind ``key``: libraries and kernels are loaded."""
-        self._steps[key] = None
-        with timed(_log, f"first eager forward of {_tokens(inputs)}", self._model.device):
+    def run(self, key: Hashable, call: Callable[..., Any], inputs: Inputs) -> Any:
+        """The output of ``call(**inputs)``, a step of the kind ``key``: first a warm-up, then replays."""
+        if self.eager_because is not None:
             return call(**inputs)
+        if key not in self._steps:  # libraries and kernels are loaded
+            self._steps[key] = None
+            with timed(_log, f"first eager forward of {_tokens(inputs)}", self._model.device):
+                return call(**inputs)
+        if self._steps[key] is None:
+            self.eager_because = self._capture(key, call, inputs)
+        captured = self._steps[key]
+        if captured is None:
+            return call(**inputs)
+        self.replays += 1
+        if (prefetcher := self.prefetcher) is None:
+            return captured.step.replay(inputs)
+        with replaying(prefetcher, captured.copied):
+            return captured.step.replay(inputs)
 
-    def capture(self, key: Hashable, call: Callable[..., Any], inputs: Inputs) -> str | None:
+    def _capture(self, key: Hashable, call: Callable[..., Any], inputs: Inputs) -> str | None:
         """Capture ``call``, a step of a kind that has been warmed up; returns why it cannot be captured."""
         device = self._model.device
         pool = next((captured.step.pool for captured in self._steps.values() if captured is not None), None)
@@ -493,16 +501,6 @@ class CapturedSteps:
         except (RuntimeError, StateError) as error:
             return f"its decoding step cannot be captured: {reason_of(error, device)}"
         return None
-
-    def replay(self, key: Hashable, inputs: Inputs) -> Any:
-        """The output of a captured step."""
-        captured = self._steps[key]
-        assert captured is not None
-        self.replays += 1
-        if (prefetcher := self.prefetcher) is None:
-            return captured.step.replay(inputs)
-        with replaying(prefetcher, captured.copied):
-            return captured.step.replay(inputs)
 
     def drop(self) -> None:
         """Free the graphs."""

@@ -128,6 +128,7 @@ class Engine:
         self._num_alone = 0  # of those that wait, each of whose prompts runs alone
         self._active: list[Request] = []  # by row
         self._choosers: dict[Request, _Chooser] = {}
+        self._guess: tuple[Request, Callable[[Sequence[int]], list[int]]] | None = None  # what guesses tokens of it
         self._held: list[list[int]] = [[] for _ in range(rows.num_rows)]  # tokens that free rows still hold
         self._is_stopping = False
         self.error: BaseException | None = None  # which ended the thread
@@ -246,7 +247,8 @@ class Engine:
             request = self._waiting[0]
             row, shared = self._longest_prefix(request)
             longest, is_alone = max(longest, len(request.prompt)), bool(shared or request.reports_prompt)
-            if self._prompts and (is_alone or self._num_alone or longest * (len(self._prompts) + 1) > _PROMPT_TOKENS):
+            runs_alone = is_alone or self._num_alone or self.rows.has_states
+            if self._prompts and (runs_alone or longest * (len(self._prompts) + 1) > _PROMPT_TOKENS):
                 break
             self._held[self._first + len(self._prompts)] = []
             self._prompts.append(self._waiting.popleft())
@@ -260,7 +262,7 @@ class Engine:
     def _longest_prefix(self, request: Request) -> tuple[int, int]:
         """The row that holds most of the beginning of a prompt, and how many tokens; 0: too few."""
         # What is drawn by a seed depends on nothing that was before, to the last bit.
-        if request.seed is not None or request.reports_prompt:
+        if request.seed is not None or request.reports_prompt or self.rows.has_states:
             return 0, 0
         held = [*(other.cached for other in self._active), *self._held[len(self._active) :]]
         row, shared = max(enumerate(_num_equal(request.prompt[:-1], each) for each in held), key=lambda pair: pair[1])
@@ -271,7 +273,8 @@ class Engine:
         requests, start = self._prompts, self._start
         reports = requests[0].reports_prompt  # it runs alone
         try:
-            end = start + (_LOGPROB_TOKENS if reports else _PROMPT_TOKENS)
+            most = _LOGPROB_TOKENS if reports else _PROMPT_TOKENS
+            end = start + (most if self.rows.continues else self.rows.num_tokens)
             logits = self.rows.prompts(self._first, [each.prompt[start:end] for each in requests], start, reports)
             if reports:
                 next_tokens = requests[0].prompt[start + 1 : end + 1]
@@ -312,9 +315,31 @@ class Engine:
 
     def _step(self) -> None:
         requests = list(self._active)
+        if len(requests) == 1 and not self._prompts and self._verify(requests[0]):
+            return
         positions = [len(request.prompt) + len(request.tokens) - 1 for request in requests]
         logits = self.rows.step([request.tokens[-1] for request in requests], positions)
         self._take(requests, self._choose(requests, logits))
+
+    def _verify(self, request: Request) -> bool:
+        """Run guesses behind the newest token of the only row, and take those that are right; ``False``: none fit."""
+        guesser = self.rows.guesser
+        if guesser is None or request.most_tokens - len(request.tokens) <= guesser.counts.guesses:
+            return False
+        if self._guess is None or self._guess[0] is not request:
+            self._guess = request, guesser.of_sequence(self.rows.num_tokens)
+        ids = [*request.prompt, *request.tokens]
+        if not (guesses := self._guess[1](ids)):
+            return False
+        guesses += [ids[-1]] * (guesser.counts.guesses - len(guesses))  # a step of one shape is captured once
+        logits, before = self.rows.verify([ids[-1], *guesses], len(ids) - 1), len(request.tokens)
+        for at, guess in enumerate([*guesses, None]):
+            tokens = self._choose([request], logits[at : at + 1])
+            self._take([request], tokens)
+            if tokens != [guess] or request.has_ended or request.is_cancelled:
+                break
+        guesser.count(1, len(request.tokens) - before)
+        return True
 
     def _choose(self, requests: Sequence[Request], logits: torch.Tensor) -> list[int]:
         tokens = logits.argmax(-1)

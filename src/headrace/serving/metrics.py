@@ -53,3 +53,6 @@ class Metrics(Collector):
             stats = self._handle.stats()
             yield counter("headrace_moved_bytes", "Bytes of weights copied to the device.", stats.bytes_moved)
             yield counter("headrace_stalls", "Waits of compute for a copy.", stats.stalls)
+            if (guessed := stats.speculation) is not None:
+                yield counter("headrace_speculation_passes", "Steps that verified guesses.", guessed.passes)
+                yield counter("headrace_speculation_tokens", "Tokens of these steps.", guessed.tokens)

@@ -10,13 +10,14 @@ from __future__ import annotations
 import copy
 import functools
 import threading
-from collections.abc import Callable, Collection
+from collections.abc import Callable, Collection, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
 import transformers
-from transformers import AutoModelForCausalLM, StaticCache
+from transformers import AutoModelForCausalLM, GenerationConfig, LogitsProcessorList, StaticCache
 from transformers.cache_utils import StaticLayer
 from transformers.generation.candidate_generator import CandidateGenerator, MTPCandidateGenerator
 from transformers.generation.configuration_utils import GenerationMode
@@ -38,6 +39,7 @@ from headrace.stats import SpeculationCounts
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
 
+_TOKENIZERS = {"target": "tokenizer", "assistant": "assistant_tokenizer"}  # names of ``generate``
 _MODES = (GenerationMode.GREEDY_SEARCH, GenerationMode.SAMPLE)
 
 
@@ -188,12 +190,37 @@ class Speculating:
             hook.remove()
         prompt = kwargs.get("input_ids") if inputs is None else inputs
         tokens = getattr(output, "sequences", output).shape[1] - (0 if prompt is None else prompt.shape[1])
+        self.count(passes[0], tokens)
+        return output
+
+    def count(self, passes: int, tokens: int) -> None:
+        """Add to ``counts``."""
         with self._lock:
             before = self._counts
-            self._counts = SpeculationCounts(
-                before.guesser, before.guesses, before.passes + passes[0], before.tokens + tokens
-            )
-        return output
+            self._counts = replace(before, passes=before.passes + passes, tokens=before.tokens + tokens)
+
+    def of_sequence(self, longest: int) -> Callable[[Sequence[int]], list[int]]:
+        """A function that guesses tokens of one sequence, of ``longest`` at most; its caller verifies them."""
+        lookup, draft = (self._arguments.get(name) for name in ("prompt_lookup_num_tokens", "assistant_model"))
+        made: Any = None
+
+        @torch.no_grad()
+        def guess(tokens: Sequence[int]) -> list[int]:
+            nonlocal made
+            ids = torch.tensor([tokens], device="cpu" if draft is None else draft.device)
+            if made is None:
+                options: dict[str, Any] = {"prompt_lookup_num_tokens": lookup, "max_length": longest, "min_length": 0}
+                config: Any = GenerationConfig.from_dict(options)
+                config._eos_token_tensor = None  # guesses behind the end are not taken
+                tokenizers = {f"{name}_tokenizer": self._arguments.get(key) for name, key in _TOKENIZERS.items()}
+                made = self._generator_of(
+                    generation_config=config, input_ids=ids, inputs_tensor=ids, logits_processor=LogitsProcessorList(),
+                    model_kwargs={}, assistant_model=draft, **tokenizers,
+                )  # fmt: skip
+            found: list[int] = made.get_candidates(ids)[0][0, len(tokens) :].tolist()
+            return found
+
+        return guess
 
     def _why_not(self, inputs: Any, given: Any, kwargs: dict[str, Any]) -> str | None:
         """Why a call is not speculated."""
