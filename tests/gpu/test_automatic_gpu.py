@@ -14,9 +14,9 @@ from gpu_models import build
 import headrace
 from commands import run, tiny_model
 from headrace.memory.system import read_limits
-from headrace.transfer import measuring
+from headrace.transfer import link_rates as links
 from headrace.transfer.cards import find_card, rates_of_gpu
-from headrace.transfer.measuring import link_rates, with_measured_link
+from headrace.transfer.link_rates import link_rates, with_measured_link
 
 pytestmark = pytest.mark.alone
 model = tiny_model
@@ -94,7 +94,7 @@ def test_a_plan_measures_the_link() -> None:
     before = torch.cuda.memory_reserved(GPU)
     torch.cuda.synchronize()
     begin = time.perf_counter()
-    measuring._links.clear()  # of other tests
+    links._links.clear()  # of other tests
     rates = with_measured_link(nominal, GPU)
     assert time.perf_counter() - begin < 0.6
     assert torch.cuda.memory_reserved(GPU) <= before
@@ -108,7 +108,7 @@ def test_a_plan_measures_the_link() -> None:
 def test_without_memory_the_link_stays_nominal() -> None:
     nominal = rates_of_gpu(GPU.index)
     block = leave(32 * 2**20)
-    measuring._links.clear()  # of other tests
+    links._links.clear()  # of other tests
     rates = with_measured_link(nominal, GPU)
     del block
     assert rates == replace(nominal, machine=rates.machine)

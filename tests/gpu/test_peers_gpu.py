@@ -25,7 +25,8 @@ from headrace.errors import OptionError, TransferError
 from headrace.stores import rank_stores
 from headrace.stores.sharded import ShardedStore
 from headrace.testing import assert_moved
-from headrace.transfer.measuring import COPY_SIZES, mutual_peers, peer_rates
+from headrace.transfer.link_rates import COPY_SIZES
+from headrace.transfer.measuring import mutual_peers, peer_rates
 from ranks import outcomes, run_ranks
 
 NUM_RANKS = 4 if torch.cuda.device_count() >= 4 else 2

@@ -27,7 +27,7 @@ from headrace.plan.build import Planner, build_plan
 from headrace.plan.kinds import kind_of
 from headrace.plan.nominal_rates import NOMINAL_CPU, NOMINAL_GPU
 from headrace.plan.rates import Curve, Rates
-from headrace.transfer import machine_probe, measuring
+from headrace.transfer import link_rates, machine_probe, measuring
 from headrace.transfer.machine_probe import Probe, read_probe
 from models import Stack, all_layers
 from plan_predictions import build
@@ -251,7 +251,8 @@ class TestProbe:
         copied: list[int] = []
         plain = torch.Tensor.copy_
         monkeypatch.setattr(torch.Tensor, "copy_", lambda s, o, **k: copied.append(o.nbytes) or plain(s, o, **k))
-        monkeypatch.setattr(measuring, "median_s", once)
+        for module in (measuring, link_rates):
+            monkeypatch.setattr(module, "median_s", once)
         found = measuring.peer_rates(torch.device("cuda", 0), (KIB, 4 * KIB))
         assert copied == [KIB] * 8 + [4 * KIB] * (2 + 2 * 1 + 3 * 2)
         assert found["peer_bytes_per_s"] == {KIB: 8 * KIB, 4 * KIB: 8 * KIB}

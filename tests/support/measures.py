@@ -30,9 +30,9 @@ WINGS = OUTSIDE | {
     "plan/tables.py", "plan/units.py", "runtime/debug.py", "stores/checkpoint_files.py", "stores/coded_host.py",
     "stores/expert_ranges.py", "stores/file_reads.py", "stores/no_bytes.py", "stores/peer.py", "stores/product_bits.py",
     "stores/rank_stores.py", "stores/sharded.py", "stores/shared_host.py", "transfer/cards.py",
-    "transfer/cuda_stream.py", "transfer/decoded_units.py", "transfer/machine_probe.py", "transfer/measuring.py",
-    "transfer/ring.py", "transfer/ring_process.py", "transfer/ring_readers.py", "transfer/ring_streams.py",
-    "transfer/sharded_copy.py",
+    "transfer/cuda_stream.py", "transfer/decoded_units.py", "transfer/link_rates.py", "transfer/machine_probe.py",
+    "transfer/measuring.py", "transfer/ring.py", "transfer/ring_process.py", "transfer/ring_readers.py",
+    "transfer/ring_streams.py", "transfer/sharded_copy.py",
 }  # fmt: skip
 # Values that tell kinds of store apart, and names of groups of them.
 KINDS = {"cpu", "disk", "peer", "meta", "shm_cpu", "sharded_cpu", "sharded_gpu", "exp3"}

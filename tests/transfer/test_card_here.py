@@ -14,7 +14,7 @@ import headrace
 from headrace.plan.nominal_rates import NOMINAL_GPU
 from headrace.plan.plan import DeviceName
 from headrace.plan.rates import Rates
-from headrace.transfer import cards, machine_probe, measuring
+from headrace.transfer import cards, link_rates, machine_probe
 from headrace.transfer.cards import CARDS, find_card, rates_of_gpu
 from headrace.transfer.machine_probe import Probe, named_machine, planning_rates
 from models import Stack, on_meta
@@ -49,8 +49,8 @@ def here(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> list[SimpleNamespac
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
     monkeypatch.setattr(cards, "SYSFS", tmp_path)
     monkeypatch.setattr(torch.cuda, "device", lambda _: nullcontext())
-    monkeypatch.setattr(measuring, "_links", {})
-    monkeypatch.setattr(measuring, "link_rates", no_memory)
+    monkeypatch.setattr(link_rates, "_links", {})
+    monkeypatch.setattr(link_rates, "link_rates", no_memory)
     return found
 
 
@@ -221,14 +221,14 @@ def test_the_link_is_measured(here: list[SimpleNamespace], monkeypatch: pytest.M
     nominal, plans = rates_of_gpu(0), []
     for found in (26.95e9, 27.04e9):
         measure, asked = measuring_at(found)
-        monkeypatch.setattr(measuring, "link_rates", measure)
-        monkeypatch.setattr(measuring, "_links", {})
+        monkeypatch.setattr(link_rates, "link_rates", measure)
+        monkeypatch.setattr(link_rates, "_links", {})
         plans += [plan_here(), plan_here()]
         assert asked == [torch.device("cuda", 0)]
     assert plans == plans[:1] * 4
     said = f"Rates of {H100} on PCIe 5.0 x16, nominal but for the link, measured at 27 GB/s; run `headrace probe`"
     assert {said in " ".join(str(plan).split()) for plan in plans} == {True}
-    rates = measuring.with_measured_link(nominal, torch.device("cuda", 0))
+    rates = link_rates.with_measured_link(nominal, torch.device("cuda", 0))
     assert copies(rates) == pytest.approx(27e9)
     factor = 27e9 / copies(nominal)
     assert rates.copy_bytes_per_s(2**18) == pytest.approx(factor * nominal.copy_bytes_per_s(2**18))
@@ -245,7 +245,7 @@ def test_the_link_is_not_measured(
     """With a probe, for another machine, and by ranks, whose links differ."""
     here.append(gpu())
     measure, asked = measuring_at()
-    monkeypatch.setattr(measuring, "link_rates", measure)
+    monkeypatch.setattr(link_rates, "link_rates", measure)
     model, ranks = on_meta(Stack, num_layers=24, dim=4096), {"device": "cuda:0", "num_ranks": 2}
     named = headrace.make_plan(model, "600MiB", machine="h100")
     assert "Rates of NVIDIA H100 80GB HBM3, nominal; run" in " ".join(str(named).split())

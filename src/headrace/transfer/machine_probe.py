@@ -170,7 +170,7 @@ def _gpu_rates(probe: Probe | None, device: torch.device | DeviceName, in_group:
     nominal = rates_of_gpu(device.index, of_card_alone=in_group)
     if in_group or isinstance(device, DeviceName):
         return nominal
-    from headrace.transfer.measuring import with_measured_link
+    from headrace.transfer.link_rates import with_measured_link
 
     return with_measured_link(nominal, device)
 

@@ -7,12 +7,9 @@ from __future__ import annotations
 
 import mmap
 import os
-import statistics
 import tempfile
-import time
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -20,14 +17,15 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 
-from headrace.errors import HeadraceError, OptionError, warn_user
+from headrace.errors import OptionError, warn_user
 from headrace.memory.pinned import device_view, pinned_region
 from headrace.memory.system import num_cores
 from headrace.plan.cached_experts import CachedLayer
-from headrace.plan.rates import Curve, Rates
+from headrace.plan.rates import Rates
 from headrace.ranks.group import this_host
 from headrace.stores.expert_ranges import ExpertRanges
 from headrace.stores.file_reads import DiskOptions, File
+from headrace.transfer.link_rates import COPY_SIZES, MIB, copy_rate, link_rates, median_s, slowed, wait_for
 from headrace.transfer.machine_probe import (
     Probe,
     describe_machine,
@@ -35,9 +33,6 @@ from headrace.transfer.machine_probe import (
     planning_rates,
     save_shared_link,
 )
-
-MIB = 1 << 20
-COPY_SIZES = (MIB // 4, MIB, 4 * MIB, 16 * MIB, 256 * MIB)
 
 # Of an 8-billion-parameter decoder's MLP: 100 MB in bf16, so that six of them pass through any cache.
 _PRODUCT_SHAPE = (12288, 4096)
@@ -47,11 +42,6 @@ _PRODUCT_ROWS = (1, 4, 16, 64, 128, 256, 512, 1024, 2048, 4096, 8192)
 _EXPERTS_SHAPE = (64, 2816, 2048)
 _EXPERT_ROWS = (1, 4, 16, 64, 128, 256, 1024)
 _CPU_PRODUCT_ROWS = (1, 16, 256)
-
-# What a plan without a probe measures of the link: one large copy after another, for so long. By device, as a process
-# has one figure for all its plans.
-_LINK_BYTES, _LINK_S = 64 * MIB, 0.3
-_links: dict[torch.device, float] = {}
 
 
 def measure(folder: Path | None = None, num_bytes: int = 1024 * MIB) -> Probe:
@@ -77,17 +67,6 @@ def measure(folder: Path | None = None, num_bytes: int = 1024 * MIB) -> Probe:
             rows: median_s(partial(F.linear, _rows(rows, weight), weight)) / weight.nbytes for rows in _CPU_PRODUCT_ROWS
         }
     return Probe(describe_machine(), **rates)
-
-
-def median_s(run: Callable[[], object], repeats: int = 5) -> float:
-    """Median seconds of ``repeats`` calls, after one that does not count."""
-    run()
-    samples = []
-    for _ in range(repeats):
-        start = time.perf_counter()
-        run()
-        samples.append(time.perf_counter() - start)
-    return statistics.median(samples)
 
 
 def _disk(folder: Path | None, num_bytes: int) -> dict[str, float | None]:
@@ -127,7 +106,7 @@ def _cuda(device: torch.device, num_bytes: int) -> dict[str, Any]:
     other = torch.empty_like(slot)
     small = torch.zeros(2048, device=device)
     return {
-        "h2d_bytes_per_s": {size: _copy_rate(slot, host, size, [device]) for size in COPY_SIZES},
+        "h2d_bytes_per_s": {size: copy_rate(slot, host, size, [device]) for size in COPY_SIZES},
         "device_copy_bytes_per_s": 2 * num_bytes / _timed(lambda: other.copy_(slot)),
         **_products(device, device_view(host, device)),
         "kernel_s": _timed(_graph(lambda: [small.add_(1.0) for _ in range(500)])) / 500,
@@ -220,21 +199,6 @@ def _rows(count: int, weight: torch.Tensor) -> torch.Tensor:
     return torch.randn(count, weight.shape[-1], device=weight.device, dtype=weight.dtype)
 
 
-def _copy_rate(
-    into: torch.Tensor, source: torch.Tensor, size: int, devices: Sequence[torch.device], repeats: int = 5
-) -> float:
-    """Bytes per second of copies of ``size`` bytes, one after the other; small ones are bound by their launches."""
-    count = max(1, min(source.numel(), 512 * MIB) // size)
-
-    def run() -> None:
-        for i in range(count):
-            piece = slice(i * size, (i + 1) * size)
-            into[piece].copy_(source[piece], non_blocking=True)
-        _wait_for(devices)
-
-    return count * size / median_s(run, repeats)
-
-
 # -- links of several processes at once --------------------------------------------------------------------------------
 
 # A value (of JSON's types) of every rank, by rank, once all of them have given theirs.
@@ -274,82 +238,6 @@ def _slowest(links: Iterable[list[float]]) -> dict[int, float]:
     return {size: min(rates) for size, rates in zip(COPY_SIZES, zip(*links, strict=True), strict=True)}
 
 
-def slowed(alone: Rates, link: Mapping[int, float], num_ranks: int) -> Rates:
-    """``alone`` with the copy rates of ``link``, by bytes of a copy; reads in place take longer by the same factor."""
-    together = Curve.of(link)
-    size = max(link)
-    factor = max(1.0, alone.copy_bytes_per_s(size) / together(size))
-    return replace(
-        alone,
-        machine=f"{alone.machine}, {num_ranks} links at once",
-        copy_bytes_per_s=together,
-        in_place_s_per_byte=_times(factor, alone.in_place_s_per_byte),
-        in_place_grouped_s_per_byte=_times(factor, alone.in_place_grouped_s_per_byte),
-    )
-
-
-def _times(factor: float, curve: Curve | None) -> Curve | None:
-    return curve and Curve(tuple((size, factor * value) for size, value in curve.points))
-
-
-def link_rates(
-    device: torch.device,
-    meet: Callable[[], object] = lambda: None,
-    sizes: Sequence[int] = COPY_SIZES,
-    seconds: float = 0.2,
-) -> dict[int, float]:
-    """Bytes per second from host memory into ``device``, by bytes of one copy, while other processes copy, too.
-
-    Args:
-        device: a CPU copies within its memory.
-        meet: returns when all processes have called it; before each size.
-        sizes: ascending; the last is allocated on the host and on the device.
-        seconds: for each size. Some processes begin and end later than others, which is why the median counts.
-    """
-    on_gpu = device.type == "cuda"
-    host = pinned_region(sizes[-1], near=device) if on_gpu else torch.ones(sizes[-1], dtype=torch.uint8)
-    into = torch.empty(sizes[-1], dtype=torch.uint8, device=device)
-    devices = [device] if on_gpu else []
-    rates = {}
-    for size in sizes:
-        meet()
-        samples, end = [_copy_rate(into, host, size, devices, 1)], time.perf_counter() + seconds
-        while time.perf_counter() < end:
-            samples.append(_copy_rate(into, host, size, devices, 1))
-        rates[size] = statistics.median(samples)
-    del into
-    if on_gpu:
-        torch.cuda.empty_cache()
-    return rates
-
-
-def with_measured_link(rates: Rates, device: torch.device) -> Rates:
-    """Nominal ``rates`` of ``device``, a GPU that is there, with its link as it is measured now. Raises nothing.
-
-    Reads in place and fetches of experts take longer by the same factor. Without memory to measure with, the link stays
-    nominal. Either way the machine of the result says so.
-    """
-    try:
-        if device not in _links:
-            with torch.cuda.device(device):  # a pinned buffer makes a context on the current one
-                _links[device] = link_rates(device, sizes=(_LINK_BYTES,), seconds=_LINK_S)[_LINK_BYTES]
-    except (HeadraceError, RuntimeError, MemoryError) as error:
-        no_memory = isinstance(error, torch.OutOfMemoryError | MemoryError)
-        reason = "no memory for it" if no_memory else str(error).strip().splitlines()[0]
-        return replace(rates, machine=f"{rates.machine} (its link could not be measured: {reason})")
-    # Two digits: it varies by a per cent from start to start, and so would plans, and what was compiled for them.
-    link = float(f"{_links[device]:.2g}")
-    factor = link / rates.copy_bytes_per_s(_LINK_BYTES)
-    return replace(
-        rates,
-        machine=f"{rates.machine} but for the link, measured at {link / 1e9:g} GB/s",
-        copy_bytes_per_s=Curve(tuple((size, factor * rate) for size, rate in rates.copy_bytes_per_s.points)),
-        in_place_s_per_byte=_times(1 / factor, rates.in_place_s_per_byte),
-        in_place_grouped_s_per_byte=_times(1 / factor, rates.in_place_grouped_s_per_byte),
-        fetch_bytes_per_s=rates.fetch_bytes_per_s and factor * rates.fetch_bytes_per_s,
-    )
-
-
 # -- among devices ---------------------------------------------------------------------------------------------------
 
 
@@ -369,7 +257,7 @@ def peer_rates(device: torch.device, sizes: Sequence[int] = COPY_SIZES) -> dict[
         if len(devices) < 2:
             return {}
         into, source = (torch.empty(2 * sizes[-1], dtype=torch.uint8, device=each) for each in devices[:2])
-        pair = {size: _copy_rate(into, source, size, devices[:2]) for size in sizes}
+        pair = {size: copy_rate(into, source, size, devices[:2]) for size in sizes}
         del into, source
         every = {count: _gather(devices[:count], sizes[-1]) for count in range(2, len(devices) + 1)}
     except RuntimeError as error:  # no room on a peer that others use, a driver that refuses; plans do without
@@ -405,11 +293,6 @@ def _gather(devices: Sequence[torch.device], size: int) -> float:
         for into, source, stream, source_stream in copies:
             with torch.cuda.stream(stream), torch.cuda.stream(source_stream):
                 into.copy_(source, non_blocking=True)
-        _wait_for(devices)
+        wait_for(devices)
 
     return (len(devices) - 1) * size / median_s(run)
-
-
-def _wait_for(devices: Sequence[torch.device]) -> None:
-    for device in devices:
-        torch.cuda.synchronize(device)

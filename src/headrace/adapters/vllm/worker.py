@@ -40,7 +40,8 @@ from headrace.offloaders.layerwise import EngineOffloader, EngineTraits, lookup_
 from headrace.plan.rates import Rates
 from headrace.ranks.group import GRACE_S, RankGroup, call_within, json_digest
 from headrace.runtime.prepare import open_ranks
-from headrace.transfer.measuring import COPY_SIZES, rates_among
+from headrace.transfer.link_rates import COPY_SIZES
+from headrace.transfer.measuring import rates_among
 
 if TYPE_CHECKING:
     from headrace.experts.cache import CountsReader
