@@ -231,6 +231,7 @@ class TestResponses:
     @pytest.mark.parametrize(("given", "message"), [
         ([HI, {"type": "image_generation_call"}], "input: expected a text or a list of messages"),
         ([HI, {"type": "function_call"}], "input: expected a text or a list of messages"),
+        ([{"type": 5}], "input: expected a text or a list of messages"),
         ([], "messages"),
         ([{"role": "user", "text": "hi"}], "content: expected a text"),
         ([HI, {"role": "assistant", "content": None}], "content: expected a text"),

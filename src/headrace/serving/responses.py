@@ -19,7 +19,7 @@ class Responses(Items):
     def _prompts(self) -> list[list[int]]:
         asked = self.request
         given = asked.input if isinstance(asked.input, list) else [{"role": "user", "content": asked.input}]
-        if given and "role" not in given[0] and given[0].get("type", "").startswith("input_"):  # parts of one message
+        if given and "role" not in given[0] and str(given[0].get("type")).startswith("input_"):  # parts of one message
             given = [{"role": "user", "content": given}]
         if asked.instructions:
             given = [{"role": "system", "content": asked.instructions}, *given]
