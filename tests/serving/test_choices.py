@@ -11,6 +11,7 @@ import torch
 from transformers import AutoModelForCausalLM
 
 from headrace.cli.demo_run import ensure_model
+from headrace.serving.endpoint import Endpoint
 from models import aligned
 from served_answers import TEMPLATE
 from servers import EVERY_LAYER, NAME, SMALL, Served, serving
@@ -143,6 +144,20 @@ def test_an_echo_without_logprobs(served: Served) -> None:
         assert asked(served, prompt=given, max_tokens=TOKENS, echo=True)["choices"][0]["text"] == f"Water{alone}"
         parts = streamed(served, prompt=given, max_tokens=TOKENS, echo=True)
         assert "".join(part["text"] for part in parts) == f"Water{alone}"
+
+
+def test_an_echo_of_tokens_that_have_no_text(served: Served, monkeypatch: pytest.MonkeyPatch) -> None:
+    """As a space of Llama 2's, alone: what has been sent is not known by its length."""
+    monkeypatch.setattr(Endpoint, "text_of", lambda *_: "")
+    parts = streamed(served, prompt=[65], max_tokens=TOKENS, logprobs=1, echo=True, temperature=0)
+    answer = asked(served, prompt=[65], max_tokens=TOKENS, logprobs=1, echo=True, temperature=0)
+    assert "".join(part["text"] for part in parts) == answer["choices"][0]["text"]
+    assert sum(len(part["logprobs"]["tokens"]) for part in parts) == 1 + TOKENS
+
+
+def test_an_echo_of_a_token_that_is_none(served: Served) -> None:
+    status, text = served.send("/v1/completions", {"prompt": [2**40], "echo": True})
+    assert (status, json.loads(text)["error"]["param"]) == (400, "prompt")
 
 
 def test_logprobs_of_a_chat(served: Served) -> None:
