@@ -8,7 +8,7 @@ from typing import Any
 from headrace.serving.answers import Answer, Piece
 from headrace.serving.chat_template import ChatTemplate
 from headrace.serving.endpoint import Choices, Event, logprob
-from headrace.serving.request_body import Chat
+from headrace.serving.request_body import Chat, OneChat
 
 
 class ChatCompletions(Choices):
@@ -70,7 +70,7 @@ class ChatCompletions(Choices):
         return {"token": text, "logprob": logprob(value), "bytes": list(text.encode())}
 
 
-def chat_prompt(template: ChatTemplate, request: Chat) -> list[int]:
+def chat_prompt(template: ChatTemplate, request: OneChat) -> list[int]:
     """Token ids of the messages and tools of a chat."""
     messages = [message.model_dump(exclude_none=True) for message in request.messages]
     return template.tokens(messages, request.tools, request.chat_template_kwargs or {})

@@ -10,7 +10,7 @@ from typing import Any
 from headrace.serving.answers import Piece
 from headrace.serving.chat_completions import chat_prompt
 from headrace.serving.endpoint import Event, Items, ServedModel
-from headrace.serving.request_body import Chat, RequestError
+from headrace.serving.request_body import OneChat, RequestError
 
 _RENAMED = {"stop_sequences": "stop"}
 _CHOICES = {"auto": "auto", "any": "required", "none": "none"}
@@ -21,7 +21,7 @@ _REASONS = {"length": "max_tokens", "tool_calls": "tool_use"}
 class Messages(Items):
     """One request to ``/v1/messages``, whose answer is a list of content blocks."""
 
-    kind, prefix = Chat, "msg_"
+    kind, prefix = OneChat, "msg_"
 
     def __init__(self, served: ServedModel, body: Mapping[str, Any]) -> None:
         super().__init__(served, _chat(body))

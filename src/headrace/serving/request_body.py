@@ -251,7 +251,7 @@ class GenerationRequest(BaseModel):
     @property
     def num_answers(self) -> int:
         """Answers to each prompt."""
-        return 1
+        return getattr(self, "n", None) or 1
 
     @property
     def num_logprobs(self) -> int | None:
@@ -259,13 +259,11 @@ class GenerationRequest(BaseModel):
         return None
 
 
-class _Formatted(GenerationRequest):
-    n: Annotated[int, Field(ge=1, le=128)] | None = None
-    response_format: _Format | None = None
+_NumAnswers = Annotated[int, Field(ge=1, le=128)]
 
-    @property
-    def num_answers(self) -> int:
-        return self.n or 1
+
+class _Formatted(GenerationRequest):
+    response_format: _Format | None = None
 
     @property
     def answer_schema(self) -> dict[str, Any] | None:
@@ -289,6 +287,7 @@ class Completion(_Formatted):
     """A request to ``/v1/completions``."""
 
     prompt: Annotated[Any, AfterValidator(_prompts)]
+    n: _NumAnswers | None = None
     echo: bool | None = None
     logprobs: Annotated[_NumTop | None, BeforeValidator(lambda given: None if given is False else given)] = None
 
@@ -322,10 +321,16 @@ class _Conversation(GenerationRequest):
         return self
 
 
-class Chat(_Conversation, _Formatted):
-    """A request to ``/v1/chat/completions``."""
+class OneChat(_Conversation, _Formatted):
+    """A request to ``/v1/messages``, as one of OpenAI's."""
 
     messages: Annotated[list[Message], Field(min_length=1)]
+
+
+class Chat(OneChat):
+    """A request to ``/v1/chat/completions``."""
+
+    n: _NumAnswers | None = None
     logprobs: bool | None = None
     top_logprobs: _NumTop | None = None
 
