@@ -16,7 +16,7 @@ from headrace.serving.chat_template import ChatTemplate
 from headrace.serving.engine import Request
 from headrace.serving.request_body import GenerationRequest, RequestError, read
 from headrace.serving.sampling import Sampling, logits_processors, read_sampling
-from headrace.serving.structured import Grammars
+from headrace.serving.structured import GrammarProcessor, Grammars
 
 Event = dict[str, Any]
 _LISTS = ("messages", "input", "tools")  # each item takes at least one token
@@ -89,15 +89,17 @@ class Endpoint(ABC):
             raise RequestError(text, field)
         for prompt in self.prompts:
             sampling.check_tokens(served.model.get_input_embeddings().num_embeddings, prompt)
-        self.answers = [self._answer(index, self.prompts[index // each], sampling) for index in range(num)]
+        # Only the prompt of a chat, which has one, may count for it.
+        template = served.template.answers if self.is_chat else None
+        grammar = served.grammars.processor(self.request, self.prompts[0], template)
+        self.answers = [self._answer(at, self.prompts[at // each], sampling, grammar) for at in range(num)]
 
     @abstractmethod
     def _prompts(self) -> list[list[int]]:
         """Token ids of the prompts."""
 
-    def _answer(self, index: int, prompt: list[int], sampling: Sampling) -> Answer:
-        served, asked = self.served, self.request
-        grammar = served.grammars.processor(asked, prompt, served.template.answers if self.is_chat else None)
+    def _answer(self, index: int, prompt: list[int], sampling: Sampling, grammar: GrammarProcessor | None) -> Answer:
+        served, asked, grammar = self.served, self.request, grammar and grammar.copy()
         most = sampling.most_tokens
         if not sampling.is_length_given:
             most = max(1, min(most, served.engine.longest - len(prompt)))
