@@ -121,6 +121,7 @@ class Endpoint(ABC):
             partial(served.tokenizer.decode, skip_special_tokens=parser is None),
             stops=sampling.stops,
             hidden=sampling.stop_tokens,
+            special=served.template.special if parser else (),
             continues=not self.is_chat,
             parser=parser,
             one_call=getattr(asked, "parallel_tool_calls", None) is False,
