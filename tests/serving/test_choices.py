@@ -11,7 +11,7 @@ import torch
 from transformers import AutoModelForCausalLM
 
 from headrace.cli.demo_run import ensure_model
-from headrace.serving.endpoint import Endpoint
+from headrace.serving.endpoint import ServedModel
 from models import aligned
 from served_answers import TEMPLATE
 from servers import EVERY_LAYER, NAME, SMALL, Served, serving
@@ -146,9 +146,18 @@ def test_an_echo_without_logprobs(served: Served) -> None:
         assert "".join(part["text"] for part in parts) == f"Water{alone}"
 
 
+def test_the_text_of_a_token_is_decoded_once(served: Served, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The event loop, which all clients wait for, decodes them."""
+    decoded: list[list[int]] = []
+    decode = served.tokenizer.decode
+    monkeypatch.setattr(served.tokenizer, "decode", lambda ids, **more: decoded.append(ids) or decode(ids, **more))
+    asked(served, prompt=[65] * 600, max_tokens=1, logprobs=20, echo=True)
+    assert len(decoded) < 600
+
+
 def test_an_echo_of_tokens_that_have_no_text(served: Served, monkeypatch: pytest.MonkeyPatch) -> None:
     """As a space of Llama 2's, alone: what has been sent is not known by its length."""
-    monkeypatch.setattr(Endpoint, "text_of", lambda *_: "")
+    monkeypatch.setattr(ServedModel, "text_of", property(lambda _: lambda token: ""))
     parts = streamed(served, prompt=[65], max_tokens=TOKENS, logprobs=1, echo=True, temperature=0)
     answer = asked(served, prompt=[65], max_tokens=TOKENS, logprobs=1, echo=True, temperature=0)
     assert "".join(part["text"] for part in parts) == answer["choices"][0]["text"]

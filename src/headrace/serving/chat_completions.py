@@ -66,7 +66,7 @@ class ChatCompletions(Choices):
         }
 
     def _entry(self, token: int, value: float) -> dict[str, Any]:
-        text = self.text_of(token)
+        text = self.served.text_of(token)
         return {"token": text, "logprob": logprob(value), "bytes": list(text.encode())}
 
 

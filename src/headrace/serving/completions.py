@@ -54,7 +54,7 @@ class Completions(Choices):
         if is_first and self.request.echo:
             tokens = [*answer.request.prompt, *tokens]
             found = [None, *answer.request.prompt_logprobs, *found]  # none of the first token
-        texts = [self.text_of(token) for token in tokens]
+        texts = [self.served.text_of(token) for token in tokens]
         offsets = [offset := (offset if at == 0 else offset + len(texts[at - 1])) for at in range(len(texts))]
         self._lengths[answer.index] = offset + len(texts[-1]) if texts else offset
         return {
@@ -67,4 +67,4 @@ class Completions(Choices):
     def _top(self, found: TokenLogprob) -> dict[str, float]:
         """The likeliest tokens and the one that was taken; of several with one text the likeliest."""
         pairs = sorted([*found.top, (found.token, found.logprob)], key=lambda pair: pair[1])
-        return {self.text_of(token): logprob(value) for token, value in pairs}
+        return {self.served.text_of(token): logprob(value) for token, value in pairs}

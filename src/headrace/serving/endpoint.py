@@ -5,9 +5,9 @@ from __future__ import annotations
 import time
 import uuid
 from abc import ABC, abstractmethod
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from functools import cached_property, partial
+from functools import cache, cached_property, partial
 from typing import Any, ClassVar
 
 from headrace.serving.answers import Answer, Piece
@@ -45,6 +45,11 @@ class ServedModel:
     def grammars(self) -> Grammars:
         """Grammars of answers that have a format."""
         return Grammars(self.tokenizer, self.model)
+
+    @cached_property
+    def text_of(self) -> Callable[[int], str]:
+        """Text of a token; those of a long prompt and their likeliest ones are some 100,000, and few different."""
+        return cache(lambda token: self.tokenizer.decode([token]))
 
 
 class Endpoint(ABC):
@@ -153,11 +158,6 @@ class Endpoint(ABC):
         """Numbers of tokens, by OpenAI's names."""
         prompts, answers = sum(map(len, self.prompts)), sum(answer.num_tokens for answer in self.answers)
         return {"prompt_tokens": prompts, "completion_tokens": answers, "total_tokens": prompts + answers}
-
-    def text_of(self, token: int) -> str:
-        """Text of one token."""
-        found: str = self.served.tokenizer.decode([token])
-        return found
 
 
 class Choices(Endpoint):
