@@ -106,7 +106,7 @@ class Endpoint(ABC):
     def _answer(self, index: int, prompt: list[int], sampling: Sampling, grammar: GrammarProcessor | None) -> Answer:
         served, asked, grammar = self.served, self.request, grammar and grammar.copy()
         most = sampling.most_tokens
-        if not sampling.is_length_given:
+        if asked.max_tokens is None:
             most = max(1, min(most, served.engine.longest - len(prompt)))
         request = Request(
             prompt,
@@ -115,8 +115,8 @@ class Endpoint(ABC):
             partial(logits_processors, served.model, served.tokenizer, sampling, len(prompt), grammar),
             samples=sampling.samples,
             seed=None if sampling.seed is None else sampling.seed + index,
-            num_logprobs=sampling.num_logprobs,
-            reports_prompt=sampling.num_logprobs is not None and bool(getattr(asked, "echo", False)),
+            num_logprobs=asked.num_logprobs,
+            reports_prompt=asked.num_logprobs is not None and bool(getattr(asked, "echo", False)),
         )
         parser = served.template.parser(prompt, asked.tools) if self.is_chat else None
         return Answer(
@@ -125,7 +125,7 @@ class Endpoint(ABC):
             # Special tokens are left to the parser, if there is one.
             partial(served.tokenizer.decode, skip_special_tokens=parser is None),
             stops=sampling.stops,
-            hidden=sampling.stop_tokens,
+            hidden=asked.stop_token_ids or (),
             special=served.template.special if parser else (),
             continues=not self.is_chat,
             parser=parser,
