@@ -36,6 +36,12 @@ class ServedModel:
     names: Sequence[str]
     engine: AsyncEngine
 
+    def require_name(self, name: str) -> None:
+        """Raise a RequestError if it is no name of the model."""
+        if name not in self.names:
+            text = f"model {name[:200]!r} is not served here, {self.names[0]!r} is"
+            raise RequestError(text, "model", 404)
+
     @cached_property
     def template(self) -> ChatTemplate:
         """The chat template."""
@@ -79,9 +85,8 @@ class Endpoint(ABC):
                 text = f"{field}: {len(items)} items are more than the {longest} tokens of a sequence here (--context)"
                 raise RequestError(text, field)
         self.request = read(self.kind, body)
-        if self.request.model is not None and self.request.model not in served.names:
-            text = f"model {self.request.model[:200]!r} is not served here, {served.names[0]!r} is"
-            raise RequestError(text, "model", 404)
+        if self.request.model is not None:
+            served.require_name(self.request.model)
         self.id, self.created = f"{self.prefix}{uuid.uuid4().hex}", int(time.time())
         sampling = read_sampling(self.request, served.model.generation_config)
         self.prompts = self._prompts()
@@ -99,9 +104,14 @@ class Endpoint(ABC):
         grammar = served.grammars.processor(self.request, self.prompts[0], template)
         self.answers = [self._answer(at, self.prompts[at // each], sampling, grammar) for at in range(num)]
 
-    @abstractmethod
     def _prompts(self) -> list[list[int]]:
         """Token ids of the prompts."""
+        asked = self.request
+        return [self.served.template.tokens(self._messages(), asked.tools, asked.chat_template_kwargs or {})]
+
+    def _messages(self) -> list[dict[str, Any]]:
+        """Those of a chat."""
+        return [message.model_dump(exclude_none=True) for message in self.request.messages]
 
     def _answer(self, index: int, prompt: list[int], sampling: Sampling, grammar: GrammarProcessor | None) -> Answer:
         served, asked, grammar = self.served, self.request, grammar and grammar.copy()
@@ -197,9 +207,9 @@ class Items(Endpoint):
     def events(self, answer: Answer, pieces: Sequence[Piece]) -> Iterator[Event]:
         items = self._items = getattr(self, "_items", [])
         for piece in pieces:
-            before = items[-1:]
             if _extend(items, piece):
-                yield from (event for item in before for event in self._close(len(items) - 2, item))
+                if len(items) > 1:
+                    yield from self._close(len(items) - 2, items[-2])
                 yield from self._open(len(items) - 1, piece)
             yield self._delta(len(items) - 1, piece)
         if answer.finish_reason and items:

@@ -8,7 +8,6 @@ from contextlib import suppress
 from typing import Any
 
 from headrace.serving.answers import Piece
-from headrace.serving.chat_completions import chat_prompt
 from headrace.serving.endpoint import Event, Items, ServedModel
 from headrace.serving.request_body import OneChat, RequestError
 
@@ -25,9 +24,6 @@ class Messages(Items):
 
     def __init__(self, served: ServedModel, body: Mapping[str, Any]) -> None:
         super().__init__(served, _chat(body))
-
-    def _prompts(self) -> list[list[int]]:
-        return [chat_prompt(self.served.template, self.request)]
 
     def _message(self, content: list[dict[str, Any]], **more: Any) -> dict[str, Any]:
         usage = {"input_tokens": len(self.prompts[0]), "output_tokens": self.answers[0].num_tokens}
