@@ -15,7 +15,7 @@ from headrace.serving.async_engine import AsyncEngine
 from headrace.serving.chat_template import ChatTemplate
 from headrace.serving.engine import Request
 from headrace.serving.request_body import GenerationRequest, RequestError, read
-from headrace.serving.sampling import Sampling, logits_processors, read_sampling
+from headrace.serving.sampling import Sampling, logits_processors, read_sampling, token_sequences
 from headrace.serving.structured import GrammarProcessor, Grammars
 
 Event = dict[str, Any]
@@ -89,6 +89,7 @@ class Endpoint(ABC):
             served.require_name(self.request.model)
         self.id, self.created = f"{self.prefix}{uuid.uuid4().hex}", int(time.time())
         sampling = read_sampling(self.request, served.model.generation_config)
+        self._bad_words = token_sequences(self.request.bad_words or [], tokenizer)
         self.prompts = self._prompts()
         engine, each = served.engine.engine, self.request.num_answers
         if (num := len(self.prompts) * each) > (most := engine.rows.num_rows + engine.max_waiting):
@@ -122,7 +123,7 @@ class Endpoint(ABC):
             prompt,
             most,
             [*sampling.ends, *(grammar.ends if grammar else [])],
-            partial(logits_processors, served.model, served.tokenizer, sampling, len(prompt), grammar),
+            partial(logits_processors, served.model, self._bad_words, sampling, len(prompt), grammar),
             samples=sampling.samples,
             seed=None if sampling.seed is None else sampling.seed + index,
             num_logprobs=asked.num_logprobs,

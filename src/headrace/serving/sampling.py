@@ -98,7 +98,7 @@ class _AnswerPenalty(LogitsProcessor):
         return scores - self._frequency * counts - self._presence * (counts > 0)
 
 
-def _sequences(words: Sequence[str], tokenizer: Any) -> list[list[int]]:
+def token_sequences(words: Sequence[str], tokenizer: Any) -> list[list[int]]:
     """Tokens of texts at the beginning of a text and within one, by vLLM's rule."""
     found: list[list[int]] = []
     for word in words:
@@ -108,18 +108,18 @@ def _sequences(words: Sequence[str], tokenizer: Any) -> list[list[int]]:
 
 
 def logits_processors(
-    model: Any, tokenizer: Any, sampling: Sampling, num_prompt: int, grammar: LogitsProcessor | None
+    model: Any, bad_words: list[list[int]], sampling: Sampling, num_prompt: int, grammar: LogitsProcessor | None
 ) -> LogitsProcessorList:
     """Logits processors of ``generate`` for a request, and those that it has not.
 
     Args:
+        bad_words: those of the request as tokens.
         num_prompt: tokens of the prompt.
         grammar: forbids other answers than the request wants.
     """
     request, config = sampling.request, copy.deepcopy(model.generation_config)
     vars(config).update(sampling.changes, do_sample=sampling.samples, eos_token_id=sampling.ends or None)
-    bad_words = [*(config.bad_words_ids or []), *_sequences(request.bad_words or [], tokenizer)]
-    config.bad_words_ids = bad_words or None
+    config.bad_words_ids = [*(config.bad_words_ids or []), *bad_words] or None
     model._prepare_special_tokens(config, device=model.device)
     more = LogitsProcessorList()
     if request.presence_penalty or request.frequency_penalty:
