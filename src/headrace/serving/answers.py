@@ -30,6 +30,7 @@ class Answer:
         pieces: what they say.
         finish_reason: ``stop``, ``length`` or ``tool_calls``; ``None``: it goes on.
         stop: the text that has ended it.
+        num_calls: calls among its pieces.
     """
 
     def __init__(
@@ -64,7 +65,7 @@ class Answer:
         self._parser, self._one_call = parser, one_call
         # Text that may begin a stop string has to wait for the next tokens.
         self._num_held = max(map(len, stops), default=1) - 1
-        self._waiting, self._has_called, self._num_logprobs = "", False, 0
+        self._waiting, self.num_calls, self._num_logprobs = "", 0, 0
 
     def read(self, num_tokens: int, has_ended: bool) -> list[Piece]:
         """Read on to the first ``num_tokens`` tokens: what they say; ``has_ended``: no further ones follow."""
@@ -95,7 +96,7 @@ class Answer:
         pieces = self._parse(ready, has_ended)
         if has_ended:
             is_stop = self.stop is not None or token in self.request.ends
-            self.finish_reason = "tool_calls" if self._has_called else "stop" if is_stop else "length"
+            self.finish_reason = "tool_calls" if self.num_calls else "stop" if is_stop else "length"
         return pieces
 
     def _parse(self, text: str, has_ended: bool) -> list[Piece]:
@@ -106,9 +107,9 @@ class Answer:
             found += _pieces(lambda: self._parser.finalize()[1])
         kept = []
         for piece in found:
-            if piece.kind != "call" or not (self._one_call and self._has_called):
+            if piece.kind != "call" or not (self._one_call and self.num_calls):
                 kept.append(piece)
-            self._has_called |= piece.kind == "call"
+                self.num_calls += piece.kind == "call"
         return kept
 
     def new_logprobs(self) -> list[TokenLogprob]:

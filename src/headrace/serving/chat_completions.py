@@ -40,7 +40,7 @@ class ChatCompletions(Choices):
 
     def events(self, answer: Answer, pieces: Sequence[Piece]) -> Iterator[Event]:
         logprobs = self._logprobs(answer)
-        num_calls = sum(piece.kind == "call" for piece in answer.pieces) - sum(piece.kind == "call" for piece in pieces)
+        num_calls = answer.num_calls - sum(piece.kind == "call" for piece in pieces)
         for piece in pieces:
             delta: dict[str, Any] = {"content" if piece.kind == "text" else "reasoning_content": piece.text}
             if piece.kind == "call":
