@@ -111,7 +111,7 @@ class Endpoint(ABC):
         return [self.served.template.tokens(self._messages(), asked.tools, asked.chat_template_kwargs or {})]
 
     def _messages(self) -> list[dict[str, Any]]:
-        """Those of a chat."""
+        """Messages of a chat."""
         return [message.model_dump(exclude_none=True) for message in self.request.messages]
 
     def _answer(self, index: int, prompt: list[int], sampling: Sampling, grammar: GrammarProcessor | None) -> Answer:
