@@ -98,6 +98,8 @@ def test_a_conversation(served: Served) -> None:
     ({"messages": 5}, "messages, system or tools: TypeError"),
     ({"tools": [{"type": "web_search_20250305", "name": "web_search"}]}, "a tool of type 'web_search_20250305'"),
     ({"tools": [TOOL], "tool_choice": {"type": "tool", "name": "g"}}, "tool_choice: expected one of the tools"),
+    ({"n": 2}, "n = 2 is not supported"),
+    ({"logprobs": True}, "logprobs = true is not supported"),
     ({"temperature": 3}, "temperature: Input should be less than or equal to 2"),
 ])  # fmt: skip
 @pytest.mark.parametrize("stream", [False, True])

@@ -64,6 +64,22 @@ class TestEnds:
             assert whole["reason"] == ("length" if text == "abcdefghxx" else "stop")
         assert served.engine.running == 0
 
+    @pytest.mark.parametrize(
+        ("stop", "text"), [("t", "abc"), ("endof", "abc"), ("d", "abc"), (">", "abc"), ("c", "ab")]
+    )
+    def test_a_stop_string_within_a_special_token(
+        self, served: Served, says: Says, endpoint: str, stop: str, text: str, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        """Its name is no text of the answer, whether it ends it or not."""
+        says("abc<|endoftext|>")
+        whole, streamed = answers(served, endpoint, stop=stop, max_tokens=4)
+        assert whole == streamed
+        assert whole["text"] == text
+        assert whole.get("reason") in (None, "stop" if stop == "c" else "length")
+        monkeypatch.setattr(served.model.generation_config, "eos_token_id", served.tokenizer.eos_token_id)
+        whole, streamed = answers(served, endpoint, stop=stop, max_tokens=9)
+        assert (whole, whole["text"], whole.get("reason", "stop")) == (streamed, text, "stop")
+
     def test_a_character_that_is_cut(self, served: Served, says: Says, endpoint: str) -> None:
         says("aö")
         whole, streamed = answers(served, endpoint, max_tokens=2)
@@ -231,6 +247,7 @@ class TestResponses:
     @pytest.mark.parametrize(("given", "message"), [
         ([HI, {"type": "image_generation_call"}], "input: expected a text or a list of messages"),
         ([HI, {"type": "function_call"}], "input: expected a text or a list of messages"),
+        ([{"type": 5}], "input: expected a text or a list of messages"),
         ([], "messages"),
         ([{"role": "user", "text": "hi"}], "content: expected a text"),
         ([HI, {"role": "assistant", "content": None}], "content: expected a text"),

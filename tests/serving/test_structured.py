@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 
+from headrace.serving.structured import Grammars
 from served_answers import HI, answering, answers
 from servers import Served
 
@@ -57,6 +58,18 @@ def test_a_call_that_has_to_be(served: Served, choice: Any) -> None:
     assert call["name"] in (("f", "g\u00e9") if choice == "required" else ("g\u00e9",))
     assert is_valid(call["arguments"])
     assert whole["reason"] == "tool_calls"
+
+
+def test_a_grammar_is_made_once(served: Served, monkeypatch: pytest.MonkeyPatch) -> None:
+    """For all prompts and answers of a request, each of which is as far with it as its own text."""
+    made: list[Any] = []
+    read = Grammars.processor
+    monkeypatch.setattr(Grammars, "processor", lambda *given: made.append(given) or read(*given))
+    named = {"type": "json_schema", "json_schema": {"name": "n", "schema": SCHEMA}}
+    fields = {"prompt": ["hi", "ho"], "n": 3, "temperature": 1, "seed": 3, "max_tokens": 200}
+    status, text = served.send("/v1/completions", {**fields, "response_format": named})
+    assert (status, len(made)) == (200, 1)
+    assert all(is_valid(choice["text"]) for choice in json.loads(text)["choices"])
 
 
 @pytest.mark.parametrize("schema", [{"type": "foo"}, {"type": "string", "pattern": "(?=a)b"}, {"uniqueItems": True}])

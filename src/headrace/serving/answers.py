@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from contextlib import suppress
 from typing import Any, NamedTuple
 
@@ -30,6 +30,7 @@ class Answer:
         pieces: what they say.
         finish_reason: ``stop``, ``length`` or ``tool_calls``; ``None``: it goes on.
         stop: the text that has ended it.
+        num_calls: calls among its pieces.
     """
 
     def __init__(
@@ -40,6 +41,7 @@ class Answer:
         *,
         stops: Sequence[str] = (),
         hidden: Sequence[int] = (),
+        special: Collection[int] = (),
         continues: bool = False,
         parser: Any = None,
         one_call: bool = False,
@@ -49,6 +51,7 @@ class Answer:
         decode: text of token ids.
         stops: texts that end the answer, of which they are no part.
         hidden: tokens that are no part of its text.
+        special: tokens whose text is only for the parser: no stop string is in it.
         continues: its text goes on where that of the prompt ends.
         parser: of transformers, finds reasoning and calls.
         one_call: calls after the first are left out.
@@ -58,10 +61,11 @@ class Answer:
         self.finish_reason: str | None = None
         self.stop: str | None = None
         self._new_text = TokenText(decode, request.prompt if continues else ())
-        self._stops, self._hidden, self._parser, self._one_call = stops, hidden, parser, one_call
+        self._stops, self._hidden, self._special = stops, hidden, special
+        self._parser, self._one_call = parser, one_call
         # Text that may begin a stop string has to wait for the next tokens.
         self._num_held = max(map(len, stops), default=1) - 1
-        self._waiting, self._has_called, self._num_logprobs = "", False, 0
+        self._waiting, self.num_calls, self._num_logprobs = "", 0, 0
 
     def read(self, num_tokens: int, has_ended: bool) -> list[Piece]:
         """Read on to the first ``num_tokens`` tokens: what they say; ``has_ended``: no further ones follow."""
@@ -77,18 +81,22 @@ class Answer:
 
     def _read(self, token: int, has_ended: bool) -> list[Piece]:
         self.num_tokens += 1
+        num_held = 0 if has_ended or token in self._special else self._num_held
         for each in [*([] if token in self._hidden else [token]), *[None] * has_ended]:
             self._waiting += self._new_text.add(each)
+            if token in self._special:
+                continue
             if stops := [(at, stop) for stop in self._stops if (at := self._waiting.find(stop)) >= 0]:
                 at, self.stop = min(stops)
                 self._waiting, has_ended = self._waiting[:at], True
+                num_held = 0
                 break
-        num_ready = len(self._waiting) if has_ended else max(0, len(self._waiting) - self._num_held)
+        num_ready = max(0, len(self._waiting) - num_held)
         ready, self._waiting = self._waiting[:num_ready], self._waiting[num_ready:]
         pieces = self._parse(ready, has_ended)
         if has_ended:
             is_stop = self.stop is not None or token in self.request.ends
-            self.finish_reason = "tool_calls" if self._has_called else "stop" if is_stop else "length"
+            self.finish_reason = "tool_calls" if self.num_calls else "stop" if is_stop else "length"
         return pieces
 
     def _parse(self, text: str, has_ended: bool) -> list[Piece]:
@@ -99,9 +107,9 @@ class Answer:
             found += _pieces(lambda: self._parser.finalize()[1])
         kept = []
         for piece in found:
-            if piece.kind != "call" or not (self._one_call and self._has_called):
+            if piece.kind != "call" or not (self._one_call and self.num_calls):
                 kept.append(piece)
-            self._has_called |= piece.kind == "call"
+                self.num_calls += piece.kind == "call"
         return kept
 
     def new_logprobs(self) -> list[TokenLogprob]:

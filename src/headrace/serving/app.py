@@ -129,9 +129,7 @@ class App:
 
     def _model(self, request: Request) -> Response:
         name = request.path_params["name"]
-        if name not in self._models:
-            served = self._served.names[0]
-            raise RequestError(f"model {name[:200]!r} is not served here, {served!r} is", "model", 404)
+        self._served.require_name(name)
         return _json(self._models[name])
 
     def _health(self, _: Request) -> Response:
@@ -240,13 +238,12 @@ def _object(body: bytes, content_type: str) -> dict[str, Any]:
 
 
 def _text(value: object) -> str:
-    return json.dumps(value, ensure_ascii=False, separators=(",", ":"))
+    # Names of fields may hold halves of surrogate pairs, which UTF-8 has not.
+    return json.dumps(value, ensure_ascii=False, separators=(",", ":")).encode(errors="replace").decode()
 
 
 def _json(value: object, status: int = 200) -> Response:
-    # Names of fields may hold halves of surrogate pairs, which UTF-8 has not.
-    body = _text(value).encode(errors="replace")
-    return Response(body, status, _ERROR_HEADERS.get(status), "application/json")
+    return Response(_text(value), status, _ERROR_HEADERS.get(status), "application/json")
 
 
 def _sent(events: Iterable[dict[str, Any] | str]) -> str:
@@ -254,8 +251,7 @@ def _sent(events: Iterable[dict[str, Any] | str]) -> str:
     parts = []
     for event in events:
         name = f"event: {event['type']}\n" if isinstance(event, dict) and "type" in event else ""
-        text = event if isinstance(event, str) else _text(event).encode(errors="replace").decode()
-        parts.append(f"{name}data: {text}\n\n")
+        parts.append(f"{name}data: {event if isinstance(event, str) else _text(event)}\n\n")
     return "".join(parts)
 
 

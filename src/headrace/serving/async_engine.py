@@ -33,10 +33,8 @@ class AsyncEngine:
     """
 
     def __init__(self, model: Any, num_rows: int, longest: int, max_waiting: int) -> None:
-        self.engine, self.longest = (
-            Engine(Rows(model, num_rows, longest), model.device, max_waiting, self._tell),
-            longest,
-        )
+        self.engine = Engine(Rows(model, num_rows, longest), model.device, max_waiting, self._tell)
+        self.longest = longest
         self.prompt_tokens = self.generated_tokens = 0
         self._running: dict[Request, tuple[Answer, asyncio.Queue[Any]]] = {}
         self._loop: asyncio.AbstractEventLoop | None = None

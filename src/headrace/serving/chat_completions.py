@@ -6,7 +6,6 @@ from collections.abc import Iterable, Iterator, Sequence
 from typing import Any
 
 from headrace.serving.answers import Answer, Piece
-from headrace.serving.chat_template import ChatTemplate
 from headrace.serving.endpoint import Choices, Event, logprob
 from headrace.serving.request_body import Chat
 
@@ -16,14 +15,12 @@ class ChatCompletions(Choices):
 
     kind, prefix, names = Chat, "chatcmpl-", ("chat.completion", "chat.completion.chunk")
 
-    def _prompts(self) -> list[list[int]]:
-        return [chat_prompt(self.served.template, self.request)]
-
     def _choice(self, answer: Answer) -> dict[str, Any]:
-        found = {kind: [piece for piece in answer.pieces if piece.kind == kind] for kind in ("text", "reasoning")}
-        message: dict[str, Any] = {"role": "assistant", "content": "".join(piece.text for piece in found["text"])}
-        if found["reasoning"]:
-            message["reasoning_content"] = "".join(piece.text for piece in found["reasoning"])
+        kinds = ("text", "reasoning")
+        text, reasoning = ("".join(each.text for each in answer.pieces if each.kind == kind) for kind in kinds)
+        message: dict[str, Any] = {"role": "assistant", "content": text}
+        if reasoning:
+            message["reasoning_content"] = reasoning
         calls = [piece for piece in answer.pieces if piece.kind == "call"]
         if calls:
             message["tool_calls"] = [self._call(answer, at, call) for at, call in enumerate(calls)]
@@ -43,7 +40,7 @@ class ChatCompletions(Choices):
 
     def events(self, answer: Answer, pieces: Sequence[Piece]) -> Iterator[Event]:
         logprobs = self._logprobs(answer)
-        num_calls = sum(piece.kind == "call" for piece in answer.pieces) - sum(piece.kind == "call" for piece in pieces)
+        num_calls = answer.num_calls - sum(piece.kind == "call" for piece in pieces)
         for piece in pieces:
             delta: dict[str, Any] = {"content" if piece.kind == "text" else "reasoning_content": piece.text}
             if piece.kind == "call":
@@ -66,11 +63,5 @@ class ChatCompletions(Choices):
         }
 
     def _entry(self, token: int, value: float) -> dict[str, Any]:
-        text = self.text_of(token)
+        text = self.served.text_of(token)
         return {"token": text, "logprob": logprob(value), "bytes": list(text.encode())}
-
-
-def chat_prompt(template: ChatTemplate, request: Chat) -> list[int]:
-    """Token ids of the messages and tools of a chat."""
-    messages = [message.model_dump(exclude_none=True) for message in request.messages]
-    return template.tokens(messages, request.tools, request.chat_template_kwargs or {})

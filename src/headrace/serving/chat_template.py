@@ -16,10 +16,12 @@ class ChatTemplate:
 
     Attributes:
         answers: transformers' template that finds reasoning and calls in answers; ``None``: there is none that fits.
+        special: ids of the tokens that are no text, which it reads with the text.
     """
 
     def __init__(self, tokenizer: Any, model: Any) -> None:
         self._tokenizer = tokenizer
+        self.special = {token for token, added in tokenizer.added_tokens_decoder.items() if added.special}
         self.answers = self._answer_template(model)
         self._takes_tools = self._reads_tools()
 

@@ -19,15 +19,12 @@ class Completions(Choices):
 
     def _prompts(self) -> list[list[int]]:
         tokenizer = self.served.tokenizer
-        self._texts = [
-            given if isinstance(given, str) else tokenizer.decode(given, skip_special_tokens=True)
-            for given in (self.request.prompt if self.request.echo else ())
-        ]
-        self._lengths = dict.fromkeys(range(len(self.request.prompt) * self.request.num_answers), 0)
+        self._lengths: dict[int, int] = {}  # of the texts of tokens that have been reported, by answer
         return [tokenizer(given)["input_ids"] if isinstance(given, str) else given for given in self.request.prompt]
 
     def _echo(self, answer: Answer) -> str:
-        return self._texts[answer.index // self.request.num_answers] if self.request.echo else ""
+        given = self.request.prompt[answer.index // self.request.num_answers] if self.request.echo else ""
+        return given if isinstance(given, str) else self.served.tokenizer.decode(given, skip_special_tokens=True)
 
     def _choice(self, answer: Answer) -> dict[str, Any]:
         text = self._echo(answer) + "".join(piece.text for piece in answer.pieces)
@@ -39,7 +36,7 @@ class Completions(Choices):
                 yield self._chunk(answer, {"text": self._echo(answer), "logprobs": None})
 
     def events(self, answer: Answer, pieces: Sequence[Piece]) -> Iterator[Event]:
-        is_first = self._lengths[answer.index] == 0
+        is_first = answer.index not in self._lengths
         logprobs = self._logprobs(answer)
         text = "".join(piece.text for piece in pieces)
         if logprobs is not None and is_first:
@@ -51,13 +48,13 @@ class Completions(Choices):
         """Log-probabilities that have not been reported yet, in OpenAI's form."""
         if self.request.logprobs is None:
             return None
-        offset = self._lengths[answer.index]
+        is_first, offset = answer.index not in self._lengths, self._lengths.get(answer.index, 0)
         found: list[TokenLogprob | None] = [*answer.new_logprobs()]
         tokens = [each.token for each in found if each is not None]
-        if offset == 0 and self.request.echo:
+        if is_first and self.request.echo:
             tokens = [*answer.request.prompt, *tokens]
             found = [None, *answer.request.prompt_logprobs, *found]  # none of the first token
-        texts = [self.text_of(token) for token in tokens]
+        texts = [self.served.text_of(token) for token in tokens]
         offsets = [offset := (offset if at == 0 else offset + len(texts[at - 1])) for at in range(len(texts))]
         self._lengths[answer.index] = offset + len(texts[-1]) if texts else offset
         return {
@@ -70,4 +67,4 @@ class Completions(Choices):
     def _top(self, found: TokenLogprob) -> dict[str, float]:
         """The likeliest tokens and the one that was taken; of several with one text the likeliest."""
         pairs = sorted([*found.top, (found.token, found.logprob)], key=lambda pair: pair[1])
-        return {self.text_of(token): logprob(value) for token, value in pairs}
+        return {self.served.text_of(token): logprob(value) for token, value in pairs}

@@ -5,9 +5,9 @@ from __future__ import annotations
 import time
 import uuid
 from abc import ABC, abstractmethod
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from functools import cached_property, partial
+from functools import cache, cached_property, partial
 from typing import Any, ClassVar
 
 from headrace.serving.answers import Answer, Piece
@@ -15,8 +15,8 @@ from headrace.serving.async_engine import AsyncEngine
 from headrace.serving.chat_template import ChatTemplate
 from headrace.serving.engine import Request
 from headrace.serving.request_body import GenerationRequest, RequestError, read
-from headrace.serving.sampling import Sampling, logits_processors, read_sampling
-from headrace.serving.structured import Grammars
+from headrace.serving.sampling import Sampling, logits_processors, read_sampling, token_sequences
+from headrace.serving.structured import GrammarProcessor, Grammars
 
 Event = dict[str, Any]
 _LISTS = ("messages", "input", "tools")  # each item takes at least one token
@@ -36,6 +36,12 @@ class ServedModel:
     names: Sequence[str]
     engine: AsyncEngine
 
+    def require_name(self, name: str) -> None:
+        """Raise a RequestError if it is no name of the model."""
+        if name not in self.names:
+            text = f"model {name[:200]!r} is not served here, {self.names[0]!r} is"
+            raise RequestError(text, "model", 404)
+
     @cached_property
     def template(self) -> ChatTemplate:
         """The chat template."""
@@ -45,6 +51,11 @@ class ServedModel:
     def grammars(self) -> Grammars:
         """Grammars of answers that have a format."""
         return Grammars(self.tokenizer, self.model)
+
+    @cached_property
+    def text_of(self) -> Callable[[int], str]:
+        """Text of a token; those of a long prompt and their likeliest ones are some 100,000, and few different."""
+        return cache(lambda token: self.tokenizer.decode([token]))
 
 
 class Endpoint(ABC):
@@ -74,11 +85,11 @@ class Endpoint(ABC):
                 text = f"{field}: {len(items)} items are more than the {longest} tokens of a sequence here (--context)"
                 raise RequestError(text, field)
         self.request = read(self.kind, body)
-        if self.request.model is not None and self.request.model not in served.names:
-            text = f"model {self.request.model[:200]!r} is not served here, {served.names[0]!r} is"
-            raise RequestError(text, "model", 404)
+        if self.request.model is not None:
+            served.require_name(self.request.model)
         self.id, self.created = f"{self.prefix}{uuid.uuid4().hex}", int(time.time())
         sampling = read_sampling(self.request, served.model.generation_config)
+        self._bad_words = token_sequences(self.request.bad_words or [], tokenizer)
         self.prompts = self._prompts()
         engine, each = served.engine.engine, self.request.num_answers
         if (num := len(self.prompts) * each) > (most := engine.rows.num_rows + engine.max_waiting):
@@ -89,27 +100,34 @@ class Endpoint(ABC):
             raise RequestError(text, field)
         for prompt in self.prompts:
             sampling.check_tokens(served.model.get_input_embeddings().num_embeddings, prompt)
-        self.answers = [self._answer(index, self.prompts[index // each], sampling) for index in range(num)]
+        # Only the prompt of a chat, which has one, may count for it.
+        template = served.template.answers if self.is_chat else None
+        grammar = served.grammars.processor(self.request, self.prompts[0], template)
+        self.answers = [self._answer(at, self.prompts[at // each], sampling, grammar) for at in range(num)]
 
-    @abstractmethod
     def _prompts(self) -> list[list[int]]:
         """Token ids of the prompts."""
+        asked = self.request
+        return [self.served.template.tokens(self._messages(), asked.tools, asked.chat_template_kwargs or {})]
 
-    def _answer(self, index: int, prompt: list[int], sampling: Sampling) -> Answer:
-        served, asked = self.served, self.request
-        grammar = served.grammars.processor(asked, prompt, served.template.answers if self.is_chat else None)
+    def _messages(self) -> list[dict[str, Any]]:
+        """Messages of a chat."""
+        return [message.model_dump(exclude_none=True) for message in self.request.messages]
+
+    def _answer(self, index: int, prompt: list[int], sampling: Sampling, grammar: GrammarProcessor | None) -> Answer:
+        served, asked, grammar = self.served, self.request, grammar and grammar.copy()
         most = sampling.most_tokens
-        if not sampling.is_length_given:
+        if asked.max_tokens is None:
             most = max(1, min(most, served.engine.longest - len(prompt)))
         request = Request(
             prompt,
             most,
             [*sampling.ends, *(grammar.ends if grammar else [])],
-            partial(logits_processors, served.model, served.tokenizer, sampling, len(prompt), grammar),
+            partial(logits_processors, served.model, self._bad_words, sampling, len(prompt), grammar),
             samples=sampling.samples,
             seed=None if sampling.seed is None else sampling.seed + index,
-            num_logprobs=sampling.num_logprobs,
-            reports_prompt=sampling.num_logprobs is not None and bool(getattr(asked, "echo", False)),
+            num_logprobs=asked.num_logprobs,
+            reports_prompt=asked.num_logprobs is not None and bool(getattr(asked, "echo", False)),
         )
         parser = served.template.parser(prompt, asked.tools) if self.is_chat else None
         return Answer(
@@ -118,7 +136,8 @@ class Endpoint(ABC):
             # Special tokens are left to the parser, if there is one.
             partial(served.tokenizer.decode, skip_special_tokens=parser is None),
             stops=sampling.stops,
-            hidden=sampling.stop_tokens,
+            hidden=asked.stop_token_ids or (),
+            special=served.template.special if parser else (),
             continues=not self.is_chat,
             parser=parser,
             one_call=getattr(asked, "parallel_tool_calls", None) is False,
@@ -150,11 +169,6 @@ class Endpoint(ABC):
         """Numbers of tokens, by OpenAI's names."""
         prompts, answers = sum(map(len, self.prompts)), sum(answer.num_tokens for answer in self.answers)
         return {"prompt_tokens": prompts, "completion_tokens": answers, "total_tokens": prompts + answers}
-
-    def text_of(self, token: int) -> str:
-        """Text of one token."""
-        found: str = self.served.tokenizer.decode([token])
-        return found
 
 
 class Choices(Endpoint):
@@ -194,9 +208,9 @@ class Items(Endpoint):
     def events(self, answer: Answer, pieces: Sequence[Piece]) -> Iterator[Event]:
         items = self._items = getattr(self, "_items", [])
         for piece in pieces:
-            before = items[-1:]
             if _extend(items, piece):
-                yield from (event for item in before for event in self._close(len(items) - 2, item))
+                if len(items) > 1:
+                    yield from self._close(len(items) - 2, items[-2])
                 yield from self._open(len(items) - 1, piece)
             yield self._delta(len(items) - 1, piece)
         if answer.finish_reason and items:

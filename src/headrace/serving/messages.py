@@ -8,9 +8,8 @@ from contextlib import suppress
 from typing import Any
 
 from headrace.serving.answers import Piece
-from headrace.serving.chat_completions import chat_prompt
 from headrace.serving.endpoint import Event, Items, ServedModel
-from headrace.serving.request_body import Chat, RequestError
+from headrace.serving.request_body import OneChat, RequestError
 
 _RENAMED = {"stop_sequences": "stop"}
 _CHOICES = {"auto": "auto", "any": "required", "none": "none"}
@@ -21,13 +20,10 @@ _REASONS = {"length": "max_tokens", "tool_calls": "tool_use"}
 class Messages(Items):
     """One request to ``/v1/messages``, whose answer is a list of content blocks."""
 
-    kind, prefix = Chat, "msg_"
+    kind, prefix = OneChat, "msg_"
 
     def __init__(self, served: ServedModel, body: Mapping[str, Any]) -> None:
         super().__init__(served, _chat(body))
-
-    def _prompts(self) -> list[list[int]]:
-        return [chat_prompt(self.served.template, self.request)]
 
     def _message(self, content: list[dict[str, Any]], **more: Any) -> dict[str, Any]:
         usage = {"input_tokens": len(self.prompts[0]), "output_tokens": self.answers[0].num_tokens}

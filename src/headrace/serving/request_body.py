@@ -197,6 +197,7 @@ def _named(given: Any) -> Any:
 _Texts = Annotated[list[Annotated[str, Field(min_length=1)]], Field(max_length=64)]  # 64: each is one more to look for
 _Token = Annotated[int, Field(ge=0, lt=2**31)]
 _Penalty = Annotated[float, Field(ge=-2, le=2)]
+_NumAnswers = Annotated[int, Field(ge=1, le=128)]
 _NumTop = Annotated[int, Field(ge=0, le=20)]
 
 
@@ -246,30 +247,18 @@ class GenerationRequest(BaseModel):
     @property
     def answer_schema(self) -> dict[str, Any] | None:
         """The JSON schema of the answer; ``None``: it is any text."""
-        return None
+        given = getattr(self, "response_format", None) or getattr(getattr(self, "text", None), "format", None)
+        return given and given.schema_of_answer
 
     @property
     def num_answers(self) -> int:
         """Answers to each prompt."""
-        return 1
+        return getattr(self, "n", None) or 1
 
     @property
     def num_logprobs(self) -> int | None:
         """Likeliest tokens to report with each token; ``None``: no log-probability is reported."""
         return None
-
-
-class _Formatted(GenerationRequest):
-    n: Annotated[int, Field(ge=1, le=128)] | None = None
-    response_format: _Format | None = None
-
-    @property
-    def num_answers(self) -> int:
-        return self.n or 1
-
-    @property
-    def answer_schema(self) -> dict[str, Any] | None:
-        return None if self.response_format is None else self.response_format.schema_of_answer
 
 
 def _prompts(given: Any) -> list[str | list[int]]:
@@ -285,10 +274,12 @@ def _prompts(given: Any) -> list[str | list[int]]:
     return given  # type: ignore[no-any-return]
 
 
-class Completion(_Formatted):
+class Completion(GenerationRequest):
     """A request to ``/v1/completions``."""
 
     prompt: Annotated[Any, AfterValidator(_prompts)]
+    response_format: _Format | None = None
+    n: _NumAnswers | None = None
     echo: bool | None = None
     logprobs: Annotated[_NumTop | None, BeforeValidator(lambda given: None if given is False else given)] = None
 
@@ -322,10 +313,17 @@ class _Conversation(GenerationRequest):
         return self
 
 
-class Chat(_Conversation, _Formatted):
-    """A request to ``/v1/chat/completions``."""
+class OneChat(_Conversation):
+    """A request to ``/v1/messages``, as one of OpenAI's."""
 
     messages: Annotated[list[Message], Field(min_length=1)]
+    response_format: _Format | None = None
+
+
+class Chat(OneChat):
+    """A request to ``/v1/chat/completions``."""
+
+    n: _NumAnswers | None = None
     logprobs: bool | None = None
     top_logprobs: _NumTop | None = None
 
@@ -346,11 +344,6 @@ class Response(_Conversation):
     input: str | list[dict[str, Any]]
     instructions: str | None = None
     text: _Text | None = None
-
-    @property
-    def answer_schema(self) -> dict[str, Any] | None:
-        given = None if self.text is None else self.text.format
-        return None if given is None else given.schema_of_answer
 
 
 _Model = TypeVar("_Model", bound=BaseModel)

@@ -16,24 +16,21 @@ class Responses(Items):
     kind, prefix = Response, "resp_"
     _num_events = 0
 
-    def _prompts(self) -> list[list[int]]:
+    def _messages(self) -> list[dict[str, Any]]:
         asked = self.request
         given = asked.input if isinstance(asked.input, list) else [{"role": "user", "content": asked.input}]
-        if given and "role" not in given[0] and given[0].get("type", "").startswith("input_"):  # parts of one message
+        if given and "role" not in given[0] and str(given[0].get("type")).startswith("input_"):  # parts of one message
             given = [{"role": "user", "content": given}]
         if asked.instructions:
             given = [{"role": "system", "content": asked.instructions}, *given]
-        return [self.served.template.tokens(_messages(given), asked.tools, asked.chat_template_kwargs or {})]
+        return _messages(given)
 
     # -- whole ---------------------------------------------------------------------------------------------------------
 
     def _response(self, status: str, output: list[dict[str, Any]], **more: Any) -> dict[str, Any]:
         about = {"id": self.id, "object": "response", "created_at": self.created, "model": self.served.names[0]}
-        asked = {
-            "parallel_tool_calls": self.request.parallel_tool_calls is not False,
-            "tool_choice": "auto",
-            "tools": [],
-        }
+        asked: dict[str, Any] = {"tools": [], "tool_choice": "auto"}  # which clients need to be there
+        asked["parallel_tool_calls"] = self.request.parallel_tool_calls is not False
         return {**about, "status": status, "output": output, **asked, **more}
 
     def whole(self) -> dict[str, Any]:

@@ -20,28 +20,21 @@ class Sampling:
     """How one request generates.
 
     Attributes:
+        request: with the fields that need no default.
         most_tokens: tokens of the longest answer.
-        is_length_given: by the request; else a longer prompt leaves fewer.
         ends: tokens that end the answer.
-        stop_tokens: of these, those that are no part of its text.
         stops: texts that end it.
         samples: tokens are drawn; else the likeliest are taken.
         seed: of the generator that they are drawn from; ``None``: a random one.
-        num_logprobs: likeliest tokens to report with each token; ``None``: nothing is reported.
         changes: attributes of the generation config.
     """
 
+    request: GenerationRequest
     most_tokens: int
-    is_length_given: bool
     ends: list[int]
-    stop_tokens: list[int]
     stops: list[str]
     samples: bool
     seed: int | None
-    num_logprobs: int | None
-    allowed_tokens: list[int]
-    bad_words: list[str]
-    penalties: tuple[float, float]
     changes: dict[str, Any]
 
     def check_tokens(self, vocabulary: int, prompt: Sequence[int]) -> None:
@@ -52,10 +45,11 @@ class Sampling:
         """
         if not prompt:
             raise RequestError("the prompt has no tokens; a causal language model needs at least one to continue")
-        bias = [token for (token,) in self.changes.get("sequence_bias", ())]
-        named = {"logit_bias": bias, "stop_token_ids": self.stop_tokens, "allowed_token_ids": self.allowed_tokens}
+        named = {
+            name: getattr(self.request, name) or () for name in ("logit_bias", "stop_token_ids", "allowed_token_ids")
+        }
         for field, ids in {"prompt": prompt, **named}.items():
-            if (largest := max(ids, default=0)) >= vocabulary:
+            if (largest := max(map(int, ids), default=0)) >= vocabulary:
                 raise RequestError(f"{field}: token {largest}, and the model has embeddings for {vocabulary}", field)
 
 
@@ -82,18 +76,13 @@ def read_sampling(request: GenerationRequest, default: GenerationConfig) -> Samp
     ends, own = default.eos_token_id, default.stop_strings or []
     ends = [] if request.ignore_eos or ends is None else ends if isinstance(ends, list) else [ends]
     return Sampling(
-        most_tokens=request.max_tokens or default.max_new_tokens or _ANSWER_TOKENS,
-        is_length_given=request.max_tokens is not None,
-        ends=[*ends, *(request.stop_token_ids or [])],
-        stop_tokens=request.stop_token_ids or [],
-        stops=[*(request.stop or []), *([own] if isinstance(own, str) else own)],
-        samples=samples,
-        seed=None if request.seed == -1 or not samples else request.seed,
-        num_logprobs=request.num_logprobs,
-        allowed_tokens=request.allowed_token_ids or [],
-        bad_words=request.bad_words or [],
-        penalties=(request.presence_penalty or 0, request.frequency_penalty or 0),
-        changes={name: value for name, value in changes.items() if value is not None},
+        request,
+        request.max_tokens or default.max_new_tokens or _ANSWER_TOKENS,
+        [*ends, *(request.stop_token_ids or [])],
+        [*(request.stop or []), *([own] if isinstance(own, str) else own)],
+        samples,
+        None if request.seed == -1 or not samples else request.seed,
+        {name: value for name, value in changes.items() if value is not None},
     )
 
 
@@ -109,7 +98,7 @@ class _AnswerPenalty(LogitsProcessor):
         return scores - self._frequency * counts - self._presence * (counts > 0)
 
 
-def _sequences(words: Sequence[str], tokenizer: Any) -> list[list[int]]:
+def token_sequences(words: Sequence[str], tokenizer: Any) -> list[list[int]]:
     """Tokens of texts at the beginning of a text and within one, by vLLM's rule."""
     found: list[list[int]] = []
     for word in words:
@@ -119,24 +108,24 @@ def _sequences(words: Sequence[str], tokenizer: Any) -> list[list[int]]:
 
 
 def logits_processors(
-    model: Any, tokenizer: Any, sampling: Sampling, num_prompt: int, grammar: LogitsProcessor | None
+    model: Any, bad_words: list[list[int]], sampling: Sampling, num_prompt: int, grammar: LogitsProcessor | None
 ) -> LogitsProcessorList:
     """Logits processors of ``generate`` for a request, and those that it has not.
 
     Args:
+        bad_words: those of the request as tokens.
         num_prompt: tokens of the prompt.
         grammar: forbids other answers than the request wants.
     """
-    config = copy.deepcopy(model.generation_config)
+    request, config = sampling.request, copy.deepcopy(model.generation_config)
     vars(config).update(sampling.changes, do_sample=sampling.samples, eos_token_id=sampling.ends or None)
-    bad_words = [*(config.bad_words_ids or []), *_sequences(sampling.bad_words, tokenizer)]
-    config.bad_words_ids = bad_words or None
+    config.bad_words_ids = [*(config.bad_words_ids or []), *bad_words] or None
     model._prepare_special_tokens(config, device=model.device)
     more = LogitsProcessorList()
-    if any(sampling.penalties):
-        more.append(_AnswerPenalty(num_prompt, *sampling.penalties))
-    if sampling.allowed_tokens:
-        more.append(PrefixConstrainedLogitsProcessor(lambda *_: sampling.allowed_tokens, 1))
+    if request.presence_penalty or request.frequency_penalty:
+        more.append(_AnswerPenalty(num_prompt, request.presence_penalty or 0, request.frequency_penalty or 0))
+    if allowed := request.allowed_token_ids:
+        more.append(PrefixConstrainedLogitsProcessor(lambda *_: allowed, 1))
     if grammar is not None:
         more.append(grammar)
     found: LogitsProcessorList = model._get_logits_processor(

@@ -31,6 +31,10 @@ class GrammarProcessor(LogitsProcessor):
     def __init__(self, matcher: Any, ends: Sequence[int]) -> None:
         self._matcher, self.ends, self._has_begun = matcher, ends, False
 
+    def copy(self) -> GrammarProcessor:
+        """One for another answer; a grammar takes longer to make."""
+        return GrammarProcessor(self._matcher.deep_copy(), self.ends)
+
     def __call__(self, input_ids: torch.Tensor, scores: torch.Tensor) -> torch.Tensor:
         """Take the newest token; float32 logits, [1, vocabulary], in and out.
 
