@@ -3,6 +3,7 @@ random numbers."""
 
 from __future__ import annotations
 
+import atexit
 import gc
 import os
 import sys
@@ -15,6 +16,10 @@ import pytest
 # Threads of a kernel that wait for one another sleep: where another process wants the core, spinning ones take five
 # times as long. Read when torch is imported.
 os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
+
+if "PYTEST_XDIST_WORKER" in os.environ:
+    # At the end, after what others register below: to free all objects of torch and transformers takes five seconds.
+    atexit.register(os._exit, 0)
 
 os.environ.pop("COLUMNS", None)  # in processes of pytest-xdist 80, for which tables are wrapped
 _caches = tempfile.TemporaryDirectory(prefix="headrace-tests-")
