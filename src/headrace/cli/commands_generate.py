@@ -412,13 +412,7 @@ def _require_bounded(tokenizer: Any, folder: Path, chats: Sequence[list[dict[str
             size = int(Path("/proc/self/statm").read_text().split()[0]) * mmap.PAGESIZE + _RENDER_BYTES
             for limit, most in (resource.RLIMIT_CORE, 0), (resource.RLIMIT_CPU, _RENDER_S), (resource.RLIMIT_AS, size):
                 resource.setrlimit(limit, (most, most))
-            for chat in chats:
-                try:
-                    asks = chat[-1] != _ANSWER
-                    text = tokenizer.apply_chat_template(chat, tokenize=False, add_generation_prompt=asks)
-                    status |= len(text) > _RENDER_BYTES // 16
-                except Exception as error:  # of any type: templates' own are reported where they are used
-                    status |= isinstance(error, MemoryError)
+            status = any(_renders_much(tokenizer, chat) for chat in chats)
         finally:
             os._exit(status)
     if os.waitpid(child, 0)[1]:
@@ -426,6 +420,15 @@ def _require_bounded(tokenizer: Any, folder: Path, chats: Sequence[list[dict[str
             f"{folder}: expected a chat template that renders within {_RENDER_S} s and {format_size(_RENDER_BYTES)}, "
             f"found one that takes more; correct it (chat_template.jinja, or in tokenizer_config.json), or use another"
         )
+
+
+def _renders_much(tokenizer: Any, chat: list[dict[str, str]]) -> bool:
+    """Whether ``chat`` is too large when rendered; errors of a template, of any type, are reported where it is used."""
+    try:
+        text = tokenizer.apply_chat_template(chat, tokenize=False, add_generation_prompt=chat[-1] != _ANSWER)
+    except Exception as error:
+        return isinstance(error, MemoryError)
+    return len(text) > _RENDER_BYTES // 16
 
 
 def _messages(text: str, system: str | None) -> list[dict[str, str]]:
