@@ -938,9 +938,9 @@ BOMBS: dict[str, dict[str, Any]] = {
 }
 
 
-# The last two import large models.
+# The last three import large models.
 @pytest.mark.parametrize("config", [
-    pytest.param(config, id=name, marks=[pytest.mark.slow] * (name in ("modules of a part", "products")))
+    pytest.param(config, id=name, marks=[pytest.mark.slow] * (name in ("modules", "modules of a part", "products")))
     for name, config in BOMBS.items()
 ])  # fmt: skip
 def test_what_transformers_would_make_for_minutes(tmp_path: Path, config: dict[str, Any]) -> None:

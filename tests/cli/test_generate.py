@@ -141,7 +141,13 @@ BOMBS = {
 
 
 @pytest.mark.parametrize(
-    ("verb", "bomb"), [*(("generate", bomb) for bomb in BOMBS), ("chat", "memory"), ("serve", "memory")]
+    ("verb", "bomb"),
+    [
+        pytest.param("generate", "time", marks=pytest.mark.slow),  # a second of the processor is the least limit
+        *(("generate", bomb) for bomb in list(BOMBS)[1:]),
+        ("chat", "memory"),
+        ("serve", "memory"),
+    ],
 )
 def test_a_template_that_takes_all_time_or_memory(
     verb: str, bomb: str, with_template: Callable[..., Path], monkeypatch: pytest.MonkeyPatch
@@ -537,11 +543,11 @@ def test_a_tokenizer_that_strips_the_first_space(model: Path, tmp_path: Path) ->
         decoded = [tokenizer.decode(each, skip_special_tokens=True) for each in (tokens, ids[0])]
         wanted = decoded[0][len(decoded[1]) :]
         assert generate(folder, "--no-chat", "--max-new-tokens", 4, prompt=prompt).stdout == wanted + "\n"
-        assert generate(folder, "--chat", "--max-new-tokens", 4, prompt=prompt).stdout == chat_text(
-            folder, ("user", prompt), max_new_tokens=4
-        )
         spaces += wanted.startswith(" ")
     assert spaces > 1
+    assert generate(folder, "--chat", "--max-new-tokens", 4, prompt=prompt).stdout == chat_text(
+        folder, ("user", prompt), max_new_tokens=4
+    )
 
 
 # -- dtype and attention -----------------------------------------------------------------------------------------------

@@ -208,9 +208,15 @@ def broken(machine: Machine, error: BaseException) -> None:
 
 
 class TestModels:
-    @pytest.mark.parametrize("options", [DiskOptions(), DiskOptions(direct=True)], ids=["plain", "direct"])
-    @pytest.mark.parametrize("entries", [1, 3])
-    @pytest.mark.parametrize("slots", [1, 2, 3])
+    @pytest.mark.parametrize(
+        ("slots", "entries", "options"),
+        [
+            (1, 1, DiskOptions()),
+            (2, 3, DiskOptions()),
+            (2, 1, DiskOptions(direct=True)),
+            (3, 3, DiskOptions(direct=True)),
+        ],
+    )
     @pytest.mark.parametrize("build", [lambda: Stack(5), lambda: Stack(5, 70), QuantStack])
     @torch.no_grad()
     def test_a_model_out_of_its_checkpoint(

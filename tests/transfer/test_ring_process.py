@@ -80,8 +80,17 @@ def pid_of(machine: Machine) -> int:
 
 
 class TestBytes:
-    @pytest.mark.parametrize("options", [DiskOptions(), DiskOptions(True), DiskOptions(None, True)], ids=str)
-    @pytest.mark.parametrize(("units", "slots", "entries"), [(1, 1, 1), (5, 2, 3), (8, 3, 8), (7, 2, 2)])
+    @pytest.mark.parametrize(
+        ("units", "slots", "entries", "options"),
+        [
+            (1, 1, 1, DiskOptions()),
+            (5, 2, 3, DiskOptions(True)),
+            (8, 3, 8, DiskOptions(None, True)),
+            (7, 2, 2, DiskOptions(True)),
+            (7, 2, 2, DiskOptions()),
+        ],
+        ids=str,
+    )
     def test_live_and_replayed(self, make: Make, units: int, slots: int, entries: int, options: DiskOptions) -> None:
         machine = make(units, slots, options, max_entries=entries)
         machine.forward()
@@ -142,8 +151,16 @@ class TestBytes:
 
 
 class TestFiles:
-    @pytest.mark.parametrize("options", [DiskOptions(), DiskOptions(True), DiskOptions(None)], ids=str)
-    @pytest.mark.parametrize("harm", ["rewrite", "truncate"])
+    @pytest.mark.parametrize(
+        ("harm", "options"),
+        [
+            ("rewrite", DiskOptions()),
+            ("rewrite", DiskOptions(True)),
+            ("truncate", DiskOptions(True)),
+            ("truncate", DiskOptions(None)),
+        ],
+        ids=str,
+    )
     def test_one_that_is_written_to_is_an_error(
         self, make: Make, harm: str, options: DiskOptions, tmp_path: Path
     ) -> None:
@@ -159,8 +176,7 @@ class TestFiles:
         with pytest.raises(TransferError, match=r"model\.safetensors: expected .* while in use"):
             machine.forwards(10)
 
-    @pytest.mark.parametrize("before_the_start", [True, False], ids=["before", "after"])
-    @pytest.mark.parametrize("harm", ["remove", "replace"])
+    @pytest.mark.parametrize(("harm", "before_the_start"), [("remove", False), ("replace", True)], ids=str)
     def test_one_that_goes_is_still_open(self, harm: str, before_the_start: bool, tmp_path: Path) -> None:
         path = save_patterns(make_plan(6, 2)[1], tmp_path)
         store = disk_store(path, DiskOptions(direct=None))
