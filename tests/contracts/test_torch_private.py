@@ -31,7 +31,8 @@ def names_in(tree: ast.AST) -> Iterator[str]:
     """Dotted names that begin with ``torch``: attributes, imports, and strings that are nothing else."""
     for node in ast.walk(tree):
         if isinstance(node, ast.Attribute):
-            yield ast.unparse(node)
+            if isinstance(node.value, (ast.Name, ast.Attribute)):
+                yield ast.unparse(node)
         elif isinstance(node, ast.Import):
             yield from (alias.name for alias in node.names)
         elif isinstance(node, ast.ImportFrom) and not node.level:
