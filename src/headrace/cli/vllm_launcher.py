@@ -9,8 +9,7 @@ import shlex
 import shutil
 import sys
 from collections.abc import Mapping, Sequence
-from importlib import metadata
-from importlib.util import find_spec
+from importlib import metadata, util
 from pathlib import Path
 from typing import Any
 
@@ -102,7 +101,7 @@ def why_not_vllm(model: str, options: Mapping[str, Any], flags: OffloadFlags) ->
 
 def _installed_version() -> str:
     """Version of vLLM for this Python; builds of third parties have other distribution names."""
-    names = metadata.packages_distributions() if find_spec("vllm") else {}  # looks through all that is installed
+    names = metadata.packages_distributions() if util.find_spec("vllm") else {}  # looks through all that is installed
     return metadata.version(next(iter(names.get("vllm", ["vllm"]))))
 
 
