@@ -26,8 +26,6 @@ import numpy as np
 import psutil
 import pytest
 import torch
-from hypothesis import HealthCheck, given, settings
-from hypothesis import strategies as st
 
 import rings
 from checks import eventually
@@ -93,23 +91,6 @@ class TestBytes:
         machine.checked_forward()
         moved = sum(machine.plan.units[unit].payload_bytes for unit in machine.link.log)
         assert machine.link.ring.memory.stats.bytes_read >= moved > 0
-
-    @pytest.mark.slow
-    @settings(deadline=None, max_examples=15, suppress_health_check=[HealthCheck.function_scoped_fixture])
-    @given(st.lists(st.tuples(st.booleans(), st.lists(st.integers(0, 5), max_size=8)), min_size=1, max_size=8))
-    def test_any_order_of_units(self, make: Make, steps: list[tuple[bool, list[int]]]) -> None:
-        machine = make(max_entries=3)
-        for in_graph, order in steps:
-            if in_graph:
-                machine.check()
-                graph = machine.capture(order)
-                for _ in range(2):
-                    machine.link.stream.replay(graph)
-            else:
-                machine.forward(order)
-            machine.forward()
-        machine.check()
-        machine.close()
 
     @pytest.mark.slow
     @torch.no_grad()
