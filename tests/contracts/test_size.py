@@ -13,10 +13,10 @@ import pytest
 import measures
 
 BOUNDS = {
-    "lines of src": 23214,
+    "lines of src": 23218,
     "lines of the core": 14887,
     "files of src": 160,
-    "lines of tests": 41875,
+    "lines of tests": 41860,
     "longest class": 347,
     "Prefetcher": 296,
     "branches on a kind of store": 4,
