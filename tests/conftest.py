@@ -3,7 +3,9 @@ random numbers."""
 
 from __future__ import annotations
 
+import atexit
 import gc
+import logging
 import os
 import sys
 import tempfile
@@ -15,6 +17,10 @@ import pytest
 # Threads of a kernel that wait for one another sleep: where another process wants the core, spinning ones take five
 # times as long. Read when torch is imported.
 os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
+
+if "PYTEST_XDIST_WORKER" in os.environ:
+    # At the end, after what others register below: to free all objects of torch and transformers takes five seconds.
+    atexit.register(os._exit, 0)
 
 os.environ.pop("COLUMNS", None)  # in processes of pytest-xdist 80, for which tables are wrapped
 _caches = tempfile.TemporaryDirectory(prefix="headrace-tests-")
@@ -34,6 +40,8 @@ def pytest_sessionstart(session: pytest.Session) -> None:
         # tests start.
         torch.set_num_threads(1)
         os.environ["OMP_NUM_THREADS"] = "1"
+        # The other one formats three tracebacks for devices that are not here, 0.4 ms of each test.
+        torch.manual_seed = torch.default_generator.manual_seed
 
 
 def pytest_unconfigure() -> None:
@@ -46,6 +54,10 @@ def _frozen() -> None:
     """What imports have made stays: each collection looked through a million objects of torch's and transformers'."""
     gc.collect()
     gc.freeze()
+    # Or pytest attaches and detaches its handlers at each of torch's loggers, six times a test.
+    for name, logger in logging.root.manager.loggerDict.items():
+        if name.startswith("torch.") and isinstance(logger, logging.Logger):
+            logger.propagate = True
 
 
 @pytest.fixture(autouse=True)

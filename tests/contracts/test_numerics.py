@@ -455,8 +455,7 @@ class Failing(nn.Module):
 
 @pytest.mark.filterwarnings("error::headrace.HeadraceWarning")
 class TestInterrupted:
-    @pytest.mark.parametrize("error", [ValueError("mine"), KeyboardInterrupt(), SystemExit()], ids=repr)
-    @pytest.mark.parametrize("at", [0, 2, 4])
+    @pytest.mark.parametrize(("error", "at"), [(ValueError("mine"), 0), (KeyboardInterrupt(), 2), (SystemExit(), 4)])
     @pytest.mark.parametrize("slots", [1, 2])
     @pytest.mark.parametrize("before", [True, False])
     def test_a_forward_that_raises(self, error: BaseException, at: int, slots: int, before: bool) -> None:
@@ -584,7 +583,7 @@ class TestGradients:
             model(x).sum().backward()
         assert x.grad is not None
 
-    @pytest.mark.parametrize("compiled", [False, True])
+    @pytest.mark.parametrize("compiled", [False, pytest.param(True, marks=pytest.mark.slow)])
     def test_backward_through_parts_that_are_offloaded_each(self, compiled: bool) -> None:
         """The unit of one part runs inside the forward of a model that has others, and residents around them."""
         model = Stack(5).eval()

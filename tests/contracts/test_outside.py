@@ -804,8 +804,9 @@ class TestTracers:
             lambda model, x: torch.func.linearize(model, x)[0],
             lambda model, x: torch.func.vmap(model)(x),
             lambda model, x: torch.fx.symbolic_trace(model)(x),
+            lambda model, x: torch.jit.trace(model, x, check_trace=False)(x),
         ],
-        ids=["make_fx", "linearize", "vmap", "symbolic_trace"],
+        ids=["make_fx", "linearize", "vmap", "symbolic_trace", "jit"],
     )
     def test_are_refused(self, trace: Callable[..., torch.Tensor]) -> None:
 
@@ -962,9 +963,3 @@ def test_a_forward_ended_by_an_interrupt_holds_up_no_other_thread() -> None:
             assert not thread.is_alive()
             assert_same_bits(found[0].detach(), expected)
             assert_same_bits(model(x), expected)
-
-
-def test_casts_are_refused() -> None:
-    model = Stack(3).eval()
-    with headrace.offload(model, all_layers(1)), pytest.raises(ModelChangedError, match="would change offloaded"):
-        model.to(memory_format=torch.channels_last, dtype=torch.float64)

@@ -27,11 +27,15 @@ ALLOWED_IN = {
 }
 
 
+def dotted(node: ast.AST) -> str:
+    return f"{dotted(node.value)}.{node.attr}" if isinstance(node, ast.Attribute) else getattr(node, "id", "")
+
+
 def names_in(tree: ast.AST) -> Iterator[str]:
     """Dotted names that begin with ``torch``: attributes, imports, and strings that are nothing else."""
     for node in ast.walk(tree):
         if isinstance(node, ast.Attribute):
-            yield ast.unparse(node)
+            yield dotted(node)
         elif isinstance(node, ast.Import):
             yield from (alias.name for alias in node.names)
         elif isinstance(node, ast.ImportFrom) and not node.level:

@@ -69,6 +69,7 @@ def retired(file: Path, lines: Iterator[tuple[int, str]]) -> list[str]:
     ]
 
 
+@pytest.mark.slow
 def test_the_package() -> None:
     found = [each for file in sorted((ROOT / "src").rglob("*.py")) for each in retired(file, texts(file))]
     assert not found, "\n".join(found)

@@ -206,6 +206,7 @@ class TestBits:
                 assert handle.stats().experts[0].evicted > 0
         torch._dynamo.reset()
 
+    @pytest.mark.slow
     def test_compiled_code_waits_for_the_latest_run_on_another_stream(self, monkeypatch: pytest.MonkeyPatch) -> None:
         """At each call, and not when it is traced: which streams are current is not known before."""
         model, x, followed = Experts().eval(), torch.randn(2, 24), list[torch.device]()
@@ -380,10 +381,11 @@ class TestRefusals:
     def test_a_tensor_that_is_no_longer_the_cached_one(self, how: str) -> None:
         """Its rows would be read on."""
         model = qwen()
-        expected, experts = outputs(model), model.model.layers[1].mlp.experts
+        experts = model.model.layers[1].mlp.experts
         own, other = experts.down_proj, nn.Parameter(experts.down_proj.detach() * 2)
         with headrace.offload(model, cached(3)):
-            assert_same_bits(outputs(model), expected)
+            with torch.inference_mode():
+                model(IDS)
             if how == "data":
                 own.data = other.data
             elif how == "swapped":

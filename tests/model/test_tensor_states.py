@@ -216,6 +216,7 @@ class TestEveryStateIsReached:
             assert states(handle) == {RESIDENT, PLACEHOLDER}
             assert handle.stats().bytes_moved > 0
 
+    @pytest.mark.slow
     def test_in_compiled_code(self) -> None:
         model = Stack(3).eval()
         expected = model(rows())

@@ -103,11 +103,11 @@ def dense_planner(vocab_size: int = 8000, is_tied: bool = False) -> Planner:
         (dense_planner, 121_588_053, 16, {"codec": "exp3"}),
         # Plans that cache experts were compared with coded ones as if these had no code.
         (planner, 1_697_593_535, 256, {"rules": [("experts", "prefetch")]}),
-        (planner, 2_125_892_930, 256, {"rules": [("experts", "prefetch")]}),
+        pytest.param(planner, 2_125_892_930, 256, {"rules": [("experts", "prefetch")]}, marks=pytest.mark.slow),
         (planner, 471_690_484, 1, {"expert_slots": 2}),  # there is room for few slots alone
         # What attention leaves to experts, which are nearly all in slots, brings more than its copies take.
-        (planner, 4_964_673_423, 16, {"rules": [("self_attn", "prefetch")]}),
-        (planner, 4_953_672_381, 256, {"rules": [("self_attn", "prefetch")]}),
+        pytest.param(planner, 4_964_673_423, 16, {"rules": [("self_attn", "prefetch")]}, marks=pytest.mark.slow),
+        pytest.param(planner, 4_953_672_381, 256, {"rules": [("self_attn", "prefetch")]}, marks=pytest.mark.slow),
         # A head that is larger than the budget was read in place only where no experts were cached.
         (partial(planner, vocab_size=400_000), 1_000_000_000, 1, {"rules": [("experts", "cache")]}),
         # A head that is the embedding, too, and is in no unit, always stayed.

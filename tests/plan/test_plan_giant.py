@@ -176,6 +176,7 @@ def test_experts_come_from_all_their_tensors(opened: OpenedModel) -> None:
             assert set(names) == {str(expert) for expert in range(256)}
 
 
+@pytest.mark.slow
 def test_no_names_are_searched_for_what_the_files_do_not_hold(
     opened: OpenedModel, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import functools
 import io
 import json
 import shutil
@@ -11,6 +12,7 @@ from string import ascii_letters
 from typing import Any
 
 import pytest
+import typer.testing
 from tokenizers import Tokenizer, decoders, models, normalizers
 from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedTokenizerFast, TextStreamer
 from typer.testing import CliRunner
@@ -18,6 +20,8 @@ from typer.testing import CliRunner
 from headrace.cli import app
 from headrace.cli.demo_run import ModelSize, ensure_model
 from models import aligned
+
+typer.testing._get_command = functools.cache(typer.testing._get_command)  # made of the same functions each time
 
 TINY = ModelSize(hidden=128, intermediate=384, layers=4, heads=4, key_value_heads=2)
 # Of every verb that offloads, in the order of its help.

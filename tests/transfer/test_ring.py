@@ -22,7 +22,6 @@ from torch import nn
 
 from checks import eventually, raising
 from headrace.errors import TransferError
-from headrace.plan.plan import Plan
 from headrace.plan.schedule import next_in_chain, steady_order
 from headrace.plan.staging_ring import STATUS_BYTES, RingLayout, lay_out_ring
 from headrace.stats import StagingStats
@@ -30,7 +29,7 @@ from headrace.stores.file_reads import DiskOptions
 from headrace.testing import assert_same_bits, offload_over
 from headrace.transfer.ring import Counter, RingMemory
 from models import QuantStack, Stack, all_layers, rows, save
-from rings import PATIENCE_S, FakeRingLink, Machine, Op, disk_store, make_plan, save_patterns
+from rings import PATIENCE_S, FakeRingLink, Machine, Op
 
 Make = Callable[..., Machine]
 CASES = [(n, s) for n in range(1, 9) for s in range(1, min(n, 4) + 1)]
@@ -208,9 +207,15 @@ def broken(machine: Machine, error: BaseException) -> None:
 
 
 class TestModels:
-    @pytest.mark.parametrize("options", [DiskOptions(), DiskOptions(direct=True)], ids=["plain", "direct"])
-    @pytest.mark.parametrize("entries", [1, 3])
-    @pytest.mark.parametrize("slots", [1, 2, 3])
+    @pytest.mark.parametrize(
+        ("slots", "entries", "options"),
+        [
+            (1, 1, DiskOptions()),
+            (2, 3, DiskOptions()),
+            (2, 1, DiskOptions(direct=True)),
+            (3, 3, DiskOptions(direct=True)),
+        ],
+    )
     @pytest.mark.parametrize("build", [lambda: Stack(5), lambda: Stack(5, 70), QuantStack])
     @torch.no_grad()
     def test_a_model_out_of_its_checkpoint(
@@ -371,46 +376,3 @@ class TestEnd:
         del machine
         gc.collect()
         assert gone() is None
-
-
-class TestFiles:
-    """Real files under the ring, stamped as an offload stamps them."""
-
-    @pytest.fixture
-    def plan_and_path(self, tmp_path: Path) -> tuple[Plan, Path]:
-        plan, patterns = make_plan(6, 2)
-        return plan, save_patterns(patterns, tmp_path)
-
-    @pytest.mark.parametrize("direct", [False, True], ids=["plain", "direct"])
-    @pytest.mark.parametrize("harm", ["rewrite", "truncate", "remove", "replace"])
-    def test_a_file_that_changes_is_an_error_and_one_that_goes_is_not(
-        self, plan_and_path: tuple[Plan, Path], harm: str, direct: bool
-    ) -> None:
-        """The open file outlives its name; only writing to the file itself changes what is read."""
-        plan, path = plan_and_path
-        store = disk_store(path, DiskOptions(direct=direct))
-        machine = Machine(6, 2, link=FakeRingLink(), store=store)
-        assert machine.plan == plan
-        machine.checked_forward()
-        time.sleep(0.02)  # times of files have the grain of the kernel's clock
-        whole = path.read_bytes()
-        if harm == "rewrite":
-            path.write_bytes(whole[:-4000] + bytes(4000))
-        elif harm == "truncate":
-            with path.open("r+b") as file:
-                file.truncate(len(whole) // 4)
-        elif harm == "remove":
-            path.unlink()
-        else:
-            other = path.with_suffix(".new")
-            other.write_bytes(bytes(len(whole)))
-            other.rename(path)
-        if harm in ("remove", "replace"):
-            for _ in range(3):
-                machine.checked_forward()
-        else:
-            with pytest.raises(TransferError, match="while in use"):
-                machine.forwards(10)
-        machine.close()
-        store.close()
-        assert not torch.cuda.is_initialized()

@@ -399,26 +399,23 @@ def open_with_template(folder: Path, messages: list[dict[str, str]] | None = Non
         CheckpointError: there is none that transformers can read, or its chat template takes much time or memory.
     """
     tokenizer, ask = open_tokenizer(folder), _messages("?", None)
-    for chat in (messages or ask, [*ask, _ANSWER], [*ask, _ANSWER, *ask]) * bool(tokenizer.chat_template):
-        _require_bounded(tokenizer, folder, chat)
+    if tokenizer.chat_template:
+        _require_bounded(tokenizer, folder, (messages or ask, [*ask, _ANSWER], [*ask, _ANSWER, *ask]))
     return tokenizer
 
 
-def _require_bounded(tokenizer: Any, folder: Path, chat: list[dict[str, str]]) -> None:
-    """Refuse a chat template, a program from the model's folder, that takes much time or memory for ``chat``.
+def _require_bounded(tokenizer: Any, folder: Path, chats: Sequence[list[dict[str, str]]]) -> None:
+    """Refuse a chat template, a program from the model's folder, that takes much time or memory for one of ``chats``.
 
     One operation of it can take all memory, or never end, so it is tried in a process that the system ends.
     """
     if not (child := os.fork()):
-        status = 0  # templates raise errors of any type, which are reported where they are used
+        status = 0
         try:
             size = int(Path("/proc/self/statm").read_text().split()[0]) * mmap.PAGESIZE + _RENDER_BYTES
             for limit, most in (resource.RLIMIT_CORE, 0), (resource.RLIMIT_CPU, _RENDER_S), (resource.RLIMIT_AS, size):
                 resource.setrlimit(limit, (most, most))
-            text = tokenizer.apply_chat_template(chat, tokenize=False, add_generation_prompt=chat[-1] != _ANSWER)
-            status = len(text) > _RENDER_BYTES // 16
-        except MemoryError:
-            status = 1
+            status = any(_renders_much(tokenizer, chat) for chat in chats)
         finally:
             os._exit(status)
     if os.waitpid(child, 0)[1]:
@@ -426,6 +423,15 @@ def _require_bounded(tokenizer: Any, folder: Path, chat: list[dict[str, str]]) -
             f"{folder}: expected a chat template that renders within {_RENDER_S} s and {format_size(_RENDER_BYTES)}, "
             f"found one that takes more; correct it (chat_template.jinja, or in tokenizer_config.json), or use another"
         )
+
+
+def _renders_much(tokenizer: Any, chat: list[dict[str, str]]) -> bool:
+    """Whether ``chat`` is too large when rendered; errors of a template, of any type, are reported where it is used."""
+    try:
+        text = tokenizer.apply_chat_template(chat, tokenize=False, add_generation_prompt=chat[-1] != _ANSWER)
+    except Exception as error:
+        return isinstance(error, MemoryError)
+    return len(text) > _RENDER_BYTES // 16
 
 
 def _messages(text: str, system: str | None) -> list[dict[str, str]]:

@@ -9,7 +9,7 @@ import shlex
 import shutil
 import sys
 from collections.abc import Mapping, Sequence
-from importlib import metadata
+from importlib import metadata, util
 from pathlib import Path
 from typing import Any
 
@@ -105,7 +105,8 @@ def why_not_vllm(model: str, options: Mapping[str, Any], flags: OffloadFlags) ->
 
 def _installed_version() -> str:
     """Version of vLLM for this Python; builds of third parties have other distribution names."""
-    return metadata.version(next(iter(metadata.packages_distributions().get("vllm", ["vllm"]))))
+    names = metadata.packages_distributions() if util.find_spec("vllm") else {}  # looks through all that is installed
+    return metadata.version(next(iter(names.get("vllm", ["vllm"]))))
 
 
 def _require_rest(model: str, rest: Sequence[str]) -> None:
