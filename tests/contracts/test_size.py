@@ -13,10 +13,10 @@ import pytest
 import measures
 
 BOUNDS = {
-    "lines of src": 23967,
+    "lines of src": 23972,
     "lines of the core": 14943,
     "files of src": 171,
-    "lines of tests": 42440,
+    "lines of tests": 42445,
     "longest class": 347,
     "Prefetcher": 296,
     "branches on a kind of store": 4,

@@ -325,8 +325,10 @@ def test_a_key_that_is_no_utf8(folder: Path) -> None:
 
 
 @pytest.mark.slow
-def test_the_end_of_the_engine_is_reported(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """To those who wait, to those who come, and to whoever asks for the health."""
+def test_the_end_of_the_engine_is_reported(
+    folder: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """To those who wait, to those who come, to whoever asks for the health, and with its place to the log."""
     with serving(folder, EVERY_LAYER) as served:
         assert served.send("/health") == (200, '{"status":"ok"}')
         expected = served.complete("hi", max_tokens=2)["choices"]
@@ -335,6 +337,8 @@ def test_the_end_of_the_engine_is_reported(folder: Path, monkeypatch: pytest.Mon
             for stream in (False, True):
                 status, text = served.send("/v1/completions", {"prompt": "hi", "stream": stream})
                 assert (status, "RuntimeError: out of" in text) == (200 if stream else 500, True)
+            logged = [record.exc_info[1] for record in caplog.records if record.exc_info]
+            assert [str(each) for each in logged] == ['out of "luck"'] * 2
         assert served.send("/health")[0] == 200
         assert served.complete("hi", max_tokens=2)["choices"] == expected
 
@@ -346,6 +350,7 @@ def test_the_end_of_the_engine_is_reported(folder: Path, monkeypatch: pytest.Mon
         status, text = error_of(served.send("/v1/completions", {"prompt": "hi", "stream": True}))
         assert status == 503
         assert re.search('the engine has ended: RuntimeError: out of "luck"', text)
+        assert [record.getMessage() for record in caplog.records if record.exc_info][2:] == ["the engine has ended"]
         assert metrics(served)["headrace_alive"] == 0
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+import logging
 import os
 import re
 import secrets
@@ -34,6 +35,7 @@ from headrace.serving.metrics import Metrics
 from headrace.serving.request_body import RequestError
 from headrace.serving.responses import Responses
 
+_log = logging.getLogger(__name__)
 RECEIVE_S = 30  # for the head of a request, and then for its body
 
 _GENERATE: dict[str, type[Endpoint]] = {
@@ -268,6 +270,7 @@ def _refusal(request: str, error: Exception) -> RequestError:
         case RuntimeError() if "start new thread" in str(error):
             return RequestError(f"the server starts no further thread ({error}): {MORE_THREADS}", status=503)
         case _:
+            _log.error("%s: status 500", request or "a stream", exc_info=error)
             return RequestError(f"{type(error).__name__}: {error}", status=500)
 
 

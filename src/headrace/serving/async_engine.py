@@ -44,7 +44,7 @@ class AsyncEngine:
         """Queue the requests of answers.
 
         Returns:
-            their new pieces, until all have ended; raises a RequestError where one, or the engine, ends with an error.
+            their new pieces, until all have ended; raises the error of a request, or why the engine has ended.
 
         Raises:
             RequestError: one of them can never run, or the queue is full; then none runs.
@@ -81,7 +81,7 @@ class AsyncEngine:
                 found.append(news.get_nowait())
             merged: dict[Answer, list[Piece]] = {}
             for answer, pieces in found:
-                if isinstance(pieces, RequestError):
+                if isinstance(pieces, BaseException):
                     raise pieces
                 merged.setdefault(answer, []).extend(pieces)
             left -= {answer for answer in merged if answer.finish_reason is not None}
@@ -103,9 +103,8 @@ class AsyncEngine:
                     raise error
                 queue.put_nowait((answer, answer.read(num_tokens, has_ended)))
             except BaseException as found:  # of the request alone, or of the engine
-                reason = self.why_dead() if found is self.engine.error else None
-                refusal = RequestError(reason or f"{type(found).__name__}: {found}", status=503 if reason else 500)
-                queue.put_nowait((answer, found if isinstance(found, RequestError) else refusal))
+                is_dead = found is self.engine.error
+                queue.put_nowait((answer, RequestError(self.why_dead() or "", status=503) if is_dead else found))
             if answer.finish_reason is not None:
                 self.prompt_tokens += len(request.prompt)
                 self.generated_tokens += answer.num_tokens

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import threading
 import time
 from collections import deque
@@ -15,6 +16,7 @@ from transformers import LogitsProcessorList
 from headrace.graphs.cache_rows import Rows
 from headrace.serving.request_body import RequestError
 
+_log = logging.getLogger(__name__)
 # Of a forward: more of an eager prompt would let the others wait, and take more memory.
 _PROMPT_TOKENS = 2048
 # Of one whose tokens' log-probabilities are wanted: the logits of all of them take 4 bytes a token and word.
@@ -217,6 +219,7 @@ class Engine:
                     self._step()
                 self._begin_s = None
         except BaseException as error:  # SystemExit too: requests would wait for good
+            _log.error("the engine has ended", exc_info=error)
             self.error = error
             with self._changed:
                 left = [*self._active, *self._prompts, *self._waiting]
