@@ -14,6 +14,8 @@ import torch
 
 import headrace
 from headrace import Prefetch
+from headrace.errors import StateError
+from headrace.runtime import hooks
 from interrupts import MODES
 from isolated import HERE, environment
 from models import Stack, expecting
@@ -66,3 +68,16 @@ def test_a_thread_that_ended_within_a_forward_holds_up_no_other() -> None:
         assert torch.equal(model(x), expected)
         assert time.monotonic() - start < 10
         assert handle.stats().bytes_moved > 0
+
+
+@torch.no_grad()
+def test_remove_between_two_steps_of_a_hook(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As another thread may call it there: IndexError and AttributeError came out, of slots that were gone."""
+    model, x, expected = expecting(Stack(4))
+    handle = headrace.offload(model, Prefetch(1, 1, 1, params=["layers"]))
+    assert torch.equal(model(x), expected)
+    assert handle.stats().bytes_moved > 0
+    monkeypatch.setattr(hooks, "refuse_tracers", lambda *_: handle.remove())
+    with pytest.raises(StateError, match="removed while a forward was running"):
+        model.layers[0](x)  # alone: as where the hooks of the model are off already
+    assert torch.equal(model(x), expected)

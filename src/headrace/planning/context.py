@@ -322,8 +322,7 @@ def make_planner(
     from headrace.transfer.machine_probe import planning_rates
 
     on_gpu = device.type == "cuda"
-    if not on_gpu:  # which has no graphs
-        profile = replace(profile, kernels_per_step=None)
+    profile = profile if on_gpu else replace(profile, kernels_per_step=None)  # a CPU has no graphs
     stored_bytes = {} if weights is None else weights.converted_bytes(inventory)
     spill = None
     if weights is not None and on_gpu and num_ranks == 1 and not pin_memory_disabled():
@@ -333,8 +332,7 @@ def make_planner(
         spill = Spill(frozenset(not_readable.union(unstreamable)), free_bytes)
     in_place, triton = on_gpu and can_read_in_place(device), has_triton(device)
     rates = rates or planning_rates(device, disk is not None and bool(disk.direct), in_group)
-    can_cache = in_place and triton and rates.fetch_bytes_per_s is not None
-    readers = set(profile.row_readers) if can_cache else set()
+    readers = set(profile.row_readers) if in_place and triton and rates.fetch_bytes_per_s is not None else set()
     experts = {s.name for s in inventory.storages if not readers.isdisjoint(s.modules)}
     return Planner(
         inventory,

@@ -176,7 +176,7 @@ class _ModuleHook(NotCopyable):
 
     def remove(self) -> None:
         """Take the hooks off. Compiled code that still holds them finds ops without effect."""
-        self._prefetcher = None
+        self._prefetcher = None  # another thread that calls a hook now has it, or finds none
         for handle in self._handles:
             handle.remove()
         _unwrap(self._module, self._wrapper, self._own_forward)
@@ -243,23 +243,23 @@ class UnitHook(_ModuleHook):
     # -- compiled code ----------------------------------------------------------------------------------------------
 
     def enter_compiled(self, tensors: Sequence[torch.Tensor]) -> None:
-        if self._prefetcher is None:
+        if (prefetcher := self._prefetcher) is None:
             return
         given = [torch.Tensor.data_ptr(tensor) for tensor in tensors]
         for bound, path in zip(self._tensors, self._paths, strict=True):
-            if self._prefetcher.replays.in_capture:
+            if prefetcher.replays.in_capture:
                 bound.note_replays()
             bound.note_version(known=False)  # the ops count as writes, before (torch 2.11) or after they run
             bound.check()
             bound.refuse_copy(given, self._module, path)
-        self._prefetcher.wait(self._unit)
+        prefetcher.wait(self._unit)
 
     def leave_compiled(self, tensors: Sequence[torch.Tensor]) -> None:
-        if self._prefetcher is None:
+        if (prefetcher := self._prefetcher) is None:
             return
         for bound in self._tensors:
             bound.invalidate_saved()
-        self._prefetcher.release(self._unit)
+        prefetcher.release(self._unit)
 
     def _trace_before(self, module: nn.Module, args: Any, kwargs: Any = None) -> None:
         refuse_export()
@@ -290,16 +290,16 @@ class UnitHook(_ModuleHook):
 
     @leave_to_python
     def _run_before(self, module: nn.Module, args: Any, kwargs: Any = None) -> None:
-        if self._prefetcher is not None:
+        if (prefetcher := self._prefetcher) is not None:
             refuse_tracers(args, kwargs)
-            self._open(self._prefetcher)
+            self._open(prefetcher)
 
     @leave_to_python
     def _run_after(self, module: nn.Module, args: Any, output: Any) -> Any:
-        window = self._my_window(running=False)
-        if self._prefetcher is None or window is None:
+        prefetcher, window = self._prefetcher, self._my_window(running=False)
+        if prefetcher is None or window is None:
             return None  # called because what came before the module has raised
-        return self._close(self._prefetcher, window, output)
+        return self._close(prefetcher, window, output)
 
     # The compiler runs this while it traces the hooks, and keeps the (absent) result as a constant. The attribute is
     # what torch.compiler.assume_constant_result sets; that function would import all of the compiler here.
@@ -313,9 +313,9 @@ class UnitHook(_ModuleHook):
         traced_graph(self._promoter.inputs_outside)
         with self._lock:
             for hook in self._siblings:
-                if type(hook._module) is type(self._module) and hook._prefetcher is not None:
+                if type(hook._module) is type(self._module) and (prefetcher := hook._prefetcher) is not None:
                     for bound in hook._tensors:
-                        bound.pin_to_slot(functools.partial(hook._prefetcher.replays.is_read_here, hook._unit))
+                        bound.pin_to_slot(functools.partial(prefetcher.replays.is_read_here, hook._unit))
 
     pin_to_slots._dynamo_marked_constant = True  # type: ignore[attr-defined]
 
@@ -500,13 +500,13 @@ class ForwardHook(_ModuleHook):
             self._module.__dict__["forward"] = self._wrapper
 
     def begin_compiled(self, whole: bool) -> None:
-        if self._prefetcher is not None:
+        if (prefetcher := self._prefetcher) is not None:
             self.before()
-            self._prefetcher.begin_forward(whole=whole)
+            prefetcher.begin_forward(whole=whole)
 
     def join_compiled(self) -> None:
-        if self._prefetcher is not None:
-            self._prefetcher.finish_forward()
+        if (prefetcher := self._prefetcher) is not None:
+            prefetcher.finish_forward()
 
     @property
     def runs_here(self) -> bool:

@@ -239,13 +239,15 @@ class Prefetcher:
         if forwards.is_forked or (self._break_capture is not None and self._break_capture(lambda: self.release(unit))):
             return
         with self._lock:
+            if forwards.closed:  # while this forward began: its slots are gone
+                return
             slot = replays.slots()[self._slot_of[unit]]
             if replays.in_part:
                 replays.note_part()
             reader = reader or slot.latest_reader()
             following = self._order.following(slot.index, slot.position, unit)
             if slot.unit != unit or reader not in slot.readers:
-                if replays.partial and not slot.readers and not forwards.closed:
+                if replays.partial and not slot.readers:
                     slot.to_empty()  # another graph has waited for it, or the wait before it failed
                     self._refill(unit, slot, following)
                 return
@@ -261,7 +263,7 @@ class Prefetcher:
                 self._end_read(unit, slot)  # after the poison
             if not follows and unit in self._coded:
                 slot.events.clear()
-            if not slot.readers and not forwards.closed:
+            if not slot.readers:
                 self._refill(unit, slot, following)
                 forwards.notify()
 
