@@ -1,0 +1,227 @@
+"""Triton kernels in the order of :mod:`headrace.experts.order`: both products of the experts of a few rows.
+
+Launch them with ``enable_fp_fusion=False``: a multiplication and an addition are two roundings. Numbers in bf16 are
+read as integers, two in 32 bits where they lie side by side, so no conversion of a compiler's is in use. ``CHUNKS``
+chunks are added up at once; this, rows and warps change no bit.
+"""
+
+# ruff: noqa: N803
+from __future__ import annotations
+
+import triton
+import triton.language as tl
+
+_UPPER: tl.constexpr = tl.constexpr(-65536)  # the 16 bits of a bf16 in a float32
+
+
+@triton.jit
+def _low(bits):
+    return (bits << 16).to(tl.float32, bitcast=True)
+
+
+@triton.jit
+def _high(bits):
+    return (bits & _UPPER).to(tl.float32, bitcast=True)
+
+
+@triton.jit
+def _rounded(x):
+    """``x`` to the nearest bf16, ties to even, as float32."""
+    bits = x.to(tl.int32, bitcast=True)
+    bits = (bits + 0x7FFF + ((bits >> 16) & 1)) & _UPPER
+    return tl.where(x == x, bits, 0x7FC00000).to(tl.float32, bitcast=True)
+
+
+@triton.jit
+def _as_int16(x):
+    return (x.to(tl.int32, bitcast=True) >> 16).to(tl.int16)
+
+
+@triton.jit
+def _load_bf16(pointers, mask):
+    return _low(tl.load(pointers, mask=mask, other=0).to(tl.int32))
+
+
+@triton.jit
+def _exp_of_minus(x):
+    t = tl.where(x > -88.0, -x, 88.0)
+    t = tl.where(t > -87.0, t, -87.0)
+    power = (t * 1.44269504 + 12582912.0) - 12582912.0
+    r = (t - power * 0.693359375) - power * -2.12194440e-4
+    value = r * 1.9875691500e-4 + 1.3981999507e-3
+    value = value * r + 8.3334519073e-3
+    value = value * r + 4.1665795894e-2
+    value = value * r + 1.6666665459e-1
+    value = value * r + 5.0000001201e-1
+    value = value * (r * r) + r + 1.0
+    value = value * ((power.to(tl.int32) + 127) << 23).to(tl.float32, bitcast=True)
+    return tl.where(x > -88.0, value, float("inf"))
+
+
+@triton.jit
+def _tree(sums, LEVELS: tl.constexpr):
+    """[A, 2 ** LEVELS] to [A]; a sum of two has one order."""
+    for _ in tl.static_range(LEVELS):
+        sums = tl.sum(tl.reshape(sums, (sums.shape[0], sums.shape[1] // 2, 2)), axis=2)
+    return tl.reshape(sums, (sums.shape[0],))
+
+
+@triton.jit
+def _code(codes, scale, AT: tl.constexpr):
+    """The MXFP4 number whose 4 bits begin at bit ``AT``: its bits are a float32's, but for a factor of 2 ** 126."""
+    size = (codes << (22 - AT) if AT <= 22 else codes >> (AT - 22)) & 0x1C00000
+    bits = size | ((codes << (28 - AT)) & -2147483648)
+    return bits.to(tl.float32, bitcast=True) * 8.507059173023462e37 * scale
+
+
+@triton.jit
+def _lanes_of_mxfp4(x, w, scales, row, keep_row, first, K, LANES: tl.constexpr, CHUNK: tl.constexpr):
+    """Words of 8 codes; the first three levels of the tree."""
+    word = tl.arange(0, LANES // 8)[None, None, :] * 8
+    a0 = tl.zeros((row.shape[0], first.shape[1], LANES // 8), tl.float32)
+    a1, a2, a3, a4, a5, a6, a7 = a0, a0, a0, a0, a0, a0, a0
+    for step in tl.static_range(CHUNK // LANES):
+        k = first + step * LANES + word
+        keep = k < K
+        codes = tl.load(w + (row * (K // 8) + k // 8), mask=keep & keep_row, other=0)
+        s = tl.load(scales + (row * (K // 32) + k // 32), mask=keep & keep_row, other=0).to(tl.int32) << 23
+        scale = tl.where(s == 0, 1 << 22, s).to(tl.float32, bitcast=True)
+        x01 = tl.load(x + k // 2, mask=keep, other=0)
+        x23 = tl.load(x + k // 2 + 1, mask=keep, other=0)
+        x45 = tl.load(x + k // 2 + 2, mask=keep, other=0)
+        x67 = tl.load(x + k // 2 + 3, mask=keep, other=0)
+        a0 += _code(codes, scale, 0) * _low(x01)
+        a1 += _code(codes, scale, 4) * _high(x01)
+        a2 += _code(codes, scale, 8) * _low(x23)
+        a3 += _code(codes, scale, 12) * _high(x23)
+        a4 += _code(codes, scale, 16) * _low(x45)
+        a5 += _code(codes, scale, 20) * _high(x45)
+        a6 += _code(codes, scale, 24) * _low(x67)
+        a7 += _code(codes, scale, 28) * _high(x67)
+    return ((a0 + a1) + (a2 + a3)) + ((a4 + a5) + (a6 + a7))
+
+
+@triton.jit
+def _lanes_of_bf16(
+    x, w, row, keep_row, first, K, row_stride, k_stride, IN_PAIRS: tl.constexpr, LANES: tl.constexpr, CHUNK: tl.constexpr
+):  # fmt: skip
+    """Even and odd lanes apart; the first level of the tree."""
+    pair = tl.arange(0, LANES // 2)[None, None, :] * 2
+    even = tl.zeros((row.shape[0], first.shape[1], LANES // 2), tl.float32)
+    odd = even
+    for step in tl.static_range(CHUNK // LANES):
+        k = first + step * LANES + pair
+        if IN_PAIRS:
+            xs = tl.load(x + k // 2, mask=k < K, other=0)
+            ws = tl.load(w + (row * row_stride + k // 2), mask=(k < K) & keep_row, other=0)
+            even += _low(ws) * _low(xs)
+            odd += _high(ws) * _high(xs)
+        else:
+            at = row * row_stride + k * k_stride
+            even += _load_bf16(w + at, (k < K) & keep_row) * _load_bf16(x + k, k < K)
+            odd += _load_bf16(w + at + k_stride, (k + 1 < K) & keep_row) * _load_bf16(x + k + 1, k + 1 < K)
+    return even + odd
+
+
+@triton.jit
+def _dot(
+    x, w, scales, row, keep_row, K, row_stride, k_stride, FORMAT: tl.constexpr, LANES: tl.constexpr,
+    CHUNK: tl.constexpr, CHUNKS: tl.constexpr, GROUPS: tl.constexpr, LOG_LANES: tl.constexpr, LOG_CHUNKS: tl.constexpr,
+    LOG_GROUPS: tl.constexpr,
+):  # fmt: skip
+    """Products of the rows ``row`` [R] with ``x``, not rounded; ``w`` and ``scales`` begin with their expert."""
+    ROWS: tl.constexpr = row.shape[0]
+    total = tl.zeros((ROWS, 1 << LOG_GROUPS), tl.float32)
+    rows, keep_rows = row[:, None, None], keep_row[:, None, None]
+    for group in range(GROUPS):
+        first = ((group * CHUNKS + tl.arange(0, CHUNKS)) * CHUNK)[None, :, None]
+        if FORMAT == "mxfp4":
+            lanes = _lanes_of_mxfp4(x, w, scales, rows, keep_rows, first, K, LANES, CHUNK)
+            sums = _tree(tl.reshape(lanes, (ROWS * CHUNKS, LANES // 8)), LOG_LANES - 3)
+        else:
+            lanes = _lanes_of_bf16(
+                x, w, rows, keep_rows, first, K, row_stride, k_stride, FORMAT == "pairs", LANES, CHUNK
+            )
+            sums = _tree(tl.reshape(lanes, (ROWS * CHUNKS, LANES // 2)), LOG_LANES - 1)
+        sums = _tree(tl.reshape(sums, (ROWS, CHUNKS)), LOG_CHUNKS)
+        total = tl.where(tl.arange(0, 1 << LOG_GROUPS)[None, :] == group, sums[:, None], total)
+    return _tree(total, LOG_GROUPS)
+
+
+@triton.jit
+def gate_up_kernel(
+    x,  # bf16 [tokens, K]; as int32 where FORMAT reads pairs or codes
+    ids,  # [tokens, TOP_K]
+    w,  # [experts, 2 N, K] in FORMAT
+    scales,  # uint8 [experts, 2 N, K / 32]
+    bias,  # bf16 [experts, 2 N]
+    out,  # bf16 [tokens * TOP_K, out_stride]
+    num_experts, N, K, x_stride, expert_stride, row_stride, k_stride, out_stride, alpha, limit,
+    TOP_K: tl.constexpr, INTERLEAVED: tl.constexpr, BIAS: tl.constexpr, CLAMPED: tl.constexpr, FORMAT: tl.constexpr,
+    ROWS: tl.constexpr, LANES: tl.constexpr, CHUNK: tl.constexpr, CHUNKS: tl.constexpr, GROUPS: tl.constexpr,
+    LOG_LANES: tl.constexpr, LOG_CHUNKS: tl.constexpr, LOG_GROUPS: tl.constexpr,
+):  # fmt: skip
+    """The first product of each expert of each token, and what comes between; ROWS numbers of ``out`` a program."""
+    pair = tl.program_id(0)
+    number = tl.load(ids + pair)
+    is_expert = (number >= 0) & (number < num_experts)
+    expert = tl.where(is_expert, number, 0).to(tl.int64)
+    both = tl.arange(0, 2 * ROWS)
+    at = tl.program_id(1) * ROWS + both // 2
+    row = 2 * at + both % 2 if INTERLEAVED else at + both % 2 * N
+    y = _dot(
+        x + pair // TOP_K * x_stride, w + expert * expert_stride, scales + expert * (2 * N * (K // 32)), row, at < N, K,
+        row_stride, k_stride, FORMAT, LANES, CHUNK, CHUNKS, GROUPS, LOG_LANES, LOG_CHUNKS, LOG_GROUPS,
+    )  # fmt: skip
+    y = _rounded(y)
+    if BIAS:
+        y = _rounded(y + _load_bf16(bias + expert * 2 * N + row, at < N))
+    gate, up = tl.split(tl.reshape(y, (ROWS, 2)))
+    if CLAMPED:
+        gate = _rounded(tl.where(gate > limit, limit, gate))
+        up = tl.where(up > limit, limit, up)
+        up = _rounded(tl.where(up < -limit, -limit, up))
+        sigmoid = _rounded(tl.div_rn(tl.full((ROWS,), 1.0, tl.float32), 1.0 + _exp_of_minus(_rounded(gate * alpha))))
+        y = _rounded(up + 1.0) * _rounded(gate * sigmoid)
+    else:
+        y = _rounded(tl.div_rn(gate, 1.0 + _exp_of_minus(gate))) * up
+    y = tl.where(is_expert, _rounded(y), float("nan"))
+    at = tl.program_id(1) * ROWS + tl.arange(0, ROWS)
+    tl.store(out + pair.to(tl.int64) * out_stride + at, _as_int16(y), mask=at < N)
+
+
+@triton.jit
+def down_kernel(
+    x,  # bf16 [tokens * TOP_K, .], as gate_up_kernel leaves it
+    ids,
+    weights,  # bf16 or float32 [tokens, TOP_K]
+    w,  # [experts, N, K] in FORMAT
+    scales,
+    bias,
+    out,  # bf16 [tokens, N]
+    num_experts, N, K, x_stride, expert_stride, row_stride, k_stride,
+    TOP_K: tl.constexpr, BIAS: tl.constexpr, ROUNDED: tl.constexpr, FORMAT: tl.constexpr,
+    ROWS: tl.constexpr, LANES: tl.constexpr, CHUNK: tl.constexpr, CHUNKS: tl.constexpr, GROUPS: tl.constexpr,
+    LOG_LANES: tl.constexpr, LOG_CHUNKS: tl.constexpr, LOG_GROUPS: tl.constexpr,
+):  # fmt: skip
+    """The second product, and the sum over the experts of a token in their order; ROWS outputs a program."""
+    token = tl.program_id(0)
+    row = tl.program_id(1) * ROWS + tl.arange(0, ROWS)
+    total = tl.zeros((ROWS,), tl.float32)
+    for which in range(TOP_K):
+        pair = token * TOP_K + which
+        number = tl.load(ids + pair)
+        expert = tl.where((number >= 0) & (number < num_experts), number, 0).to(tl.int64)
+        y = _dot(
+            x + pair * x_stride, w + expert * expert_stride, scales + expert * (N * (K // 32)), row, row < N, K,
+            row_stride, k_stride, FORMAT, LANES, CHUNK, CHUNKS, GROUPS, LOG_LANES, LOG_CHUNKS, LOG_GROUPS,
+        )  # fmt: skip
+        y = _rounded(y)
+        if BIAS:
+            y = _rounded(y + _load_bf16(bias + expert * N + row, row < N))
+        if ROUNDED:
+            y = _rounded(y * _low(tl.load(weights + pair).to(tl.int32)))
+        else:
+            y = y * tl.load(weights + pair)
+        total += y
+    tl.store(out + token.to(tl.int64) * N + row, _as_int16(_rounded(total)), mask=row < N)

@@ -1,0 +1,159 @@
+"""The op ``headrace::ordered_experts``: the experts of up to 8 rows with the same bits wherever they lie.
+
+A number of an expert, or the row in which a cache has it, is an index into the weights, which are read there.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Sequence
+from functools import cache
+from typing import Any, NamedTuple
+
+import torch
+
+from headrace.errors import OptionError, StateError, warn_user
+from headrace.experts import order
+from headrace.experts.order import Projection
+
+
+class Launch(NamedTuple):
+    """How a kernel divides its work; no bit depends on it.
+
+    Attributes:
+        rows: outputs of a program, a power of two.
+        chunks: chunks that it adds up at once, a power of two.
+        warps: warps of a program.
+    """
+
+    rows: int
+    chunks: int
+    warps: int
+
+
+# Of the first product and of the second, by format.
+LAUNCHES = {
+    "pairs": (Launch(2, 8, 4), Launch(4, 4, 4)),
+    "single": (Launch(16, 1, 4), Launch(32, 1, 4)),
+    "mxfp4": (Launch(2, 16, 4), Launch(4, 16, 4)),
+}
+
+
+def run(
+    x: torch.Tensor, ids: torch.Tensor, weights: torch.Tensor, gate_up: Projection, down: Projection,
+    is_interleaved: bool = False, glu: Sequence[float] = (),
+) -> torch.Tensor:  # fmt: skip
+    """As :func:`headrace.experts.order.run_experts`, by kernels on a GPU; callable from compiled code.
+
+    Raises:
+        OptionError: another dtype than bf16.
+    """
+    given = {"hidden states": x, "weights": gate_up.weight, "weights of the second product": down.weight}
+    for name, tensor in given.items():
+        if tensor.dtype != torch.bfloat16 and not (tensor.dtype == torch.uint8 and gate_up.scales is not None):
+            raise OptionError(
+                f"experts_implementation 'headrace': expected {name} in torch.bfloat16, found {tensor.dtype}: load the "
+                f'model with dtype="bfloat16", or call model.set_experts_implementation("grouped_mm")'
+            )
+    transposed = gate_up.is_transposed
+    output: torch.Tensor = torch.ops.headrace.ordered_experts(
+        x, ids, weights, *gate_up[:3], *down[:3], transposed, is_interleaved, list(glu)
+    )
+    return output
+
+
+def _ordered_experts(
+    x: torch.Tensor, ids: torch.Tensor, weights: torch.Tensor,
+    gate_up: torch.Tensor, gate_up_scales: torch.Tensor | None, gate_up_bias: torch.Tensor | None,
+    down: torch.Tensor, down_scales: torch.Tensor | None, down_bias: torch.Tensor | None,
+    transposed: bool, interleaved: bool, glu: Sequence[float],
+) -> torch.Tensor:  # fmt: skip
+    first = Projection(gate_up, gate_up_scales, gate_up_bias, transposed)
+    second = Projection(down, down_scales, down_bias, transposed)
+    if x.is_cuda or os.environ.get("TRITON_INTERPRET") == "1":
+        return _run_kernels(x.contiguous(), ids.contiguous(), weights.contiguous(), first, second, interleaved, glu)
+    _warn_of_torch(x.device.type)
+    return order.run_experts(x, ids, weights, first, second, interleaved, glu)
+
+
+@cache
+def _warn_of_torch(device: str) -> None:
+    warn_user(
+        f"experts_implementation 'headrace': on {device!r} experts run in plain torch, many times slower than by "
+        f"'grouped_mm'; it is there to compare bits with a GPU"
+    )
+
+
+def _run_kernels(
+    x: torch.Tensor, ids: torch.Tensor, weights: torch.Tensor, gate_up: Projection, down: Projection,
+    is_interleaved: bool, glu: Sequence[float],
+) -> torch.Tensor:  # fmt: skip
+    from headrace.experts.order_kernels import down_kernel, gate_up_kernel
+
+    (tokens, top_k), (num_inner, num_outputs) = ids.shape, (gate_up.outputs_and_inputs()[0] // 2, x.shape[1])
+    inner = x.new_empty(tokens * top_k, num_inner + num_inner % 2)
+    output = torch.empty_like(x)
+    alpha, limit = glu or (0.0, 0.0)
+    is_rounded = weights.dtype == torch.bfloat16
+    if not is_rounded and weights.dtype != torch.float32:
+        raise OptionError(f"weights of experts: expected torch.bfloat16 or torch.float32, found {weights.dtype}")
+    with torch.cuda.device_of(x):  # Triton launches on the current device, whatever the tensors' one is
+        arguments, launch, rows = _arguments(x, gate_up, 0)
+        gate_up_kernel[(tokens * top_k, -(-num_inner // rows))](
+            *arguments[:1], ids, *arguments[1:4], inner.view(torch.int16), len(gate_up.weight), num_inner,
+            *arguments[4:], inner.stride(0), alpha, limit, TOP_K=top_k, INTERLEAVED=is_interleaved,
+            BIAS=gate_up.bias is not None, CLAMPED=bool(glu), **launch,
+        )  # fmt: skip
+        arguments, launch, rows = _arguments(inner, down, 1)
+        down_kernel[(tokens, -(-num_outputs // rows))](
+            *arguments[:1], ids, weights.view(torch.int16) if is_rounded else weights, *arguments[1:4],
+            output.view(torch.int16), len(down.weight), num_outputs, *arguments[4:], TOP_K=top_k,
+            BIAS=down.bias is not None, ROUNDED=is_rounded, **launch,
+        )  # fmt: skip
+    return output
+
+
+def _arguments(x: torch.Tensor, projection: Projection, which: int) -> tuple[list[Any], dict[str, Any], int]:
+    """Arguments of a kernel: x, weight, scales, bias, inputs and strides; its launch options; outputs of a program."""
+    weight, inputs = projection.weight, projection.outputs_and_inputs()[1]
+    if projection.scales is not None:
+        form, word = "mxfp4", torch.int32
+        weight = weight.reshape(*projection.scales.shape[:2], inputs // 2)
+    else:
+        places = (inputs, weight.storage_offset(), *weight.stride()[:2])
+        in_pairs = weight.stride(2) == 1 and not projection.is_transposed and not any(place % 2 for place in places)
+        form, word = ("pairs", torch.int32) if in_pairs else ("single", torch.int16)
+    weight, read = weight.view(word), x.view(word)
+    expert, row, k = weight.stride()
+    if projection.is_transposed:
+        row, k = k, row
+    at_once, chunks = LAUNCHES[form][which], -(-inputs // order.CHUNK)
+    together = min(at_once.chunks, 1 << (chunks - 1).bit_length())
+    groups = -(-chunks // together)
+    bias = projection.bias if projection.bias is None else projection.bias.contiguous().view(torch.int16)
+    scales = weight if projection.scales is None else projection.scales.contiguous()
+    arguments = [read, weight, scales, bias, inputs, read.stride(0), expert, row, k]
+    launch = {
+        "FORMAT": form, "ROWS": at_once.rows, "LANES": order.LANES, "CHUNK": order.CHUNK, "CHUNKS": together,
+        "GROUPS": groups, "LOG_LANES": order.LANES.bit_length() - 1, "LOG_CHUNKS": together.bit_length() - 1,
+        "LOG_GROUPS": (groups - 1).bit_length(), "num_warps": at_once.warps, "enable_fp_fusion": False,
+    }  # fmt: skip
+    return arguments, launch, at_once.rows
+
+
+def _backward(*_: Any) -> None:
+    raise StateError(
+        "a backward pass needs the gradient of experts that ran by 'headrace', which is for inference: call "
+        "model.set_experts_implementation('grouped_mm') before training"
+    )
+
+
+_library = torch.library.Library("headrace", "FRAGMENT")
+_library.define(
+    "ordered_experts(Tensor x, Tensor ids, Tensor weights, Tensor gate_up, Tensor? gate_up_scales, "
+    "Tensor? gate_up_bias, Tensor down, Tensor? down_scales, Tensor? down_bias, bool transposed, bool interleaved, "
+    "float[] glu) -> Tensor"
+)
+_library.impl("ordered_experts", _ordered_experts, "CompositeExplicitAutograd")
+torch.library.register_fake("headrace::ordered_experts", lambda x, *_: torch.empty_like(x), lib=_library)
+torch.library.register_autograd("headrace::ordered_experts", _backward, lib=_library)
