@@ -2,7 +2,8 @@
 
 Launch them with ``enable_fp_fusion=False``: a multiplication and an addition are two roundings. Numbers in bf16 are
 read as integers, two in 32 bits where they lie side by side, so no conversion of a compiler's is in use. ``CHUNKS``
-chunks are added up at once; this, rows and warps change no bit.
+chunks are added up at once; this, rows and warps change no bit. ``one`` is 1: a compiler that knew it would give codes,
+scales and x to threads in three ways, and move them by shared memory.
 """
 
 # ruff: noqa: N803
@@ -69,27 +70,27 @@ def _tree(sums, LEVELS: tl.constexpr):
 @triton.jit
 def _code(codes, scale, AT: tl.constexpr):
     """The MXFP4 number whose 4 bits begin at bit ``AT``: its bits are a float32's, but for a factor of 2 ** 126."""
-    size = (codes << (22 - AT) if AT <= 22 else codes >> (AT - 22)) & 0x1C00000
-    bits = size | ((codes << (28 - AT)) & -2147483648)
+    bits = ((codes << (28 - AT)) >> 6) & -0x7E400000  # sign, and three bits from bit 22 on
     return bits.to(tl.float32, bitcast=True) * 8.507059173023462e37 * scale
 
 
 @triton.jit
-def _lanes_of_mxfp4(x, w, scales, row, keep_row, first, K, LANES: tl.constexpr, CHUNK: tl.constexpr):
+def _lanes_of_mxfp4(
+    x, w, scales, row, keep_row, first, one, K: tl.constexpr, LANES: tl.constexpr, CHUNK: tl.constexpr
+):  # fmt: skip
     """Words of 8 codes; the first three levels of the tree."""
-    word = tl.arange(0, LANES // 8)[None, None, :] * 8
     a0 = tl.zeros((row.shape[0], first.shape[1], LANES // 8), tl.float32)
     a1, a2, a3, a4, a5, a6, a7 = a0, a0, a0, a0, a0, a0, a0
     for step in tl.static_range(CHUNK // LANES):
-        k = first + step * LANES + word
-        keep = k < K
-        codes = tl.load(w + (row * (K // 8) + k // 8), mask=keep & keep_row, other=0)
-        s = tl.load(scales + (row * (K // 32) + k // 32), mask=keep & keep_row, other=0).to(tl.int32) << 23
+        word = first // 8 + step * (LANES // 8) + tl.arange(0, LANES // 8)[None, None, :]
+        keep = word < K // 8
+        codes = tl.load(w + (row * (K // 8) + word * one), mask=keep & keep_row, other=0)
+        s = tl.load(scales + (row * (K // 32) + word // 4), mask=keep & keep_row, other=0).to(tl.int32) << 23
         scale = tl.where(s == 0, 1 << 22, s).to(tl.float32, bitcast=True)
-        x01 = tl.load(x + k // 2, mask=keep, other=0)
-        x23 = tl.load(x + k // 2 + 1, mask=keep, other=0)
-        x45 = tl.load(x + k // 2 + 2, mask=keep, other=0)
-        x67 = tl.load(x + k // 2 + 3, mask=keep, other=0)
+        x01 = tl.load(x + word * 4, mask=keep, other=0)
+        x23 = tl.load(x + word * 4 + 1, mask=keep, other=0)
+        x45 = tl.load(x + word * 4 + 2, mask=keep, other=0)
+        x67 = tl.load(x + word * 4 + 3, mask=keep, other=0)
         a0 += _code(codes, scale, 0) * _low(x01)
         a1 += _code(codes, scale, 4) * _high(x01)
         a2 += _code(codes, scale, 8) * _low(x23)
@@ -103,44 +104,44 @@ def _lanes_of_mxfp4(x, w, scales, row, keep_row, first, K, LANES: tl.constexpr, 
 
 @triton.jit
 def _lanes_of_bf16(
-    x, w, row, keep_row, first, K, row_stride, k_stride, IN_PAIRS: tl.constexpr, LANES: tl.constexpr, CHUNK: tl.constexpr
+    x, w, row, keep_row, first, K: tl.constexpr, ROW_STRIDE: tl.constexpr, K_STRIDE: tl.constexpr,
+    IN_PAIRS: tl.constexpr, LANES: tl.constexpr, CHUNK: tl.constexpr,
 ):  # fmt: skip
     """Even and odd lanes apart; the first level of the tree."""
-    pair = tl.arange(0, LANES // 2)[None, None, :] * 2
     even = tl.zeros((row.shape[0], first.shape[1], LANES // 2), tl.float32)
     odd = even
     for step in tl.static_range(CHUNK // LANES):
-        k = first + step * LANES + pair
+        pair = first // 2 + step * (LANES // 2) + tl.arange(0, LANES // 2)[None, None, :]
         if IN_PAIRS:
-            xs = tl.load(x + k // 2, mask=k < K, other=0)
-            ws = tl.load(w + (row * row_stride + k // 2), mask=(k < K) & keep_row, other=0)
+            xs = tl.load(x + pair, mask=pair < K // 2, other=0)
+            ws = tl.load(w + (row * ROW_STRIDE + pair), mask=(pair < K // 2) & keep_row, other=0)
             even += _low(ws) * _low(xs)
             odd += _high(ws) * _high(xs)
         else:
-            at = row * row_stride + k * k_stride
+            k = pair * 2
+            at = row * ROW_STRIDE + k * K_STRIDE
             even += _load_bf16(w + at, (k < K) & keep_row) * _load_bf16(x + k, k < K)
-            odd += _load_bf16(w + at + k_stride, (k + 1 < K) & keep_row) * _load_bf16(x + k + 1, k + 1 < K)
+            odd += _load_bf16(w + at + K_STRIDE, (k + 1 < K) & keep_row) * _load_bf16(x + k + 1, k + 1 < K)
     return even + odd
 
 
 @triton.jit
 def _dot(
-    x, w, scales, row, keep_row, K, row_stride, k_stride, FORMAT: tl.constexpr, LANES: tl.constexpr,
-    CHUNK: tl.constexpr, CHUNKS: tl.constexpr, GROUPS: tl.constexpr, LOG_LANES: tl.constexpr, LOG_CHUNKS: tl.constexpr,
-    LOG_GROUPS: tl.constexpr,
+    x, w, scales, row, keep_row, one, FORMAT: tl.constexpr, K: tl.constexpr, ROW_STRIDE: tl.constexpr,
+    K_STRIDE: tl.constexpr, ROWS: tl.constexpr, LANES: tl.constexpr, CHUNK: tl.constexpr, CHUNKS: tl.constexpr,
+    GROUPS: tl.constexpr, LOG_LANES: tl.constexpr, LOG_CHUNKS: tl.constexpr, LOG_GROUPS: tl.constexpr,
 ):  # fmt: skip
-    """Products of the rows ``row`` [R] with ``x``, not rounded; ``w`` and ``scales`` begin with their expert."""
-    ROWS: tl.constexpr = row.shape[0]
+    """Products of the rows ``row`` [ROWS] with ``x``, not rounded; ``w`` and ``scales`` begin with their expert."""
     total = tl.zeros((ROWS, 1 << LOG_GROUPS), tl.float32)
     rows, keep_rows = row[:, None, None], keep_row[:, None, None]
     for group in range(GROUPS):
         first = ((group * CHUNKS + tl.arange(0, CHUNKS)) * CHUNK)[None, :, None]
         if FORMAT == "mxfp4":
-            lanes = _lanes_of_mxfp4(x, w, scales, rows, keep_rows, first, K, LANES, CHUNK)
+            lanes = _lanes_of_mxfp4(x, w, scales, rows, keep_rows, first, one, K, LANES, CHUNK)
             sums = _tree(tl.reshape(lanes, (ROWS * CHUNKS, LANES // 8)), LOG_LANES - 3)
         else:
             lanes = _lanes_of_bf16(
-                x, w, rows, keep_rows, first, K, row_stride, k_stride, FORMAT == "pairs", LANES, CHUNK
+                x, w, rows, keep_rows, first, K, ROW_STRIDE, K_STRIDE, FORMAT == "pairs", LANES, CHUNK
             )
             sums = _tree(tl.reshape(lanes, (ROWS * CHUNKS, LANES // 2)), LOG_LANES - 1)
         sums = _tree(tl.reshape(sums, (ROWS, CHUNKS)), LOG_CHUNKS)
@@ -148,7 +149,7 @@ def _dot(
     return _tree(total, LOG_GROUPS)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["one"])
 def gate_up_kernel(
     x,  # bf16 [tokens, K]; as int32 where FORMAT reads pairs or codes
     ids,  # [tokens, TOP_K]
@@ -156,10 +157,11 @@ def gate_up_kernel(
     scales,  # uint8 [experts, 2 N, K / 32]
     bias,  # bf16 [experts, 2 N]
     out,  # bf16 [tokens * TOP_K, out_stride]
-    num_experts, N, K, x_stride, expert_stride, row_stride, k_stride, out_stride, alpha, limit,
-    TOP_K: tl.constexpr, INTERLEAVED: tl.constexpr, BIAS: tl.constexpr, CLAMPED: tl.constexpr, FORMAT: tl.constexpr,
-    ROWS: tl.constexpr, LANES: tl.constexpr, CHUNK: tl.constexpr, CHUNKS: tl.constexpr, GROUPS: tl.constexpr,
-    LOG_LANES: tl.constexpr, LOG_CHUNKS: tl.constexpr, LOG_GROUPS: tl.constexpr,
+    num_experts, N, x_stride, expert_stride, one, out_stride, alpha, limit, TOP_K: tl.constexpr,
+    INTERLEAVED: tl.constexpr, BIAS: tl.constexpr, CLAMPED: tl.constexpr, FORMAT: tl.constexpr, K: tl.constexpr,
+    ROW_STRIDE: tl.constexpr, K_STRIDE: tl.constexpr, ROWS: tl.constexpr, LANES: tl.constexpr, CHUNK: tl.constexpr,
+    CHUNKS: tl.constexpr, GROUPS: tl.constexpr, LOG_LANES: tl.constexpr, LOG_CHUNKS: tl.constexpr,
+    LOG_GROUPS: tl.constexpr,
 ):  # fmt: skip
     """The first product of each expert of each token, and what comes between; ROWS numbers of ``out`` a program."""
     pair = tl.program_id(0)
@@ -170,8 +172,8 @@ def gate_up_kernel(
     at = tl.program_id(1) * ROWS + both // 2
     row = 2 * at + both % 2 if INTERLEAVED else at + both % 2 * N
     y = _dot(
-        x + pair // TOP_K * x_stride, w + expert * expert_stride, scales + expert * (2 * N * (K // 32)), row, at < N, K,
-        row_stride, k_stride, FORMAT, LANES, CHUNK, CHUNKS, GROUPS, LOG_LANES, LOG_CHUNKS, LOG_GROUPS,
+        x + pair // TOP_K * x_stride, w + expert * expert_stride, scales + expert * (2 * N * (K // 32)), row, at < N,
+        one, FORMAT, K, ROW_STRIDE, K_STRIDE, 2 * ROWS, LANES, CHUNK, CHUNKS, GROUPS, LOG_LANES, LOG_CHUNKS, LOG_GROUPS,
     )  # fmt: skip
     y = _rounded(y)
     if BIAS:
@@ -190,7 +192,7 @@ def gate_up_kernel(
     tl.store(out + pair.to(tl.int64) * out_stride + at, _as_int16(y), mask=at < N)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["one"])
 def down_kernel(
     x,  # bf16 [tokens * TOP_K, .], as gate_up_kernel leaves it
     ids,
@@ -199,10 +201,10 @@ def down_kernel(
     scales,
     bias,
     out,  # bf16 [tokens, N]
-    num_experts, N, K, x_stride, expert_stride, row_stride, k_stride,
-    TOP_K: tl.constexpr, BIAS: tl.constexpr, ROUNDED: tl.constexpr, FORMAT: tl.constexpr,
-    ROWS: tl.constexpr, LANES: tl.constexpr, CHUNK: tl.constexpr, CHUNKS: tl.constexpr, GROUPS: tl.constexpr,
-    LOG_LANES: tl.constexpr, LOG_CHUNKS: tl.constexpr, LOG_GROUPS: tl.constexpr,
+    num_experts, N, x_stride, expert_stride, one, TOP_K: tl.constexpr, BIAS: tl.constexpr, ROUNDED: tl.constexpr,
+    FORMAT: tl.constexpr, K: tl.constexpr, ROW_STRIDE: tl.constexpr, K_STRIDE: tl.constexpr, ROWS: tl.constexpr,
+    LANES: tl.constexpr, CHUNK: tl.constexpr, CHUNKS: tl.constexpr, GROUPS: tl.constexpr, LOG_LANES: tl.constexpr,
+    LOG_CHUNKS: tl.constexpr, LOG_GROUPS: tl.constexpr,
 ):  # fmt: skip
     """The second product, and the sum over the experts of a token in their order; ROWS outputs a program."""
     token = tl.program_id(0)
@@ -213,8 +215,8 @@ def down_kernel(
         number = tl.load(ids + pair)
         expert = tl.where((number >= 0) & (number < num_experts), number, 0).to(tl.int64)
         y = _dot(
-            x + pair * x_stride, w + expert * expert_stride, scales + expert * (N * (K // 32)), row, row < N, K,
-            row_stride, k_stride, FORMAT, LANES, CHUNK, CHUNKS, GROUPS, LOG_LANES, LOG_CHUNKS, LOG_GROUPS,
+            x + pair * x_stride, w + expert * expert_stride, scales + expert * (N * (K // 32)), row, row < N,
+            one, FORMAT, K, ROW_STRIDE, K_STRIDE, ROWS, LANES, CHUNK, CHUNKS, GROUPS, LOG_LANES, LOG_CHUNKS, LOG_GROUPS,
         )  # fmt: skip
         y = _rounded(y)
         if BIAS:

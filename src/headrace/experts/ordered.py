@@ -33,9 +33,9 @@ class Launch(NamedTuple):
 
 # Of the first product and of the second, by format.
 LAUNCHES = {
-    "pairs": (Launch(2, 8, 4), Launch(4, 4, 4)),
+    "pairs": (Launch(4, 4, 1), Launch(4, 4, 1)),
     "single": (Launch(16, 1, 4), Launch(32, 1, 4)),
-    "mxfp4": (Launch(2, 16, 4), Launch(4, 16, 4)),
+    "mxfp4": (Launch(4, 4, 1), Launch(4, 4, 1)),
 }
 
 
@@ -114,7 +114,7 @@ def _run_kernels(
 
 
 def _arguments(x: torch.Tensor, projection: Projection, which: int) -> tuple[list[Any], dict[str, Any], int]:
-    """Arguments of a kernel: x, weight, scales, bias, inputs and strides; its launch options; outputs of a program."""
+    """Arguments of a kernel: x, weight, scales, bias, strides of rows and experts, and 1; its launch options; outputs of a program."""
     weight, inputs = projection.weight, projection.outputs_and_inputs()[1]
     if projection.scales is not None:
         form, word = "mxfp4", torch.int32
@@ -132,9 +132,9 @@ def _arguments(x: torch.Tensor, projection: Projection, which: int) -> tuple[lis
     groups = -(-chunks // together)
     bias = projection.bias if projection.bias is None else projection.bias.contiguous().view(torch.int16)
     scales = weight if projection.scales is None else projection.scales.contiguous()
-    arguments = [read, weight, scales, bias, inputs, read.stride(0), expert, row, k]
+    arguments = [read, weight, scales, bias, read.stride(0), expert, 1]
     launch = {
-        "FORMAT": form, "ROWS": at_once.rows, "LANES": order.LANES, "CHUNK": order.CHUNK, "CHUNKS": together,
+        "FORMAT": form, "K": inputs, "ROW_STRIDE": row, "K_STRIDE": k, "ROWS": at_once.rows, "LANES": order.LANES, "CHUNK": order.CHUNK, "CHUNKS": together,
         "GROUPS": groups, "LOG_LANES": order.LANES.bit_length() - 1, "LOG_CHUNKS": together.bit_length() - 1,
         "LOG_GROUPS": (groups - 1).bit_length(), "num_warps": at_once.warps, "enable_fp_fusion": False,
     }  # fmt: skip
