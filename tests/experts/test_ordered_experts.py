@@ -17,6 +17,9 @@ from headrace.experts.ordered import Launch
 from ordered_c import FORMATS, GPT_OSS, activated_in_c, different, dots_in_c, experts_in_c, projection, spread
 from ordered_dots import dots_by_kernel
 
+# numpy speaks of infinities.
+pytestmark = pytest.mark.filterwarnings("ignore:(invalid value|overflow) encountered:RuntimeWarning")
+
 NUMBERS = [{}, {"wide": 4.0}, {"wide": 1.0, "special": 0.02}]
 
 
@@ -28,7 +31,7 @@ def made() -> torch.Generator:
 @pytest.fixture(autouse=True)
 def few_programs(monkeypatch: pytest.MonkeyPatch) -> None:
     """The interpreter runs one after another, and each takes its time to start."""
-    monkeypatch.setattr(ordered, "LAUNCHES", dict.fromkeys(ordered.LAUNCHES, (Launch(64, 2, 1), Launch(64, 2, 1))))
+    monkeypatch.setattr(ordered, "LAUNCHES", dict.fromkeys(ordered.LAUNCHES, (Launch(256, 1, 1), Launch(128, 1, 1))))
 
 
 @pytest.mark.parametrize("numbers", NUMBERS, ids=["narrow", "wide", "special"])
@@ -53,10 +56,10 @@ def test_an_odd_number_of_inputs(inputs: int, made: torch.Generator) -> None:
 
 def test_another_order_has_other_bits(made: torch.Generator) -> None:
     """Faults: two lanes that are no neighbours change places; another chunk; other lanes."""
-    weights, x = projection("bf16", 1, 200, 1184, made=made), spread(1, 1184, made=made)
+    weights, x = projection("bf16", 1, 200, 1216, made=made), spread(1, 1216, made=made)
     found = dots_by_kernel(weights, 0, x)[0]
-    place = torch.arange(1184)
-    swapped = place.view(-1, 32)[:, [0, 2, 1, *range(3, 32)]].reshape(-1)
+    place = torch.arange(1216)
+    swapped = place.view(-1, 64)[:, [0, 62, *range(2, 62), 1, 63]].reshape(-1)
     others = [
         dots_in_c(Projection(weights.weight[..., swapped].contiguous()), 0, x[0, swapped]),
         dots_in_c(weights, 0, x[0], chunk=512),
@@ -66,13 +69,13 @@ def test_another_order_has_other_bits(made: torch.Generator) -> None:
     assert [different(found, other) > 20 for other in others] == [True] * 4, [different(found, o) for o in others]
 
 
-@pytest.mark.parametrize("launch", [Launch(1, 1, 1), Launch(16, 4, 2), Launch(8, 16, 4)])
+@pytest.mark.parametrize("launch", [Launch(2, 1, 1), Launch(16, 4, 2), Launch(8, 16, 4)])
 def test_a_division_of_work_changes_no_bit(
     launch: Launch, made: torch.Generator, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(ordered, "LAUNCHES", dict.fromkeys(ordered.LAUNCHES, (launch, launch)))
     for form in FORMATS:
-        weights, x = projection(form, 1, 5, 1184, made=made), spread(1, 1184, made=made)
+        weights, x = projection(form, 1, 3, 608, made=made), spread(1, 608, made=made)
         assert different(dots_by_kernel(weights, 0, x)[0], dots_in_c(weights, 0, x[0])) == 0
 
 
@@ -109,7 +112,7 @@ def case(form: str, tokens: int, made: torch.Generator, **numbers: float) -> tup
 @pytest.mark.parametrize("numbers", NUMBERS, ids=["narrow", "wide", "special"])
 @pytest.mark.parametrize("form", FORMATS)
 def test_experts(form: str, numbers: dict[str, float], made: torch.Generator) -> None:
-    given = case(form, 2, made, **numbers)
+    given = case(form, 1 + (form == "bf16"), made, **numbers)
     expected = experts_in_c(*given)
     assert different(ordered.run(*given), expected) == 0
     assert different(order.run_experts(*given), expected) == 0
@@ -123,7 +126,7 @@ def test_experts(form: str, numbers: dict[str, float], made: torch.Generator) ->
 @pytest.mark.slow
 @pytest.mark.parametrize("form", FORMATS)
 def test_more_experts(form: str, made: torch.Generator) -> None:
-    for tokens in range(1, 9):
+    for tokens in (1, 3, 8):
         x, ids, weights, *rest = case(form, tokens, made, wide=tokens / 4)
         assert different(ordered.run(x, ids, weights, *rest), experts_in_c(x, ids, weights, *rest)) == 0
         given = (x, ids, weights.float(), *rest)
@@ -132,12 +135,12 @@ def test_more_experts(form: str, made: torch.Generator) -> None:
 
 def test_a_token_has_its_bits_beside_any_others(made: torch.Generator) -> None:
     """And wherever an expert lies: in another order, and twice."""
-    x, ids, weights, first, second, *rest = case("bf16", 8, made)
+    x, ids, weights, first, second, *rest = case("bf16", 4, made)
     together = ordered.run(x, ids, weights, first, second, *rest)
     places = torch.tensor([3, 0, 4, 1, 2, 0, 3])
     moved = [each._replace(weight=each.weight[places]) for each in (first, second)]
     rows = torch.tensor([5, 3, 4, 6, 2])[ids]
-    assert different(ordered.run(x[5:6], rows[5:6], weights[5:6], *moved, *rest)[0], together[5]) == 0
+    assert different(ordered.run(x[2:3], rows[2:3], weights[2:3], *moved, *rest)[0], together[2]) == 0
 
 
 def test_a_number_that_is_no_expert_is_seen(made: torch.Generator) -> None:
@@ -149,7 +152,7 @@ def test_a_number_that_is_no_expert_is_seen(made: torch.Generator) -> None:
 
 
 def test_mxfp4_has_the_bits_of_its_values_in_bf16(made: torch.Generator) -> None:
-    x, ids, weights, first, second, *rest = case("mxfp4", 2, made)
+    x, ids, weights, first, second, *rest = case("mxfp4", 1, made)
     plain = [Projection(order.mxfp4_values(*each[:2]).bfloat16(), None, each.bias) for each in (first, second)]
     assert different(ordered.run(x, ids, weights, first, second, *rest), ordered.run(x, ids, weights, *plain, *rest)) == 0
 
