@@ -1,4 +1,4 @@
-"""The order of sums of experts in C (``ordered.c``), compiled where there is a compiler, and what is compared with it."""
+"""The order of sums of experts in C (``ordered.c``), compiled where there is a compiler, and numbers to compare."""
 
 from __future__ import annotations
 

@@ -48,18 +48,24 @@ def run(
     Raises:
         OptionError: another dtype than bf16.
     """
-    given = {"hidden states": x, "weights": gate_up.weight, "weights of the second product": down.weight}
-    for name, tensor in given.items():
-        if tensor.dtype != torch.bfloat16 and not (tensor.dtype == torch.uint8 and gate_up.scales is not None):
-            raise OptionError(
-                f"experts_implementation 'headrace': expected {name} in torch.bfloat16, found {tensor.dtype}: load the "
-                f'model with dtype="bfloat16", or call model.set_experts_implementation("grouped_mm")'
-            )
+    require_bf16(x)
+    for each in (gate_up, down):
+        if each.scales is None:
+            require_bf16(each.weight)
     transposed = gate_up.is_transposed
     output: torch.Tensor = torch.ops.headrace.ordered_experts(
         x, ids, weights, *gate_up[:3], *down[:3], transposed, is_interleaved, list(glu)
     )
     return output
+
+
+def require_bf16(tensor: torch.Tensor) -> None:
+    """Raise ``OptionError`` for another dtype."""
+    if tensor.dtype != torch.bfloat16:
+        raise OptionError(
+            f"experts_implementation 'headrace': expected weights and hidden states in torch.bfloat16, found "
+            f'{tensor.dtype}: load the model with dtype="bfloat16", or use experts_implementation="grouped_mm"'
+        )
 
 
 def _ordered_experts(
@@ -114,7 +120,7 @@ def _run_kernels(
 
 
 def _arguments(x: torch.Tensor, projection: Projection, which: int) -> tuple[list[Any], dict[str, Any], int]:
-    """Arguments of a kernel: x, weight, scales, bias, strides of rows and experts, and 1; its launch options; outputs of a program."""
+    """What a kernel is given (x, weight, scales, bias, strides, 1); its launch options; outputs of a program."""
     weight, inputs = projection.weight, projection.outputs_and_inputs()[1]
     if projection.scales is not None:
         form, word = "mxfp4", torch.int32
@@ -134,9 +140,10 @@ def _arguments(x: torch.Tensor, projection: Projection, which: int) -> tuple[lis
     scales = weight if projection.scales is None else projection.scales.contiguous()
     arguments = [read, weight, scales, bias, read.stride(0), expert, 1]
     launch = {
-        "FORMAT": form, "K": inputs, "ROW_STRIDE": row, "K_STRIDE": k, "ROWS": at_once.rows, "LANES": order.LANES, "CHUNK": order.CHUNK, "CHUNKS": together,
-        "GROUPS": groups, "LOG_LANES": order.LANES.bit_length() - 1, "LOG_CHUNKS": together.bit_length() - 1,
-        "LOG_GROUPS": (groups - 1).bit_length(), "num_warps": at_once.warps, "enable_fp_fusion": False,
+        "FORMAT": form, "K": inputs, "ROW_STRIDE": row, "K_STRIDE": k, "ROWS": at_once.rows, "LANES": order.LANES,
+        "CHUNK": order.CHUNK, "CHUNKS": together, "GROUPS": groups, "LOG_LANES": order.LANES.bit_length() - 1,
+        "LOG_CHUNKS": together.bit_length() - 1, "LOG_GROUPS": (groups - 1).bit_length(), "num_warps": at_once.warps,
+        "enable_fp_fusion": False,
     }  # fmt: skip
     return arguments, launch, at_once.rows
 
