@@ -45,13 +45,16 @@ class Projection(NamedTuple):
         rows, columns = self.weight.shape[1:]
         return (columns, rows) if self.is_transposed else (rows, columns)
 
+    def values(self, expert: int) -> torch.Tensor:
+        """Weights of ``expert``: float32 [outputs, inputs]."""
+        weight = self.weight[expert]
+        if self.scales is not None:
+            return mxfp4_values(weight, self.scales[expert])
+        return (weight.T if self.is_transposed else weight).float()
+
     def __call__(self, x: torch.Tensor, expert: int) -> torch.Tensor:
         """The product of ``expert`` with ``x`` (bf16 [inputs]), rounded, and its bias: bf16 [outputs]."""
-        if self.scales is not None:
-            weight = mxfp4_values(self.weight[expert], self.scales[expert])
-        else:
-            weight = (self.weight[expert].T if self.is_transposed else self.weight[expert]).float()
-        y = dot(weight, x.float()).bfloat16()
+        y = dot(self.values(expert), x.float()).bfloat16()
         return y if self.bias is None else y + self.bias[expert]
 
 

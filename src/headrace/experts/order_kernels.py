@@ -6,7 +6,6 @@ chunks are added up at once; this, rows and warps change no bit. ``one`` is 1: a
 scales and x to threads in three ways, and move them by shared memory.
 """
 
-# ruff: noqa: N803
 from __future__ import annotations
 
 import triton

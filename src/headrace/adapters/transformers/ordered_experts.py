@@ -16,7 +16,7 @@ from transformers.integrations import moe
 
 from headrace.errors import OptionError, OptionTypeError
 from headrace.experts import ordered
-from headrace.experts.order import MAX_ROWS, MXFP4_BLOCK, Projection, mxfp4_values
+from headrace.experts.order import MAX_ROWS, MXFP4_BLOCK, Projection
 from headrace.model.memory_profile import chosen_implementation
 
 NAME = "headrace"
@@ -96,16 +96,15 @@ class Mxfp4Experts(nn.Module):
 
     def _one_by_one(self, x: torch.Tensor, ids: torch.Tensor, weights: torch.Tensor) -> torch.Tensor:
         """Many rows: each expert in use is made bf16, and multiplied with its tokens; the host waits for ``ids``."""
-        (gate_up, gate_up_scales, gate_up_bias, _), (down, down_scales, down_bias, _) = self._projections()
+        first, second = self._projections()
         outputs = x.new_empty(*ids.shape, x.shape[1])
+        biases: Any = first.bias, second.bias
         for row in ids.unique().tolist():
             token, place = torch.where(ids == row)
-            weight = mxfp4_values(gate_up[row], gate_up_scales[row]).to(x.dtype)
-            both = linear(x[token], weight, gate_up_bias[row])
+            both = linear(x[token], first.values(row).to(x.dtype), biases[0][row])
             gate, up = both[:, ::2].clamp(max=self.limit), both[:, 1::2].clamp(-self.limit, self.limit)
-            weight = mxfp4_values(down[row], down_scales[row]).to(x.dtype)
             inner = (up + 1) * (gate * torch.sigmoid(gate * self.alpha))
-            outputs[token, place] = linear(inner, weight, down_bias[row])
+            outputs[token, place] = linear(inner, second.values(row).to(x.dtype), biases[1][row])
         return (outputs * weights[..., None]).sum(1).to(x.dtype)
 
 
