@@ -5,8 +5,6 @@ The bits are those of the reference in C, too, layer by layer; bf16 and MXFP4, r
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -24,7 +22,7 @@ from headrace.experts import ordered
 from headrace.experts.ordered import Launch
 from headrace.testing import assert_same_bits
 from moe_models import IDS, cached, gpt_oss, qwen
-from ordered_c import different, experts_in_c
+from ordered_c import compared_with_c
 from quantised_checkpoints import FORMATS, resident
 
 MOVING = {
@@ -39,22 +37,6 @@ MODELS = {"qwen3_moe": qwen, "gpt_oss": gpt_oss}
 def few_programs(monkeypatch: pytest.MonkeyPatch) -> None:
     """The interpreter runs one after another, and each takes its time to start."""
     monkeypatch.setattr(ordered, "LAUNCHES", dict.fromkeys(ordered.LAUNCHES, (Launch(256, 1, 1), Launch(128, 1, 1))))
-
-
-@contextmanager
-def compared_with_c() -> Iterator[list[int]]:
-    """Numbers that differ, of each call; on a CPU torch runs it."""
-    found: list[int] = []
-    run: Callable[..., torch.Tensor] = ordered.run
-
-    def compared(*given: Any) -> torch.Tensor:
-        output = run(*given)
-        found.append(different(output, experts_in_c(*given)))
-        return output
-
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(ordered, "run", compared)
-        yield found
 
 
 def step(model: nn.Module) -> torch.Tensor:
@@ -120,7 +102,8 @@ class TestLoad:
             assert_same_bits(step(loaded), expected)
             assert handle.stats().bytes_moved > 0
 
-    @pytest.mark.parametrize("way", ["cached", pytest.param("prefetch", marks=pytest.mark.slow)])
+    @pytest.mark.slow
+    @pytest.mark.parametrize("way", ["cached", "prefetch"])
     def test_mxfp4_as_the_files_have_it(self, way: str, tmp_path: Path) -> None:
         """Its bits are those of its values in bf16, and of C; nothing is converted, so units stream from the files."""
         FORMATS["MXFP4, experts"].write(tmp_path)

@@ -6,7 +6,8 @@ import ctypes
 import shutil
 import subprocess
 import tempfile
-from collections.abc import Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -14,7 +15,7 @@ from typing import Any
 import pytest
 import torch
 
-from headrace.experts import order
+from headrace.experts import order, ordered
 from headrace.experts.order import Projection
 
 FORMATS = ("bf16", "transposed", "mxfp4")
@@ -50,11 +51,17 @@ def _matrix(projection: Projection) -> Any:
     return ctypes.byref(_Matrix(form, *projection.outputs_and_inputs(), *places))
 
 
+def on_cpu(projection: Projection) -> Projection:
+    tensors = (None if each is None else each.detach().cpu().contiguous() for each in projection[:3])
+    return Projection(*tensors, projection.is_transposed)  # type: ignore[arg-type]
+
+
 def dots_in_c(
     projection: Projection, expert: int, x: torch.Tensor, lanes: int = order.LANES, chunk: int = order.CHUNK
 ) -> torch.Tensor:
     """Float32 products of an expert with ``x`` (bf16), neither rounded nor with a bias."""
-    out, wide = torch.empty(projection.outputs_and_inputs()[0]), x.float()
+    projection, wide = on_cpu(projection), x.float().cpu()
+    out = torch.empty(projection.outputs_and_inputs()[0])
     _library().dots(_matrix(projection), ctypes.c_long(expert), _at(wide), lanes, chunk, _at(out))
     return out
 
@@ -72,10 +79,12 @@ def experts_in_c(
 ) -> torch.Tensor:  # fmt: skip
     """As :func:`headrace.experts.order.run_experts`."""
     sizes = map(ctypes.c_long, (len(gate_up.weight), *ids.shape))
+    x, ids, weights = (each.detach().cpu().contiguous() for each in (x, ids.long(), weights))
+    gate_up, down = on_cpu(gate_up), on_cpu(down)
     alpha, limit = map(ctypes.c_float, glu or (0, 0))
     out, is_bf16 = torch.empty(len(x), down.outputs_and_inputs()[0], dtype=torch.bfloat16), weights.dtype != torch.float
     _library().experts(
-        _matrix(gate_up), _matrix(down), *sizes, _at(x), _at(ids.long()), _at(weights), int(is_bf16),
+        _matrix(gate_up), _matrix(down), *sizes, _at(x), _at(ids), _at(weights), int(is_bf16),
         int(is_interleaved), alpha, limit, lanes, chunk, _at(out),
     )  # fmt: skip
     return out
@@ -111,3 +120,19 @@ def different(found: torch.Tensor, expected: torch.Tensor) -> int:
     found, expected = found.cpu(), expected.cpu()
     same = (found.view(integer) == expected.view(integer)) | (found.isnan() & expected.isnan())
     return int((~same).sum())
+
+
+@contextmanager
+def compared_with_c() -> Iterator[list[int]]:
+    """Numbers that differ, of each call; on a CPU torch runs it."""
+    found: list[int] = []
+    run: Callable[..., torch.Tensor] = ordered.run
+
+    def compared(*given: Any) -> torch.Tensor:
+        output = run(*given)
+        found.append(different(output, experts_in_c(*given)))
+        return output
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(ordered, "run", compared)
+        yield found

@@ -32,11 +32,14 @@ def _dots_kernel(
     tl.store(out + token * N + row, y, mask=row < N)
 
 
-def dots_by_kernel(projection: Projection, expert: int, x: torch.Tensor) -> torch.Tensor:
-    """Float32 [tokens, outputs] of bf16 [tokens, inputs]."""
+def launch(projection: Projection, expert: int, x: torch.Tensor) -> tuple[torch.Tensor, Any]:
+    """Float32 [tokens, outputs] of bf16 [tokens, inputs], and the compiled kernel."""
     outputs = projection.outputs_and_inputs()[0]
-    (read, weight, scales, _, *strides), launch, rows = ordered._arguments(x, projection, 0)
+    (read, weight, scales, _, *strides), options, rows = ordered._arguments(x, projection, 0)
     out = torch.empty(len(x), outputs, device=x.device)
     kernel: Any = _dots_kernel[(triton.cdiv(outputs, rows), len(x))]
-    kernel(read, weight, scales, *strides, out, expert, outputs, **launch)
-    return out
+    return out, kernel(read, weight, scales, *strides, out, expert, outputs, **options)
+
+
+def dots_by_kernel(projection: Projection, expert: int, x: torch.Tensor) -> torch.Tensor:
+    return launch(projection, expert, x)[0]

@@ -94,28 +94,44 @@ def _run_kernels(
     x: torch.Tensor, ids: torch.Tensor, weights: torch.Tensor, gate_up: Projection, down: Projection,
     is_interleaved: bool, glu: Sequence[float],
 ) -> torch.Tensor:  # fmt: skip
-    from headrace.experts.order_kernels import down_kernel, gate_up_kernel
+    with torch.cuda.device_of(x):  # Triton launches on the current device, whatever the tensors' one is
+        inner = _launch_gate_up(x, ids, gate_up, is_interleaved, glu)
+        return _launch_down(inner, ids, weights, down)
 
-    (tokens, top_k), (num_inner, num_outputs) = ids.shape, (gate_up.outputs_and_inputs()[0] // 2, x.shape[1])
-    inner = x.new_empty(tokens * top_k, num_inner + num_inner % 2)
-    output = torch.empty_like(x)
+
+def _launch_gate_up(
+    x: torch.Tensor, ids: torch.Tensor, projection: Projection, is_interleaved: bool, glu: Sequence[float]
+) -> torch.Tensor:
+    from headrace.experts.order_kernels import gate_up_kernel
+
+    pairs, count = ids.numel(), projection.outputs_and_inputs()[0] // 2
+    inner = x.new_empty(pairs, count + count % 2)  # rows begin at multiples of 4 bytes
+    (read, *tensors), options, rows = _arguments(x, projection, 0)
     alpha, limit = glu or (0.0, 0.0)
+    gate_up_kernel[(pairs, -(-count // rows))](
+        read, ids, *tensors[:3], inner.view(torch.int16), len(projection.weight), count, *tensors[3:], inner.stride(0),
+        alpha, limit, TOP_K=ids.shape[1], INTERLEAVED=is_interleaved, BIAS=projection.bias is not None,
+        CLAMPED=bool(glu), **options,
+    )  # fmt: skip
+    return inner
+
+
+def _launch_down(
+    inner: torch.Tensor, ids: torch.Tensor, weights: torch.Tensor, projection: Projection
+) -> torch.Tensor:  # fmt: skip
+    from headrace.experts.order_kernels import down_kernel
+
     is_rounded = weights.dtype == torch.bfloat16
     if not is_rounded and weights.dtype != torch.float32:
         raise OptionError(f"weights of experts: expected torch.bfloat16 or torch.float32, found {weights.dtype}")
-    with torch.cuda.device_of(x):  # Triton launches on the current device, whatever the tensors' one is
-        arguments, launch, rows = _arguments(x, gate_up, 0)
-        gate_up_kernel[(tokens * top_k, -(-num_inner // rows))](
-            *arguments[:1], ids, *arguments[1:4], inner.view(torch.int16), len(gate_up.weight), num_inner,
-            *arguments[4:], inner.stride(0), alpha, limit, TOP_K=top_k, INTERLEAVED=is_interleaved,
-            BIAS=gate_up.bias is not None, CLAMPED=bool(glu), **launch,
-        )  # fmt: skip
-        arguments, launch, rows = _arguments(inner, down, 1)
-        down_kernel[(tokens, -(-num_outputs // rows))](
-            *arguments[:1], ids, weights.view(torch.int16) if is_rounded else weights, *arguments[1:4],
-            output.view(torch.int16), len(down.weight), num_outputs, *arguments[4:], TOP_K=top_k,
-            BIAS=down.bias is not None, ROUNDED=is_rounded, **launch,
-        )  # fmt: skip
+    count = projection.outputs_and_inputs()[0]
+    output = inner.new_empty(len(ids), count)
+    (read, *tensors), options, rows = _arguments(inner, projection, 1)
+    down_kernel[(len(ids), -(-count // rows))](
+        read, ids, weights.view(torch.int16) if is_rounded else weights, *tensors[:3], output.view(torch.int16),
+        len(projection.weight), count, *tensors[3:], TOP_K=ids.shape[1], BIAS=projection.bias is not None,
+        ROUNDED=is_rounded, **options,
+    )  # fmt: skip
     return output
 
 
