@@ -33,11 +33,6 @@ def _rounded(x):
 
 
 @triton.jit
-def _as_int16(x):
-    return (x.to(tl.int32, bitcast=True) >> 16).to(tl.int16)
-
-
-@triton.jit
 def _load_bf16(pointers, mask):
     return _low(tl.load(pointers, mask=mask, other=0).to(tl.int32))
 
@@ -59,10 +54,11 @@ def _exp_of_minus(x):
 
 
 @triton.jit
-def _tree(sums, LEVELS: tl.constexpr):
-    """[A, 2 ** LEVELS] to [A]; a sum of two has one order."""
-    for _ in tl.static_range(LEVELS):
-        sums = tl.sum(tl.reshape(sums, (sums.shape[0], sums.shape[1] // 2, 2)), axis=2)
+def _tree(sums):
+    """[A, a power of two] to [A]; a sum of two has one order."""
+    for _ in tl.static_range(10):
+        if sums.shape[1] > 1:
+            sums = tl.sum(tl.reshape(sums, (sums.shape[0], sums.shape[1] // 2, 2)), axis=2)
     return tl.reshape(sums, (sums.shape[0],))
 
 
@@ -103,15 +99,15 @@ def _lanes_of_mxfp4(
 
 @triton.jit
 def _lanes_of_bf16(
-    x, w, row, keep_row, first, K: tl.constexpr, ROW_STRIDE: tl.constexpr, K_STRIDE: tl.constexpr,
-    IN_PAIRS: tl.constexpr, LANES: tl.constexpr, CHUNK: tl.constexpr,
+    x, w, row, keep_row, first, FORMAT: tl.constexpr, K: tl.constexpr, ROW_STRIDE: tl.constexpr,
+    K_STRIDE: tl.constexpr, LANES: tl.constexpr, CHUNK: tl.constexpr,
 ):  # fmt: skip
     """Even and odd lanes apart; the first level of the tree."""
     even = tl.zeros((row.shape[0], first.shape[1], LANES // 2), tl.float32)
     odd = even
     for step in tl.static_range(CHUNK // LANES):
         pair = first // 2 + step * (LANES // 2) + tl.arange(0, LANES // 2)[None, None, :]
-        if IN_PAIRS:
+        if FORMAT == "pairs":
             xs = tl.load(x + pair, mask=pair < K // 2, other=0)
             ws = tl.load(w + (row * ROW_STRIDE + pair), mask=(pair < K // 2) & keep_row, other=0)
             even += _low(ws) * _low(xs)
@@ -128,41 +124,35 @@ def _lanes_of_bf16(
 def _dot(
     x, w, scales, row, keep_row, one, FORMAT: tl.constexpr, K: tl.constexpr, ROW_STRIDE: tl.constexpr,
     K_STRIDE: tl.constexpr, ROWS: tl.constexpr, LANES: tl.constexpr, CHUNK: tl.constexpr, CHUNKS: tl.constexpr,
-    GROUPS: tl.constexpr, LOG_LANES: tl.constexpr, LOG_CHUNKS: tl.constexpr, LOG_GROUPS: tl.constexpr,
+    GROUPS: tl.constexpr, GROUPS_2: tl.constexpr,
 ):  # fmt: skip
     """Products of the rows ``row`` [ROWS] with ``x``, not rounded; ``w`` and ``scales`` begin with their expert."""
-    total = tl.zeros((ROWS, 1 << LOG_GROUPS), tl.float32)
+    total = tl.zeros((ROWS, GROUPS_2), tl.float32)
     rows, keep_rows = row[:, None, None], keep_row[:, None, None]
     for group in range(GROUPS):
         first = ((group * CHUNKS + tl.arange(0, CHUNKS)) * CHUNK)[None, :, None]
         if FORMAT == "mxfp4":
             lanes = _lanes_of_mxfp4(x, w, scales, rows, keep_rows, first, one, K, LANES, CHUNK)
-            sums = _tree(tl.reshape(lanes, (ROWS * CHUNKS, LANES // 8)), LOG_LANES - 3)
         else:
-            lanes = _lanes_of_bf16(
-                x, w, rows, keep_rows, first, K, ROW_STRIDE, K_STRIDE, FORMAT == "pairs", LANES, CHUNK
-            )
-            sums = _tree(tl.reshape(lanes, (ROWS * CHUNKS, LANES // 2)), LOG_LANES - 1)
-        sums = _tree(tl.reshape(sums, (ROWS, CHUNKS)), LOG_CHUNKS)
-        total = tl.where(tl.arange(0, 1 << LOG_GROUPS)[None, :] == group, sums[:, None], total)
-    return _tree(total, LOG_GROUPS)
+            lanes = _lanes_of_bf16(x, w, rows, keep_rows, first, FORMAT, K, ROW_STRIDE, K_STRIDE, LANES, CHUNK)
+        sums = _tree(tl.reshape(lanes, (ROWS * CHUNKS, lanes.shape[2])))
+        sums = _tree(tl.reshape(sums, (ROWS, CHUNKS)))
+        total = tl.where(tl.arange(0, GROUPS_2)[None, :] == group, sums[:, None], total)
+    return _tree(total)
 
 
 @triton.jit(do_not_specialize=["one"])
 def gate_up_kernel(
-    x,  # bf16 [tokens, K]; as int32 where FORMAT reads pairs or codes
-    ids,  # [tokens, TOP_K]
-    w,  # [experts, 2 N, K] in FORMAT
-    scales,  # uint8 [experts, 2 N, K / 32]
-    bias,  # bf16 [experts, 2 N]
-    out,  # bf16 [tokens * TOP_K, out_stride]
-    num_experts, N, x_stride, expert_stride, one, out_stride, alpha, limit, TOP_K: tl.constexpr,
-    INTERLEAVED: tl.constexpr, BIAS: tl.constexpr, CLAMPED: tl.constexpr, FORMAT: tl.constexpr, K: tl.constexpr,
-    ROW_STRIDE: tl.constexpr, K_STRIDE: tl.constexpr, ROWS: tl.constexpr, LANES: tl.constexpr, CHUNK: tl.constexpr,
-    CHUNKS: tl.constexpr, GROUPS: tl.constexpr, LOG_LANES: tl.constexpr, LOG_CHUNKS: tl.constexpr,
-    LOG_GROUPS: tl.constexpr,
+    x, ids, w, scales, bias, out, num_experts, N, x_stride, expert_stride, one, out_stride, alpha, limit,
+    TOP_K: tl.constexpr, INTERLEAVED: tl.constexpr, BIAS: tl.constexpr, CLAMPED: tl.constexpr, FORMAT: tl.constexpr,
+    K: tl.constexpr, ROW_STRIDE: tl.constexpr, K_STRIDE: tl.constexpr, ROWS: tl.constexpr, LANES: tl.constexpr,
+    CHUNK: tl.constexpr, CHUNKS: tl.constexpr, GROUPS: tl.constexpr, GROUPS_2: tl.constexpr,
 ):  # fmt: skip
-    """The first product of each expert of each token, and what comes between; ROWS numbers of ``out`` a program."""
+    """The first product of each expert of each token, and what comes between; ROWS numbers of ``out`` a program.
+
+    x: bf16 [tokens, K], as int32 where FORMAT reads pairs or codes. ids: [tokens, TOP_K]. w: [experts, 2 N, K] in
+    FORMAT. scales: uint8 [experts, 2 N, K / 32]. bias: bf16 [experts, 2 N]. out: bf16 [tokens * TOP_K, out_stride].
+    """
     pair = tl.program_id(0)
     number = tl.load(ids + pair)
     is_expert = (number >= 0) & (number < num_experts)
@@ -172,7 +162,7 @@ def gate_up_kernel(
     row = 2 * at + both % 2 if INTERLEAVED else at + both % 2 * N
     y = _dot(
         x + pair // TOP_K * x_stride, w + expert * expert_stride, scales + expert * (2 * N * (K // 32)), row, at < N,
-        one, FORMAT, K, ROW_STRIDE, K_STRIDE, 2 * ROWS, LANES, CHUNK, CHUNKS, GROUPS, LOG_LANES, LOG_CHUNKS, LOG_GROUPS,
+        one, FORMAT, K, ROW_STRIDE, K_STRIDE, 2 * ROWS, LANES, CHUNK, CHUNKS, GROUPS, GROUPS_2,
     )  # fmt: skip
     y = _rounded(y)
     if BIAS:
@@ -188,24 +178,21 @@ def gate_up_kernel(
         y = _rounded(tl.div_rn(gate, 1.0 + _exp_of_minus(gate))) * up
     y = tl.where(is_expert, _rounded(y), float("nan"))
     at = tl.program_id(1) * ROWS + tl.arange(0, ROWS)
-    tl.store(out + pair.to(tl.int64) * out_stride + at, _as_int16(y), mask=at < N)
+    tl.store(out + pair.to(tl.int64) * out_stride + at, (y.to(tl.int32, bitcast=True) >> 16).to(tl.int16), mask=at < N)
 
 
 @triton.jit(do_not_specialize=["one"])
 def down_kernel(
-    x,  # bf16 [tokens * TOP_K, .], as gate_up_kernel leaves it
-    ids,
-    weights,  # bf16 or float32 [tokens, TOP_K]
-    w,  # [experts, N, K] in FORMAT
-    scales,
-    bias,
-    out,  # bf16 [tokens, N]
-    num_experts, N, x_stride, expert_stride, one, TOP_K: tl.constexpr, BIAS: tl.constexpr, ROUNDED: tl.constexpr,
-    FORMAT: tl.constexpr, K: tl.constexpr, ROW_STRIDE: tl.constexpr, K_STRIDE: tl.constexpr, ROWS: tl.constexpr,
-    LANES: tl.constexpr, CHUNK: tl.constexpr, CHUNKS: tl.constexpr, GROUPS: tl.constexpr, LOG_LANES: tl.constexpr,
-    LOG_CHUNKS: tl.constexpr, LOG_GROUPS: tl.constexpr,
+    x, ids, weights, w, scales, bias, out, num_experts, N, x_stride, expert_stride, one, TOP_K: tl.constexpr,
+    BIAS: tl.constexpr, ROUNDED: tl.constexpr, FORMAT: tl.constexpr, K: tl.constexpr, ROW_STRIDE: tl.constexpr,
+    K_STRIDE: tl.constexpr, ROWS: tl.constexpr, LANES: tl.constexpr, CHUNK: tl.constexpr, CHUNKS: tl.constexpr,
+    GROUPS: tl.constexpr, GROUPS_2: tl.constexpr,
 ):  # fmt: skip
-    """The second product, and the sum over the experts of a token in their order; ROWS outputs a program."""
+    """The second product, and the sum over the experts of a token in their order; ROWS outputs a program.
+
+    x: ``out`` of :func:`gate_up_kernel`. weights: [tokens, TOP_K], bf16 if ROUNDED, else float32. out: bf16
+    [tokens, N].
+    """
     token = tl.program_id(0)
     row = tl.program_id(1) * ROWS + tl.arange(0, ROWS)
     total = tl.zeros((ROWS,), tl.float32)
@@ -215,14 +202,14 @@ def down_kernel(
         expert = tl.where((number >= 0) & (number < num_experts), number, 0).to(tl.int64)
         y = _dot(
             x + pair * x_stride, w + expert * expert_stride, scales + expert * (N * (K // 32)), row, row < N,
-            one, FORMAT, K, ROW_STRIDE, K_STRIDE, ROWS, LANES, CHUNK, CHUNKS, GROUPS, LOG_LANES, LOG_CHUNKS, LOG_GROUPS,
+            one, FORMAT, K, ROW_STRIDE, K_STRIDE, ROWS, LANES, CHUNK, CHUNKS, GROUPS, GROUPS_2,
         )  # fmt: skip
         y = _rounded(y)
         if BIAS:
             y = _rounded(y + _load_bf16(bias + expert * N + row, row < N))
         if ROUNDED:
-            y = _rounded(y * _low(tl.load(weights + pair).to(tl.int32)))
+            total += _rounded(y * _load_bf16(weights + pair, True))
         else:
-            y = y * tl.load(weights + pair)
-        total += y
-    tl.store(out + token.to(tl.int64) * N + row, _as_int16(_rounded(total)), mask=row < N)
+            total += y * tl.load(weights + pair)
+    bits = _rounded(total).to(tl.int32, bitcast=True) >> 16
+    tl.store(out + token.to(tl.int64) * N + row, bits.to(tl.int16), mask=row < N)

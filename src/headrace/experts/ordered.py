@@ -48,23 +48,20 @@ def run(
     Raises:
         OptionError: another dtype than bf16.
     """
-    require_bf16(x)
-    for each in (gate_up, down):
-        if each.scales is None:
-            require_bf16(each.weight)
-    transposed = gate_up.is_transposed
-    output: torch.Tensor = torch.ops.headrace.ordered_experts(
-        x, ids, weights, *gate_up[:3], *down[:3], transposed, is_interleaved, list(glu)
-    )
+    require_bf16(x, *(each.weight for each in (gate_up, down) if each.scales is None))
+    if weights.dtype not in (torch.bfloat16, torch.float32):
+        raise OptionError(f"weights of experts: expected torch.bfloat16 or torch.float32, found {weights.dtype}")
+    op, transposed = torch.ops.headrace.ordered_experts, gate_up.is_transposed
+    output: torch.Tensor = op(x, ids, weights, *gate_up[:3], *down[:3], transposed, is_interleaved, list(glu))
     return output
 
 
-def require_bf16(tensor: torch.Tensor) -> None:
+def require_bf16(*tensors: torch.Tensor) -> None:
     """Raise ``OptionError`` for another dtype."""
-    if tensor.dtype != torch.bfloat16:
+    if found := {tensor.dtype for tensor in tensors} - {torch.bfloat16}:
         raise OptionError(
             f"experts_implementation 'headrace': expected weights and hidden states in torch.bfloat16, found "
-            f'{tensor.dtype}: load the model with dtype="bfloat16", or use experts_implementation="grouped_mm"'
+            f'{found.pop()}: load the model with dtype="bfloat16", or use experts_implementation="grouped_mm"'
         )
 
 
@@ -76,10 +73,12 @@ def _ordered_experts(
 ) -> torch.Tensor:  # fmt: skip
     first = Projection(gate_up, gate_up_scales, gate_up_bias, transposed)
     second = Projection(down, down_scales, down_bias, transposed)
-    if x.is_cuda or os.environ.get("TRITON_INTERPRET") == "1":
-        return _run_kernels(x.contiguous(), ids.contiguous(), weights.contiguous(), first, second, interleaved, glu)
-    _warn_of_torch(x.device.type)
-    return order.run_experts(x, ids, weights, first, second, interleaved, glu)
+    x, ids, weights = x.contiguous(), ids.contiguous(), weights.contiguous()
+    if not x.is_cuda and os.environ.get("TRITON_INTERPRET") != "1":
+        _warn_of_torch(x.device.type)
+        return order.run_experts(x, ids, weights, first, second, interleaved, glu)
+    with torch.cuda.device_of(x):  # Triton launches on the current device, whatever the tensors' one is
+        return _launch_down(_launch_gate_up(x, ids, first, interleaved, glu), ids, weights, second)
 
 
 @cache
@@ -90,15 +89,6 @@ def _warn_of_torch(device: str) -> None:
     )
 
 
-def _run_kernels(
-    x: torch.Tensor, ids: torch.Tensor, weights: torch.Tensor, gate_up: Projection, down: Projection,
-    is_interleaved: bool, glu: Sequence[float],
-) -> torch.Tensor:  # fmt: skip
-    with torch.cuda.device_of(x):  # Triton launches on the current device, whatever the tensors' one is
-        inner = _launch_gate_up(x, ids, gate_up, is_interleaved, glu)
-        return _launch_down(inner, ids, weights, down)
-
-
 def _launch_gate_up(
     x: torch.Tensor, ids: torch.Tensor, projection: Projection, is_interleaved: bool, glu: Sequence[float]
 ) -> torch.Tensor:
@@ -107,11 +97,9 @@ def _launch_gate_up(
     pairs, count = ids.numel(), projection.outputs_and_inputs()[0] // 2
     inner = x.new_empty(pairs, count + count % 2)  # rows begin at multiples of 4 bytes
     (read, *tensors), options, rows = _arguments(x, projection, 0)
-    alpha, limit = glu or (0.0, 0.0)
     gate_up_kernel[(pairs, -(-count // rows))](
         read, ids, *tensors[:3], inner.view(torch.int16), len(projection.weight), count, *tensors[3:], inner.stride(0),
-        alpha, limit, TOP_K=ids.shape[1], INTERLEAVED=is_interleaved, BIAS=projection.bias is not None,
-        CLAMPED=bool(glu), **options,
+        *(glu or (0.0, 0.0)), TOP_K=ids.shape[1], INTERLEAVED=is_interleaved, CLAMPED=bool(glu), **options,
     )  # fmt: skip
     return inner
 
@@ -121,16 +109,12 @@ def _launch_down(
 ) -> torch.Tensor:  # fmt: skip
     from headrace.experts.order_kernels import down_kernel
 
-    is_rounded = weights.dtype == torch.bfloat16
-    if not is_rounded and weights.dtype != torch.float32:
-        raise OptionError(f"weights of experts: expected torch.bfloat16 or torch.float32, found {weights.dtype}")
-    count = projection.outputs_and_inputs()[0]
+    is_rounded, count = weights.dtype == torch.bfloat16, projection.outputs_and_inputs()[0]
     output = inner.new_empty(len(ids), count)
     (read, *tensors), options, rows = _arguments(inner, projection, 1)
     down_kernel[(len(ids), -(-count // rows))](
         read, ids, weights.view(torch.int16) if is_rounded else weights, *tensors[:3], output.view(torch.int16),
-        len(projection.weight), count, *tensors[3:], TOP_K=ids.shape[1], BIAS=projection.bias is not None,
-        ROUNDED=is_rounded, **options,
+        len(projection.weight), count, *tensors[3:], TOP_K=ids.shape[1], ROUNDED=is_rounded, **options,
     )  # fmt: skip
     return output
 
@@ -156,10 +140,9 @@ def _arguments(x: torch.Tensor, projection: Projection, which: int) -> tuple[lis
     scales = weight if projection.scales is None else projection.scales.contiguous()
     arguments = [read, weight, scales, bias, read.stride(0), expert, 1]
     launch = {
-        "FORMAT": form, "K": inputs, "ROW_STRIDE": row, "K_STRIDE": k, "ROWS": at_once.rows, "LANES": order.LANES,
-        "CHUNK": order.CHUNK, "CHUNKS": together, "GROUPS": groups, "LOG_LANES": order.LANES.bit_length() - 1,
-        "LOG_CHUNKS": together.bit_length() - 1, "LOG_GROUPS": (groups - 1).bit_length(), "num_warps": at_once.warps,
-        "enable_fp_fusion": False,
+        "BIAS": bias is not None, "FORMAT": form, "K": inputs, "ROW_STRIDE": row, "K_STRIDE": k, "ROWS": at_once.rows,
+        "LANES": order.LANES, "CHUNK": order.CHUNK, "CHUNKS": together, "GROUPS": groups,
+        "GROUPS_2": 1 << (groups - 1).bit_length(), "num_warps": at_once.warps, "enable_fp_fusion": False,
     }  # fmt: skip
     return arguments, launch, at_once.rows
 

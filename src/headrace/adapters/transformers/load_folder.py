@@ -27,12 +27,13 @@ from torch.nn.modules.module import register_module_module_registration_hook
 from torch.utils._python_dispatch import TorchDispatchMode
 from transformers import AutoConfig, AutoModel, AutoModelForCausalLM, PretrainedConfig, PreTrainedModel
 from transformers.initialization import meta_device_safe_creation_ops
+from transformers.integrations.moe import ALL_EXPERTS_FUNCTIONS
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 
 from headrace.adapters.transformers.conversion import Match, match
-from headrace.adapters.transformers.ordered_experts import NAME, put_mxfp4_experts, refuse_experts, require_effect
+from headrace.adapters.transformers.ordered_experts import NAME, put_mxfp4_experts, require_effect
 from headrace.adapters.transformers.quantised import (
     INITIALISED,
     method_of,
@@ -239,8 +240,9 @@ def build_meta_model(
     maker = model_class or _named_class(folder, raw) or _unnamed_class(folder, raw)
     config = _make_config(folder, raw, maker)
     config.name_or_path = str(folder)  # what transformers reads later, and a name it would look for on the Hub
-    _refuse_attention(attn_implementation)
-    refuse_experts(experts_implementation)
+    _refuse_implementation("attn_implementation", attn_implementation, "sdpa", ALL_ATTENTION_FUNCTIONS.valid_keys())
+    known = ALL_EXPERTS_FUNCTIONS.valid_keys()
+    _refuse_implementation("experts_implementation", experts_implementation, "grouped_mm", known)
     by_own_kernels = experts_implementation == NAME and method_of(stated_quantisation(config) or {}) == "mxfp4"
     quantizer = None if device is None or by_own_kernels else open_quantizer(folder, config, device)
     chosen = _choose_dtype(folder, config, dtype)
@@ -362,17 +364,16 @@ def _without_code_of_parts(config: PretrainedConfig) -> PretrainedConfig:
     return config
 
 
-def _refuse_attention(name: str | None) -> None:
+def _refuse_implementation(option: str, name: str | None, example: str, known: list[str]) -> None:
     if name is None:
         return
     if not isinstance(name, str):
-        raise OptionTypeError(f"attn_implementation: expected a name such as 'sdpa', found {name!r}")
-    known = ["eager", *ALL_ATTENTION_FUNCTIONS.valid_keys()]
-    if name not in known:  # for example the name of a repository, whose code transformers would download and run
-        plain = sorted(each for each in known if not each.startswith("paged"))
+        raise OptionTypeError(f"{option}: expected a name such as {example!r}, found {name!r}")
+    if name not in ("eager", *known):  # for example the name of a repository, whose code transformers would run
+        plain = sorted({"eager", *(each for each in known if not each.startswith("paged"))})
         raise OptionError(
-            f"attn_implementation {name!r}: expected one that transformers {transformers.__version__} has "
-            f"({', '.join(plain)}); leave it out for the model's own choice"
+            f"{option} {name!r}: expected one that transformers {transformers.__version__} has ({', '.join(plain)}); "
+            f"leave it out for the model's own choice"
         )
 
 

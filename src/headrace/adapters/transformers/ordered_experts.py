@@ -14,7 +14,7 @@ from torch.nn.functional import linear
 from transformers import PreTrainedModel
 from transformers.integrations import moe
 
-from headrace.errors import OptionError, OptionTypeError
+from headrace.errors import OptionError
 from headrace.experts import ordered
 from headrace.experts.order import MAX_ROWS, MXFP4_BLOCK, Projection
 from headrace.model.memory_profile import chosen_implementation
@@ -49,16 +49,13 @@ moe.ALL_EXPERTS_FUNCTIONS.register(NAME, ordered_experts_forward)
 def _glu_of(module: Any) -> tuple[float, ...]:
     """As :func:`headrace.experts.order.activated` takes it."""
     gate = getattr(type(module), "_apply_gate", None)
-    if module._is_expert_parallel:
-        found = "experts split among ranks"
-    elif not module.has_gate or getattr(module, "has_post_expert_norm", False):
-        found = "experts without a gate, or with a norm of their own"
+    found = f"the activation of {type(module).__name__}"
+    if module._is_expert_parallel or not module.has_gate or getattr(module, "has_post_expert_norm", False):
+        found = "experts without a gate, with a norm of their own, or split among ranks"
     elif gate is moe._default_apply_gate and type(module.act_fn).__name__ in ("SiLU", "SiLUActivation"):
         return ()
     elif getattr(gate, "__qualname__", None) == "GptOssExperts._apply_gate":
         return module.alpha, module.limit
-    else:
-        found = f"the activation of {type(module).__name__}"
     raise OptionError(
         f"experts_implementation {NAME!r}: expected gated experts with SiLU, or those of gpt-oss, found {found}: use "
         f"experts_implementation='grouped_mm', or leave it out"
@@ -116,19 +113,6 @@ def put_mxfp4_experts(model: PreTrainedModel) -> None:
                 model.set_submodule(name, Mxfp4Experts(model.config))
 
 
-def refuse_experts(name: str | None) -> None:
-    """Raise ``OptionError`` unless ``name`` is an experts implementation of this process."""
-    if name is None:
-        return
-    if not isinstance(name, str):
-        raise OptionTypeError(f"experts_implementation: expected a name such as 'grouped_mm', found {name!r}")
-    known = sorted(["eager", *moe.ALL_EXPERTS_FUNCTIONS.valid_keys()])
-    if name not in known:
-        raise OptionError(
-            f"experts_implementation {name!r}: expected one of {', '.join(known)}; leave it out for the model's own"
-        )
-
-
 def require_effect(model: PreTrainedModel, name: str) -> None:
     """Raise ``OptionError`` if the experts of ``model``, which is built, cannot run by ``name``, or if it has none."""
     modules = [module for module in model.modules() if chosen_implementation(module) == name]
@@ -141,4 +125,4 @@ def require_effect(model: PreTrainedModel, name: str) -> None:
         for module in modules:
             if not isinstance(module, Mxfp4Experts):
                 _glu_of(module)
-            ordered.require_bf16(next(each for each in module.parameters() if each.is_floating_point()))
+            ordered.require_bf16(*(each for each in module.parameters() if each.is_floating_point()))
