@@ -103,7 +103,7 @@ def exp_of_minus(x: torch.Tensor) -> torch.Tensor:
 
 
 def activated(gate: torch.Tensor, up: torch.Tensor, glu: Sequence[float]) -> torch.Tensor:
-    """What the second product is given, bf16: SiLU of ``gate`` times ``up``; with ``glu`` (alpha, limit) gpt-oss's."""
+    """SiLU of ``gate`` times ``up``, bf16; with ``glu`` (alpha, limit) the clamped unit of gpt-oss."""
     if not glu:
         x = gate.float()
         return (x / (1.0 + exp_of_minus(x))).bfloat16() * up

@@ -43,7 +43,7 @@ def run(
     x: torch.Tensor, ids: torch.Tensor, weights: torch.Tensor, gate_up: Projection, down: Projection,
     is_interleaved: bool = False, glu: Sequence[float] = (),
 ) -> torch.Tensor:  # fmt: skip
-    """As :func:`headrace.experts.order.run_experts`, by kernels on a GPU; callable from compiled code.
+    """Run experts as :func:`headrace.experts.order.run_experts` does, by kernels on a GPU, also in compiled code.
 
     Raises:
         OptionError: another dtype than bf16.
@@ -120,7 +120,7 @@ def _launch_down(
 
 
 def _arguments(x: torch.Tensor, projection: Projection, which: int) -> tuple[list[Any], dict[str, Any], int]:
-    """What a kernel is given (x, weight, scales, bias, strides, 1); its launch options; outputs of a program."""
+    """Arguments of a kernel (x, weight, scales, bias, strides, 1), its launch options, and outputs of a program."""
     weight, inputs = projection.weight, projection.outputs_and_inputs()[1]
     if projection.scales is not None:
         form, word = "mxfp4", torch.int32

@@ -47,7 +47,7 @@ moe.ALL_EXPERTS_FUNCTIONS.register(NAME, ordered_experts_forward)
 
 
 def _glu_of(module: Any) -> tuple[float, ...]:
-    """As :func:`headrace.experts.order.activated` takes it."""
+    """Activation of ``module``, for :func:`headrace.experts.order.activated`; raises ``OptionError`` for others."""
     gate = getattr(type(module), "_apply_gate", None)
     found = f"the activation of {type(module).__name__}"
     if module._is_expert_parallel or not module.has_gate or getattr(module, "has_post_expert_norm", False):
@@ -85,7 +85,7 @@ class Mxfp4Experts(nn.Module):
     def forward(
         self, hidden_states: torch.Tensor, top_k_index: torch.Tensor, top_k_weights: torch.Tensor
     ) -> torch.Tensor:
-        """As :func:`ordered_experts_forward`."""
+        """Forward in the order of sums; see :func:`ordered_experts_forward`."""
         if len(hidden_states) > MAX_ROWS:
             return self._one_by_one(hidden_states, top_k_index, top_k_weights)
         first, second = self._projections()
