@@ -66,12 +66,12 @@ FLAGS = {
     ],
     "generate": [
         "--prompt", "--chat", "--no-chat", *GUESSES, "--system", "--max-new-tokens", "--temperature", "--top-p",
-        "--top-k", "--seed", "--dtype", "--attn-implementation", "--no-graphs", "--download", "--quiet", "--trace",
+        "--top-k", "--seed", "--dtype", "--attn-implementation", "--experts-implementation", "--no-graphs", "--download", "--quiet", "--trace",
         "--expert-trace", "--acceptance", *OFFLOAD_FLAGS, "-v", "--verbose",
     ],
     "chat": [
         *GUESSES, "--system", "--max-new-tokens", "--temperature", "--top-p", "--top-k", "--seed", "--dtype",
-        "--attn-implementation", "--no-graphs", "--download", "--quiet", "--trace", "--expert-trace", "--acceptance",
+        "--attn-implementation", "--experts-implementation", "--no-graphs", "--download", "--quiet", "--trace", "--expert-trace", "--acceptance",
         *OFFLOAD_FLAGS, "-v", "--verbose",
     ],
     "serve": [

@@ -50,7 +50,8 @@ def _glu_of(module: Any) -> tuple[float, ...]:
     """Activation of ``module``, for :func:`headrace.experts.order.activated`; raises ``OptionError`` for others."""
     gate = getattr(type(module), "_apply_gate", None)
     found = f"the activation of {type(module).__name__}"
-    if module._is_expert_parallel or not module.has_gate or getattr(module, "has_post_expert_norm", False):
+    is_split = getattr(module, "_is_expert_parallel", False)  # not in transformers 5.17
+    if is_split or not module.has_gate or getattr(module, "has_post_expert_norm", False):
         found = "experts without a gate, with a norm of their own, or split among ranks"
     elif gate is moe._default_apply_gate and type(module.act_fn).__name__ in ("SiLU", "SiLUActivation"):
         return ()
