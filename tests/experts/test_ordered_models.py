@@ -11,7 +11,6 @@ from typing import Any
 import pytest
 import torch
 from torch import nn
-from transformers import PreTrainedModel
 from transformers.integrations import moe
 
 import headrace
@@ -107,8 +106,7 @@ class TestLoad:
     def test_mxfp4_as_the_files_have_it(self, way: str, tmp_path: Path) -> None:
         """Its bits are those of its values in bf16, and of C; nothing is converted, so units stream from the files."""
         FORMATS["MXFP4, experts"].write(tmp_path)
-        with pytest.warns(match="converted while loading"):
-            plain, _ = self._resident(tmp_path)
+        plain = resident(tmp_path)
         plain.set_experts_implementation("headrace")
         expected = step(plain)
         model, handle = load(tmp_path, MOVING[way](), device="cpu", experts_implementation="headrace")
@@ -120,17 +118,12 @@ class TestLoad:
             assert_same_bits(step(model), expected)
         assert counts == [0, 0, 0]
 
-    @staticmethod
-    def _resident(folder: Path) -> tuple[PreTrainedModel, headrace.Handle]:
-        return load(folder, "1GiB", device="cpu")
-
     def test_many_rows_of_mxfp4(self, tmp_path: Path) -> None:
         """Each expert in use is multiplied as bf16; cached, too."""
         FORMATS["MXFP4, experts"].write(tmp_path)
         ids = torch.arange(20)[None]
         with torch.inference_mode():
-            with pytest.warns(match="converted while loading"):
-                plain, _ = self._resident(tmp_path)
+            plain = resident(tmp_path)
             model, handle = load(tmp_path, cached(3), device="cpu", experts_implementation="headrace")
             found = model(ids).logits
             torch.testing.assert_close(found, plain(ids).logits, rtol=0.02, atol=0.02)
