@@ -13,10 +13,10 @@ import pytest
 import measures
 
 BOUNDS = {
-    "lines of src": 23784,
-    "lines of the core": 14887,
-    "files of src": 170,
-    "lines of tests": 42119,
+    "lines of src": 24258,
+    "lines of the core": 14888,
+    "files of src": 174,
+    "lines of tests": 42638,
     "longest class": 347,
     "Prefetcher": 296,
     "branches on a kind of store": 4,

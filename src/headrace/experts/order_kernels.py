@@ -11,8 +11,6 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-_UPPER: tl.constexpr = tl.constexpr(-65536)  # the 16 bits of a bf16 in a float32
-
 
 @triton.jit
 def _low(bits):
@@ -21,14 +19,14 @@ def _low(bits):
 
 @triton.jit
 def _high(bits):
-    return (bits & _UPPER).to(tl.float32, bitcast=True)
+    return (bits & -65536).to(tl.float32, bitcast=True)
 
 
 @triton.jit
 def _rounded(x):
     """``x`` to the nearest bf16, ties to even, as float32."""
     bits = x.to(tl.int32, bitcast=True)
-    bits = (bits + 0x7FFF + ((bits >> 16) & 1)) & _UPPER
+    bits = (bits + 0x7FFF + ((bits >> 16) & 1)) & -65536
     return tl.where(x == x, bits, 0x7FC00000).to(tl.float32, bitcast=True)
 
 

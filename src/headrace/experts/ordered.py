@@ -84,8 +84,7 @@ def _ordered_experts(
 @cache
 def _warn_of_torch(device: str) -> None:
     warn_user(
-        f"experts_implementation 'headrace': on {device!r} experts run in plain torch, many times slower than by "
-        f"'grouped_mm'; it is there to compare bits with a GPU"
+        f"experts_implementation 'headrace': experts on {device!r} run in torch, slowly, to compare bits with a GPU"
     )
 
 
@@ -130,27 +129,23 @@ def _arguments(x: torch.Tensor, projection: Projection, which: int) -> tuple[lis
         in_pairs = weight.stride(2) == 1 and not projection.is_transposed and not any(place % 2 for place in places)
         form, word = ("pairs", torch.int32) if in_pairs else ("single", torch.int16)
     weight, read = weight.view(word), x.view(word)
-    expert, row, k = weight.stride()
-    if projection.is_transposed:
-        row, k = k, row
+    expert, row, k = (weight.mT if projection.is_transposed else weight).stride()
     at_once, chunks = LAUNCHES[form][which], -(-inputs // order.CHUNK)
     together = min(at_once.chunks, 1 << (chunks - 1).bit_length())
     groups = -(-chunks // together)
     bias = projection.bias if projection.bias is None else projection.bias.contiguous().view(torch.int16)
     scales = weight if projection.scales is None else projection.scales.contiguous()
-    arguments = [read, weight, scales, bias, read.stride(0), expert, 1]
     launch = {
         "BIAS": bias is not None, "FORMAT": form, "K": inputs, "ROW_STRIDE": row, "K_STRIDE": k, "ROWS": at_once.rows,
         "LANES": order.LANES, "CHUNK": order.CHUNK, "CHUNKS": together, "GROUPS": groups,
         "GROUPS_2": 1 << (groups - 1).bit_length(), "num_warps": at_once.warps, "enable_fp_fusion": False,
     }  # fmt: skip
-    return arguments, launch, at_once.rows
+    return [read, weight, scales, bias, read.stride(0), expert, 1], launch, at_once.rows
 
 
 def _backward(*_: Any) -> None:
     raise StateError(
-        "a backward pass needs the gradient of experts that ran by 'headrace', which is for inference: call "
-        "model.set_experts_implementation('grouped_mm') before training"
+        "experts ran by 'headrace', which has no gradients: call model.set_experts_implementation('grouped_mm') before"
     )
 
 

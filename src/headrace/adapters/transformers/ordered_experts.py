@@ -33,13 +33,10 @@ def ordered_experts_forward(
     module: Any = self
     glu = _glu_of(module)
     if len(hidden_states) > MAX_ROWS:
-        many: torch.Tensor = moe.grouped_mm_experts_forward(module, hidden_states, top_k_index, top_k_weights)
-        return many
+        return moe.grouped_mm_experts_forward(module, hidden_states, top_k_index, top_k_weights)
     biases = (module.gate_up_proj_bias, module.down_proj_bias) if module.has_bias else (None, None)
-    first, second = (
-        Projection(weight, None, bias, module.is_transposed)
-        for weight, bias in zip((module.gate_up_proj, module.down_proj), biases, strict=True)
-    )
+    first = Projection(module.gate_up_proj, None, biases[0], module.is_transposed)
+    second = Projection(module.down_proj, None, biases[1], module.is_transposed)
     return ordered.run(hidden_states, top_k_index, top_k_weights, first, second, not module.is_concatenated, glu)
 
 
@@ -70,8 +67,7 @@ class Mxfp4Experts(nn.Module):
         super().__init__()
         self.config = config
         self.num_experts, hidden, inner = config.num_local_experts, config.hidden_size, config.intermediate_size
-        self.limit = getattr(config, "swiglu_limit", 7.0)
-        self.alpha = getattr(config, "swiglu_alpha", 1.702)
+        self.alpha, self.limit = getattr(config, "swiglu_alpha", 1.702), getattr(config, "swiglu_limit", 7.0)
         for name, rows, columns in (("gate_up_proj", 2 * inner, hidden), ("down_proj", hidden, inner)):
             scales = torch.empty(self.num_experts, rows, columns // MXFP4_BLOCK, dtype=torch.uint8)
             codes = torch.empty(*scales.shape, MXFP4_BLOCK // 2, dtype=torch.uint8)
