@@ -94,7 +94,7 @@ class TestBits:
             assert {len(layer.storages) for layer in handle.plan.cached} == {4}
 
     @pytest.mark.slow
-    @pytest.mark.parametrize("implementation", ["grouped_mm", "batched_mm"])
+    @pytest.mark.parametrize("implementation", ["grouped_mm", "batched_mm", "headrace"])
     def test_compiled(self, implementation: str) -> None:
         model = qwen(implementation).to(torch.bfloat16)
         with torch.inference_mode():

@@ -109,6 +109,7 @@ class GenerateOptions(SpeculationFlags):
     seed: int | None = row("N", "Random seed for sampling (default 0).", _seed)
     dtype: str | None = row("NAME", DTYPE_HELP, check_dtype)
     attn_implementation: str | None = row("NAME", "Attention of transformers: sdpa, eager, ... (default the model's).")
+    experts_implementation: str | None = row("NAME", "Experts of transformers: grouped_mm, headrace, ... (its own).")
     no_graphs: bool = row("", "Launch each kernel from Python instead of replaying CUDA graphs.", off=False)
     download: bool = row("", "Download a model that is not there, without a question.", off=False)
     quiet: bool = row("", "Print nothing but the text and errors.", off=False)
@@ -215,7 +216,8 @@ def _run(model: str, text: str | None, chat: bool | None, options: GenerateOptio
         warnings.simplefilter("ignore")
     disable_progress_bar()  # type: ignore[no-untyped-call] # of drafts and heads
     group = _process_group(mode, device)
-    opened = open_model(folder, options.dtype, options.attn_implementation, device)
+    experts = options.experts_implementation
+    opened = open_model(folder, options.dtype, options.attn_implementation, device, experts_implementation=experts)
     module: Any = opened.module
     opened.require_causal("headrace chat" if text is None else "headrace generate")
     tokenizer, inputs, chat = _read_prompt(opened, text or _GREETING, options.system, chat, notes, sampling)

@@ -25,12 +25,13 @@ from headrace.model.records import ModelProfile
 
 # Implementations of experts in transformers that compute the same bits whatever the order of the rows. `eager` adds up
 # the experts of a token in the order of their numbers.
-ROW_IMPLEMENTATIONS = ("grouped_mm", "batched_mm")
+ROW_IMPLEMENTATIONS = ("grouped_mm", "batched_mm", "headrace")
 
 # By the implementation of experts in transformers: what it reads of those in place.
 _NOTES = {
     "grouped_mm": "each routed expert is read once per step, the others not at all",
     "batched_mm": "only routed experts are read, once per token that chose them; 'grouped_mm' reads each once",
+    "headrace": "only routed experts are read, up to 8 rows once per token that chose them",
     "eager": "only routed experts are read, but the host waits for the routing and the step cannot be captured; "
     "model.set_experts_implementation('grouped_mm') does without",
 }

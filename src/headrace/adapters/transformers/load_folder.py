@@ -27,12 +27,21 @@ from torch.nn.modules.module import register_module_module_registration_hook
 from torch.utils._python_dispatch import TorchDispatchMode
 from transformers import AutoConfig, AutoModel, AutoModelForCausalLM, PretrainedConfig, PreTrainedModel
 from transformers.initialization import meta_device_safe_creation_ops
+from transformers.integrations.moe import ALL_EXPERTS_FUNCTIONS
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 
 from headrace.adapters.transformers.conversion import Match, match
-from headrace.adapters.transformers.quantised import INITIALISED, move_wrappers, open_quantizer, put_in_modules
+from headrace.adapters.transformers.ordered_experts import NAME, put_mxfp4_experts, require_effect
+from headrace.adapters.transformers.quantised import (
+    INITIALISED,
+    method_of,
+    move_wrappers,
+    open_quantizer,
+    put_in_modules,
+    stated_quantisation,
+)
 from headrace.adapters.transformers.speculating import Speculating, heads_cost
 from headrace.api import Handle, start
 from headrace.checkpoint.model_folder import model_folder
@@ -73,6 +82,7 @@ def load(
     model_class: ModelClass | None = None,
     dtype: torch.dtype | str | None = None,
     attn_implementation: str | None = None,
+    experts_implementation: str | None = None,
     device: torch.device | str | None = None,
     disk: DiskOptions | None = None,
     progress: Progress | None = None,
@@ -95,6 +105,9 @@ def load(
             every use; such tensors are not streamed from files to a GPU, but stored in host memory.
         attn_implementation: as for ``from_pretrained``: ``"sdpa"``, ``"eager"`` or another that transformers has, not
             the name of a kernel on the Hub; default the model's own choice.
+        experts_implementation: likewise: ``"grouped_mm"``, ``"batched_mm"``, or ``"headrace"``: experts of up to 8 rows
+            have the same bits wherever they run, and are not copied
+            (:mod:`~headrace.adapters.transformers.ordered_experts`).
         device: where compute runs; default a GPU where there is one, else the CPU.
         disk: how the files are read.
         progress: called with (bytes loaded, bytes to load) while weights are read or moved.
@@ -111,7 +124,8 @@ def load(
     Raises:
         CheckpointError: no folder, no model in it, files for another configuration, or quantised weights that cannot
             be loaded here.
-        OptionError, OptionTypeError: an invalid policy, class, dtype or attention; a plan for another model or machine.
+        OptionError, OptionTypeError: an invalid policy, class, dtype, attention or experts; a plan for another
+            model or machine.
         LimitError: the plan does not fit the device or the host; raised before anything is allocated.
         PeerError: another rank of ``group`` failed, ended, or did not connect in time.
 
@@ -130,8 +144,9 @@ def load(
         with gc_paused():
             target = compute_device(None, device)
             model = build_meta_model(
-                path, model_class=model_class, dtype=dtype, attn_implementation=attn_implementation, device=target
-            )
+                path, model_class=model_class, dtype=dtype, attn_implementation=attn_implementation, device=target,
+                experts_implementation=experts_implementation,
+            )  # fmt: skip
             folder = model_folder(path)
             found = match(model, Checkpoint.open(folder), target)
         for difference in differences(model, found, is_chosen=model_class is not None):
@@ -197,6 +212,7 @@ def build_meta_model(
     dtype: torch.dtype | str | None = None,
     attn_implementation: str | None = None,
     device: torch.device | None = None,
+    experts_implementation: str | None = None,
 ) -> PreTrainedModel:
     """The model of a folder on ``meta``, from its config.json alone: names, shapes, dtypes, ties, and no data.
 
@@ -208,7 +224,7 @@ def build_meta_model(
 
     Raises:
         CheckpointError: no folder, or no model in it that transformers can build.
-        OptionError, OptionTypeError: an invalid class, dtype or attention.
+        OptionError, OptionTypeError: an invalid class, dtype, attention or experts.
     """
     folder = model_folder(path)
     raw = read_json(folder / "config.json")
@@ -224,14 +240,21 @@ def build_meta_model(
     maker = model_class or _named_class(folder, raw) or _unnamed_class(folder, raw)
     config = _make_config(folder, raw, maker)
     config.name_or_path = str(folder)  # what transformers reads later, and a name it would look for on the Hub
-    _refuse_attention(attn_implementation)
-    quantizer = None if device is None else open_quantizer(folder, config, device)
+    _refuse_implementation("attn_implementation", attn_implementation, "sdpa", ALL_ATTENTION_FUNCTIONS.valid_keys())
+    known = ALL_EXPERTS_FUNCTIONS.valid_keys()
+    _refuse_implementation("experts_implementation", experts_implementation, "grouped_mm", known)
+    by_own_kernels = experts_implementation == NAME and method_of(stated_quantisation(config) or {}) == "mxfp4"
+    quantizer = None if device is None or by_own_kernels else open_quantizer(folder, config, device)
     chosen = _choose_dtype(folder, config, dtype)
-    if quantizer is None or device is None:
-        return _build(folder, maker, config, chosen, attn_implementation)
-    config.dtype = chosen = quantizer.update_dtype(chosen)
-    model = _build(folder, maker, config, chosen, attn_implementation)
-    put_in_modules(folder, model, quantizer, chosen, device)
+    if quantizer is not None:
+        config.dtype = chosen = quantizer.update_dtype(chosen)
+    model = _build(folder, maker, config, chosen, attn_implementation, experts_implementation)
+    if quantizer is not None and device is not None:
+        put_in_modules(folder, model, quantizer, chosen, device)
+    elif by_own_kernels:
+        put_mxfp4_experts(model)
+    if experts_implementation is not None:
+        require_effect(model, experts_implementation)
     return model
 
 
@@ -341,17 +364,16 @@ def _without_code_of_parts(config: PretrainedConfig) -> PretrainedConfig:
     return config
 
 
-def _refuse_attention(name: str | None) -> None:
+def _refuse_implementation(option: str, name: str | None, example: str, known: list[str]) -> None:
     if name is None:
         return
     if not isinstance(name, str):
-        raise OptionTypeError(f"attn_implementation: expected a name such as 'sdpa', found {name!r}")
-    known = ["eager", *ALL_ATTENTION_FUNCTIONS.valid_keys()]
-    if name not in known:  # for example the name of a repository, whose code transformers would download and run
-        plain = sorted(each for each in known if not each.startswith("paged"))
+        raise OptionTypeError(f"{option}: expected a name such as {example!r}, found {name!r}")
+    if name not in ("eager", *known):  # for example the name of a repository, whose code transformers would run
+        plain = sorted({"eager", *(each for each in known if not each.startswith("paged"))})
         raise OptionError(
-            f"attn_implementation {name!r}: expected one that transformers {transformers.__version__} has "
-            f"({', '.join(plain)}); leave it out for the model's own choice"
+            f"{option} {name!r}: expected one that transformers {transformers.__version__} has ({', '.join(plain)}); "
+            f"leave it out for the model's own choice"
         )
 
 
@@ -373,9 +395,10 @@ def _choose_dtype(folder: Path, config: PretrainedConfig, asked: torch.dtype | s
 
 
 def _build(
-    folder: Path, maker: Any, config: PretrainedConfig, dtype: torch.dtype, attention: str | None
+    folder: Path, maker: Any, config: PretrainedConfig, dtype: torch.dtype, attention: str | None, experts: str | None
 ) -> PreTrainedModel:
     options: dict[str, Any] = {"dtype": dtype} | ({} if attention is None else {"attn_implementation": attention})
+    options |= {} if experts is None else {"experts_implementation": experts}
     try:
         with torch.device("meta"), meta_device_safe_creation_ops(), _limit_modules(folder):
             if hasattr(maker, "from_config"):

@@ -182,6 +182,7 @@ def open_model(
     attn_implementation: str | None = None,
     device: torch.device | str | None = None,
     to_plan: bool = False,
+    experts_implementation: str | None = None,
 ) -> OpenedModel:
     """Read config and file headers of a model; arguments as for ``load``.
 
@@ -198,7 +199,8 @@ def open_model(
             return _from_config(folder, dtype, attn_implementation)
         try:
             target = compute_device(None) if device is None else torch.device(device)
-            module = build_meta_model(folder, dtype=dtype, attn_implementation=attn_implementation, device=target)
+            how: Any = {"attn_implementation": attn_implementation, "experts_implementation": experts_implementation}
+            module = build_meta_model(folder, dtype=dtype, device=target, **how)
             profile = profile_of(module)
             return OpenedModel(folder, module, match(module, Checkpoint.open(folder), target), profile)
         except NotHereError as error:

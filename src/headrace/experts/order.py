@@ -1,0 +1,148 @@
+"""One order of sums for the products of experts, in torch: the reference of every kernel that keeps it.
+
+:func:`dot` defines the sum of a product, :func:`activated` what comes between the two products of an expert, and
+:func:`run_experts` the sum over a token's experts; docs/notes/order-of-sums.md says why. Each operation below rounds
+once, as IEEE 754 says, so its bits are the same wherever it runs.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import NamedTuple
+
+import torch
+from torch.nn.functional import pad
+
+# Of a sum of products, element k is in chunk k / CHUNK, and in lane k % LANES of it.
+LANES, CHUNK = 64, 256
+# More rows are run by other implementations: from here on weights are read once for several rows.
+MAX_ROWS = 8
+MXFP4_BLOCK = 32
+_MXFP4 = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0, -0.0, -0.5, -1.0, -1.5, -2.0, -3.0, -4.0, -6.0)
+_EXP = (1.3981999507e-3, 8.3334519073e-3, 4.1665795894e-2, 1.6666665459e-1, 5.0000001201e-1)
+
+
+class Projection(NamedTuple):
+    """Weights of one product of all experts of a layer.
+
+    Attributes:
+        weight: bf16 [experts, outputs, inputs]; with ``scales`` uint8 [experts, outputs, inputs / 2] or with blocks of
+            16 bytes as a fourth dimension, two codes of MXFP4 in each, the first in the lower bits.
+        scales: uint8 [experts, outputs, inputs / 32].
+        bias: bf16 [experts, outputs].
+        is_transposed: ``weight`` is [experts, inputs, outputs].
+    """
+
+    weight: torch.Tensor
+    scales: torch.Tensor | None = None
+    bias: torch.Tensor | None = None
+    is_transposed: bool = False
+
+    def outputs_and_inputs(self) -> tuple[int, int]:
+        """How many each expert has."""
+        if self.scales is not None:
+            return self.scales.shape[1], self.scales.shape[2] * MXFP4_BLOCK
+        rows, columns = self.weight.shape[1:]
+        return (columns, rows) if self.is_transposed else (rows, columns)
+
+    def values(self, expert: int) -> torch.Tensor:
+        """Weights of ``expert``: float32 [outputs, inputs]."""
+        weight = self.weight[expert]
+        if self.scales is not None:
+            return mxfp4_values(weight, self.scales[expert])
+        return (weight.T if self.is_transposed else weight).float()
+
+    def __call__(self, x: torch.Tensor, expert: int) -> torch.Tensor:
+        """The product of ``expert`` with ``x`` (bf16 [inputs]), rounded, and its bias: bf16 [outputs]."""
+        y = dot(self.values(expert), x.float()).bfloat16()
+        return y if self.bias is None else y + self.bias[expert]
+
+
+def mxfp4_values(codes: torch.Tensor, scales: torch.Tensor) -> torch.Tensor:
+    """Float32 values of ``codes`` (uint8 [..., bytes of a row]) with ``scales`` (uint8 [..., blocks]).
+
+    A scale s stands for 2 ** (s - 127), and 255 for infinity, as transformers has it.
+    """
+    codes = codes.reshape(*scales.shape, MXFP4_BLOCK // 2)
+    both = torch.stack((codes & 15, codes >> 4), -1).flatten(-2)
+    values = torch.tensor(_MXFP4, device=codes.device)[both.int()]
+    powers = (scales.int() << 23).clamp(min=1 << 22).view(torch.float32)  # 2 ** -127 is no normal number
+    return (values * powers[..., None]).flatten(-2)
+
+
+def dot(weight: torch.Tensor, x: torch.Tensor, lanes: int = LANES, chunk: int = CHUNK) -> torch.Tensor:
+    """Sums over the last dimension of ``weight * x`` (float32): in sequence in each lane, then by trees."""
+    products = weight * x
+    products = pad(products, (0, -products.shape[-1] % chunk)).unflatten(-1, (-1, chunk // lanes, lanes))
+    sums = torch.zeros_like(products[..., 0, :])
+    for step in range(chunk // lanes):
+        sums = sums + products[..., step, :]
+    return _tree(_tree(sums))
+
+
+def _tree(sums: torch.Tensor) -> torch.Tensor:
+    """Sum of the last dimension: of neighbours, then of neighbours among these sums, and so on."""
+    while sums.shape[-1] > 1:
+        sums = pad(sums, (0, sums.shape[-1] % 2))
+        sums = sums[..., ::2] + sums[..., 1::2]
+    return sums[..., 0]
+
+
+def exp_of_minus(x: torch.Tensor) -> torch.Tensor:
+    """exp(-x) of float32, by Cephes' polynomial; infinity from exp(88) on, and for NaN."""
+    t = torch.where(x > -88, -x, 88)
+    t = torch.where(t > -87, t, -87)
+    power = (t * 1.44269504 + 12582912.0) - 12582912.0  # to the nearest whole number
+    r = (t - power * 0.693359375) - power * -2.12194440e-4
+    value = torch.full_like(r, 1.9875691500e-4)
+    for coefficient in _EXP:
+        value = value * r + coefficient
+    value = value * (r * r) + r + 1.0
+    value = value * ((power.int() + 127) << 23).view(torch.float32)
+    return torch.where(x > -88, value, torch.inf)
+
+
+def activated(gate: torch.Tensor, up: torch.Tensor, glu: Sequence[float]) -> torch.Tensor:
+    """SiLU of ``gate`` times ``up``, bf16; with ``glu`` (alpha, limit) the clamped unit of gpt-oss."""
+    if not glu:
+        x = gate.float()
+        return (x / (1.0 + exp_of_minus(x))).bfloat16() * up
+    alpha, limit = glu
+    gate, up = gate.clamp(max=limit), up.clamp(-limit, limit)
+    sigmoid = 1.0 / (1.0 + exp_of_minus((gate * alpha).float()))
+    return (up + 1) * (gate * sigmoid.bfloat16())
+
+
+def run_experts(
+    x: torch.Tensor,
+    ids: torch.Tensor,
+    weights: torch.Tensor,
+    gate_up: Projection,
+    down: Projection,
+    is_interleaved: bool,
+    glu: Sequence[float],
+) -> torch.Tensor:
+    """Each token's experts, weighed and added up in the order of ``ids``, with torch; slow.
+
+    Args:
+        x: bf16 [tokens, inputs].
+        ids: [tokens, experts of a token]; a number that is no expert makes the token's outputs NaN.
+        weights: bf16 or float32, like ``ids``; a product with bf16 is rounded to bf16.
+        is_interleaved: outputs of ``gate_up`` are gate, up, gate, up, ...; else all gates come first.
+        glu: see :func:`activated`.
+
+    Returns:
+        bf16 [tokens, outputs of ``down``].
+    """
+    outputs = []
+    for token, row in enumerate(x):
+        total = torch.zeros(down.outputs_and_inputs()[0], device=x.device)
+        for expert, weight in zip(ids[token].tolist(), weights[token].split(1), strict=True):
+            if not 0 <= expert < len(gate_up.weight):
+                total = total + torch.nan
+                continue
+            both = gate_up(row, expert)
+            gate, up = (both[::2], both[1::2]) if is_interleaved else both.chunk(2)
+            total = total + down(activated(gate, up, glu), expert) * weight
+        outputs.append(total.bfloat16())
+    return torch.stack(outputs)

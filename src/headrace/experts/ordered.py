@@ -1,0 +1,160 @@
+"""The op ``headrace::ordered_experts``: the experts of up to 8 rows with the same bits wherever they lie.
+
+A number of an expert, or the row in which a cache has it, is an index into the weights, which are read there.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Sequence
+from functools import cache
+from typing import Any, NamedTuple
+
+import torch
+
+from headrace.errors import OptionError, StateError, warn_user
+from headrace.experts import order
+from headrace.experts.order import Projection
+
+
+class Launch(NamedTuple):
+    """How a kernel divides its work; no bit depends on it.
+
+    Attributes:
+        rows: outputs of a program, a power of two.
+        chunks: chunks that it adds up at once, a power of two.
+        warps: warps of a program.
+    """
+
+    rows: int
+    chunks: int
+    warps: int
+
+
+# Of the first product and of the second, by format.
+LAUNCHES = {
+    "pairs": (Launch(4, 4, 1), Launch(4, 4, 1)),
+    "single": (Launch(16, 1, 4), Launch(32, 1, 4)),
+    "mxfp4": (Launch(4, 4, 1), Launch(4, 4, 1)),
+}
+
+
+def run(
+    x: torch.Tensor, ids: torch.Tensor, weights: torch.Tensor, gate_up: Projection, down: Projection,
+    is_interleaved: bool = False, glu: Sequence[float] = (),
+) -> torch.Tensor:  # fmt: skip
+    """Run experts as :func:`headrace.experts.order.run_experts` does, by kernels on a GPU, also in compiled code.
+
+    Raises:
+        OptionError: another dtype than bf16.
+    """
+    require_bf16(x, *(each.weight for each in (gate_up, down) if each.scales is None))
+    if weights.dtype not in (torch.bfloat16, torch.float32):
+        raise OptionError(f"weights of experts: expected torch.bfloat16 or torch.float32, found {weights.dtype}")
+    op, transposed = torch.ops.headrace.ordered_experts, gate_up.is_transposed
+    output: torch.Tensor = op(x, ids, weights, *gate_up[:3], *down[:3], transposed, is_interleaved, list(glu))
+    return output
+
+
+def require_bf16(*tensors: torch.Tensor) -> None:
+    """Raise ``OptionError`` for another dtype."""
+    if found := {tensor.dtype for tensor in tensors} - {torch.bfloat16}:
+        raise OptionError(
+            f"experts_implementation 'headrace': expected weights and hidden states in torch.bfloat16, found "
+            f'{found.pop()}: load the model with dtype="bfloat16", or use experts_implementation="grouped_mm"'
+        )
+
+
+def _ordered_experts(
+    x: torch.Tensor, ids: torch.Tensor, weights: torch.Tensor,
+    gate_up: torch.Tensor, gate_up_scales: torch.Tensor | None, gate_up_bias: torch.Tensor | None,
+    down: torch.Tensor, down_scales: torch.Tensor | None, down_bias: torch.Tensor | None,
+    transposed: bool, interleaved: bool, glu: Sequence[float],
+) -> torch.Tensor:  # fmt: skip
+    first = Projection(gate_up, gate_up_scales, gate_up_bias, transposed)
+    second = Projection(down, down_scales, down_bias, transposed)
+    x, ids, weights = x.contiguous(), ids.contiguous(), weights.contiguous()
+    if not x.is_cuda and os.environ.get("TRITON_INTERPRET") != "1":
+        _warn_of_torch(x.device.type)
+        return order.run_experts(x, ids, weights, first, second, interleaved, glu)
+    with torch.cuda.device_of(x):  # Triton launches on the current device, whatever the tensors' one is
+        return _launch_down(_launch_gate_up(x, ids, first, interleaved, glu), ids, weights, second)
+
+
+@cache
+def _warn_of_torch(device: str) -> None:
+    warn_user(
+        f"experts_implementation 'headrace': experts on {device!r} run in torch, slowly, to compare bits with a GPU"
+    )
+
+
+def _launch_gate_up(
+    x: torch.Tensor, ids: torch.Tensor, projection: Projection, is_interleaved: bool, glu: Sequence[float]
+) -> torch.Tensor:
+    from headrace.experts.order_kernels import gate_up_kernel
+
+    pairs, count = ids.numel(), projection.outputs_and_inputs()[0] // 2
+    inner = x.new_empty(pairs, count + count % 2)  # rows begin at multiples of 4 bytes
+    (read, *tensors), options, rows = _arguments(x, projection, 0)
+    gate_up_kernel[(pairs, -(-count // rows))](
+        read, ids, *tensors[:3], inner.view(torch.int16), len(projection.weight), count, *tensors[3:], inner.stride(0),
+        *(glu or (0.0, 0.0)), TOP_K=ids.shape[1], INTERLEAVED=is_interleaved, CLAMPED=bool(glu), **options,
+    )  # fmt: skip
+    return inner
+
+
+def _launch_down(
+    inner: torch.Tensor, ids: torch.Tensor, weights: torch.Tensor, projection: Projection
+) -> torch.Tensor:  # fmt: skip
+    from headrace.experts.order_kernels import down_kernel
+
+    is_rounded, count = weights.dtype == torch.bfloat16, projection.outputs_and_inputs()[0]
+    output = inner.new_empty(len(ids), count)
+    (read, *tensors), options, rows = _arguments(inner, projection, 1)
+    down_kernel[(len(ids), -(-count // rows))](
+        read, ids, weights.view(torch.int16) if is_rounded else weights, *tensors[:3], output.view(torch.int16),
+        len(projection.weight), count, *tensors[3:], TOP_K=ids.shape[1], ROUNDED=is_rounded, **options,
+    )  # fmt: skip
+    return output
+
+
+def _arguments(x: torch.Tensor, projection: Projection, which: int) -> tuple[list[Any], dict[str, Any], int]:
+    """Arguments of a kernel (x, weight, scales, bias, strides, 1), its launch options, and outputs of a program."""
+    weight, inputs = projection.weight, projection.outputs_and_inputs()[1]
+    if projection.scales is not None:
+        form, word = "mxfp4", torch.int32
+        weight = weight.reshape(*projection.scales.shape[:2], inputs // 2)
+    else:
+        places = (inputs, weight.storage_offset(), *weight.stride()[:2])
+        in_pairs = weight.stride(2) == 1 and not projection.is_transposed and not any(place % 2 for place in places)
+        form, word = ("pairs", torch.int32) if in_pairs else ("single", torch.int16)
+    weight, read = weight.view(word), x.view(word)
+    expert, row, k = (weight.mT if projection.is_transposed else weight).stride()
+    at_once, chunks = LAUNCHES[form][which], -(-inputs // order.CHUNK)
+    together = min(at_once.chunks, 1 << (chunks - 1).bit_length())
+    groups = -(-chunks // together)
+    bias = projection.bias if projection.bias is None else projection.bias.contiguous().view(torch.int16)
+    scales = weight if projection.scales is None else projection.scales.contiguous()
+    launch = {
+        "BIAS": bias is not None, "FORMAT": form, "K": inputs, "ROW_STRIDE": row, "K_STRIDE": k, "ROWS": at_once.rows,
+        "LANES": order.LANES, "CHUNK": order.CHUNK, "CHUNKS": together, "GROUPS": groups,
+        "GROUPS_2": 1 << (groups - 1).bit_length(), "num_warps": at_once.warps, "enable_fp_fusion": False,
+    }  # fmt: skip
+    return [read, weight, scales, bias, read.stride(0), expert, 1], launch, at_once.rows
+
+
+def _backward(*_: Any) -> None:
+    raise StateError(
+        "experts ran by 'headrace', which has no gradients: call model.set_experts_implementation('grouped_mm') before"
+    )
+
+
+_library = torch.library.Library("headrace", "FRAGMENT")
+_library.define(
+    "ordered_experts(Tensor x, Tensor ids, Tensor weights, Tensor gate_up, Tensor? gate_up_scales, "
+    "Tensor? gate_up_bias, Tensor down, Tensor? down_scales, Tensor? down_bias, bool transposed, bool interleaved, "
+    "float[] glu) -> Tensor"
+)
+_library.impl("ordered_experts", _ordered_experts, "CompositeExplicitAutograd")
+torch.library.register_fake("headrace::ordered_experts", lambda x, *_: torch.empty_like(x), lib=_library)
+torch.library.register_autograd("headrace::ordered_experts", _backward, lib=_library)

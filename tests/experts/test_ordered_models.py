@@ -1,0 +1,158 @@
+"""The promise: with ``experts_implementation="headrace"`` a model has its resident bits in every way to offload it.
+
+The bits are those of the reference in C, too, layer by layer; bf16 and MXFP4, resident, streamed and cached.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+from transformers.integrations import moe
+
+import headrace
+from headrace.adapters.transformers import load, ordered_experts
+from headrace.adapters.transformers.ordered_experts import Mxfp4Experts
+from headrace.errors import OptionError, OptionTypeError
+from headrace.experts import ordered
+from headrace.experts.ordered import Launch
+from headrace.testing import assert_same_bits
+from moe_models import IDS, cached, gpt_oss, qwen
+from ordered_c import compared_with_c
+from quantised_checkpoints import FORMATS, resident
+
+MOVING = {
+    "cached": lambda: cached(3),
+    "prefetch": lambda: headrace.Prefetch(1, 1, 1, ["experts"]),
+    "prefetched and cached": lambda: headrace.Rules([("experts", "cache"), ("@attention", "prefetch")], expert_slots=2),
+}
+MODELS = {"qwen3_moe": qwen, "gpt_oss": gpt_oss}
+
+
+@pytest.fixture(autouse=True)
+def few_programs(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The interpreter runs one after another, and each takes its time to start."""
+    monkeypatch.setattr(ordered, "LAUNCHES", dict.fromkeys(ordered.LAUNCHES, (Launch(256, 1, 1), Launch(128, 1, 1))))
+
+
+def step(model: nn.Module) -> torch.Tensor:
+    with torch.inference_mode():
+        return model(IDS[:, 1:3]).logits
+
+
+@pytest.mark.parametrize("name", ["qwen3_moe", pytest.param("gpt_oss", marks=pytest.mark.slow)])
+def test_a_resident_model_has_the_bits_of_c(name: str) -> None:
+    """Also where they lie in slots: a cache's rows are compared as they were when they were read."""
+    model = MODELS[name]().bfloat16()
+    plain = step(model)
+    model.set_experts_implementation("headrace")
+    with compared_with_c() as counts:
+        expected = step(model)
+    assert counts == [0, 0]
+    torch.testing.assert_close(expected, plain, rtol=0.05, atol=0.05)
+    with headrace.offload(model, cached(2)) as handle:
+        assert_same_bits(step(model), expected)
+        assert handle.stats().bytes_moved > 0
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("way", MOVING)
+@pytest.mark.parametrize("name", MODELS)
+def test_offloaded(name: str, way: str) -> None:
+    model = MODELS[name]().bfloat16()
+    model.set_experts_implementation("headrace")
+    expected = step(model)
+    with headrace.offload(model, MOVING[way]()) as handle:
+        assert_same_bits([step(model), step(model)], [expected] * 2)
+        assert handle.stats().bytes_moved > 0
+    assert_same_bits(step(model), expected)
+
+
+def test_more_rows_run_as_they_do_today() -> None:
+    model = qwen().bfloat16()
+    ids = torch.arange(9)[None]
+    with torch.inference_mode():
+        expected = model(ids).logits
+        model.set_experts_implementation("headrace")
+        assert_same_bits(model(ids).logits, expected)
+
+
+@pytest.mark.slow
+def test_compiled_code_calls_it() -> None:
+    model = qwen("headrace").bfloat16()
+    expected = step(model)
+    compiled = torch.compile(model, backend="eager", fullgraph=True)
+    assert_same_bits(step(compiled), expected)
+    torch._dynamo.reset()
+
+
+class TestLoad:
+    def test_qwen(self, tmp_path: Path) -> None:
+        qwen().bfloat16().save_pretrained(tmp_path)
+        model = resident(tmp_path)
+        model.set_experts_implementation("headrace")
+        expected = step(model)
+        loaded, handle = load(tmp_path, cached(3), device="cpu", experts_implementation="headrace")
+        with handle:
+            assert loaded.config._experts_implementation == "headrace"
+            assert_same_bits(step(loaded), expected)
+            assert handle.stats().bytes_moved > 0
+
+    @pytest.mark.slow
+    @pytest.mark.parametrize("way", ["cached", "prefetch"])
+    def test_mxfp4_as_the_files_have_it(self, way: str, tmp_path: Path) -> None:
+        """Its bits are those of its values in bf16, and of C; nothing is converted, so units stream from the files."""
+        FORMATS["MXFP4, experts"].write(tmp_path)
+        plain = resident(tmp_path)
+        plain.set_experts_implementation("headrace")
+        expected = step(plain)
+        model, handle = load(tmp_path, MOVING[way](), device="cpu", experts_implementation="headrace")
+        with handle:
+            assert isinstance(model.model.layers[1].mlp.experts, Mxfp4Experts)
+            assert_same_bits(step(model), expected)
+            assert handle.stats().bytes_moved > 0
+        with compared_with_c() as counts:
+            assert_same_bits(step(model), expected)
+        assert counts == [0, 0, 0]
+
+    def test_many_rows_of_mxfp4(self, tmp_path: Path) -> None:
+        """Each expert in use is multiplied as bf16; cached, too."""
+        FORMATS["MXFP4, experts"].write(tmp_path)
+        ids = torch.arange(20)[None]
+        with torch.inference_mode():
+            plain = resident(tmp_path)
+            model, handle = load(tmp_path, cached(3), device="cpu", experts_implementation="headrace")
+            found = model(ids).logits
+            torch.testing.assert_close(found, plain(ids).logits, rtol=0.02, atol=0.02)
+            handle.remove()
+            assert_same_bits(model(ids).logits, found)
+
+    @pytest.mark.parametrize(
+        ("given", "kind", "words"),
+        [
+            (3, OptionTypeError, "expected a name such as 'grouped_mm', found 3"),
+            ("owner/kernel", OptionError, r"expected one .*\(batched_mm, .*headrace"),
+        ],
+    )
+    def test_names(self, tmp_path: Path, given: Any, kind: type[Exception], words: str) -> None:
+        qwen().save_pretrained(tmp_path)
+        with pytest.raises(kind, match=words):
+            load(tmp_path, "1GiB", device="cpu", experts_implementation=given)
+
+    def test_without_effect(self, tmp_path: Path) -> None:
+        qwen(hidden_act="gelu").save_pretrained(tmp_path)
+        with pytest.raises(OptionError, match="found the activation of Qwen3MoeExperts"):
+            load(tmp_path, "1GiB", device="cpu", dtype="bfloat16", experts_implementation="headrace")
+        qwen().save_pretrained(tmp_path)
+        with pytest.raises(OptionError, match=r"in torch.bfloat16, found torch.float32"):
+            load(tmp_path, "1GiB", device="cpu", dtype="float32", experts_implementation="headrace")
+        qwen(num_experts=0).save_pretrained(tmp_path)
+        with pytest.raises(OptionError, match="expected a model with fused experts"):
+            load(tmp_path, "1GiB", device="cpu", dtype="bfloat16", experts_implementation="headrace")
+
+
+def test_it_is_registered() -> None:
+    assert moe.ALL_EXPERTS_FUNCTIONS["headrace"] is ordered_experts.ordered_experts_forward
