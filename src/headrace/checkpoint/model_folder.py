@@ -12,6 +12,7 @@ import os
 import re
 from collections.abc import Sequence
 from contextlib import suppress
+from itertools import accumulate
 from pathlib import Path
 from typing import Any
 
@@ -183,9 +184,8 @@ def _in_hub_cache(name: str) -> Path:
         if (repository := cache / (_REPOSITORY + each.replace("/", "--"))).is_dir():
             return _snapshot(repository)
     if found := next((text for text, form in _OTHER_FORMATS.items() if re.fullmatch(form, name.lower())), None):
-        parts = name.split("/")[-1].split("-")
-        bases = ("-".join(parts[:end]) for end in range(len(parts) - 1, 0, -1))
-        base = next(filter(None, map(_known_name, bases)), None)
+        bases = accumulate(name.split("/")[-1].split("-"), "{}-{}".format)
+        base = next(filter(None, map(_known_name, reversed([*bases]))), None)
         raise CheckpointError(
             f"{name!r}: {found}, which headrace does not load; take the model's own safetensors release"
             f"{f', {base},' if base else ''} or one in fp8, MXFP4, AWQ, GPTQ or bitsandbytes"

@@ -128,14 +128,12 @@ def _planned_device(flags: OffloadFlags, machine: str | None) -> torch.device | 
 
 
 def _default_budget(machine: str) -> Budget | None:
-    """What ``headrace generate`` plans without a flag on the GPU of ``machine``: all of its memory."""
+    """Budget of ``headrace generate`` without a flag, on the GPU of ``machine``: all of its memory."""
     from headrace.transfer.cards import shares_host_memory
     from headrace.transfer.machine_probe import named_machine
 
     made_for, _ = named_machine(machine)
-    if made_for.device == "cpu" or made_for.device_bytes is None:
-        return None
-    return Budget(AUTO, mode="disk" if shares_host_memory(made_for.device) else None)
+    return Budget(AUTO, mode="disk" if shares_host_memory(made_for.device) else None) if made_for.device_bytes else None
 
 
 @dataclass(frozen=True)

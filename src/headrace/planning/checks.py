@@ -112,9 +112,8 @@ def _warn_of_memory(plan: Plan, device: torch.device | DeviceName, machine: Mach
     """Warn where offloading to host memory frees nothing, because the GPU computes in it."""
     from headrace.transfer.cards import shares_host_memory
 
-    kind = gpu_memory_kind(device)
-    if isinstance(device, DeviceName):  # of another machine
-        kind = "shared" if shares_host_memory(machine.device) else "own"
+    elsewhere = isinstance(device, DeviceName)  # of another machine
+    kind = ("shared" if shares_host_memory(machine.device) else "own") if elsewhere else gpu_memory_kind(device)
     if kind == "shared" and plan.kind.on_host and plan.offloaded_bytes > plan.spilled_bytes:
         warn_user(
             f"{machine.device} computes in the host's memory, so offloading weights to host memory frees nothing: "

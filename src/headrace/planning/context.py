@@ -114,17 +114,16 @@ class PlanContext:
         workload, asked = given.workload, given.workload.context
         # A pipeline of diffusers has steps, and no tokens in a cache.
         workload = replace(workload, context=0 if workload.repeated else min(asked, profile.max_context or asked))
-        beside = profile.workload_bytes(max(workload.batch_sizes), workload.context)
+        beside = profile.workload_bytes(rows := max(workload.batch_sizes), workload.context)
         policy: Budget | Plan = replace(given, device_memory=num_bytes, workload=workload)
         fits = self.inventory.num_bytes + beside <= num_bytes and not given.rules
         if fits:
             plan = assemble(self.inventory, [], 0, given.mode or "cpu")
             policy = replace(plan, made_for=target.machine, context=workload.context)
-        tokens = f"{max(workload.batch_sizes)} x {workload.context}"
         text = (
             f"auto: {format_size(num_bytes)} of device memory, which leaves {format_size(_AUTO_MARGIN_BYTES)} of what "
             f"is free{f', beside {format_size(guesser_bytes)} for what guesses' if guesser_bytes else ''}"
-            f"{f'; {format_size(beside)} of it for {tokens} tokens' if workload.context else ''}"
+            f"{f'; {format_size(beside)} of it for {rows} x {workload.context} tokens' if workload.context else ''}"
             f"{'; the weights fit, and nothing is offloaded' if fits else ''}"
         )
         _log.info(text)

@@ -27,7 +27,7 @@ _LINK = re.compile(r"pcie([345])(?:x(1|2|4|8|16))?")
 _GENERATIONS = {8.0: 3, 16.0: 4, 32.0: 5, 64.0: 6}  # by GT/s of a lane
 _MOST_LANES = 16
 # What people call GPUs and accelerators of other makers: MI300X, M4 Max, RX 7900 XTX, Arc B580, TPU v5e.
-_OTHERS = re.compile(
+OTHER_MAKERS = re.compile(
     r"(amd|apple|intel|google|radeon|instinct|arc|ryzen|gaudi|tpu|mps|rocm|rx)\b[\w -]*|(rx|mi|gfx|tpu|gaudi)\d\w*|"
     r"m[1-5]( ?(pro|max|ultra))?|[ab](310|380|570|580|750|770)"
 )
@@ -73,11 +73,6 @@ def card_link_rate(card: dict[str, Any], link: str = "") -> float:
 def shares_host_memory(name: str) -> bool:
     """Whether the card called ``name`` is known to compute in the host's memory."""
     return bool((find_card(name) or {}).get("shares_host_memory"))
-
-
-def is_of_another_maker(name: str) -> bool:
-    """Whether ``name`` is that of a GPU that is not NVIDIA's."""
-    return _OTHERS.fullmatch(name.lower().strip()) is not None
 
 
 # -- the GPU that is there ---------------------------------------------------------------------------------------------

@@ -27,15 +27,7 @@ from headrace.memory.system import num_cores
 from headrace.plan.nominal_rates import NOMINAL_CPU, NOMINAL_GPU, nominal_rates
 from headrace.plan.plan import DeviceName, Machine
 from headrace.plan.rates import Curve, Rates
-from headrace.transfer.cards import (
-    GIB,
-    MACHINES,
-    card_link_rate,
-    find_card,
-    is_of_another_maker,
-    rates_of_gpu,
-    spelling,
-)
+from headrace.transfer.cards import GIB, MACHINES, OTHER_MAKERS, card_link_rate, find_card, rates_of_gpu, spelling
 
 if TYPE_CHECKING:
     import torch
@@ -278,7 +270,7 @@ def read_probe(path: Path) -> Probe:
     try:
         return Probe.from_json(parse(read_file(path)))
     except OSError as error:
-        if is_of_another_maker(str(path)):
+        if OTHER_MAKERS.fullmatch(str(path).lower()):
             raise OptionError(
                 f"machine {str(path)!r}: headrace runs on NVIDIA GPUs only; expected one of {', '.join(MACHINES)}"
             ) from error
