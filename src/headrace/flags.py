@@ -65,8 +65,7 @@ _NEEDS: Mapping[str, Sequence[str]] = {
 # On the command line rules, and names for reads in place, need no other flag; in engines they do.
 _ENGINE_NEEDS = {
     **_NEEDS,
-    "offload_rule": ("device_memory",),
-    "expert_slots": ("offload_rule",),
+    **dict.fromkeys(("offload_rule", "expert_slots"), ("device_memory",)),
     "offload_codec": ("device_memory", "offload_group_size"),
     "offload_prefetch_step": ("offload_group_size",),
     "cpu_offload_params": ("cpu_offload_gb",),

@@ -217,12 +217,15 @@ def _folder_context(request: PlanRequest, is_folder: bool) -> PlanContext:
     facts = _read_folder(request, target) if is_folder else model
     for difference in facts.differences:
         warn_user(difference)
-    if is_folder and facts.step_rows and isinstance(given := request.given, Budget):
+    if is_folder and facts.step_rows and (given := request.given) is not None:
         # As headrace.adapters.diffusers does: what every step runs gets the budget.
         steps = [f"re:{part}\\..*" for part in facts.inventory.children("") if part.startswith("transformer")]
-        rows = given.workload.batch_sizes if max(given.workload.batch_sizes) > 1 else (facts.step_rows,)
-        workload = replace(given.workload, batch_sizes=rows, repeated=given.workload.repeated or steps)
-        request = replace(request, policy=replace(given, workload=workload), workload=None)
+        expected = request.expected
+        rows = expected.batch_sizes if max(expected.batch_sizes) > 1 else (facts.step_rows,)
+        workload = replace(expected, batch_sizes=rows, repeated=expected.repeated or steps)
+        request = replace(request, workload=workload)
+        if isinstance(given, Budget):
+            request = replace(request, policy=replace(given, workload=workload), workload=None)
     request = replace(request, unstreamable=not_in_files(facts.inventory, facts.weights))
     name, module = (model_name(model_to_plan(model)), None) if is_folder else (model.name, model.module)
     read = partial(getattr, facts, "profile") if is_folder else partial(model.profile, request.expected.context)
@@ -230,6 +233,11 @@ def _folder_context(request: PlanRequest, is_folder: bool) -> PlanContext:
 
 
 def _heads_cost(context: PlanContext) -> DraftCost:
+    if context.module is None and isinstance(name := model_to_plan(context.request.model), str):
+        raise OptionError(
+            f"--speculate mtp: {name} is known by its sizes alone, and its heads are made from its config: "
+            f'`hf download {name} --include "*.json"`, or use lookup or a draft'
+        )
     from headrace.adapters.transformers.load_folder import build_meta_model
     from headrace.adapters.transformers.speculating import heads_cost
 

@@ -112,6 +112,26 @@ class TestNotFound:
         assert f"found no such folder, nor the name in {cache}, which has Qwen/Qwen3-tiny; fetch the model" in message
         assert "e.g. `hf download Qwen/Qwen3-tinny`; to plan it, its config is enough: `hf download Qwen/" in message
         assert message.endswith("(known without files: Qwen/Qwen3-8B, Qwen/Qwen3-4B, Qwen/Qwen3-32B)")
+
+    @pytest.mark.usefixtures("cache")
+    @pytest.mark.parametrize(("name", "text"), [
+        ("unsloth/Qwen3-8B-GGUF", "GGUF, .* which headrace does not load; take .* release, Qwen/Qwen3-8B, or"),
+        ("mlx-community/Qwen3-8B-4bit", "MLX, .*, Qwen/Qwen3-8B, or"),
+        ("someone/Qwen3-8B-MLX-8bit", "MLX, .*, Qwen/Qwen3-8B, or"),
+        ("someone/Unknown-7B-exl3", "EXL, a format of ExLlama, .* safetensors release or one in fp8"),
+        ("nvidia/Qwen3-30B-A3B-NVFP4", r"\(modelopt\), .*, Qwen/Qwen3-30B-A3B, or"),
+        ("nvidia/Llama-3.1-8B-Instruct-FP8", r"\(modelopt\), .*, meta-llama/Llama-3.1-8B-Instruct, or"),
+    ])  # fmt: skip
+    def test_names_of_other_formats(self, name: str, text: str) -> None:
+        with pytest.raises(CheckpointError, match=text) as caught:
+            model_folder(name)
+        assert "hf download" not in str(caught.value)
+
+    @pytest.mark.usefixtures("cache")
+    @pytest.mark.parametrize("name", ["RedHatAI/Qwen3-8B-NVFP4", "Qwen/Qwen3-8B-FP8", "Qwen/Qwen3-8B-AWQ"])
+    def test_names_of_formats_that_are_loaded(self, name: str) -> None:
+        with pytest.raises(CheckpointError, match="fetch the model first"):
+            model_folder(name)
         assert "e.g. `hf download ORGANISATION/tinny`" in error_of("plan", "tinny")
         assert "nor the name" not in error_of("plan", "./Qwen/Qwen3-tinny")  # written as a path
 

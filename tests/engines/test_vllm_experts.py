@@ -78,11 +78,12 @@ def test_outputs_are_the_same_and_experts_move(slots: int, second: bool, kernel:
     )
 
 
+@pytest.mark.parametrize("slots", [None, 3])  # a number needs no rule
 @pytest.mark.parametrize(
     ("kernel", "is_cached"), [(TritonExperts, True), (MarlinExperts, True), (PACKED[0], True), (DeepGemmExperts, False)]
 )
 def test_a_budget_caches_where_that_is_faster(
-    kernel: type[TritonExperts], is_cached: bool, monkeypatch: pytest.MonkeyPatch
+    kernel: type[TritonExperts], is_cached: bool, slots: int | None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def on_gpu(inventory: Any, profile: Any, *args: Any, **options: Any) -> Any:
         made = make_planner(inventory, profile, *args, **options)
@@ -92,12 +93,16 @@ def test_a_budget_caches_where_that_is_faster(
         return replace(made, rates=rates, profile=profile, cacheable=frozenset(readers))
 
     monkeypatch.setattr("headrace.offloaders.layerwise.make_planner", on_gpu)
-    mlp = partial(Experts, experts_cls=kernel)
-    worker = loaded(own={"device_memory": "44MiB" if kernel in PACKED else "42MiB"}, mlp=mlp)
+    mlp, own = partial(Experts, experts_cls=kernel), {"device_memory": "44MiB" if kernel in PACKED else "42MiB"}
+    if slots and not is_cached:
+        with pytest.raises(OptionError, match="expert_slots = 3 has no effect: the plan caches no experts"):
+            loaded(own={**own, "expert_slots": slots}, mlp=mlp)
+        return
+    worker = loaded(own={**own, "expert_slots": slots} if slots else own, mlp=mlp)
     require_same_outputs(worker, resident(mlp=mlp))
     layers = worker.headrace_stats()["experts"]
     assert len(layers) == (vllm.NUM_LAYERS if is_cached else 0)
-    assert all(layer["fetched"] > 0 for layer in layers)
+    assert all(layer["fetched"] > 0 and slots in (None, layer["num_slots"]) for layer in layers)
 
 
 @pytest.mark.parametrize("rules", [[], ["experts=uva"]])
@@ -310,7 +315,7 @@ def test_an_older_vllm_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.mark.parametrize(("own", "error", "text"), [
     (cached(0), OptionError, r"headrace\.expert_slots = 0: expected at least 1"),
     ({**CACHE, "expert_slots": "3"}, OptionTypeError, r"headrace\.expert_slots: .* found str '3'"),
-    ({"device_memory": "1GiB", "expert_slots": 3}, OptionError, r"headrace\.expert_slots .* without headrace\.rules"),
+    ({"expert_slots": 3}, OptionError, r"headrace\.expert_slots has no effect without headrace\.device_memory"),
     ({**CACHE, "rules": "experts=cache"}, OptionTypeError, r"headrace\.rules: expected a list"),
 ])  # fmt: skip
 def test_keys(own: dict[str, Any], error: type[Exception], text: str) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from types import SimpleNamespace
 from typing import Any
 
@@ -9,7 +10,7 @@ import pytest
 
 from engine_names import Name, differences
 from headrace import UVA, Budget, Prefetch
-from headrace.adapters.vllm import interface
+from headrace.adapters.vllm import interface, options
 from headrace.adapters.vllm.interface import require_supported
 from headrace.adapters.vllm.options import read_options
 from headrace.config import Workload
@@ -186,6 +187,11 @@ def test_a_wrong_key_or_value_says_what_to_write(own: Any, kind: type[Exception]
     with pytest.raises(kind) as caught:
         read(own=own)
     assert message in str(caught.value)
+
+
+def test_the_table_lists_every_key() -> None:
+    listed = re.findall(r"^``(\w+)`` ", options.__doc__ or "", re.MULTILINE)
+    assert sorted(listed) == sorted(options.KEYS)
 
 
 # -- versions ----------------------------------------------------------------------------------------------------------

@@ -11,7 +11,7 @@ import torch.distributed as dist
 from transformers import AutoModelForCausalLM, Qwen3Config, Qwen3Model
 
 import headrace
-from commands import succeed, tiny_model
+from commands import error_of, succeed, tiny_model
 from headrace.adapters.transformers import opened_model
 from headrace.adapters.transformers.opened_model import open_model
 from headrace.config import Budget, Workload
@@ -140,6 +140,51 @@ def test_the_default_of_verbs(model: Path, monkeypatch: pytest.MonkeyPatch) -> N
     assert open_model(model).default_budget(2, 64) == Budget("auto", workload=Workload([2], 64))
     monkeypatch.setattr(Qwen3Model, "forward", lambda *_, **__: 1 / 0)
     assert open_model(model).default_budget(2, 64) is None
+
+
+def plan_text(*args: str | Path) -> str:
+    return " ".join(succeed("plan", *args).stdout.split())
+
+
+def test_plan_for_a_named_card_is_what_generate_would_do_there() -> None:
+    text = plan_text("Qwen/Qwen3-8B", "--machine", "3060")
+    assert text == plan_text("Qwen/Qwen3-8B", "--machine", "3060", "--device-memory", "auto")
+    assert "auto: 10.500 GiB of device memory" in text
+    assert "tokens/s" in text
+    assert "the weights fit, and nothing is offloaded" in plan_text("Qwen/Qwen3-8B", "--machine", "4090")
+
+
+@pytest.mark.slow
+def test_plan_for_a_gpu_in_the_memory_of_its_host_takes_files() -> None:
+    text = plan_text("Qwen/Qwen3-235B-A22B", "--machine", "gb10")
+    assert "bound by device GiB" in text
+    assert "GiB of them read from files" in text or "staging ring" in text
+
+
+def test_plan_of_what_has_no_cache(model: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("HEADRACE_DISABLE_CACHE", "1")
+    monkeypatch.setattr(Qwen3Model, "forward", lambda *_, **__: 1 / 0)
+    done = succeed("plan", model, "--machine", "4090")
+    assert "planned without a budget" in " ".join(done.stderr.split())
+    assert "The smallest budget is" in done.stdout
+
+
+def test_a_pipeline_has_steps_and_no_tokens() -> None:
+    text = plan_text("black-forest-labs/FLUX.1-dev", "--machine", "4090")
+    assert "rows step steps/s" in text
+    assert not {"tokens", "tokens/s", "KV"} & set(text.split())
+    rules = plan_text("black-forest-labs/FLUX.1-dev", "--machine", "5090", "--offload-rule", "text_encoder_2=prefetch")
+    assert "rows step steps/s" in rules
+    assert " 4608 " in rules
+
+
+def test_a_draft_by_a_known_name_needs_no_file() -> None:
+    args = ("Qwen/Qwen3-32B", "--machine", "3090", "--speculate")
+    assert "guesses by Qwen/Qwen3-4B" in plan_text(*args, "Qwen/Qwen3-4B")
+    mtp = error_of("plan", *args, "mtp")
+    assert "its heads are made from its config: `hf download Qwen/Qwen3-32B" in mtp
+    assert "needs no file" not in mtp
+    assert "--speculate: neither lookup, mtp nor a draft model" in error_of("plan", *args, "some/other")
 
 
 def test_without_a_gpu(model: Path) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import warnings
 from pathlib import Path
 
 import pytest
@@ -10,10 +11,11 @@ import pytest
 import headrace
 from card_plans import MEASURED, MODELS, PIPELINES, rows
 from commands import error_of
+from headrace.config import Budget
 from headrace.errors import OptionError
 from headrace.plan_model import plan_model
 from headrace.planning.request import PlanRequest
-from headrace.transfer.cards import CARDS, MACHINES
+from headrace.transfer.cards import CARDS, MACHINES, OTHER_MAKERS
 from headrace.transfer.machine_probe import named_machine
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -30,7 +32,8 @@ def test_every_card_has_rates_and_their_source(name: str) -> None:
     assert len(published["source"]) > 10
     # A rate above what is published, or a unit mistaken, would be the commonest error here.
     copy = max(rate for _, rate in rates.copy_bytes_per_s.points)
-    assert 10e9 < copy < {"pcie3": 16e9, "pcie4x8": 16e9, "pcie4": 32e9, "pcie5": 64e9}[published["link"]]
+    links = {"pcie3": 16e9, "pcie4x8": 16e9, "pcie4": 32e9, "pcie5x8": 32e9, "pcie5": 64e9, "nvlink-c2c": 450e9}
+    assert 10e9 < copy < links[published["link"]]
     assert 200e9 < published["memory_bytes_per_s"] <= 8e12
     assert 20 < published["flops_per_s"] / published["memory_bytes_per_s"] < 500
 
@@ -43,6 +46,22 @@ def test_the_classes_of_memory_that_people_have() -> None:
 @pytest.mark.parametrize("spelling", ["4060ti", "RTX 4060 Ti", "rtx-4060-ti", "NVIDIA GeForce RTX 4060 Ti"])
 def test_as_people_write_them(spelling: str) -> None:
     assert named_machine(spelling)[0].device == "NVIDIA GeForce RTX 4060 Ti"
+
+
+@pytest.mark.parametrize("name", ["b300", "a800", "a30", "m40", "v100", "rtx2080", "amd.json", "m4.json"])
+def test_cards_that_are_not_known_may_be_of_nvidia(name: str) -> None:
+    assert OTHER_MAKERS.fullmatch(name) is None
+
+
+@pytest.mark.slow
+@pytest.mark.filterwarnings("ignore:.*no file of it is here")
+def test_a_card_that_computes_in_host_memory() -> None:
+    with pytest.warns(headrace.HeadraceWarning, match="NVIDIA GB10 computes in the host's memory, so .* frees nothing"):
+        headrace.make_plan("meta-llama/Llama-3.3-70B-Instruct", "auto", machine="gb10")
+    with warnings.catch_warnings():
+        warnings.filterwarnings("error", "NVIDIA GB10")
+        in_files = headrace.make_plan("meta-llama/Llama-3.3-70B-Instruct", Budget("auto", mode="disk"), machine="gb10")
+    assert in_files.read_bytes > 0
 
 
 def copy_bytes_per_s(machine: str) -> float:
@@ -64,7 +83,10 @@ def test_another_link() -> None:
     ("4090@pcie4x3", "--link 'pcie4x3': expected pcie3, pcie4 or pcie5, with its lanes if not 16"),
     ("h200@pcie4", "--link 'pcie4': expected a card with nominal rates, found 'h200', which was measured"),
     ("4009", r"machine '4009': expected h200, .*\(nearest name: 4090"),
-    ("tpu", r"\(nearest name: none\)"),
+    ("abacus", r"\(nearest name: none\)"),
+    ("gh200@pcie4", "--link 'pcie4': NVIDIA GH200 480GB is not on PCIe but on nvlink-c2c; leave --link out"),
+    *((name, "^machine '.*': headrace runs on NVIDIA GPUs only") for name in (
+        "MI300X", "AMD Instinct MI300X", "m4", "M4 Max", "RX 7900 XTX", "rx7900xtx", "Arc B580", "b580", "TPU v5e")),
 ])  # fmt: skip
 def test_what_is_none(machine: str, message: str) -> None:
     with pytest.raises(OptionError, match=message):

@@ -88,9 +88,18 @@ def test_every_card_is_found_by_the_name_that_its_driver_gives(key: str) -> None
     ("NVIDIA H200 NVL", "h200nvl"), ("A100-SXM4-40GB", "a10040gb"), ("NVIDIA A100-PCIE-40GB", "a10040gb"),
     ("NVIDIA A100 80GB PCIe", "a100pcie"), ("NVIDIA L4", "l4"), ("NVIDIA L40S", "l40s"), ("NVIDIA A10", "a10"),
     ("Tesla T4", "t4"), ("NVIDIA RTX 6000 Ada Generation", "6000ada"), ("NVIDIA B200", "b200"),
+    ("NVIDIA RTX A6000", "a6000"), ("NVIDIA GB10", "gb10"), ("NVIDIA GH200 480GB", "gh200"),
 ])  # fmt: skip
 def test_names_of_drivers(name: str, key: str) -> None:
     assert find_card(name) is CARDS[key]
+
+
+def test_a_superchip_is_not_on_pcie(here: list[SimpleNamespace], tmp_path: Path) -> None:
+    here.append(gpu("NVIDIA GH200 480GB", 94.5))
+    put(tmp_path, ("32.0 GT/s PCIe", "1"))
+    rates = rates_of_gpu(0)
+    assert rates.machine == "NVIDIA GH200 480GB on nvlink-c2c, nominal"
+    assert copies(rates) == copies(named_machine("gh200")[1])
 
 
 @pytest.mark.parametrize("name", [UNKNOWN, "NVIDIA H100 80GB HBM3 MIG 1g.10gb", "NVIDIA A10G", "NVIDIA L40", ""])

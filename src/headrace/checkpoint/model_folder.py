@@ -12,6 +12,7 @@ import os
 import re
 from collections.abc import Sequence
 from contextlib import suppress
+from itertools import accumulate
 from pathlib import Path
 from typing import Any
 
@@ -25,6 +26,13 @@ _HUB_NAME = re.compile(r"[A-Za-z0-9][\w.-]*(/[\w.-]+)?")
 # Others load models, or ask whether to run code. By name, since a class whose packages are missing has another base.
 _TOKENIZER = re.compile(r"(?!Auto|Rag)\w+(Tokenizer|Backend)")
 _PICKLES = (".bin", ".pt", ".pth", ".ckpt")
+# Formats that names on the Hub tell, and headrace's loader does not read.
+_OTHER_FORMATS = {
+    "GGUF, a format of llama.cpp": r".*[-_.]gguf",
+    "MLX, a format for Apple's GPUs": r"mlx-community/.*|.*[-_]mlx([-_].*)?",
+    "EXL, a format of ExLlama": r".*[-_]exl[23]([-_].*)?",
+    "a format of NVIDIA's Model Optimizer (modelopt)": r"nvidia/.*-(nvfp4|fp4|fp8)([-_].*)?",
+}
 _WANTED = "expected a folder with config.json and safetensors files"
 
 
@@ -98,6 +106,13 @@ def draft_folder(name: str) -> Path:
         raise CheckpointError(f"--speculate: neither lookup, mtp nor a draft model: {error}") from error
 
 
+def draft_to_plan(name: str) -> Path | str:
+    """:func:`model_to_plan` of the draft model that ``--speculate`` names."""
+    with suppress(CheckpointError):
+        return model_to_plan(name)
+    return draft_folder(name)  # with the error about a draft
+
+
 def model_name(folder: Path | str) -> str:
     """The name of the model in ``folder``: that on the Hub if it is in the cache, else that of the folder."""
     if isinstance(folder, str):  # known by name
@@ -168,6 +183,13 @@ def _in_hub_cache(name: str) -> Path:
     for each in filter(None, (name, known)):
         if (repository := cache / (_REPOSITORY + each.replace("/", "--"))).is_dir():
             return _snapshot(repository)
+    if found := next((text for text, form in _OTHER_FORMATS.items() if re.fullmatch(form, name.lower())), None):
+        bases = accumulate(name.split("/")[-1].split("-"), "{}-{}".format)
+        base = next(filter(None, map(_known_name, reversed([*bases]))), None)
+        raise CheckpointError(
+            f"{name!r}: {found}, which headrace does not load; take the model's own safetensors release"
+            f"{f', {base},' if base else ''} or one in fp8, MXFP4, AWQ, GPTQ or bitsandbytes"
+        )
     cached = _cached_names(cache)
     likely = difflib.get_close_matches(name, cached) or cached[:3]
     held = f"which has {', '.join(likely)}" if likely else "which has no models"

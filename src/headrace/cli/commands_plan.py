@@ -24,8 +24,8 @@ from headrace.cli.arguments import (
     with_flags,
 )
 from headrace.cli.terminal import stderr, stdout
-from headrace.config import SHARDED_MODES
-from headrace.errors import OptionError, warn_user
+from headrace.config import AUTO, SHARDED_MODES, Budget
+from headrace.errors import BudgetError, OptionError, warn_user
 from headrace.flags import OffloadFlags, row
 
 if TYPE_CHECKING:
@@ -61,8 +61,8 @@ def plan(
 ) -> None:
     """Show which weights would be offloaded, and the predicted speed; loads no weights.
 
-    Without offloading flags: the size of the weights and the smallest budget that runs the model. Exit code 1 if the
-    plan does not fit this machine.
+    Without offloading flags: with --machine as generate would do there, by --device-memory auto; else the size of the
+    weights and the smallest budget that runs the model. Exit code 1 if the plan does not fit the machine.
     """
     folder, machine, num_ranks, save = model_to_plan(model), options.machine, options.num_ranks, options.save
     if options.link is not None:
@@ -70,6 +70,8 @@ def plan(
         machine = f"{machine}@{options.link}"
     device = _planned_device(flags, machine)
     policy = requested(flags, device)
+    default = _default_budget(machine) if policy is None and machine is not None else None
+    policy = policy or default
     mode = getattr(policy, "mode", None)
     if mode in SHARDED_MODES and num_ranks is None and flags.plan is None:
         raise OptionError(
@@ -89,7 +91,13 @@ def plan(
     request = PlanRequest(folder, policy, machine=machine, dtype=options.dtype, device=here, disk=disk_options(flags))
     ranks, speculation = 1 if num_ranks is None else num_ranks, options.speculation()
     request = replace(request, num_ranks=ranks, expert_trace=options.expert_trace, speculation=speculation)
-    planned = plan_model(request)
+    try:
+        planned = plan_model(request)
+    except OptionError as error:
+        if default is None or speculation is not None or isinstance(error, BudgetError):
+            raise
+        warn_user(f"planned without a budget, since that of all memory needs caches: {error}")
+        planned = plan_model(replace(request, policy=None))
     if planned.speculation is not None:
         planned.speculation.require_faster()
     made = planned.with_prediction()
@@ -117,6 +125,15 @@ def _planned_device(flags: OffloadFlags, machine: str | None) -> torch.device | 
     if flags.device is not None:
         raise OptionError("--machine and --device contradict each other: the machine has its device; leave one out")
     return DeviceName("cpu" if named_machine(machine)[0].device == "cpu" else "cuda")
+
+
+def _default_budget(machine: str) -> Budget | None:
+    """Budget of ``headrace generate`` without a flag, on the GPU of ``machine``: all of its memory."""
+    from headrace.transfer.cards import shares_host_memory
+    from headrace.transfer.machine_probe import named_machine
+
+    made_for, _ = named_machine(machine)
+    return Budget(AUTO, mode="disk" if shares_host_memory(made_for.device) else None) if made_for.device_bytes else None
 
 
 @dataclass(frozen=True)

@@ -299,6 +299,7 @@ class Planner:
             self.least_budget_bytes(workload) if policy is None else None,
             notes=(*self._notes(plan, context), *self._advice(policy, plan, workload)),
             caches=tuple(self._caches(plan, workload.batch_sizes[0], context)) if plan.cached else (),
+            is_pipeline=bool(workload.repeated),
         )
 
     def least_budget_bytes(self, workload: Workload) -> int:

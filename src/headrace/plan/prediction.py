@@ -59,6 +59,7 @@ class PlanPrediction:
         caches: the plan with other numbers of slots for experts; empty unless it caches some.
         shortage: why the machine has no room for it: ``"does not fit ..."``; ``None``: it has, or nothing was asked.
         notes: sentences for people.
+        is_pipeline: the steps are of a pipeline of diffusers, whose rows are no tokens.
     """
 
     machine: str
@@ -72,6 +73,7 @@ class PlanPrediction:
     shortage: str | None = None
     notes: tuple[str, ...] = ()
     caches: tuple[CachePoint, ...] = ()
+    is_pipeline: bool = False
 
     def to_json(self) -> dict[str, Any]:
         """Plain numbers and strings; bytes and seconds."""

@@ -231,14 +231,13 @@ def _reached(plan: Plan, name: str) -> str:
 def render_prediction(prediction: PlanPrediction) -> RenderableType:
     """A table of predicted steps, and the alternatives below."""
     unit = size_unit(max(prediction.device_bytes + use.total_bytes for use in prediction.memory))
-    table = titled_table(
-        "Predicted steps", "batch", "step", "tokens/s", "floor", "share of floor", "bound by", f"device {unit}"
-    )
+    counted = ("rows", "step", "steps/s") if prediction.is_pipeline else ("batch", "step", "tokens/s")
+    table = titled_table("Predicted steps", *counted, "floor", "share of floor", "bound by", f"device {unit}")
     for forecast, use in zip(prediction.forecasts, prediction.memory, strict=True):
         table.add_row(
             str(forecast.rows),
             format_time(forecast.step_s),
-            format_rate(forecast.rows_per_s),
+            format_rate(1 / forecast.step_s if prediction.is_pipeline else forecast.rows_per_s),
             format_time(forecast.floor_s),
             f"{forecast.floor_s / forecast.step_s:.0%}",
             forecast.bound,

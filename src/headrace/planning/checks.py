@@ -43,8 +43,8 @@ def finalize_plan(
         _refuse_converting(plan, inventory, weights)
     if plan.cached or plan.coded_units:
         _require_kernels(plan, device)
-    if device.type == "cuda" and not isinstance(device, DeviceName):
-        _warn_of_memory(plan, device)
+    if device.type == "cuda":
+        _warn_of_memory(plan, device, machine)
     if plan.peer_bytes and (device.type == "cpu" or not isinstance(device, DeviceName)):
         peer_of(device)
     num_ranks = num_ranks if plan.kind.is_split else 1
@@ -108,13 +108,16 @@ def _refuse_converting(plan: Plan, inventory: Inventory, weights: WeightMap) -> 
         )
 
 
-def _warn_of_memory(plan: Plan, device: torch.device) -> None:
+def _warn_of_memory(plan: Plan, device: torch.device | DeviceName, machine: Machine) -> None:
     """Warn where offloading to host memory frees nothing, because the GPU computes in it."""
-    kind = gpu_memory_kind(device)
+    from headrace.transfer.cards import shares_host_memory
+
+    elsewhere = isinstance(device, DeviceName)  # of another machine
+    kind = ("shared" if shares_host_memory(machine.device) else "own") if elsewhere else gpu_memory_kind(device)
     if kind == "shared" and plan.kind.on_host and plan.offloaded_bytes > plan.spilled_bytes:
         warn_user(
-            f"{device} computes in the host's memory, so offloading weights to host memory frees nothing: store them "
-            f"in files (mode 'disk', --offload-mode disk), or leave the model resident"
+            f"{machine.device} computes in the host's memory, so offloading weights to host memory frees nothing: "
+            f"store them in files (mode 'disk', --offload-mode disk), or leave the model resident"
         )
     elif kind == "coherent":
         _log.info("%s reads host memory coherently; `headrace probe` measures how fast", device)

@@ -7,6 +7,7 @@ planned again without it.
 from __future__ import annotations
 
 import logging
+import os
 from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass, field, replace
 from functools import cached_property
@@ -110,10 +111,10 @@ class PlanContext:
         if self.request.ranks is not None:  # which have to come to one plan
             free_bytes = min(self.request.ranks.exchange("free memory", free_bytes))
         profile, num_bytes = self.read_profile(), max(1, free_bytes - _AUTO_MARGIN_BYTES - guesser_bytes)
-        workload = replace(
-            given.workload, context=min(given.workload.context, profile.max_context or given.workload.context)
-        )
-        beside = profile.workload_bytes(max(workload.batch_sizes), workload.context)
+        workload, asked = given.workload, given.workload.context
+        # A pipeline of diffusers has steps, and no tokens in a cache.
+        workload = replace(workload, context=0 if workload.repeated else min(asked, profile.max_context or asked))
+        beside = profile.workload_bytes(rows := max(workload.batch_sizes), workload.context)
         policy: Budget | Plan = replace(given, device_memory=num_bytes, workload=workload)
         fits = self.inventory.num_bytes + beside <= num_bytes and not given.rules
         if fits:
@@ -121,8 +122,8 @@ class PlanContext:
             policy = replace(plan, made_for=target.machine, context=workload.context)
         text = (
             f"auto: {format_size(num_bytes)} of device memory, which leaves {format_size(_AUTO_MARGIN_BYTES)} of what "
-            f"is free{f', beside {format_size(guesser_bytes)} for what guesses' if guesser_bytes else ''}; "
-            f"{format_size(beside)} of it for {max(workload.batch_sizes)} x {workload.context} tokens"
+            f"is free{f', beside {format_size(guesser_bytes)} for what guesses' if guesser_bytes else ''}"
+            f"{f'; {format_size(beside)} of it for {rows} x {workload.context} tokens' if workload.context else ''}"
             f"{'; the weights fit, and nothing is offloaded' if fits else ''}"
         )
         _log.info(text)
@@ -145,7 +146,7 @@ class PlanContext:
     def _with_draft(
         self, speculation: Speculation, open_draft: Callable[..., PlanContext], heads_cost: Callable[..., DraftCost]
     ) -> PlanContext:
-        from headrace.checkpoint.model_folder import draft_folder
+        from headrace.checkpoint.model_folder import draft_folder, draft_to_plan
         from headrace.plan.speculation import LOOKUP, DraftCost
 
         context = self.sized()
@@ -155,7 +156,8 @@ class PlanContext:
         if speculation.draft is None:
             cost = heads_cost(context)
         else:
-            folder, alone = draft_folder(speculation.draft), Workload([1], request.expected.context)
+            find = draft_to_plan if isinstance(request.model, str | os.PathLike) else draft_folder
+            folder, alone = find(speculation.draft), Workload([1], request.expected.context)
             draft = open_draft(PlanRequest(folder, None, alone, request.machine, device=request.device))
             cost = DraftCost.of(draft.planner, draft.plan(), request.expected.context)
         if is_all_resident := isinstance(policy, Plan) and bool(context.automatic):  # perhaps not beside the guesser

@@ -18,13 +18,19 @@ _log = logging.getLogger(__name__)
 GIB = 2**30
 # Machines that plans can be made for by name: the GPU as torch names it, and no more memory than any driver leaves.
 # Without a probe of theirs the rates follow from published values: link (PCIe, one direction), memory, bf16 with sums
-# in float32 and without sparsity. "names" are of cards with the same.
+# in float32 and without sparsity. "names" are of cards with the same. "link_bytes_per_s" is of superchips, whose GPU is
+# not on PCIe; "shares_host_memory" of those where it computes in the host's.
 CARDS: dict[str, dict[str, Any]] = parse(read_file(Path(__file__).with_name("cards.json")))
 MACHINES = ("h200", *CARDS)
 # PCI Express, one direction: generation, and lanes if not 16.
 _LINK = re.compile(r"pcie([345])(?:x(1|2|4|8|16))?")
 _GENERATIONS = {8.0: 3, 16.0: 4, 32.0: 5, 64.0: 6}  # by GT/s of a lane
 _MOST_LANES = 16
+# What people call GPUs and accelerators of other makers: MI300X, M4 Max, RX 7900 XTX, Arc B580, TPU v5e.
+OTHER_MAKERS = re.compile(
+    r"(amd|apple|intel|google|radeon|instinct|arc|ryzen|gaudi|tpu|mps|rocm|rx)\b[\w -]*|(rx|mi|gfx|tpu|gaudi)\d\w*|"
+    r"m[1-5]( ?(pro|max|ultra))?|[ab](310|380|570|580|750|770)"
+)
 
 
 def spelling(name: str) -> str:
@@ -56,6 +62,19 @@ def link_rate(generation: int, lanes: int) -> float:
     return lanes * 1e9 * 2.0 ** (generation - 3)
 
 
+def card_link_rate(card: dict[str, Any], link: str = "") -> float:
+    """Nominal bytes per second of a card's own link, or of ``link``, in one direction."""
+    own = card.get("link_bytes_per_s")
+    if own is not None and link:
+        raise OptionError(f"--link {link!r}: {card['device']} is not on PCIe but on {card['link']}; leave --link out")
+    return float(own or link_rate(*parse_link(link or card["link"])))
+
+
+def shares_host_memory(name: str) -> bool:
+    """Whether the card called ``name`` is known to compute in the host's memory."""
+    return bool((find_card(name) or {}).get("shares_host_memory"))
+
+
 # -- the GPU that is there ---------------------------------------------------------------------------------------------
 
 # Operations of bf16 products per clock of an SM, by compute capability; others have as many as GeForce cards.
@@ -78,17 +97,20 @@ def rates_of_gpu(index: int | None, of_card_alone: bool = False) -> Rates:
     card, name = find_card(gpu.name), gpu.name
     if card is not None and gpu.total_memory < 0.9 * card["gib"] * GIB:
         card = None  # another one of that name, with less memory on a narrower bus
-    links = [] if card is None else [parse_link(card["link"])]
+    links = [] if card is None or "link_bytes_per_s" in card else [parse_link(card["link"])]
     if not of_card_alone:
         links += _links_at(pci_address(gpu))
     generation, lanes = (min(ends) for ends in zip(*(links or [(4, _MOST_LANES)]), strict=True))
+    link, place = link_rate(generation, lanes), f"PCIe {generation}.0 x{lanes}"
+    if card is not None and "link_bytes_per_s" in card:
+        link, place = card_link_rate(card), card["link"]
     memory, flops = (card["memory_bytes_per_s"], card["flops_per_s"]) if card is not None else _reported(gpu)
     if not memory or not flops:
         name, memory, flops = f"{name}, taken for a GPU of 1 TB/s and 150 TFLOP/s,", 1e12, 150e12
-    machine = f"{name} on PCIe {generation}.0 x{lanes}"
+    machine = f"{name} on {place}"
     if of_card_alone:
         _log.info("nominal rates of %s: ranks have to come to one plan, so none measures its own link", machine)
-    return nominal_rates(machine, link_rate(generation, lanes), memory, flops)
+    return nominal_rates(machine, link, memory, flops)
 
 
 def _reported(gpu: Any) -> tuple[float, float]:

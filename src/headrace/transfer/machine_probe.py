@@ -27,7 +27,7 @@ from headrace.memory.system import num_cores
 from headrace.plan.nominal_rates import NOMINAL_CPU, NOMINAL_GPU, nominal_rates
 from headrace.plan.plan import DeviceName, Machine
 from headrace.plan.rates import Curve, Rates
-from headrace.transfer.cards import GIB, MACHINES, find_card, link_rate, parse_link, rates_of_gpu, spelling
+from headrace.transfer.cards import GIB, MACHINES, OTHER_MAKERS, card_link_rate, find_card, rates_of_gpu, spelling
 
 if TYPE_CHECKING:
     import torch
@@ -270,6 +270,10 @@ def read_probe(path: Path) -> Probe:
     try:
         return Probe.from_json(parse(read_file(path)))
     except OSError as error:
+        if OTHER_MAKERS.fullmatch(str(path).lower()):
+            raise OptionError(
+                f"machine {str(path)!r}: headrace runs on NVIDIA GPUs only; expected one of {', '.join(MACHINES)}"
+            ) from error
         near = ", ".join(difflib.get_close_matches(path.name.lower(), MACHINES)) or "none"
         raise OptionError(
             f"machine {str(path)!r}: expected {', '.join(MACHINES)}, or a file that `headrace probe --json` printed on "
@@ -297,8 +301,8 @@ def named_machine(machine: str | os.PathLike[str], direct: bool = False) -> tupl
     card, _, link = str(machine).lower().partition("@")
     is_measured = spelling(card) == "h200"
     if not is_measured and (published := find_card(card)) is not None:
-        device, ends = published["device"], parse_link(link or published["link"])
-        rates = (link_rate(*ends), published["memory_bytes_per_s"], published["flops_per_s"])
+        device = published["device"]
+        rates = (card_link_rate(published, link), published["memory_bytes_per_s"], published["flops_per_s"])
         return Machine(device, int(published["gib"] * GIB)), nominal_rates(f"{device}{link and ' on '}{link}", *rates)
     if link and not Path(machine).exists():
         raise OptionError(f"--link {link!r}: expected a card with nominal rates, found {card!r}, which was measured")

@@ -7,8 +7,9 @@ key under "headrace"  meaning
 ``batch``             sequences per step that a budget is planned for, ``[1, 16, 256]``; default 1
 ``params``            name patterns of tensors that may be offloaded, as ``--offload-params``
 ``rules``             ``["experts=uva", ...]``: mechanisms that the planner may not choose; with a budget
-``expert_slots``      experts of each layer on the GPU, for a rule ``=cache``; default: as many as fit the budget
+``expert_slots``      experts of each layer on the GPU where a budget caches them; default: as many as fit it
 ``mode``              the store: ``cpu``, or ``shm_cpu`` for one copy per host among data-parallel ranks
+``codec``             ``exp3``: prefetched bf16 is copied in 0.70 of its bytes; ``none``; ``auto``, a budget's default
 ``replicas``          with ``shm_cpu`` and a dense model: engines that ``--data-parallel-size`` starts on this host
 ``measure_stalls``    time every wait for a unit; costs two events each
 ====================  ================================================================================================
