@@ -13,15 +13,15 @@ import pytest
 import measures
 
 BOUNDS = {
-    "lines of src": 23972,
-    "lines of the core": 14943,
-    "files of src": 171,
-    "lines of tests": 42457,
+    "lines of src": 24506,
+    "lines of the core": 14991,
+    "files of src": 175,
+    "lines of tests": 43061,
     "longest class": 347,
     "Prefetcher": 298,
     "branches on a kind of store": 4,
     "files that headrace.api loads": 36,
-    "lines that headrace.api loads": 6308,
+    "lines that headrace.api loads": 6311,
     "lines of the spine": 5000,
     "files of the spine": 53,
     "files to the first copy": 42,
