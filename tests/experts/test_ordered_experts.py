@@ -34,7 +34,10 @@ def few_programs(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(ordered, "LAUNCHES", dict.fromkeys(ordered.LAUNCHES, (Launch(256, 1, 1), Launch(128, 1, 1))))
 
 
-@pytest.mark.parametrize("numbers", NUMBERS, ids=["narrow", "wide", "special"])
+@pytest.mark.parametrize("numbers", [
+    pytest.param(NUMBERS[0], id="narrow", marks=pytest.mark.slow), pytest.param(NUMBERS[1], id="wide"),
+    pytest.param(NUMBERS[2], id="special"),
+])  # fmt: skip
 @pytest.mark.parametrize("form", FORMATS)
 def test_dots(form: str, numbers: dict[str, float], made: torch.Generator) -> None:
     """Of one chunk and a part, of several groups of chunks, and of less than the lanes."""
@@ -79,6 +82,7 @@ def test_a_division_of_work_changes_no_bit(
         assert different(dots_by_kernel(weights, 0, x)[0], dots_in_c(weights, 0, x[0])) == 0
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("lanes", "chunk"), [(32, 256), (128, 1024), (64, 128)])
 def test_other_constants(lanes: int, chunk: int, made: torch.Generator, monkeypatch: pytest.MonkeyPatch) -> None:
     """Kernels and the reference in C take them as parameters, so that others can be measured."""

@@ -90,6 +90,7 @@ def test_compiled_code_calls_it() -> None:
 
 
 class TestLoad:
+    @pytest.mark.slow
     def test_qwen(self, tmp_path: Path) -> None:
         qwen().bfloat16().save_pretrained(tmp_path)
         model = resident(tmp_path)

@@ -127,7 +127,10 @@ def _recorded(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
         yield
 
 
-@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize("family", [
+    name if name in ("full", "one window", "convolutions") else pytest.param(name, marks=pytest.mark.slow)
+    for name in FAMILIES
+])  # fmt: skip
 def test_rows_decode_as_each_does_alone(family: str, monkeypatch: pytest.MonkeyPatch) -> None:
     model = model_of(family)
     prompts = [prompt(length) for length in LENGTHS]
