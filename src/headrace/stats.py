@@ -29,7 +29,7 @@ _MAX_SPANS = 1 << 16  # bounded: a server runs for weeks
 def timed(log: logging.Logger, what: str, device: torch.device | None = None) -> Iterator[None]:
     """Within, a part of a first call: ``log`` gets the time that it takes, until ``device`` has done its work, too.
 
-    Where nobody reads the log, nothing waits for a device.
+    Where the log is off, nothing waits for a device.
     """
     begin = time.perf_counter()
     yield

@@ -10,7 +10,7 @@ from typing import Any, NamedTuple
 from headrace.formatting import TokenText
 from headrace.serving.engine import Request, TokenLogprob
 
-_REASONING = ("reasoning_content", "thinking", "reasoning")  # names in templates of answers
+REASONING = ("reasoning_content", "thinking", "reasoning")  # names in templates of answers
 
 
 class Piece(NamedTuple):
@@ -129,7 +129,7 @@ def _pieces(read: Callable[..., list[dict[str, Any]]], *texts: str) -> list[Piec
                 given = function["arguments"]
                 function["name"].encode()  # halves of surrogate pairs have no UTF-8
                 found.append(Piece("call", given if isinstance(given, str) else json.dumps(given), function["name"]))
-            elif kind == "region_chunk" and not event.get("dirty") and field in ("content", *_REASONING):
+            elif kind == "region_chunk" and not event.get("dirty") and field in ("content", *REASONING):
                 text = event.get("text") or ""
                 found += [Piece("text" if field == "content" else "reasoning", text)] * bool(text)
         return found

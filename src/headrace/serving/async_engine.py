@@ -28,17 +28,20 @@ class AsyncEngine:
 
     Attributes:
         engine: the thread that runs the model.
-        longest: see above.
         prompt_tokens, generated_tokens: of answers that have ended without an error.
     """
 
     def __init__(self, model: Any, num_rows: int, longest: int, max_waiting: int) -> None:
         self.engine = Engine(Rows(model, num_rows, longest), model.device, max_waiting, self._tell)
-        self.longest = longest
         self.prompt_tokens = self.generated_tokens = 0
         self._running: dict[Request, tuple[Answer, asyncio.Queue[Any]]] = {}
         self._loop: asyncio.AbstractEventLoop | None = None
         self._error: str | None = None
+
+    @property
+    def longest(self) -> int:
+        """Tokens of the longest sequence, prompt and answer."""
+        return self.engine.rows.num_tokens
 
     def submit(self, answers: Sequence[Answer]) -> Updates:
         """Queue the requests of answers.

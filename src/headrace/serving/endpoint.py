@@ -94,10 +94,8 @@ class Endpoint(ABC):
         engine, each = served.engine.engine, self.request.num_answers
         if (num := len(self.prompts) * each) > (most := engine.rows.num_rows + engine.max_waiting):
             field = "n" if each > 1 else "prompt"
-            text = (
-                f"{field}: {num} answers to a request are more than the {most} that may run and wait here (--max-queue)"
-            )
-            raise RequestError(text, field)
+            limit = f"the {most} that may run and wait here (--max-queue)"
+            raise RequestError(f"{field}: {num} answers to a request are more than {limit}", field)
         for prompt in self.prompts:
             sampling.check_tokens(served.model.get_input_embeddings().num_embeddings, prompt)
         # Only the prompt of a chat, which has one, may count for it.

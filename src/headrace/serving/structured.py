@@ -13,12 +13,12 @@ from typing import Any
 import torch
 from transformers import LogitsProcessor
 
+from headrace.serving.answers import REASONING
 from headrace.serving.request_body import GenerationRequest, RequestError
 
 # Between the parts of JSON: models that may go on with spaces do.
 _SPACES = r"(\n[ \t]{0,32}| )?"
 _LEAST = -1e30  # of a logit that stays finite at the least temperature
-_REASONING = ("reasoning_content", "thinking", "reasoning")  # names in templates
 
 
 class GrammarProcessor(LogitsProcessor):
@@ -130,7 +130,7 @@ class Grammars:
     def _thought(self, prompt: str, template: dict[str, Any]) -> list[str]:
         """The first rule: reasoning, as far as the model has it and the prompt leaves it open, and the answer."""
         part: dict[str, Any] = next(
-            (template["fields"][name] for name in _REASONING if name in template.get("fields", ())), {}
+            (template["fields"][name] for name in REASONING if name in template.get("fields", ())), {}
         )
         first, last, anchors = part.get("open"), part.get("close"), template.get("start_anchor") or []
         tails = [prompt.rpartition(each)[2] for each in ([anchors] if isinstance(anchors, str) else anchors)]
