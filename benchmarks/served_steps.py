@@ -4,9 +4,9 @@
     python benchmarks/served_steps.py --device cpu --tiny     tries the script
 
 The models are those of ``card_24gb.py``, with seeded weights. The server is the one of the command, in a thread; its
-clients are threads of another process, which read streams. A step is the time from the first to the last token of an
-answer by its number of tokens but one; with several requests at once, of the one that took longest, after prompts that
-arrived together.
+clients are threads of another process, which read streams. A step is the median of the times between two tokens of
+all answers, of requests that arrived together; ``answer_ms`` is the time from the first to the last token of the answer
+that took longest, by its number of tokens but one: prompts of the others are in it.
 
 * ``resident``: 1, 4 and 16 requests at once; ``generate`` with caches for 512, 4,096 and 32,768 tokens, of which the
   text fills 192; and behind a text of 30,000 tokens.
@@ -31,6 +31,7 @@ import threading
 import time
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -73,7 +74,7 @@ def ask(at):
             moments += [time.perf_counter()]
             text += choice["text"]
         used = (event.get("usage") or {}).get("completion_tokens", used)
-    found[at] = {"first": moments[0], "last": moments[-1], "text": text, "tokens": used}
+    found[at] = {"moments": moments, "text": text, "tokens": used}
 threads = [threading.Thread(target=ask, args=(at,)) for at in range(len(found))]
 for thread in threads: thread.start()
 for thread in threads: thread.join()
@@ -103,15 +104,17 @@ class _Served:
         while not self._server.started:
             time.sleep(0.01)
 
-    def step(self, prompts: Sequence[Sequence[int]], num_tokens: int) -> tuple[float, list[list[int]]]:
-        """Milliseconds of a step of all, and the tokens of each."""
+    def step(self, prompts: Sequence[Sequence[int]], num_tokens: int) -> tuple[float, float, list[list[int]]]:
+        """Milliseconds of a step of all, of a token of the slowest answer, and the tokens of each."""
         asked = json.dumps({"port": self._port, "prompts": prompts, "tokens": num_tokens})
         done = subprocess.run([sys.executable, "-c", CLIENT], input=asked, capture_output=True, text=True, check=True)
         found = json.loads(done.stdout)
         if any(each["tokens"] != num_tokens for each in found):
             raise RuntimeError(f"expected {num_tokens} tokens of each, found {[each['tokens'] for each in found]}")
-        seconds = max(each["last"] - each["first"] for each in found)
-        return seconds / (num_tokens - 1) * 1e3, [[int(word[1:]) for word in each["text"].split()] for each in found]
+        gaps = [after - before for each in found for before, after in pairwise(each["moments"])]
+        seconds = max(each["moments"][-1] - each["moments"][0] for each in found)
+        tokens = [[int(word[1:]) for word in each["text"].split()] for each in found]
+        return statistics.median(gaps) * 1e3, seconds / (num_tokens - 1) * 1e3, tokens
 
     def close(self) -> None:
         self._server.should_exit = True
@@ -159,14 +162,15 @@ class _Bench:
         finally:
             running.close()
 
-    def serve(self, server: _Served, num: int, length: int, rounds: int) -> tuple[float, list[list[int]]]:
-        """Milliseconds of a step of ``num`` requests at once, and their tokens; the first run is not timed."""
-        prompts, found = prompts_of(num, length, self.model.config.vocab_size), list[float]()
+    def serve(self, server: _Served, num: int, length: int, rounds: int) -> tuple[dict[str, float], list[list[int]]]:
+        """Times of a step of ``num`` requests at once, and their tokens; the first run is not timed."""
+        prompts, found = prompts_of(num, length, self.model.config.vocab_size), list[tuple[float, float]]()
         for _ in range(rounds + 1):
             self._routing.restart()
-            ms, tokens = server.step(prompts, self.num_tokens)
-            found.append(ms)
-        return statistics.median(found[1:]), tokens
+            *ms, tokens = server.step(prompts, self.num_tokens)
+            found.append((ms[0], ms[1]))
+        steps, answers = zip(*found[1:], strict=True)
+        return {"ms": statistics.median(steps), "answer_ms": statistics.median(answers)}, tokens
 
 
 def rows_of(
@@ -198,12 +202,14 @@ def rows_of(
         yield about | {"case": "resident", "way": "generate", "at_once": 1, "context": length, "ms": ms}
     with bench.served(None, max(at_once)) as server:
         for num in at_once:
-            resident[num], tokens = bench.serve(server, num, PROMPT, rounds)
+            times, tokens = bench.serve(server, num, PROMPT, rounds)
+            resident[num] = times["ms"]
             same = {"bit_equal": tokens[0] == expected} if num == 1 else {}
-            yield about | {"case": "resident", "way": "serve", "at_once": num, "ms": resident[num]} | same
+            yield about | {"case": "resident", "way": "serve", "at_once": num} | times | same
         for length in lengths[1:]:
-            ms, _ = bench.serve(server, 1, length, 1)
-            yield about | {"case": "resident", "way": "serve", "at_once": 1, "context": length, "ms": ms}
+            times, _ = bench.serve(server, 1, length, 1)
+            yield about | {"case": "resident", "way": "serve", "at_once": 1, "context": length} | times
+    del server  # and its cache
 
     rest_on_host(model)
     weight_bytes = take_inventory(model).num_bytes
@@ -216,12 +222,12 @@ def rows_of(
                 if num not in (1, 16):
                     continue
                 before = handle.stats().bytes_moved
-                ms, tokens = bench.serve(server, num, PROMPT, rounds)
+                times, tokens = bench.serve(server, num, PROMPT, rounds)
                 moved = (handle.stats().bytes_moved - before) / ((rounds + 1) * num_tokens)
                 same = {"bit_equal": tokens[0] == expected and moved > 0} if num == 1 else {}
                 floor = max(resident[num], moved / link * 1e3)
-                row = {"case": case, "way": "serve", "at_once": num, "ms": ms, "floor_ms": floor, "bytes_moved": moved}
-                yield about | row | same
+                row = {"case": case, "way": "serve", "at_once": num, "floor_ms": floor, "bytes_moved": moved}
+                yield about | row | times | same
         handle.remove()
     del model, bench
     gc.collect()

@@ -93,11 +93,12 @@ def experts_in_c(
 def spread(*shape: int, wide: float = 0.0, special: float = 0.0, made: torch.Generator) -> torch.Tensor:
     """Normally distributed bf16 whose exponents are spread by ``wide``; ``special``: share of random bits, which are
     denormal, infinite or not a number, too."""
-    x = (torch.randn(shape, generator=made) * torch.exp(wide * torch.randn(shape, generator=made)) / 8).bfloat16()
-    bits = torch.randint(-(1 << 15), 1 << 15, shape, generator=made).to(torch.int16)
-    kinds = torch.tensor([0x0001, 0x007F, 0x0080, 0x7F7F, 0x7F80, 0x7FC0, -0x8000, -0x80], dtype=torch.int16)
-    bits = torch.where(bits % 2 == 0, bits, kinds[torch.randint(0, len(kinds), shape, generator=made)])
-    return torch.where(torch.rand(shape, generator=made) < special, bits.view(torch.bfloat16), x)
+    with made.device:
+        x = torch.randn(shape, generator=made) * torch.exp(wide * torch.randn(shape, generator=made)) / 8
+        bits = torch.randint(-(1 << 15), 1 << 15, shape, generator=made).to(torch.int16)
+        kinds = torch.tensor([0x0001, 0x007F, 0x0080, 0x7F7F, 0x7F80, 0x7FC0, -0x8000, -0x80], dtype=torch.int16)
+        bits = torch.where(bits % 2 == 0, bits, kinds[torch.randint(0, len(kinds), shape, generator=made)])
+        return torch.where(torch.rand(shape, generator=made) < special, bits.view(torch.bfloat16), x.bfloat16())
 
 
 def projection(
@@ -106,9 +107,10 @@ def projection(
     """Weights in one of ``FORMATS``."""
     biases = spread(experts, outputs, made=made) if bias else None
     if form == "mxfp4":
-        codes = torch.randint(0, 256, (experts, outputs, inputs // 2), generator=made, dtype=torch.uint8)
         low, high = (0, 256) if kinds.get("special") else (110, 130)
-        scales = torch.randint(low, high, (experts, outputs, inputs // 32), generator=made).to(torch.uint8)
+        with made.device:
+            codes = torch.randint(0, 256, (experts, outputs, inputs // 2), generator=made, dtype=torch.uint8)
+            scales = torch.randint(low, high, (experts, outputs, inputs // 32), generator=made).to(torch.uint8)
         return Projection(codes, scales, biases)
     weight = spread(experts, outputs, inputs, made=made, **kinds)
     return Projection(weight.mT.contiguous() if form == "transposed" else weight, None, biases, form == "transposed")
