@@ -116,7 +116,6 @@ def rows_of(name: str, rehearsal: Rehearsal, rounds: int, cases: Sequence[str]) 
             for row in described(found, "cached"):
                 row["bit_equal"] &= after.bytes_moved > before.bytes_moved
                 yield row | facts
-    del model
     free_memory(device)
 
 

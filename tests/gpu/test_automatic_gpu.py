@@ -111,5 +111,6 @@ def test_without_memory_the_link_stays_nominal() -> None:
     links._links.clear()  # of other tests
     rates = with_measured_link(nominal, GPU)
     del block
+    torch.cuda.empty_cache()
     assert rates == replace(nominal, machine=rates.machine)
     assert "could not be measured: no memory for it" in rates.machine

@@ -38,16 +38,16 @@ def to_gpu(given: Projection) -> Projection:
 
 @pytest.mark.parametrize("form", FORMATS)
 def test_a_million_rows_have_the_bits_of_c(form: str) -> None:
-    """Two hundred shapes of twenty lengths, exponents spread from not at all to far, a tenth with denormals, infinities
+    """Two hundred shapes of ten lengths, exponents spread from not at all to far, a tenth with denormals, infinities
     and NaN."""
     made, choose = torch.Generator("cuda").manual_seed(0), torch.Generator().manual_seed(1)
-    lengths = [int(torch.randint(1, 129 if at % 4 else 257, (1,), generator=choose)) * 32 for at in range(20)]
+    lengths = [int(torch.randint(1, 129 if at % 4 else 257, (1,), generator=choose)) * 32 for at in range(10)]
     wrong, rows = {}, 0
     for shape in range(SHAPES):
-        spreads, at = divmod(shape, 20)
+        spreads, at = divmod(shape, 10)
         inputs = lengths[at] - int(form != "mxfp4") * (at % 3)  # odd ones, too
         outputs = ROWS // SHAPES + shape
-        numbers = {"wide": spreads % 5 * 1.5, "special": 0.01 * (spreads == 9)}
+        numbers = {"wide": spreads % 5 * 1.5, "special": 0.01 * (spreads % 10 == 9)}
         weights, x = projection(form, 1, outputs, inputs, made=made, **numbers), spread(1, inputs, made=made, **numbers)
         found = ordered_dots.dots_by_kernel(weights, 0, x)[0]
         if count := different(found, dots_in_c(weights, 0, x[0])):

@@ -81,6 +81,7 @@ def test_served_tokens_are_those_of_generate(model: Any, is_offloaded: bool) -> 
             assert eventually(partial(all_ended, asked), 120)
             assert [each.error for each in asked] == [None] * len(asked)
             assert [each.tokens for each in asked] == expected
+            torch.cuda.empty_cache()  # prompts of experts by batched_mm take gigabytes
             used.append(torch.cuda.memory_reserved())
         engine.stop(30)
         assert rows.replays > 2 * TOKENS
@@ -108,4 +109,5 @@ def test_one_row_has_the_bits_of_generate_in_graphs() -> None:
         found.append(rows.step([int(found[-1].argmax())], [len(text) + len(found) - 1])[0])
     assert rows.replays > 200
     assert [int(each.argmax()) for each in found] == out.sequences[0, 40:].tolist()
-    assert all(torch.equal(mine, theirs[0]) for mine, theirs in zip(found, out.logits, strict=True))
+    differ = [at for at, (mine, theirs) in enumerate(zip(found, out.logits, strict=True)) if not mine.equal(theirs[0])]
+    assert differ == []

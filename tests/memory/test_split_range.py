@@ -62,6 +62,15 @@ def test_a_host_range_begins_behind_memory_of_the_device(driver: Driver) -> None
     assert made.__cuda_array_interface__["data"][0] == 1 << 40
 
 
+def test_memory_that_torch_keeps_is_given_back(driver: Driver, monkeypatch: pytest.MonkeyPatch) -> None:
+    """It counts as free when a plan is made, and the driver does not have it."""
+    driver.codes["cuMemCreate"] = "CUDA_ERROR_OUT_OF_MEMORY"
+    monkeypatch.setattr("torch.cuda.empty_cache", lambda: driver.codes.clear())
+    SplitRange(2 * MIB, 4 * MIB, 12 * MIB, CUDA)
+    created = [given[0] for name, given in driver.calls if name == "cuMemCreate"]
+    assert created == [2 * MIB, 2 * MIB, 8 * MIB]
+
+
 @pytest.mark.parametrize("next_one", ["ends", "is made"])
 @pytest.mark.parametrize("thread", ["this", "another"])
 def test_what_ends_in_a_capture_waits_for_its_end(

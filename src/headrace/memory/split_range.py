@@ -172,6 +172,9 @@ class _Mapped:
     def _call(self, name: str, *arguments: Any) -> Any:
         """The result of a function of the driver API, if it has one."""
         code, *results = getattr(self._driver, name)(*arguments)
+        if name == "cuMemCreate" and code == self._driver.CUresult.CUDA_ERROR_OUT_OF_MEMORY:
+            torch.cuda.empty_cache()  # what torch keeps for its next tensors counts as free
+            code, *results = self._driver.cuMemCreate(*arguments)
         if code == self._driver.CUresult.CUDA_ERROR_OUT_OF_MEMORY:
             what = "experts" if self._peer is None else f"units on {self._peer}"
             raise BudgetError(
