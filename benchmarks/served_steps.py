@@ -128,7 +128,6 @@ class _Bench:
 
     def __init__(self, model: Any, device: torch.device, num_tokens: int, longest: int, tokenizer: Any) -> None:
         self.model, self._device, self.num_tokens, self._tokenizer = model, device, num_tokens, tokenizer
-        self._longest = longest
         model.generation_config = GenerationConfig(do_sample=False, pad_token_id=0)
         traces = [
             seeded_trace(layer, longest, router.num_experts, router.top_k)
@@ -154,9 +153,9 @@ class _Bench:
         return statistics.median(found[1:]), out[0, len(prompt) :].tolist()
 
     @contextmanager
-    def served(self, handle: headrace.Handle | None, num_rows: int) -> Iterator[_Served]:
+    def served(self, handle: headrace.Handle | None, num_rows: int, longest: int) -> Iterator[_Served]:
         """The server, for requests of this model."""
-        running = _Served(self.model, handle, num_rows, self._longest, self._tokenizer)
+        running = _Served(self.model, handle, num_rows, longest, self._tokenizer)
         try:
             yield running
         finally:
@@ -200,7 +199,7 @@ def rows_of(
     for length in lengths[1:]:
         ms, _ = bench.generate(prompts_of(1, length, model.config.vocab_size)[0], 0, 1)
         yield about | {"case": "resident", "way": "generate", "at_once": 1, "context": length, "ms": ms}
-    with bench.served(None, max(at_once)) as server:
+    with bench.served(None, max(at_once), longest) as server:
         for num in at_once:
             times, tokens = bench.serve(server, num, PROMPT, rounds)
             resident[num] = times["ms"]
@@ -217,7 +216,7 @@ def rows_of(
         handle = headrace.offload(model, rehearsal.policy(case, weight_bytes), device=device)
         ms, tokens = bench.generate(prompt, 0, rounds)
         yield about | {"case": case, "way": "generate", "at_once": 1, "ms": ms, "bit_equal": tokens == expected}
-        with bench.served(handle, max(at_once)) as server:
+        with bench.served(handle, max(at_once), PROMPT + num_tokens + 8) as server:  # the cache fits the card
             for num in at_once:
                 if num not in (1, 16):
                     continue

@@ -66,7 +66,7 @@ def test_a_model_that_fits_stays(model: Path) -> None:
 
 
 def test_served_by_default(model: Path) -> None:
-    for package in ("fastapi", "uvicorn", "openai"):
+    for package in ("starlette", "uvicorn"):
         pytest.importorskip(package)
     dry = run("serve", model, "--dry-run")
     assert dry.exit_code == 0, dry.output
@@ -91,8 +91,9 @@ def test_the_card_and_its_link_are_found() -> None:
 def test_a_plan_measures_the_link() -> None:
     """In half a second, without memory that it keeps."""
     nominal, size = rates_of_gpu(GPU.index), 64 * 2**20
+    torch.cuda.empty_cache()
     before = torch.cuda.memory_reserved(GPU)
-    torch.cuda.synchronize()
+    time.sleep(2)  # the engines that copy clear what a test before has freed, 130 GB of it: 20 of 54 GB/s meanwhile
     begin = time.perf_counter()
     links._links.clear()  # of other tests
     rates = with_measured_link(nominal, GPU)

@@ -225,15 +225,15 @@ def measuring_at(*rates: float) -> tuple[Any, list[torch.device]]:
 
 
 def test_the_link_is_measured(here: list[SimpleNamespace], monkeypatch: pytest.MonkeyPatch) -> None:
-    """Once a process, the best of three; of another start, which measures a little more, the plan is the same."""
+    """Once a process; of another start, which measures a little more, the plan is the same."""
     here.append(gpu())
     nominal, plans = rates_of_gpu(0), []
     for found in (26.95e9, 27.04e9):
-        measure, asked = measuring_at(20e9, found, 26e9)
+        measure, asked = measuring_at(found)
         monkeypatch.setattr(link_rates, "link_rates", measure)
         monkeypatch.setattr(link_rates, "_links", {})
         plans += [plan_here(), plan_here()]
-        assert asked == [torch.device("cuda", 0)] * 3
+        assert asked == [torch.device("cuda", 0)]
     assert plans == plans[:1] * 4
     said = f"Rates of {H100} on PCIe 5.0 x16, nominal but for the link, measured at 27 GB/s; run `headrace probe`"
     assert {said in " ".join(str(plan).split()) for plan in plans} == {True}

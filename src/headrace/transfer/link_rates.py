@@ -16,9 +16,9 @@ from headrace.plan.rates import Curve, Rates
 MIB = 1 << 20
 COPY_SIZES = (MIB // 4, MIB, 4 * MIB, 16 * MIB, 256 * MIB)
 
-# What a plan without a probe measures of the link: one large copy after another, for so long, three times. By device, as
-# a process has one figure for all its plans.
-_LINK_BYTES, _LINK_S = 64 * MIB, 0.1
+# What a plan without a probe measures of the link: one large copy after another, for so long. By device, as a process
+# has one figure for all its plans.
+_LINK_BYTES, _LINK_S = 64 * MIB, 0.3
 _links: dict[torch.device, float] = {}
 
 
@@ -94,9 +94,7 @@ def with_measured_link(rates: Rates, device: torch.device) -> Rates:
     try:
         if device not in _links:
             with torch.cuda.device(device):  # a pinned buffer makes a context on the current one
-                # The best of three: others copy for a moment, and a link that was idle begins slowly.
-                found = [link_rates(device, sizes=(_LINK_BYTES,), seconds=_LINK_S)[_LINK_BYTES] for _ in range(3)]
-                _links[device] = max(found)
+                _links[device] = link_rates(device, sizes=(_LINK_BYTES,), seconds=_LINK_S)[_LINK_BYTES]
     except (HeadraceError, RuntimeError, MemoryError) as error:
         no_memory = isinstance(error, torch.OutOfMemoryError | MemoryError)
         reason = "no memory for it" if no_memory else str(error).strip().splitlines()[0]
