@@ -77,7 +77,8 @@ FLAGS = {
     ],
     "serve": [
         *GUESSES, "--engine", "--host", "--port", "--api-key", "--served-model-name", "--max-queue", "--cors",
-        "--allowed-hosts", "--generation-config", "--dtype", "--additional-config", "--dry-run", *OFFLOAD_FLAGS,
+        "--allowed-hosts", "--generation-config", "--dtype", "--experts-implementation", "--additional-config",
+        "--dry-run", *OFFLOAD_FLAGS,
         "--measure-stalls",
     ],
 }  # fmt: skip

@@ -13,10 +13,10 @@ import pytest
 import measures
 
 BOUNDS = {
-    "lines of src": 24506,
-    "lines of the core": 14991,
+    "lines of src": 24533,
+    "lines of the core": 14997,
     "files of src": 175,
-    "lines of tests": 43069,
+    "lines of tests": 43110,
     "longest class": 347,
     "Prefetcher": 298,
     "branches on a kind of store": 4,

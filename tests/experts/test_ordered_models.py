@@ -14,7 +14,8 @@ from torch import nn
 from transformers.integrations import moe
 
 import headrace
-from headrace.adapters.transformers import load, ordered_experts
+from headrace.adapters.transformers import load, load_folder, ordered_experts
+from headrace.adapters.transformers.load_folder import build_meta_model
 from headrace.adapters.transformers.ordered_experts import Mxfp4Experts
 from headrace.errors import OptionError, OptionTypeError
 from headrace.experts import ordered
@@ -153,6 +154,39 @@ class TestLoad:
         qwen(num_experts=0).save_pretrained(tmp_path)
         with pytest.raises(OptionError, match="expected a model with fused experts"):
             load(tmp_path, "1GiB", device="cpu", dtype="bfloat16", experts_implementation="headrace")
+
+
+class TestDefault:
+    """On a GPU it runs what it can, unless the caller names another."""
+
+    def chosen(self, folder: Path, device: str, **options: Any) -> str:
+        model = build_meta_model(folder, device=torch.device(device), **options)
+        return model.config._experts_implementation  # type: ignore[no-any-return]
+
+    def test_bf16(self, tmp_path: Path) -> None:
+        qwen().bfloat16().save_pretrained(tmp_path)
+        assert self.chosen(tmp_path, "cuda") == "headrace"
+        assert self.chosen(tmp_path, "cpu") == "grouped_mm"
+        assert self.chosen(tmp_path, "cuda", experts_implementation="grouped_mm") == "grouped_mm"
+        assert self.chosen(tmp_path, "cuda", dtype="float32") == "grouped_mm"
+        qwen(hidden_act="gelu").bfloat16().save_pretrained(tmp_path)
+        assert self.chosen(tmp_path, "cuda") == "grouped_mm"
+
+    @pytest.mark.parametrize("has_kernels", [False, True])
+    def test_mxfp4(self, has_kernels: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+        """transformers runs it where its package of kernels is there."""
+        FORMATS["MXFP4, experts"].write(tmp_path)
+        asked = list[Any]()
+        monkeypatch.setattr("transformers.quantizers.quantizer_mxfp4.is_kernels_available", lambda: has_kernels)
+        monkeypatch.setattr(load_folder, "open_quantizer", lambda *given: asked.append(given))
+        model: Any = build_meta_model(tmp_path, device=torch.device("cuda"))
+        assert isinstance(model.model.layers[0].mlp.experts, Mxfp4Experts) is not has_kernels
+        assert len(asked) == has_kernels
+        assert model.config._experts_implementation == "headrace"
+
+    def test_it_is_said(self) -> None:
+        with headrace.offload(qwen("headrace").bfloat16(), cached(3)) as handle:
+            assert "experts of up to 8 rows run by 'headrace', of more by 'grouped_mm'" in handle.stats().notes
 
 
 def test_it_is_registered() -> None:

@@ -30,6 +30,7 @@ if TYPE_CHECKING:
     from headrace.stores.file_reads import DiskOptions
 
 DTYPE_HELP = "bfloat16, float16 or float32 (default the checkpoint's own)."
+EXPERTS_HELP = "Experts of transformers: grouped_mm, ... (default headrace on a GPU, where it runs the model)"
 check_dtype = one_of(("bfloat16", "float16", "float32"))
 
 _VERBOSE_HELP = "Log progress to stderr (-vv: more)."

@@ -27,6 +27,7 @@ from rich.console import Console
 from headrace.checkpoint.model_folder import open_tokenizer
 from headrace.cli.arguments import (
     DTYPE_HELP,
+    EXPERTS_HELP,
     SpeculationFlags,
     check_dtype,
     disk_options,
@@ -109,7 +110,7 @@ class GenerateOptions(SpeculationFlags):
     seed: int | None = row("N", "Random seed for sampling (default 0).", _seed)
     dtype: str | None = row("NAME", DTYPE_HELP, check_dtype)
     attn_implementation: str | None = row("NAME", "Attention of transformers: sdpa, eager, ... (default the model's).")
-    experts_implementation: str | None = row("NAME", "Experts of transformers: grouped_mm, headrace, ... (its own).")
+    experts_implementation: str | None = row("NAME", f"{EXPERTS_HELP}.")
     no_graphs: bool = row("", "Launch each kernel from Python instead of replaying CUDA graphs.", off=False)
     download: bool = row("", "Download a model that is not there, without a question.", off=False)
     quiet: bool = row("", "Print nothing but the text and errors.", off=False)
@@ -285,6 +286,7 @@ def _keep_records(options: GenerateOptions, handle: Handle, recorder: RoutingRec
 
 def _print_plan(notes: Console, planned: PlanResult, is_whole: bool, is_predicted: bool) -> None:
     """Print the plan and its prediction for one sequence; in two lines, or whole."""
+    from headrace.model.memory_profile import notes_on_experts
     from headrace.plan.tables import render
 
     plan, name = planned.plan, planned.plan.model_name or "model"
@@ -292,6 +294,7 @@ def _print_plan(notes: Console, planned: PlanResult, is_whole: bool, is_predicte
     if is_whole:
         notes.print(render(plan, name))
         lines = ["", f"weights: {_places(plan)}", planned.context.automatic, f"expected: {expected}" * bool(expected)]
+        lines += notes_on_experts(planned.context.module, ())
     else:
         rates = "" if planned.planner.rates.is_measured else " by nominal rates"
         speed = f": {format_rate(rate)} tokens/s expected{rates}" * bool(expected)

@@ -14,6 +14,7 @@ import typer
 from headrace.checkpoint.model_folder import model_folder
 from headrace.cli.arguments import (
     DTYPE_HELP,
+    EXPERTS_HELP,
     VERB_FLAGS,
     SpeculationFlags,
     check_dtype,
@@ -87,6 +88,7 @@ class _ServeOptions(SpeculationFlags):
         "Sampling of requests that set none: auto (default), as in the model's generation_config.json; none, greedy.",
     )
     dtype: str | None = row("NAME", DTYPE_HELP)
+    experts_implementation: str | None = row("NAME", f"{EXPERTS_HELP}; not in vLLM.")
     additional_config: str | None = row("JSON", "vLLM's; headrace's flags are added to it.")
     dry_run: bool = row("", "Print the plan, or the command of vLLM, and start nothing.", off=False)
 
@@ -177,6 +179,7 @@ def _run_server(model: str, flags: OffloadFlags, options: _ServeOptions) -> None
     from headrace.adapters.transformers.load_folder import load_matched
     from headrace.adapters.transformers.opened_model import open_model
     from headrace.cli.commands_generate import open_with_template
+    from headrace.model.memory_profile import notes_on_experts
     from headrace.plan.tables import render
     from headrace.plan_model import plan_model
     from headrace.planning.request import PlanRequest
@@ -185,7 +188,7 @@ def _run_server(model: str, flags: OffloadFlags, options: _ServeOptions) -> None
     from headrace.serving.endpoint import ServedModel
     from headrace.serving.listening import bind, run_app
 
-    opened = open_model(folder, options.dtype, device=device)
+    opened = open_model(folder, options.dtype, device=device, experts_implementation=options.experts_implementation)
     tokenizer = open_with_template(folder)
     _check_template(folder, tokenizer.chat_template)
     settings = _default_settings(opened, tokenizer, greedy=options.generation_config == "none")
@@ -203,8 +206,8 @@ def _run_server(model: str, flags: OffloadFlags, options: _ServeOptions) -> None
         forecast.require_faster()
         request = replace(request, speculation=replace(speculation, guesses=forecast.guesses))
     stderr.print(render(planned.plan, opened.name))
-    if automatic:
-        stderr.print(automatic, soft_wrap=True)
+    for line in (*filter(None, [automatic]), *notes_on_experts(opened.module, ())):
+        stderr.print(line, soft_wrap=True)
     cache = format_size(planned.planner.profile.cache_bytes(sequences, longest))
     stderr.print(
         f"cache: {sequences} sequences of {longest} tokens; {cache} "

@@ -41,7 +41,9 @@ _SHARED_FLAGS = ("host", "port", "api_key", "served_model_name", "generation_con
 # Flags of headrace, which are passed in --additional-config.
 _OWN_FLAGS = tuple(name for name in FLAG_OF_KEY.values() if name not in _VLLM_FLAGS)
 # Flags of headrace's own server alone: of the verb, and of all verbs.
-_SERVER_FLAGS = ("max_queue", "cors", "allowed_hosts", "speculate", "guesses", "accepted", "accepted_from")
+_SERVER_FLAGS = (
+    "max_queue", "cors", "allowed_hosts", "experts_implementation", "speculate", "guesses", "accepted", "accepted_from",
+)  # fmt: skip
 _IDLE_FLAGS = tuple(name for name in VERB_FLAGS if name not in (*_VLLM_FLAGS, *_OWN_FLAGS, "device"))
 
 

@@ -36,7 +36,7 @@ class Launch(NamedTuple):
 LAUNCHES = {
     "pairs": (Launch(8, 4, 2), Launch(1, 4, 1)),
     "single": (Launch(16, 1, 4), Launch(32, 1, 4)),
-    "mxfp4": (Launch(2, 2, 1), Launch(2, 2, 1)),
+    "mxfp4": (Launch(2, 2, 1), Launch(1, 4, 1)),
 }
 
 

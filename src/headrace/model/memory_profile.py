@@ -149,13 +149,16 @@ def chosen_implementation(module: nn.Module) -> str | None:
     return chosen
 
 
-def note_on_experts(model: nn.Module, in_place: Iterable[str]) -> list[str]:
-    """A note for ``stats()``, if any of the weights read ``in_place`` are experts that transformers runs."""
+def notes_on_experts(model: nn.Module | None, in_place: Iterable[str]) -> list[str]:
+    """Notes for ``stats()`` on experts that transformers runs: by what, and how it reads those ``in_place``."""
     chosen = getattr(getattr(model, "config", None), "_experts_implementation", None)
-    if chosen is None or not any(map(compile_pattern("experts"), in_place)):
+    if chosen is None:
         return []
-    meaning = _NOTES.get(chosen, "whether it reads only the routed experts is not known to headrace")
-    return [f"experts are read in place by {chosen!r}: {meaning}"]
+    notes = ["experts of up to 8 rows run by 'headrace', of more by 'grouped_mm'"] * (chosen == "headrace")
+    if any(map(compile_pattern("experts"), in_place)):
+        meaning = _NOTES.get(chosen, "whether it reads only the routed experts is not known to headrace")
+        notes.append(f"experts are read in place by {chosen!r}: {meaning}")
+    return notes
 
 
 def _max_context(config: Any) -> int | None:

@@ -491,10 +491,10 @@ class OffloadSession(NotCopyable):
     def _notes(self) -> tuple[str, ...]:
         """Notes for the user about how the offload runs."""
         notes = []
-        if self.plan.uva:
-            from headrace.model.memory_profile import note_on_experts
+        if self.plan.uva or self.plan.cached:
+            from headrace.model.memory_profile import notes_on_experts
 
-            notes += note_on_experts(self._model, self.plan.uva)
+            notes += notes_on_experts(self._model, self.plan.uva)
         for what, names in (
             ("resident since they were used outside of their module's forward", self._promoter.promoted),
             ("copied for every use outside of their module's forward, for want of room", self._promoter.copied),

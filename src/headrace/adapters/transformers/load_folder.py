@@ -31,9 +31,10 @@ from transformers.integrations.moe import ALL_EXPERTS_FUNCTIONS
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
+from transformers.quantizers import quantizer_mxfp4
 
 from headrace.adapters.transformers.conversion import Match, match
-from headrace.adapters.transformers.ordered_experts import NAME, put_mxfp4_experts, require_effect
+from headrace.adapters.transformers.ordered_experts import NAME, prefer_ordered, put_mxfp4_experts, require_effect
 from headrace.adapters.transformers.quantised import (
     INITIALISED,
     method_of,
@@ -107,7 +108,7 @@ def load(
             the name of a kernel on the Hub; default the model's own choice.
         experts_implementation: likewise: ``"grouped_mm"``, ``"batched_mm"``, or ``"headrace"``: experts of up to 8 rows
             have the same bits wherever they run, and are not copied
-            (:mod:`~headrace.adapters.transformers.ordered_experts`).
+            (:mod:`~headrace.adapters.transformers.ordered_experts`); the default on a GPU where it runs the model.
         device: where compute runs; default a GPU where there is one, else the CPU.
         disk: how the files are read.
         progress: called with (bytes loaded, bytes to load) while weights are read or moved.
@@ -243,7 +244,10 @@ def build_meta_model(
     _refuse_implementation("attn_implementation", attn_implementation, "sdpa", ALL_ATTENTION_FUNCTIONS.valid_keys())
     known = ALL_EXPERTS_FUNCTIONS.valid_keys()
     _refuse_implementation("experts_implementation", experts_implementation, "grouped_mm", known)
-    by_own_kernels = experts_implementation == NAME and method_of(stated_quantisation(config) or {}) == "mxfp4"
+    is_free = experts_implementation is None and device is not None and device.type == "cuda"
+    has_kernels = quantizer_mxfp4.is_kernels_available()  # type: ignore[attr-defined]
+    by_own_kernels = experts_implementation == NAME or (is_free and not has_kernels)
+    by_own_kernels &= method_of(stated_quantisation(config) or {}) == "mxfp4"
     quantizer = None if device is None or by_own_kernels else open_quantizer(folder, config, device)
     chosen = _choose_dtype(folder, config, dtype)
     if quantizer is not None:
@@ -255,6 +259,8 @@ def build_meta_model(
         put_mxfp4_experts(model)
     if experts_implementation is not None:
         require_effect(model, experts_implementation)
+    elif is_free:
+        prefer_ordered(model)
     return model
 
 

@@ -110,6 +110,16 @@ def put_mxfp4_experts(model: PreTrainedModel) -> None:
                 model.set_submodule(name, Mxfp4Experts(model.config))
 
 
+def prefer_ordered(model: PreTrainedModel) -> None:
+    """Have this implementation run the experts of ``model`` in place of ``grouped_mm``, if it can run them all."""
+    if any(chosen_implementation(module) == "grouped_mm" for module in model.modules()):
+        model.set_experts_implementation(NAME)
+        try:
+            require_effect(model, NAME)
+        except OptionError:
+            model.set_experts_implementation("grouped_mm")
+
+
 def require_effect(model: PreTrainedModel, name: str) -> None:
     """Raise ``OptionError`` if the experts of ``model``, which is built, cannot run by ``name``, or if it has none."""
     modules = [module for module in model.modules() if chosen_implementation(module) == name]
