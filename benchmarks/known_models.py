@@ -239,9 +239,9 @@ def num_parameters(known: Known) -> int:
 
 
 def facts_of(name: str, known: Known) -> FolderFacts:
-    """What planning needs of the model, as from a folder with nothing but the config."""
+    """What planning for a GPU needs of the model, as from a folder with nothing but the config."""
     with tempfile.TemporaryDirectory() as folder:
-        opened = open_model(in_folder(known.config, folder), None, None, "cpu", to_plan=True)
+        opened = open_model(in_folder(known.config, folder), None, None, "cuda", to_plan=True)
         facts, _ = opened.facts(_CONTEXT)
     return replace(facts, differences=(_NOTE.format(name=name),))
 

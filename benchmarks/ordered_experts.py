@@ -66,7 +66,7 @@ def rows_of(name: str, rehearsal: Rehearsal, rounds: int, cases: Sequence[str]) 
         model, ways = rehearsal.build(), ("own", "ordered")
     sequence = _Sequence(model, *((8, 4) if tiny else (PROMPT_TOKENS, NUM_TOKENS)), device)
     link = link_bytes_per_s(device, 5)
-    about = {"table": "ordered experts", "model": name, "layers": model.config.num_hidden_layers}
+    about = {"table": "ordered-experts", "model": name, "layers": model.config.num_hidden_layers}
     about |= {"device": torch.cuda.get_device_name(device) if device.type == "cuda" else "cpu"}
     expected: dict[str, torch.Tensor] = {}
 

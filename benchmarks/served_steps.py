@@ -184,7 +184,7 @@ def rows_of(
     lengths = [PROMPT] if rehearsal.tiny or has_experts else [PROMPT, LONG_PROMPT]
     longest = max(lengths) + num_tokens + 8
     at_once = [1] if has_experts else at_once
-    about = {"table": "served steps", "model": name, "tokens": num_tokens, "link_gb_per_s": link / 1e9}
+    about = {"table": "served-steps", "model": name, "tokens": num_tokens, "link_gb_per_s": link / 1e9}
     about |= {"device": torch.cuda.get_device_name(device) if device.type == "cuda" else "cpu"}
     with tempfile.TemporaryDirectory() as folder:
         write_words(Path(folder), model.config.vocab_size)

@@ -440,7 +440,37 @@ def links_cells(row: dict[str, Any]) -> list[str]:
     ]
 
 
+SERVED_HEADINGS = columns(
+    "model | case | way | at once | context | ms a step | ms a token of the slowest | same tokens"
+)
+FIRST_HEADINGS = columns("case | start | first token after the weights, s | whole command, s | link GB/s")
+ORDERED_HEADINGS = columns("model | layers | case | way | ms a token | tokens/s | same bits")
+
+
+def served_cells(row: dict[str, Any]) -> list[str]:
+    times = (f"{row[name]:.2f}" if name in row else "" for name in ("ms", "answer_ms"))
+    same = {True: "yes", False: "NO"}.get(row.get("bit_equal"), "")
+    return [row["model"], row["case"], row["way"], str(row["at_once"]), str(row.get("context", "")), *times, same]
+
+
+def first_cells(row: dict[str, Any]) -> list[str]:
+    seconds = f"{row['first_token_s']:.2f}", f"{row['command_s']:.1f}"
+    return [row["case"], str(row["start"]), *seconds, f"{row['link_gb_per_s']:.0f}"]
+
+
+def ordered_cells(row: dict[str, Any]) -> list[str]:
+    of_model = row["model"], str(row["layers"]), row["case"], row["way"]
+    return [*of_model, f"{row['ms']:.2f}", f"{row['tokens_per_s']:.1f}", "yes" if row["bit_equal"] else "NO"]
+
+
 def layout_of(row: dict[str, Any]) -> tuple[list[str], Callable[[dict[str, Any]], list[str]]]:
+    own = {
+        "served-steps": (SERVED_HEADINGS, served_cells),
+        "first-tokens": (FIRST_HEADINGS, first_cells),
+        "ordered-experts": (ORDERED_HEADINGS, ordered_cells),
+    }
+    if row["table"] in own:
+        return own[row["table"]]
     if row["table"].startswith("files-"):
         return FILES_HEADINGS, files_cells
     if "requests_per_s_gpu" in row:

@@ -256,7 +256,7 @@ def _read_folder(request: PlanRequest, target: Target) -> FolderFacts:
                 f"dtype: {folder} is known by name in its own alone; leave --dtype out, or fetch its config"
             )
         return known_facts(folder, context)
-    options = f"{dtype} {device} {may_have_gpu()}" if is_quantised(folder) else str(dtype)
+    options = f"{dtype} {device} {may_have_gpu() if is_quantised(folder) else ''}"
     if context:  # the caches measured for it are kept, too
         options += " with caches"
 

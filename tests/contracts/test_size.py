@@ -13,16 +13,16 @@ import pytest
 import measures
 
 BOUNDS = {
-    "lines of src": 24533,
-    "lines of the core": 14997,
+    "lines of src": 24552,
+    "lines of the core": 15005,
     "files of src": 175,
-    "lines of tests": 43110,
+    "lines of tests": 43155,
     "longest class": 347,
     "Prefetcher": 298,
     "branches on a kind of store": 4,
     "files that headrace.api loads": 36,
     "lines that headrace.api loads": 6311,
-    "lines of the spine": 5000,
+    "lines of the spine": 5004,
     "files of the spine": 53,
     "files to the first copy": 42,
     "functions to the first copy": 382,

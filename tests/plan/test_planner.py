@@ -13,6 +13,7 @@ from torch import nn
 from transformers import Qwen3MoeConfig, Qwen3MoeForCausalLM
 
 from decoder_models import DEEPSEEK_V2_LITE, MoeStack
+from headrace.adapters.transformers.ordered_experts import NAME
 from headrace.cli.bench_step import QWEN3_8B, Stack
 from headrace.config import Budget, Workload
 from headrace.errors import BudgetError, OptionError
@@ -21,11 +22,12 @@ from headrace.model.memory_profile import ModelProfile, profile_of
 from headrace.plan.alternatives import curve
 from headrace.plan.build import Planner, build_plan
 from headrace.plan.candidates import mean_log
-from headrace.plan.cost_model import BETWEEN_TOKENS_S, EAGER_KERNEL, KERNELS_PER_TENSOR, Forecaster
+from headrace.plan.cost_model import BETWEEN_TOKENS_S, EAGER_KERNEL, KERNELS_PER_TENSOR, Forecaster, storage_cost
 from headrace.plan.nominal_rates import NOMINAL_GPU
 from headrace.plan.plan import DeviceName, Plan, UnitSpec, assemble, with_code
 from headrace.plan.rates import Rates
 from headrace.planning.context import make_planner
+from moe_models import qwen
 from plans import KIB, SMALL, Reader, assignments, check_plan, holder, layered, memory_curve, models, plan_for
 
 
@@ -272,7 +274,10 @@ def test_experts_of_rows_are_copied_first(rows: int, copied: float) -> None:
     with torch.device("meta"):
         sizes = {"hidden_size": 256, "moe_intermediate_size": 256, "num_hidden_layers": 3, "num_experts": 8}
         model = Qwen3MoeForCausalLM(Qwen3MoeConfig(**sizes, num_experts_per_tok=2, vocab_size=512))
-    inventory, profile = take_inventory(model), replace(profile_of(model), kernels_per_step=0)
+    inventory, profile = (
+        take_inventory(model),
+        replace(profile_of(model), kernels_per_step=0, copied_experts_bytes_per_row=1),
+    )
     names, loops = profile.row_readers, replace(profile, row_readers=())
     expert_bytes = sum(s.num_bytes for s in inventory.storages if not s.modules.isdisjoint(names))
     assert expert_bytes == 3 * 8 * 3 * 256 * 256 * 4
@@ -280,6 +285,34 @@ def test_experts_of_rows_are_copied_first(rows: int, copied: float) -> None:
     assert more_s == pytest.approx(2 * copied * expert_bytes / SMALL.device_bytes_per_s)
     fused = replace(profile, kernels_per_step=None)
     assert resident_step(inventory, fused, rows) == resident_step(inventory, replace(fused, row_readers=()), rows)
+
+
+@pytest.mark.parametrize(("implementation", "is_copied"), [("grouped_mm", True), (NAME, False)])
+def test_one_order_of_sums_copies_no_experts(implementation: str, is_copied: bool) -> None:
+    """And launches two kernels in place of those around products."""
+    model = qwen(implementation).bfloat16()
+    profile, plain = profile_of(model, 64), profile_of(qwen().bfloat16(), 64)
+    assert (profile.copied_experts_bytes_per_row > 0) is is_copied
+    assert profile.kernels_per_step is not None
+    assert plain.kernels_per_step is not None
+    saved = (plain.kernels_per_step - profile.kernels_per_step) / len(model.model.layers)
+    assert saved == 0 if is_copied else 4 < saved < 20
+
+
+def test_mxfp4_is_unpacked() -> None:
+    """Codes of four experts of gpt-oss take 60 us, however fast memory is; twice as long for two rows."""
+    with torch.device("meta"):
+        codes = [nn.Parameter(torch.empty(128, rows, 90, 16, dtype=torch.uint8), False) for rows in (5760, 2880)]
+    inventory = take_inventory(nn.ParameterList(codes))
+    profile = ModelProfile(experts_per_token=4, kernels_per_step=100)
+
+    def seconds(rows: int, profile: ModelProfile) -> float:
+        return sum(storage_cost(each, 128, rows, NOMINAL_GPU, profile).resident_s for each in inventory.storages)
+
+    for rows in (1, 2):
+        assert seconds(rows, profile) == pytest.approx(rows * 60.5e-6, rel=0.02)
+    fused = replace(profile, kernels_per_step=None)
+    assert seconds(1, fused) < seconds(1, profile)
 
 
 @pytest.mark.parametrize(("device", "kernels"), [("cuda", True), ("cpu", False)])

@@ -93,6 +93,11 @@ OTHER_FIELDS = {
         "two-four-bits": "case bit_equal bits",
         "two-four-power": "case gpu limit_w power_w sm_clock_mhz",
         "card-between": "case layers model token_ms graph_ms between_ms",
+        "served-steps": "model tokens link_gb_per_s case way at_once",
+        "first-tokens": "case start first_token_s command_s link_gb_per_s",
+        "ordered-experts": "model layers case way ms samples_ms tokens_per_s bit_equal",
+        "ordered-kernels": "shape way us",
+        "ordered-launches": "shape product lanes chunk outputs chunks warps us",
     }.items()
     for table in tables.split()
 }  # fmt: skip
@@ -104,7 +109,7 @@ NOTHING_COMPARED = {
     "experts-launch", "experts-launch-small", "experts-vllm-memory", "experts-vllm-starts", "pipelines",
     "admission", "experts-vllm-prompt-memory", "experts-vllm-rounding", "ranks-dp-compiled",
     "smallest", "coded-start", "starts-wan", "starts-flux", "start-phases", "card-start", "card-fetch", "card-between",
-    "python-calls",
+    "python-calls", "first-tokens", "ordered-kernels", "ordered-launches",
 }  # fmt: skip
 
 

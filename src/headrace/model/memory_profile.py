@@ -101,6 +101,8 @@ def measured(profile: ModelProfile, model: nn.Module) -> ModelProfile:
             pairs = list(zip(*(list(_tensors_in(each, set())) for each in kept), strict=True))
             before = meter.kernels
             with suppress(Exception):  # memory is known without
+                if chosen_by(source) == "headrace":
+                    twin.set_experts_implementation("headrace")
                 if pairs:
                     _forward(twin, 1, dtype, kept[1])
                     kernels = meter.kernels - before
@@ -125,7 +127,7 @@ def measured(profile: ModelProfile, model: nn.Module) -> ModelProfile:
 
 def _copied_experts_bytes(profile: ModelProfile, model: nn.Module) -> int:
     """Bytes of the experts of a row, which ``batched_mm`` copies to multiply with them: on a GPU decoding uses it."""
-    if not profile.row_readers:
+    if not profile.row_readers or chosen_by(model) == "headrace":
         return 0
     layers = (_fused_experts(module) for module in model.modules() if chosen_implementation(module))
     of_one = max((sum(weight[0].nbytes for weight in weights) for weights in layers), default=0)
@@ -143,15 +145,18 @@ def is_routed(module: nn.Module) -> bool:
 
 def chosen_implementation(module: nn.Module) -> str | None:
     """The implementation that runs the experts which ``module`` holds; ``None`` unless they are of transformers."""
-    if not hasattr(module, "num_experts") or not _fused_experts(module):
-        return None
+    return chosen_by(module) if hasattr(module, "num_experts") and _fused_experts(module) else None
+
+
+def chosen_by(module: nn.Module | None) -> str | None:
+    """The implementation of experts that the configuration of ``module`` names."""
     chosen: str | None = getattr(getattr(module, "config", None), "_experts_implementation", None)
     return chosen
 
 
 def notes_on_experts(model: nn.Module | None, in_place: Iterable[str]) -> list[str]:
     """Notes for ``stats()`` on experts that transformers runs: by what, and how it reads those ``in_place``."""
-    chosen = getattr(getattr(model, "config", None), "_experts_implementation", None)
+    chosen = chosen_by(model)
     if chosen is None:
         return []
     notes = ["experts of up to 8 rows run by 'headrace', of more by 'grouped_mm'"] * (chosen == "headrace")

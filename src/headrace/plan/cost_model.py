@@ -73,6 +73,10 @@ CACHED_LAYER_S = 17e-6
 PACKED_BYTE = 2.4
 # It computes more than it reads: an H200, with 1.4 times the memory rate, takes 42.4 ms, as long as that H100.
 PACKED_S_PER_BYTE = 0.95e-12
+# A byte of MXFP4 codes for one row, by headrace's kernels: 60.5 us for 4 experts of gpt-oss, which unpacking limits and
+# not memory (H200, docs/benchmarks/2026-11-28-served-h200.md).
+MXFP4_S_PER_BYTE = 1.215e-12
+MXFP4_ROWS = 8  # more are multiplied as bf16
 # Between two tokens of ``generate``, which chooses one, without compute: 1.1 to 1.7 ms on the host of an H100 (table
 # `card-between` there), less than 0.3 on that of an H200 (2026-11-26-generate-h200.md). Copies go on meanwhile.
 BETWEEN_TOKENS_S = 0.8e-3
@@ -175,7 +179,11 @@ def storage_cost(storage: StorageInfo, experts: int, rows: int, rates: Rates, pr
     if shape[1:] == (1,):  # for more rows than one, every weight is written and read in 16 bits
         many_s = 4 * resident_s + 5 * touched / rates.device_bytes_per_s
         resident_s = max(PACKED_BYTE * resident_s, PACKED_S_PER_BYTE * touched) if rows == 1 else many_s
-    if experts > 1 and profile.kernels_per_step is not None and not storage.modules.isdisjoint(profile.row_readers):
+    is_counted = profile.kernels_per_step is not None
+    if len(shape) == 4 and is_counted and rows <= MXFP4_ROWS:
+        resident_s = max(resident_s, MXFP4_S_PER_BYTE * touched * rows_each)
+    is_copied = is_counted and profile.copied_experts_bytes_per_row > 0
+    if experts > 1 and is_copied and not storage.modules.isdisjoint(profile.row_readers):
         # Decoding in `batched_mm` copies the experts of each row first. No more than all of them are counted: many rows
         # may be those of a prompt, which runs without.
         copied = storage.num_bytes * min(1.0, rows * (profile.experts_per_token or experts) / experts)

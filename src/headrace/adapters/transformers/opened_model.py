@@ -17,6 +17,7 @@ from transformers import GenerationConfig, PreTrainedModel, conversion_mapping, 
 
 from headrace.adapters.transformers.conversion import Match, match
 from headrace.adapters.transformers.load_folder import build_meta_model, differences
+from headrace.adapters.transformers.ordered_experts import prefer_ordered
 from headrace.adapters.transformers.packed_layout import use_packed_layout
 from headrace.adapters.transformers.quantised import NotHereError, stated_quantisation
 from headrace.checkpoint.metadata_cache import FolderFacts
@@ -195,10 +196,10 @@ def open_model(
     """
     folder = model_folder(path)
     with gc_paused():
+        target = compute_device(None) if device is None else torch.device(device)
         if to_plan and not any(folder.glob("*.safetensors")):
-            return _from_config(folder, dtype, attn_implementation)
+            return _from_config(folder, dtype, attn_implementation, target)
         try:
-            target = compute_device(None) if device is None else torch.device(device)
             how: Any = {"attn_implementation": attn_implementation, "experts_implementation": experts_implementation}
             module = build_meta_model(folder, dtype=dtype, device=target, **how)
             profile = profile_of(module)
@@ -210,15 +211,27 @@ def open_model(
                 f"{folder}: planned from the headers of the files, with quantised weights as stored there; not with "
                 f"their library, which cannot load them here ({error.why})"
             )
-        module = build_meta_model(folder, dtype=dtype, attn_implementation=attn_implementation)
+        module = _built_to_plan(folder, dtype, attn_implementation, target)
         profile = profile_of(module)  # before its modules lose their weights
         found = match(module, Checkpoint.open(folder), as_stored=stated_quantisation(module.config) is not None)
         return OpenedModel(folder, module, found, profile, note)
 
 
-def _from_config(folder: Path, dtype: torch.dtype | str | None, attn_implementation: str | None) -> OpenedModel:
-    """The model of a folder without weights, as if its files held each tensor unchanged."""
+def _built_to_plan(
+    folder: Path, dtype: torch.dtype | str | None, attn_implementation: str | None, device: torch.device
+) -> PreTrainedModel:
+    """The model without what a library would put in to run it quantised."""
     module = build_meta_model(folder, dtype=dtype, attn_implementation=attn_implementation)
+    if device.type == "cuda":
+        prefer_ordered(module)
+    return module
+
+
+def _from_config(
+    folder: Path, dtype: torch.dtype | str | None, attn_implementation: str | None, device: torch.device
+) -> OpenedModel:
+    """The model of a folder without weights, as if its files held each tensor unchanged."""
+    module = _built_to_plan(folder, dtype, attn_implementation, device)
     profile, stated = profile_of(module), stated_quantisation(module.config)
     if stated is not None:
         use_packed_layout(folder, module, stated)
