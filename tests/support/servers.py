@@ -11,10 +11,9 @@ from collections.abc import Collection, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import uvicorn
-from openai import OpenAI
 from transformers import AutoTokenizer
 
 from headrace.adapters.transformers import load
@@ -26,6 +25,9 @@ from headrace.serving.async_engine import AsyncEngine
 from headrace.serving.endpoint import ServedModel
 from headrace.serving.engine import Engine
 from headrace.serving.listening import bind
+
+if TYPE_CHECKING:
+    from openai import OpenAI
 
 NAME = "tiny"
 # For tests of requests, to which the model is only what takes time.
@@ -46,6 +48,8 @@ class Served:
     folder: Path
 
     def client(self, key: str = "none") -> OpenAI:
+        from openai import OpenAI  # on demand, as it takes half a second in each process of the tests
+
         return OpenAI(base_url=f"{self.url}/v1", api_key=key, max_retries=0)
 
     def send(self, path: str, body: object = None, headers: dict[str, str] | None = None) -> tuple[int, str]:
