@@ -169,7 +169,13 @@ SETTINGS: list[dict[str, Any]] = [
 ]
 
 
-@pytest.mark.parametrize("setting", SETTINGS, ids=lambda setting: next(iter(setting)))
+QUICK_SETTINGS = ("min_new_tokens", "no_repeat_ngram_size", "stop_strings")
+
+
+@pytest.mark.parametrize("setting", [
+    pytest.param(each, id=name, marks=[] if name in QUICK_SETTINGS else pytest.mark.slow)
+    for each in SETTINGS for name in [next(iter(each))]
+])  # fmt: skip
 def test_settings_of_the_model(
     folder: Path, resident: Any, expected: dict[str, list[int]], tmp_path: Path, setting: dict[str, Any]
 ) -> None:
@@ -280,7 +286,7 @@ def test_a_tokenizer_that_strips_the_first_space(tmp_path: Path) -> None:
     model: Any = aligned(AutoModelForCausalLM.from_pretrained(tmp_path / "llama").eval())
     with serving(tmp_path / "llama", "2MiB") as served:
         decode, spaces, before = served.tokenizer.decode, 0, served.handle.stats().bytes_moved
-        for prompt in ("Water", "The sea is", "a b c", "x", "He, she", "one two", "Be here!", "lie"):
+        for prompt in ("x", "one two", "Be here!"):
             ids = served.tokenizer(prompt, return_tensors="pt").input_ids
             answer = model.generate(ids, max_new_tokens=3, do_sample=False)[0].tolist()
             wanted = decode(answer, skip_special_tokens=True)[len(decode(ids[0], skip_special_tokens=True)) :]
