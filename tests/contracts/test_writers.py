@@ -625,18 +625,14 @@ def test_peft_on_an_adapted_model(act: Action, policy: Action, warm: bool) -> No
     equal_or_refused(adapted_qwen, act, policy, TOKENS, warm)
 
 
-def unloaded(model: Any) -> Any:
-    return model.merge_and_unload()
-
-
 @IN_LAYERS
 @pytest.mark.parametrize(("options", "then"), [
     pytest.param({}, lambda m: m, id="LoRA-add"), pytest.param({}, merge_adapter, id="LoRA-merge"),
-    pytest.param({}, unloaded, id="LoRA-unload"),
+    pytest.param({}, lambda m: m.merge_and_unload(), id="LoRA-unload"),
     pytest.param({"use_dora": True}, lambda m: m, id="DoRA-add"),
-    pytest.param({"use_dora": True}, unloaded, id="DoRA-unload"),
+    pytest.param({"use_dora": True}, lambda m: m.merge_and_unload(), id="DoRA-unload"),
     pytest.param({"init_lora_weights": "pissa"}, merge_adapter, id="PiSSA-merge"),
-    pytest.param({"init_lora_weights": "olora"}, unloaded, id="OLoRA-unload"),
+    pytest.param({"init_lora_weights": "olora"}, lambda m: m.merge_and_unload(), id="OLoRA-unload"),
     pytest.param({"init_lora_weights": "orthogonal"}, merge_adapter, id="orthogonal-merge"),
 ])  # fmt: skip
 def test_peft_on_an_offloaded_model(options: dict[str, Any], then: Action, policy: Action) -> None:

@@ -4,15 +4,12 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable, Iterator
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import pytest
 
 from served_answers import HI, answering, answers, saying
 from servers import NAME, Served
-
-if TYPE_CHECKING:
-    from anthropic import Anthropic
 
 CALL = '<tool_call>\n{"name": "f", "arguments": {"x": 1}}\n</tool_call>'
 TOOL: Any = {"name": "f", "description": "", "input_schema": {"type": "object", "properties": {}}}
@@ -29,7 +26,7 @@ def says(served: Served, monkeypatch: pytest.MonkeyPatch) -> Callable[[str], Non
     return saying(served, monkeypatch)
 
 
-def client(served: Served) -> Anthropic:
+def client(served: Served) -> Any:
     from anthropic import Anthropic  # on demand, as it takes half a second in each process of the tests
 
     return Anthropic(base_url=served.url, api_key="none", max_retries=0)

@@ -158,24 +158,19 @@ class TestEqualsGenerate:
 
 
 SETTINGS: list[dict[str, Any]] = [
-    {"repetition_penalty": 0.2},
     {"min_new_tokens": 9},
-    {"min_length": 12},
     {"no_repeat_ngram_size": 2, "repetition_penalty": 0.2},
+    {"stop_strings": [")", "]", "<"]},
+    {"repetition_penalty": 0.2},
+    {"min_length": 12},
     {"bad_words_ids": [[at] for at in range(0, 256, 2)]},
     {"suppress_tokens": list(range(1, 256, 2))},
     {"begin_suppress_tokens": list(range(0, 256, 2))},
-    {"stop_strings": [")", "]", "<"]},
 ]
+SLOW = [pytest.param(each, marks=pytest.mark.slow) for each in SETTINGS[3:]]
 
 
-QUICK_SETTINGS = ("min_new_tokens", "no_repeat_ngram_size", "stop_strings")
-
-
-@pytest.mark.parametrize("setting", [
-    pytest.param(each, id=name, marks=[] if name in QUICK_SETTINGS else pytest.mark.slow)
-    for each in SETTINGS for name in [next(iter(each))]
-])  # fmt: skip
+@pytest.mark.parametrize("setting", [*SETTINGS[:3], *SLOW], ids=lambda setting: next(iter(setting)))
 def test_settings_of_the_model(
     folder: Path, resident: Any, expected: dict[str, list[int]], tmp_path: Path, setting: dict[str, Any]
 ) -> None:

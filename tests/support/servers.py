@@ -11,7 +11,7 @@ from collections.abc import Collection, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import uvicorn
 from transformers import AutoTokenizer
@@ -25,9 +25,6 @@ from headrace.serving.async_engine import AsyncEngine
 from headrace.serving.endpoint import ServedModel
 from headrace.serving.engine import Engine
 from headrace.serving.listening import bind
-
-if TYPE_CHECKING:
-    from openai import OpenAI
 
 NAME = "tiny"
 # For tests of requests, to which the model is only what takes time.
@@ -47,7 +44,7 @@ class Served:
     model: Any
     folder: Path
 
-    def client(self, key: str = "none") -> OpenAI:
+    def client(self, key: str = "none") -> Any:
         from openai import OpenAI  # on demand, as it takes half a second in each process of the tests
 
         return OpenAI(base_url=f"{self.url}/v1", api_key=key, max_retries=0)
