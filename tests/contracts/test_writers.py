@@ -626,20 +626,15 @@ def test_peft_on_an_adapted_model(act: Action, policy: Action, warm: bool) -> No
 
 
 @IN_LAYERS
-@pytest.mark.parametrize(
-    "options",
-    [
-        {},
-        {"use_dora": True},
-        {"init_lora_weights": "pissa"},
-        {"init_lora_weights": "olora"},
-        {"init_lora_weights": "orthogonal"},
-    ],
-    ids=["LoRA", "DoRA", "PiSSA", "OLoRA", "orthogonal"],
-)
-@pytest.mark.parametrize(
-    "then", [lambda m: m, merge_adapter, lambda m: m.merge_and_unload()], ids=["add", "merge", "unload"]
-)
+@pytest.mark.parametrize(("options", "then"), [
+    pytest.param({}, lambda m: m, id="LoRA-add"), pytest.param({}, merge_adapter, id="LoRA-merge"),
+    pytest.param({}, lambda m: m.merge_and_unload(), id="LoRA-unload"),
+    pytest.param({"use_dora": True}, lambda m: m, id="DoRA-add"),
+    pytest.param({"use_dora": True}, lambda m: m.merge_and_unload(), id="DoRA-unload"),
+    pytest.param({"init_lora_weights": "pissa"}, merge_adapter, id="PiSSA-merge"),
+    pytest.param({"init_lora_weights": "olora"}, lambda m: m.merge_and_unload(), id="OLoRA-unload"),
+    pytest.param({"init_lora_weights": "orthogonal"}, merge_adapter, id="orthogonal-merge"),
+])  # fmt: skip
 def test_peft_on_an_offloaded_model(options: dict[str, Any], then: Action, policy: Action) -> None:
     """DoRA reads norms of the weights when it is made; PiSSA and OLoRA write the weights as well."""
     pytest.importorskip("peft")

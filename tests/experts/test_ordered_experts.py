@@ -20,7 +20,15 @@ from ordered_dots import dots_by_kernel
 # numpy speaks of infinities.
 pytestmark = pytest.mark.filterwarnings("ignore:(invalid value|overflow) encountered:RuntimeWarning")
 
-NUMBERS = [{}, {"wide": 4.0}, {"wide": 1.0, "special": 0.02}]
+NUMBERS = {"narrow": {}, "wide": {"wide": 4.0}, "special": {"wide": 1.0, "special": 0.02}}
+
+
+def every_form_and(quick: set[tuple[str, str]]) -> pytest.MarkDecorator:
+    """Each form with each kind of numbers, of which the quick suite has the pairs in ``quick``."""
+    return pytest.mark.parametrize(("form", "numbers"), [
+        pytest.param(form, NUMBERS[kind], id=f"{form}-{kind}", marks=[] if (form, kind) in quick else pytest.mark.slow)
+        for form in FORMATS for kind in NUMBERS
+    ])  # fmt: skip
 
 
 @pytest.fixture
@@ -34,11 +42,7 @@ def few_programs(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(ordered, "LAUNCHES", dict.fromkeys(ordered.LAUNCHES, (Launch(256, 1, 1), Launch(128, 1, 1))))
 
 
-@pytest.mark.parametrize("numbers", [
-    pytest.param(NUMBERS[0], id="narrow", marks=pytest.mark.slow), pytest.param(NUMBERS[1], id="wide"),
-    pytest.param(NUMBERS[2], id="special"),
-])  # fmt: skip
-@pytest.mark.parametrize("form", FORMATS)
+@every_form_and({("bf16", "wide"), ("transposed", "special"), ("mxfp4", "special")})
 def test_dots(form: str, numbers: dict[str, float], made: torch.Generator) -> None:
     """Of one chunk and a part, of several groups of chunks, and of less than the lanes."""
     for inputs in (288, 1184, 32):
@@ -113,8 +117,7 @@ def case(form: str, tokens: int, made: torch.Generator, **numbers: float) -> tup
     return spread(tokens, 96, made=made, **numbers), ids, weights.bfloat16(), first, second, oss, GPT_OSS if oss else ()
 
 
-@pytest.mark.parametrize("numbers", NUMBERS, ids=["narrow", "wide", "special"])
-@pytest.mark.parametrize("form", FORMATS)
+@every_form_and({("bf16", "special"), ("transposed", "wide"), ("mxfp4", "wide"), ("mxfp4", "narrow")})
 def test_experts(form: str, numbers: dict[str, float], made: torch.Generator) -> None:
     given = case(form, 1 + (form == "bf16"), made, **numbers)
     expected = experts_in_c(*given)
@@ -139,7 +142,7 @@ def test_more_experts(form: str, made: torch.Generator) -> None:
 
 def test_a_token_has_its_bits_beside_any_others(made: torch.Generator) -> None:
     """And wherever an expert lies: in another order, and twice."""
-    x, ids, weights, first, second, *rest = case("bf16", 4, made)
+    x, ids, weights, first, second, *rest = case("bf16", 3, made)
     together = ordered.run(x, ids, weights, first, second, *rest)
     places = torch.tensor([3, 0, 4, 1, 2, 0, 3])
     moved = [each._replace(weight=each.weight[places]) for each in (first, second)]

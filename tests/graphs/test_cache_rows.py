@@ -56,7 +56,7 @@ FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
                   "mamba_d_state": 8, "mamba_dt_rank": 8, "experts_implementation": "batched_mm"},
     ),
 }  # fmt: skip
-LENGTHS, TOKENS, CHUNK = [1, 37, 7, 250, 20], 20, 16
+LENGTHS, TOKENS, CHUNK = [1, 37, 7, 90, 20], 20, 16
 
 
 def model_of(family: str) -> Any:
@@ -128,7 +128,7 @@ def _recorded(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
 
 
 @pytest.mark.parametrize("family", [
-    name if name in ("full", "one window", "convolutions") else pytest.param(name, marks=pytest.mark.slow)
+    name if name in ("full", "convolutions") else pytest.param(name, marks=pytest.mark.slow)
     for name in FAMILIES
 ])  # fmt: skip
 def test_rows_decode_as_each_does_alone(family: str, monkeypatch: pytest.MonkeyPatch) -> None:

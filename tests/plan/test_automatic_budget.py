@@ -173,6 +173,10 @@ def test_a_pipeline_has_steps_and_no_tokens() -> None:
     text = plan_text("black-forest-labs/FLUX.1-dev", "--machine", "4090")
     assert "rows step steps/s" in text
     assert not {"tokens", "tokens/s", "KV"} & set(text.split())
+
+
+@pytest.mark.slow
+def test_a_pipeline_by_rules() -> None:
     rules = plan_text("black-forest-labs/FLUX.1-dev", "--machine", "5090", "--offload-rule", "text_encoder_2=prefetch")
     assert "rows step steps/s" in rules
     assert " 4608 " in rules

@@ -141,6 +141,9 @@ def test_raw_results_are_complete(path: Path) -> None:
         if row["table"].startswith("admission-"):
             assert row.get("same") is not False, f"{row['trace']}, {row['variant']}"
             continue
+        if row["table"] == "served-steps":  # several requests at once round as their batch does
+            assert row.get("bit_equal") is not False
+            continue
         if row["table"] in NOTHING_COMPARED:
             continue
         why = row.get("why_not_equal")  # a compiler may round otherwise; then the report says how much

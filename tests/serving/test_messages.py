@@ -7,7 +7,6 @@ from collections.abc import Callable, Iterator
 from typing import Any
 
 import pytest
-from anthropic import Anthropic
 
 from served_answers import HI, answering, answers, saying
 from servers import NAME, Served
@@ -27,7 +26,9 @@ def says(served: Served, monkeypatch: pytest.MonkeyPatch) -> Callable[[str], Non
     return saying(served, monkeypatch)
 
 
-def client(served: Served) -> Anthropic:
+def client(served: Served) -> Any:
+    from anthropic import Anthropic  # on demand, as it takes half a second in each process of the tests
+
     return Anthropic(base_url=served.url, api_key="none", max_retries=0)
 
 

@@ -315,7 +315,7 @@ NAMES = [
 ]  # fmt: skip
 
 
-@settings(deadline=None, suppress_health_check=[HealthCheck.too_slow])
+@settings(deadline=None, max_examples=40, suppress_health_check=[HealthCheck.too_slow])
 @given(st.dictionaries(st.sampled_from(NAMES), JSON))
 def test_any_json_is_read_or_refused(body: dict[str, Any]) -> None:
     for kind, _ in KINDS:

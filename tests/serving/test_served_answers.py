@@ -107,12 +107,13 @@ class TestEnds:
 
 
 class TestTools:
-    @pytest.mark.parametrize("endpoint", ENDPOINTS[1:])
+    @pytest.mark.parametrize("endpoint", [pytest.param(ENDPOINTS[1], marks=pytest.mark.slow), ENDPOINTS[2]])
     def test_one_call_at_a_time(self, served: Served, says: Says, endpoint: str) -> None:
-        says(CALL * 2)
+        call = '<tool_call>\n{"name": "f", "arguments": {}}\n</tool_call>'
+        says(call * 2)
         tool = TOOL if endpoint == "chat/completions" else {"type": "function", "name": "f", "parameters": {}}
         for several in (True, False):
-            fields = {"tools": [tool], "parallel_tool_calls": several, "max_tokens": 2 * len(CALL)}
+            fields = {"tools": [tool], "parallel_tool_calls": several, "max_tokens": 2 * len(call)}
             whole, streamed = answers(served, endpoint, **fields)
             assert whole == streamed
             assert len(whole["calls"]) == (2 if several else 1)

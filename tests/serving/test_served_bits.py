@@ -158,18 +158,19 @@ class TestEqualsGenerate:
 
 
 SETTINGS: list[dict[str, Any]] = [
-    {"repetition_penalty": 0.2},
     {"min_new_tokens": 9},
-    {"min_length": 12},
     {"no_repeat_ngram_size": 2, "repetition_penalty": 0.2},
+    {"stop_strings": [")", "]", "<"]},
+    {"repetition_penalty": 0.2},
+    {"min_length": 12},
     {"bad_words_ids": [[at] for at in range(0, 256, 2)]},
     {"suppress_tokens": list(range(1, 256, 2))},
     {"begin_suppress_tokens": list(range(0, 256, 2))},
-    {"stop_strings": [")", "]", "<"]},
 ]
+SLOW = [pytest.param(each, marks=pytest.mark.slow) for each in SETTINGS[3:]]
 
 
-@pytest.mark.parametrize("setting", SETTINGS, ids=lambda setting: next(iter(setting)))
+@pytest.mark.parametrize("setting", [*SETTINGS[:3], *SLOW], ids=lambda setting: next(iter(setting)))
 def test_settings_of_the_model(
     folder: Path, resident: Any, expected: dict[str, list[int]], tmp_path: Path, setting: dict[str, Any]
 ) -> None:
@@ -280,7 +281,7 @@ def test_a_tokenizer_that_strips_the_first_space(tmp_path: Path) -> None:
     model: Any = aligned(AutoModelForCausalLM.from_pretrained(tmp_path / "llama").eval())
     with serving(tmp_path / "llama", "2MiB") as served:
         decode, spaces, before = served.tokenizer.decode, 0, served.handle.stats().bytes_moved
-        for prompt in ("Water", "The sea is", "a b c", "x", "He, she", "one two", "Be here!", "lie"):
+        for prompt in ("x", "one two", "Be here!"):
             ids = served.tokenizer(prompt, return_tensors="pt").input_ids
             answer = model.generate(ids, max_new_tokens=3, do_sample=False)[0].tolist()
             wanted = decode(answer, skip_special_tokens=True)[len(decode(ids[0], skip_special_tokens=True)) :]

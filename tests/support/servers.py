@@ -14,7 +14,6 @@ from pathlib import Path
 from typing import Any
 
 import uvicorn
-from openai import OpenAI
 from transformers import AutoTokenizer
 
 from headrace.adapters.transformers import load
@@ -45,7 +44,9 @@ class Served:
     model: Any
     folder: Path
 
-    def client(self, key: str = "none") -> OpenAI:
+    def client(self, key: str = "none") -> Any:
+        from openai import OpenAI  # on demand, as it takes half a second in each process of the tests
+
         return OpenAI(base_url=f"{self.url}/v1", api_key=key, max_retries=0)
 
     def send(self, path: str, body: object = None, headers: dict[str, str] | None = None) -> tuple[int, str]:
