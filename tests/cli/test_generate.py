@@ -148,8 +148,8 @@ def test_a_template_that_takes_all_time_or_memory(
     verb: str, bomb: str, with_template: Callable[..., Path], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """In one line before anything is loaded, and nothing of it runs in this process."""
-    monkeypatch.setattr(commands_generate, "_RENDER_S", 1)
-    monkeypatch.setattr(commands_generate, "_RENDER_BYTES", 2**28)
+    monkeypatch.setattr("headrace.cli.prompt._RENDER_S", 1)
+    monkeypatch.setattr("headrace.cli.prompt._RENDER_BYTES", 2**28)
     folder = with_template("m-Instruct", template=BOMBS[bomb].replace("%", "%%") + "%s")
     message = error_of(verb, folder, *(["--prompt", "x" * 30] if verb == "generate" else []))
     assert f"{folder}: expected a chat template that renders within 1 s and 256.00 MiB, found one that" in message
@@ -277,7 +277,7 @@ def test_ctrl_c_ends_an_answer_and_keeps_the_chat(
 ) -> None:
     """At the prompt it ends the chat; between the two the partial answer is in the conversation."""
     folder = with_template("tiny-instruct")
-    read, put = commands_generate._tokenize, commands_generate._Printer.put
+    read, put = commands_generate.tokenize, commands_generate._Printer.put
 
     def tokenize(tokenizer: Any, folder: Path, text: str, messages: list[dict[str, str]]) -> Any:
         print("ASKED", [turn["role"] for turn in messages], flush=True)
@@ -289,7 +289,7 @@ def test_ctrl_c_ends_an_answer_and_keeps_the_chat(
         print("TOKEN", flush=True)
 
     def chat() -> None:
-        monkeypatch.setattr(commands_generate, "_tokenize", tokenize)
+        monkeypatch.setattr(commands_generate, "tokenize", tokenize)
         monkeypatch.setattr(commands_generate._Printer, "put", put_slowly)
         app(["chat", str(folder), "--device", "cpu", "--max-new-tokens", "200"])
 

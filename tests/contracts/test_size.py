@@ -13,9 +13,9 @@ import pytest
 import measures
 
 BOUNDS = {
-    "lines of src": 24552,
+    "lines of src": 24561,
     "lines of the core": 15005,
-    "files of src": 175,
+    "files of src": 176,
     "lines of tests": 43157,
     "longest class": 347,
     "Prefetcher": 298,

@@ -5,10 +5,6 @@ from __future__ import annotations
 import io
 import json
 import logging
-import mmap
-import os
-import re
-import resource
 import signal
 import sys
 import time
@@ -24,7 +20,6 @@ from typing import TYPE_CHECKING, Annotated, Any, NamedTuple
 import typer
 from rich.console import Console
 
-from headrace.checkpoint.model_folder import open_tokenizer
 from headrace.cli.arguments import (
     DTYPE_HELP,
     EXPERTS_HELP,
@@ -38,9 +33,10 @@ from headrace.cli.arguments import (
     target_device,
     with_flags,
 )
+from headrace.cli.prompt import is_instruct, messages_of, open_with_template, tokenize
 from headrace.cli.terminal import byte_bar, print_error, print_line, stderr
 from headrace.config import AUTO_CONTEXT, RANK_MODES, SHARDED_MODES, count
-from headrace.errors import CheckpointError, OptionError
+from headrace.errors import OptionError
 from headrace.flags import OffloadFlags, row
 from headrace.formatting import TokenText, format_rate, format_size, format_time, pluralize
 from headrace.json_files import encode, write_file
@@ -59,13 +55,6 @@ if TYPE_CHECKING:
 
 _log = logging.getLogger(__name__)
 _GREETING = "Hello"  # stands for the first message of a chat until there is one
-
-_ANSWER = {"role": "assistant", "content": "headrace"}
-_RENDER_S = 10  # of a processor, and _RENDER_BYTES of memory: for a chat template
-_RENDER_BYTES = 2**30
-
-# Names of models that were not tuned to follow instructions: Qwen3-8B-Base, gemma-2-2b-pt.
-_BASE = re.compile(r"(^|[-_.])(base|pt|pretrain(ed)?)([-_.]|$)", re.IGNORECASE)
 
 
 def _temperature(flag: str, value: float) -> None:
@@ -384,110 +373,17 @@ def _read_prompt(
     Without both, the prompt of an instruct model gets its template, and a line in ``notes`` tells so.
     """
     with timed(_log, "tokenizer and chat template"):
-        tokenizer = open_with_template(opened.folder, _messages(text, system))
+        tokenizer = open_with_template(opened.folder, messages_of(text, system))
     opened.check_generation(tokenizer, {**opened.generation_settings, **sampling}, batched=False)
-    if chat is None and system is None and _is_instruct(tokenizer, opened):
+    if chat is None and system is None and is_instruct(tokenizer, opened):
         chat = True
         notes.print(
             "chat: this looks like an instruct model, so the prompt is a message in its chat template; --no-chat "
             "continues the text as it is",
             soft_wrap=True,
         )
-    messages = _messages(text, system) if chat or system is not None else None
-    return tokenizer, _tokenize(tokenizer, opened.folder, text, messages), messages is not None
-
-
-def open_with_template(folder: Path, messages: list[dict[str, str]] | None = None) -> Any:
-    """The tokenizer of a model's folder, whose chat template is tried with ``messages``.
-
-    Raises:
-        CheckpointError: there is none that transformers can read, or its chat template takes much time or memory.
-    """
-    tokenizer, ask = open_tokenizer(folder), _messages("?", None)
-    if tokenizer.chat_template:
-        _require_bounded(tokenizer, folder, (messages or ask, [*ask, _ANSWER], [*ask, _ANSWER, *ask]))
-    return tokenizer
-
-
-def _require_bounded(tokenizer: Any, folder: Path, chats: Sequence[list[dict[str, str]]]) -> None:
-    """Refuse a chat template, a program from the model's folder, that takes much time or memory for one of ``chats``.
-
-    One operation of it can take all memory, or never end, so it is tried in a process that the system ends.
-    """
-    if not (child := os.fork()):
-        status = 0
-        try:
-            size = int(Path("/proc/self/statm").read_text().split()[0]) * mmap.PAGESIZE + _RENDER_BYTES
-            for limit, most in (resource.RLIMIT_CORE, 0), (resource.RLIMIT_CPU, _RENDER_S), (resource.RLIMIT_AS, size):
-                resource.setrlimit(limit, (most, most))
-            status = any(_renders_much(tokenizer, chat) for chat in chats)
-        finally:
-            os._exit(status)
-    if os.waitpid(child, 0)[1]:
-        raise CheckpointError(
-            f"{folder}: expected a chat template that renders within {_RENDER_S} s and {format_size(_RENDER_BYTES)}, "
-            f"found one that takes more; correct it (chat_template.jinja, or in tokenizer_config.json), or use another"
-        )
-
-
-def _renders_much(tokenizer: Any, chat: list[dict[str, str]]) -> bool:
-    """Whether ``chat`` is too large when rendered; errors of a template, of any type, are reported where it is used."""
-    try:
-        text = tokenizer.apply_chat_template(chat, tokenize=False, add_generation_prompt=chat[-1] != _ANSWER)
-    except Exception as error:
-        return isinstance(error, MemoryError)
-    return len(text) > _RENDER_BYTES // 16
-
-
-def _messages(text: str, system: str | None) -> list[dict[str, str]]:
-    first = [] if system is None else [{"role": "system", "content": system}]
-    return [*first, {"role": "user", "content": text}]
-
-
-def _is_instruct(tokenizer: Any, opened: OpenedModel) -> bool:
-    """Whether generation ends where a turn of the tokenizer's chat template ends, and the name is not of a base model.
-
-    Base models have templates, too (Qwen3-8B-Base), but their text ends elsewhere.
-    """
-    if not getattr(tokenizer, "chat_template", None) or _BASE.search(opened.name):
-        return False
-    try:
-        turns = [*_messages("?", None), _ANSWER]
-        end = tokenizer.apply_chat_template(turns, tokenize=False).rpartition(_ANSWER["content"])[2]
-    except Exception:  # templates are programs and raise errors of any type
-        return False
-    eos = opened.generation_settings.get("eos_token_id")
-    stops = {tokenizer.eos_token_id, *(eos if isinstance(eos, list) else [eos])}
-    return not stops.isdisjoint(tokenizer(end, add_special_tokens=False).input_ids)
-
-
-def _tokenize(tokenizer: Any, folder: Path, text: str, messages: list[dict[str, str]] | None) -> dict[str, Any]:
-    """Token ids and perhaps their mask: of ``messages`` in the chat template, or else of ``text``."""
-    if messages is None:
-        inputs = dict(tokenizer(text, return_tensors="pt", return_token_type_ids=False))
-    elif not getattr(tokenizer, "chat_template", None):
-        raise OptionError(
-            f"--chat, --system and `headrace chat` need a chat template, and the tokenizer in {folder} has none; leave "
-            f"them out to continue the text as it is (`headrace generate`)"
-        )
-    else:
-        try:
-            inputs = dict(
-                tokenizer.apply_chat_template(
-                    messages,
-                    add_generation_prompt=True,
-                    return_tensors="pt",
-                    return_dict=True,
-                    tokenizer_kwargs={"return_token_type_ids": False},
-                )
-            )
-        except Exception as error:  # of any type: see _is_instruct
-            raise OptionError(
-                f"the chat template in {folder} refuses these messages ({error}); leave --system out, or use --no-chat"
-            ) from error
-    if not inputs["input_ids"].numel():
-        raise OptionError(f"--prompt {text!r} has no tokens in the vocabulary of {len(tokenizer)}")
-    return inputs
+    messages = messages_of(text, system) if chat or system is not None else None
+    return tokenizer, tokenize(tokenizer, opened.folder, text, messages), messages is not None
 
 
 # -- the text ---------------------------------------------------------------------------------------------------------
@@ -516,7 +412,7 @@ class _Conversation:
         self, tokenizer: Any, folder: Path, system: str | None, answer: Callable[..., _Answer], notes: Console
     ) -> None:
         self._tokenizer, self._folder, self._answer, self._notes = tokenizer, folder, answer, notes
-        self._first: list[dict[str, str]] = _messages("", system)[:-1]
+        self._first: list[dict[str, str]] = messages_of("", system)[:-1]
         self._turns: list[dict[str, str]] = []
         self._answers: list[_Answer] = []
 
@@ -548,8 +444,8 @@ class _Conversation:
         elif command == "/system":
             if text:
                 _utf8("stdin", text)
-                _tokenize(self._tokenizer, self._folder, text, _messages("?", text))  # a template may refuse it
-                self._first = _messages("", text)[:-1]
+                tokenize(self._tokenizer, self._folder, text, messages_of("?", text))  # a template may refuse it
+                self._first = messages_of("", text)[:-1]
             shown = self._first[0]["content"] if self._first else "none; /system TEXT sets it"
             print_line(stderr, f"system message: {shown}")
         else:
@@ -558,7 +454,7 @@ class _Conversation:
     def _say(self, text: str) -> None:
         _utf8("stdin", text)
         turns = [*self._turns, {"role": "user", "content": text}]
-        inputs = _tokenize(self._tokenizer, self._folder, text, [*self._first, *turns])
+        inputs = tokenize(self._tokenizer, self._folder, text, [*self._first, *turns])
         with _stop_at_ctrl_c() as stopped:
             answer = self._answer(inputs, stopped)
         self._answers.append(answer)

@@ -178,7 +178,7 @@ def _run_server(model: str, flags: OffloadFlags, options: _ServeOptions) -> None
         raise OptionError("--speculate mtp reads hidden states, which rows do not return; use lookup or a draft")
     from headrace.adapters.transformers.load_folder import load_matched
     from headrace.adapters.transformers.opened_model import open_model
-    from headrace.cli.commands_generate import open_with_template
+    from headrace.cli.prompt import open_with_template
     from headrace.model.memory_profile import notes_on_experts
     from headrace.plan.tables import render
     from headrace.plan_model import plan_model
