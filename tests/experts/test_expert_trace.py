@@ -115,6 +115,18 @@ def test_damaged_files(ids: bytes | None, num_experts: bytes, tmp_path: Path) ->
         load_trace(file)
 
 
+# Published: github.com/kekzl/imp/pull/1374 (Qwen3-30B-A3B, three of its slots an expert) and
+# github.com/ggml-org/llama.cpp/pull/27861 (Qwen3.8-Flash-Next).
+@pytest.mark.parametrize(
+    ("slots", "experts", "top_k", "published"),
+    [(24, 128, 8, 0.74), (49, 128, 8, 0.89), (81, 128, 8, 0.96), (64, 512, 10, 0.67), (128, 512, 10, 0.81)],
+)
+def test_the_seeded_trace_hits_as_published_ones_do(slots: int, experts: int, top_k: int, published: float) -> None:
+    assert ExpertHits()(slots, experts, top_k, top_k) == pytest.approx(published, abs=0.02)
+    other = lru_hits(seeded_trace(1, 640, experts, top_k), slots, warm_up=128)
+    assert other == pytest.approx(published, abs=0.03), "whatever the seed"
+
+
 def test_hits_of_a_recorded_trace() -> None:
     layers = tuple(seeded_trace(seed, 100, 16, 2) for seed in range(3))
     expected = sum(lru_hits(trace, 5, warm_up=20) for trace in layers) / 3
