@@ -184,6 +184,14 @@ class TestDefault:
         assert len(asked) == has_kernels
         assert model.config._experts_implementation == "headrace"
 
+    def test_without_triton(self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+        qwen().bfloat16().save_pretrained(tmp_path)
+        monkeypatch.setattr("headrace.planning.request.find_spec", lambda name: None)
+        assert self.chosen(tmp_path, "cuda") == "grouped_mm"
+        with pytest.raises(OptionError, match=r"expected Triton, .*pip install triton"):
+            self.chosen(tmp_path, "cuda", experts_implementation="headrace")
+        assert self.chosen(tmp_path, "cpu", experts_implementation="headrace") == "headrace"
+
     def test_it_is_said(self) -> None:
         with headrace.offload(qwen("headrace").bfloat16(), cached(3)) as handle:
             assert "experts of up to 8 rows run by 'headrace', of more by 'grouped_mm'" in handle.stats().notes

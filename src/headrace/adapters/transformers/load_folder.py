@@ -58,7 +58,7 @@ from headrace.model.torch_private import storage_id
 from headrace.plan.plan import Plan
 from headrace.plan.speculation import Speculation
 from headrace.planning.context import not_in_files
-from headrace.planning.request import PlanRequest, Target, compute_device, require_kinds
+from headrace.planning.request import PlanRequest, Target, compute_device, has_triton, require_kinds
 from headrace.runtime.prepare import Prepared, module_context, open_ranks, prepare
 from headrace.stores.file_reads import DiskOptions
 from headrace.stores.store import Progress, new_buffer
@@ -244,7 +244,13 @@ def build_meta_model(
     _refuse_implementation("attn_implementation", attn_implementation, "sdpa", ALL_ATTENTION_FUNCTIONS.valid_keys())
     known = ALL_EXPERTS_FUNCTIONS.valid_keys()
     _refuse_implementation("experts_implementation", experts_implementation, "grouped_mm", known)
-    is_free = experts_implementation is None and device is not None and device.type == "cuda"
+    can_order = device is None or has_triton(device)
+    if experts_implementation == NAME and not can_order:
+        raise OptionError(
+            f"experts_implementation {NAME!r}: expected Triton, whose kernels it runs, found none; install it (pip "
+            f"install triton, on Windows triton-windows), or leave it out"
+        )
+    is_free = experts_implementation is None and device is not None and device.type == "cuda" and can_order
     has_kernels = quantizer_mxfp4.is_kernels_available()  # type: ignore[attr-defined]
     by_own_kernels = experts_implementation == NAME or (is_free and not has_kernels)
     by_own_kernels &= method_of(stated_quantisation(config) or {}) == "mxfp4"
