@@ -47,7 +47,7 @@ import statistics
 import sys
 import time
 import traceback
-from argparse import ArgumentParser
+from argparse import ArgumentParser, Namespace
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -418,6 +418,16 @@ def add_card_arguments(parser: ArgumentParser) -> None:
     parser.add_argument("--tiny", action="store_true", help="small layers, half of them in the budget")
 
 
+def rehearsals(given: Namespace, ways: Sequence[str]) -> Iterator[Rehearsal]:
+    """One per model that was asked for, on the current device of its type."""
+    device = torch.device(given.device)
+    if device.type == "cuda":
+        device = torch.device("cuda", torch.cuda.current_device())
+    for name in given.models:
+        sizes = parse_size(given.card), parse_size(given.reserve)
+        yield Rehearsal(name, given.layers, given.tiny, *sizes, device, ways)
+
+
 def main() -> None:
     parser = parser_of(__doc__)
     parser.add_argument("--models", type=words_of(list(MODELS)), default=list(MODELS))
@@ -425,14 +435,9 @@ def main() -> None:
     parser.add_argument("--ways", type=words_of(["eager", "graphs"]), default=["eager", "graphs"])
     add_card_arguments(parser)
     given = parser.parse_args()
-    device = torch.device(given.device)
-    if device.type == "cuda":
-        device = torch.device("cuda", torch.cuda.current_device())
     results, failed = [], []
-    for name in given.models:
-        sizes = parse_size(given.card), parse_size(given.reserve)
-        rehearsal = Rehearsal(name, given.layers, given.tiny, *sizes, device, given.ways)
-        for row in rehearsal.rows([case for case in MODELS[name].rules if case in given.cases], failed):
+    for rehearsal in rehearsals(given, given.ways):
+        for row in rehearsal.rows([case for case in MODELS[rehearsal.name].rules if case in given.cases], failed):
             results.append(row)
             append(row, given.out)
             print(describe(row), flush=True)

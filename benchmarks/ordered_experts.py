@@ -21,12 +21,11 @@ import torch
 from transformers import AutoModelForCausalLM, GptOssConfig
 
 import headrace
-from card_24gb import Card, Rehearsal, _Sequence, add_card_arguments, free_memory, rest_on_host
+from card_24gb import Card, Rehearsal, _Sequence, add_card_arguments, free_memory, rehearsals, rest_on_host
 from harness import append, finish, link_bytes_per_s, parser_of, words_of
 from headrace.adapters.transformers.ordered_experts import put_mxfp4_experts
 from headrace.config import Budget
 from headrace.model.inventory import take_inventory
-from headrace.sizes import parse_size
 from published_configs import GPT_OSS_20B, GPT_OSS_120B
 from seeded_models import _fill
 
@@ -52,9 +51,9 @@ def gpt_oss(sizes: Mapping[str, Any], device: torch.device) -> Any:
     return model.eval()
 
 
-def rows_of(name: str, rehearsal: Rehearsal, rounds: int, cases: Sequence[str]) -> Iterator[dict[str, Any]]:
+def rows_of(rehearsal: Rehearsal, rounds: int, cases: Sequence[str]) -> Iterator[dict[str, Any]]:
     """One result per implementation: resident, then cached."""
-    device, tiny = rehearsal.device, rehearsal.tiny
+    name, device, tiny = rehearsal.name, rehearsal.device, rehearsal.tiny
     if name.startswith("gpt-oss"):
         changes: dict[str, Any] = dict(_TINY) if tiny else {}
         changes |= {} if rehearsal.layers is None else {"num_hidden_layers": rehearsal.layers}
@@ -135,14 +134,9 @@ def main() -> None:
     parser.add_argument("--cases", type=words_of(["resident", "cached"]), default=["resident", "cached"])
     add_card_arguments(parser)
     given = parser.parse_args()
-    device = torch.device(given.device)
-    if device.type == "cuda":
-        device = torch.device("cuda", torch.cuda.current_device())
     results = []
-    for name in given.models:
-        sizes = parse_size(given.card), parse_size(given.reserve)
-        rehearsal = Rehearsal(name, given.layers, given.tiny, *sizes, device, ["graphs"])
-        for row in rows_of(name, rehearsal, given.rounds, given.cases):
+    for rehearsal in rehearsals(given, ["graphs"]):
+        for row in rows_of(rehearsal, given.rounds, given.cases):
             results.append(row)
             append(row, given.out)
             print(describe(row), flush=True)

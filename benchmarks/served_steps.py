@@ -40,7 +40,7 @@ import uvicorn
 from transformers import GenerationConfig, PreTrainedTokenizerFast
 
 import headrace
-from card_24gb import Card, Clock, Rehearsal, add_card_arguments, free_memory, rest_on_host
+from card_24gb import Card, Clock, Rehearsal, add_card_arguments, free_memory, rehearsals, rest_on_host
 from decoder_models import FollowedTraces, routers
 from harness import append, counts, finish, link_bytes_per_s, parser_of, words_of
 from headrace.model.inventory import take_inventory
@@ -49,7 +49,6 @@ from headrace.serving.app import App
 from headrace.serving.async_engine import AsyncEngine
 from headrace.serving.endpoint import ServedModel
 from headrace.serving.listening import bind
-from headrace.sizes import parse_size
 from seeded_models import write_words
 
 CASES = {"qwen3-8b": "every 4th layer", "qwen3-30b-a3b": "cache"}
@@ -249,13 +248,8 @@ def main() -> None:
     parser.add_argument("--tokens", type=int, default=128, help="new ones of each request")
     add_card_arguments(parser)
     given = parser.parse_args()
-    device = torch.device(given.device)
-    if device.type == "cuda":
-        device = torch.device("cuda", torch.cuda.current_device())
     results = []
-    for name in given.models:
-        sizes = parse_size(given.card), parse_size(given.reserve)
-        rehearsal = Rehearsal(name, given.layers, given.tiny, *sizes, device, ["graphs"])
+    for rehearsal in rehearsals(given, ["graphs"]):
         contexts = [512] if given.tiny else given.contexts
         for row in rows_of(rehearsal, given.at_once, contexts, given.tokens, given.rounds):
             results.append(row)
