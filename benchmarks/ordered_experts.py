@@ -57,8 +57,8 @@ def rows_of(rehearsal: Rehearsal, rounds: int, cases: Sequence[str]) -> Iterator
     if name.startswith("gpt-oss"):
         changes: dict[str, Any] = dict(_TINY) if tiny else {}
         changes |= {} if rehearsal.layers is None else {"num_hidden_layers": rehearsal.layers}
-        layers = changes.get("num_hidden_layers", 36)
         published = GPT_OSS_20B if name == "gpt-oss-20b" else GPT_OSS_120B
+        layers = {**published, **changes}["num_hidden_layers"]
         kinds = (published.get("layer_types") or ["sliding_attention", "full_attention"] * 18)[:layers]
         model, ways = gpt_oss({**published, **changes, "layer_types": kinds}, device), ("ordered",)
     else:

@@ -124,6 +124,7 @@ class FourBits(nn.Module):
 
 
 class TestOpen:
+    @pytest.mark.slow
     def test_single_file(self, sound: Path) -> None:
         checkpoint = Checkpoint.open(sound)
         data_start = 8 + int.from_bytes(sound.read_bytes()[:8], "little")

@@ -185,6 +185,7 @@ class TestEqual:
         assert made >= 2 * 3
         assert ("cannot be streamed" in told_of[0]) == (name == "fused experts")
 
+    @pytest.mark.slow
     @pytest.mark.parametrize("name", FAMILIES)
     def test_every_record(self, name: str, families: dict[str, Path], reads: list[Path]) -> None:
         def read() -> Any:
@@ -197,6 +198,7 @@ class TestEqual:
         missing = "no.such.tensor"
         assert str(kept.weights.checkpoint.lacks(missing, "")) == str(fresh.weights.checkpoint.lacks(missing, ""))
 
+    @pytest.mark.slow
     def test_in_another_dtype(self, folder: Path, reads: list[Path]) -> None:
         """Which is another model, kept beside the folder's own."""
         found = []

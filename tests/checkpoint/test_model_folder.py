@@ -89,6 +89,7 @@ class TestFound:
         assert "Qwen/Qwen3-tiny" in planned.stdout
         assert cache.name not in planned.stdout
 
+    @pytest.mark.slow
     @pytest.mark.parametrize("variable", ["HF_HOME", "HF_HUB_CACHE"])
     def test_variables_of_the_hub_are_obeyed(self, cache: Path, variable: str) -> None:
         """And torch is not imported for the answer, nor is anything asked of the network."""

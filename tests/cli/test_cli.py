@@ -134,6 +134,7 @@ def test_a_usage_error_is_one_line_too(command: str, message: str) -> None:
     assert message in error_of(*command.split())
 
 
+@pytest.mark.slow
 def test_the_shell_completes() -> None:
     asked = {"_HEADRACE_COMPLETE": "complete_bash", "COMP_WORDS": "headrace plan --lin", "COMP_CWORD": "2"}
     command = [sys.executable, "-m", "headrace"]
@@ -579,6 +580,7 @@ def test_what_contradicts_a_plan_and_places_for_none(model: Path, tmp_path: Path
 # -- generate ----------------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("flags", [
     ["--device-memory", "2MiB"],
     ["--offload-group-size", "2", "--offload-mode", "cpu"],
@@ -588,7 +590,7 @@ def test_what_contradicts_a_plan_and_places_for_none(model: Path, tmp_path: Path
 def test_generate_prints_what_transformers_prints(model: Path, flags: list[str]) -> None:
     result = succeed("generate", model, "--prompt", "Water", "--max-new-tokens", 12, *flags)
     assert result.stdout == plain_text(model, "Water", max_new_tokens=12)
-    assert re.search(r"^12 tokens: first token [\d.]+ m?s, then [\d.,]+ tokens/s$", result.stderr, re.M)
+    assert re.search(r"^12 tokens: first token [\d.]+ m?s, third step [\d.]+ m?s, then [\d.,]+ tokens/s$", result.stderr, re.M)
     moved = re.search(r"^(\d+(?:\.\d+)?) M?i?B moved \(", result.stderr, re.M)
     assert moved
     assert (float(moved[1]) > 0) == (flags[:1] in (["--device-memory"], ["--offload-group-size"]))
@@ -678,6 +680,7 @@ def test_how_files_are_read_counts_while_loading_too(
     assert set(seen) == {DiskOptions(direct=True, drop_cache=True)}
 
 
+@pytest.mark.slow
 def test_ranks_of_torchrun_generate_from_shared_memory(
     model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -698,6 +701,7 @@ def test_ranks_of_torchrun_generate_from_shared_memory(
     assert result.stdout == plain_text(model, "Water", max_new_tokens=8)
 
 
+@pytest.mark.slow
 def test_generate_reads_every_token_of_a_prompt_without_a_mask(model: Path, tmp_path: Path) -> None:
     folder = changed(model, tmp_path / "model", "tokenizer_config.json", model_input_names=["input_ids"])
     prompt = "Wa!!ter"
@@ -841,6 +845,7 @@ def test_helps_and_plans_fit_the_columns(model: Path, width: int, monkeypatch: p
     assert max(len(line) for text in texts for line in text.splitlines()) <= width
 
 
+@pytest.mark.slow
 def test_a_terminal_breaks_no_words_of_an_error(tmp_path: Path) -> None:
     """In a pipe it is one line, and a terminal would break it anywhere."""
     ours, theirs = pty.openpty()
@@ -1050,6 +1055,7 @@ assert "torch" not in sys.modules
     assert "no such folder" in done.stderr
 
 
+@pytest.mark.slow
 def test_module_and_exit_code(tmp_path: Path) -> None:
     done = subprocess.run(
         [sys.executable, "-m", "headrace", "plan", str(tmp_path)], capture_output=True, text=True, check=False

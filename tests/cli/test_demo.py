@@ -111,6 +111,7 @@ def test_generated_tokens_and_logits_are_equal(runs: tuple[Result, Result]) -> N
     assert comparison_table(10**6, *runs).row_count == 6
 
 
+@pytest.mark.slow
 def test_one_different_bit_is_noticed(runs: tuple[Result, Result]) -> None:
     resident, streamed = runs
     logits = torch.zeros(2, 3)
@@ -124,6 +125,7 @@ def test_one_different_bit_is_noticed(runs: tuple[Result, Result]) -> None:
     assert failed_checks(resident, changed) == ["the results after remove() differ"]
 
 
+@pytest.mark.slow
 def test_too_much_memory_and_nothing_moved_are_noticed(runs: tuple[Result, Result]) -> None:
     resident, streamed = runs
     large = replace(streamed, growth_bytes=streamed.limit_bytes + 1)
@@ -131,6 +133,7 @@ def test_too_much_memory_and_nothing_moved_are_noticed(runs: tuple[Result, Resul
     assert failed_checks(resident, replace(streamed, moved_bytes=0)) == ["nothing was streamed"]
 
 
+@pytest.mark.slow
 def test_the_trace_is_written(runs: tuple[Result, Result], tmp_path: Path) -> None:
     events = json.loads((tmp_path / "trace.json").read_text())["traceEvents"]
     assert {"copy", "compute"} <= {event.get("cat") for event in events}
@@ -172,6 +175,7 @@ def tiny_demo(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(demo_run, "ModelSize", lambda *args: tiny if args else TINY)
 
 
+@pytest.mark.slow
 @pytest.mark.usefixtures("tiny_demo")
 def test_demo_tells_shows_and_tidies_up(tmp_path: Path) -> None:
     result = succeed("demo", "--folder", tmp_path / "out")

@@ -107,6 +107,7 @@ def test_turns_may_end_in_any_token_that_ends_texts(with_template: Callable[...,
     assert "chat: " in generate(folder).stderr
 
 
+@pytest.mark.slow
 def test_a_system_message_asks_for_chat(with_template: Callable[..., Path]) -> None:
     folder = with_template("tiny-base")
     expected = chat_text(folder, ("system", "Be brief."), ("user", "Water"), max_new_tokens=12)
@@ -140,6 +141,7 @@ BOMBS = {
 }
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("verb", "bomb"), [
     pytest.param("generate", "time", marks=pytest.mark.slow),  # a second of the processor is the least limit
     *(("generate", bomb) for bomb in list(BOMBS)[1:]), ("chat", "memory"), ("serve", "memory"),
@@ -155,6 +157,7 @@ def test_a_template_that_takes_all_time_or_memory(
     assert f"{folder}: expected a chat template that renders within 1 s and 256.00 MiB, found one that" in message
 
 
+@pytest.mark.slow
 def test_a_chat_remembers_what_was_said(with_template: Callable[..., Path], monkeypatch: pytest.MonkeyPatch) -> None:
     asked, stream = [], commands_generate._stream
 
@@ -193,6 +196,7 @@ def test_a_chat_that_cannot_be_held(model: Path, with_template: Callable[..., Pa
     assert "(--max-new-tokens) make" in error_of("chat", folder, "--max-new-tokens", 100_000)
 
 
+@pytest.mark.slow
 def test_commands_of_a_chat(with_template: Callable[..., Path]) -> None:
     """None goes to the model; a space before the / sends the line."""
     folder = with_template("tiny-instruct")
@@ -220,6 +224,7 @@ def test_commands_of_a_chat(with_template: Callable[..., Path]) -> None:
     assert [line.split()[0] for line in told if line.startswith("/")] == ["/help", "/clear", "/system", "/exit"]
 
 
+@pytest.mark.slow
 def test_three_lines_come_before_the_prompt(with_template: Callable[..., Path]) -> None:
     """And the plan with -v; no bar in a pipe, and figures fit 80 columns."""
     folder = with_template("tiny-instruct")
@@ -272,6 +277,7 @@ def at_a_terminal(run: Callable[[], object], *steps: tuple[str, str]) -> tuple[s
     return shown, os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1])
 
 
+@pytest.mark.slow
 def test_ctrl_c_ends_an_answer_and_keeps_the_chat(
     with_template: Callable[..., Path], monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -335,6 +341,7 @@ def hub(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(huggingface_hub, "snapshot_download", snapshot_download)
 
 
+@pytest.mark.slow
 @pytest.mark.usefixtures("hub")
 @pytest.mark.parametrize(("answer", "exit_code"), [("y", 0), ("n", 2), ("", 2)])
 def test_a_download_is_asked_for_at_a_terminal(answer: str, exit_code: int) -> None:
@@ -437,6 +444,7 @@ def test_values_that_torch_or_the_tokenizer_cannot_take(model: Path, flags: tupl
     assert message in error_of("generate", model, "--prompt", "a", *flags)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("words", [("generate", "--prompt", "-"), ("chat",)])
 def test_stdin(with_template: Callable[..., Path], words: tuple[str, ...]) -> None:
     """With bytes that are no UTF-8, in any locale, or closed."""
@@ -488,6 +496,7 @@ def test_settings_that_are_refused(model: Path, tmp_path: Path, fields: dict[str
     assert found.endswith("; take it out of the file")
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("fields", [
     {"return_dict_in_generate": True, "output_scores": True}, {"stop_strings": ["a", "e", "1"]}, {"min_length": 3},
     {"repetition_penalty": 1.05, "temperature": 0, "top_k": -1, "top_p": "x"}, {"pad_token_id": -1}, {"unknown": [1]},
@@ -528,6 +537,7 @@ def test_the_expectation_is_that_of_the_plan(model: Path) -> None:
     assert "expected: " not in generate(model, "--quiet").stderr
 
 
+@pytest.mark.slow
 def test_a_tokenizer_that_strips_the_first_space(model: Path, tmp_path: Path) -> None:
     """The text goes on behind the prompt, also after a new line; the answer of a chat begins a text."""
     folder = Path(shutil.copytree(model, tmp_path / "llama"))
@@ -630,6 +640,7 @@ def test_a_text_longer_than_the_plan_is_refused_first(model: Path, tmp_path: Pat
 
 
 class TestSpeculation:
+    @pytest.mark.slow
     def test_the_text_and_what_it_took(self, model: Path, tmp_path: Path) -> None:
         """The tokens of the resident model with the same number of guesses; then a plan from what was measured."""
         counted = tmp_path / "accepted.json"
@@ -652,6 +663,7 @@ class TestSpeculation:
         )
         assert f"{each:.1f} tokens a pass" in " ".join(table.split())
 
+    @pytest.mark.slow
     def test_heads_of_the_model(self, model: Path, tmp_path: Path) -> None:
         """The tokens of transformers alone, and no word of its own about what it reads."""
         tokenizer = AutoTokenizer.from_pretrained(model)

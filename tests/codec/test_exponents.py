@@ -112,6 +112,7 @@ def test_pieces_cover_a_slab() -> None:
         assert all(0 < size <= 32 << 20 and size % 256 == 0 for _, size in pieces)
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(os.environ.get("TRITON_INTERPRET") != "1", reason="the kernels need a GPU or Triton's interpreter")
 @pytest.mark.parametrize("count", [1024, 8192, 70_016])
 def test_the_kernel_writes_the_weights_and_nothing_else(count: int) -> None:

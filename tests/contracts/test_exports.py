@@ -102,6 +102,7 @@ class TestImport:
         }  # fmt: skip
         assert extras.isdisjoint(facts["modules"])
 
+    @pytest.mark.slow
     def test_opens_no_cuda_context(self, facts: Any) -> None:
         assert facts["cuda"] is False
 

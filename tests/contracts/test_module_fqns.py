@@ -446,6 +446,7 @@ def gemma() -> nn.Module:
 class TestTransformers:
     """Models in which units once had modules that never ran, or that the planner could not cost."""
 
+    @pytest.mark.slow
     @pytest.mark.filterwarnings("ignore::headrace.HeadraceWarning")
     @pytest.mark.parametrize(
         "build",

@@ -396,6 +396,7 @@ class TestSeveral:
             assert_same_bits(second(x), expected[1])
         assert_same_bits((first(x), second(x)), expected)
 
+    @pytest.mark.slow
     @pytest.mark.parametrize("slots", [1, 2, 3])
     def test_two_threads_at_the_same_time(self, slots: int) -> None:
         model = Stack(5, max_pause_s=0.001).eval()

@@ -32,6 +32,7 @@ def metadata(folder: Path, url: str) -> Message:
     return message_from_string(found.read_text())
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("url", [URL, ""], ids=["published", "nowhere"])
 def test_links_of_the_readme_work_outside_the_repository(tmp_path: Path, url: str) -> None:
     told = metadata(tmp_path, url)

@@ -13,10 +13,10 @@ import pytest
 import measures
 
 BOUNDS = {
-    "lines of src": 24567,
+    "lines of src": 24569,
     "lines of the core": 15005,
     "files of src": 176,
-    "lines of tests": 43173,
+    "lines of tests": 43305,
     "longest class": 347,
     "Prefetcher": 298,
     "branches on a kind of store": 4,

@@ -41,6 +41,7 @@ def commands(workflow: dict[Any, Any]) -> set[str]:
     return found
 
 
+@pytest.mark.slow
 def test_every_change_runs_what_developers_run_and_every_week_the_newest_engines() -> None:
     by_name = {path.name: read(path) for path in FILES}
     assert triggers(by_name["ci.yml"]).keys() == {"push", "pull_request"}

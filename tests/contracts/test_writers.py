@@ -470,6 +470,7 @@ def jacobian(model: Any) -> Any:
     return lambda x: torch.func.jacrev(model)(x)
 
 
+@pytest.mark.slow
 @POLICIES
 @pytest.mark.parametrize("act", [
     traced_by_fx, traced_by_make_fx, traced_and_saved, pytest.param(linearized, marks=pytest.mark.slow), mapped,
@@ -605,6 +606,7 @@ IN_LAYERS = pytest.mark.parametrize(
 )
 
 
+@pytest.mark.slow
 @WHEN
 @IN_LAYERS
 @pytest.mark.parametrize(

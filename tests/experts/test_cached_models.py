@@ -44,6 +44,7 @@ class Experts(nn.Module):
 
 
 class TestBits:
+    @pytest.mark.slow
     @pytest.mark.parametrize(
         ("implementation", "num_slots"), [("grouped_mm", 1), ("grouped_mm", 3), ("batched_mm", 3), ("batched_mm", 99)]
     )
@@ -121,6 +122,7 @@ class TestBits:
             assert handle.stats().bytes_moved > 0
         torch._dynamo.reset()
 
+    @pytest.mark.slow
     def test_loaded_from_a_folder(self, tmp_path: Path) -> None:
         model = qwen()
         expected = outputs(model)
@@ -165,6 +167,7 @@ class TestBits:
         assert_same_bits(found, module(x))
         assert not torch.equal(found, before)
 
+    @pytest.mark.slow
     def test_ids_of_no_expert(self) -> None:
         """They find no row of another expert: negative ones count from the end, and what is beyond raises."""
 
@@ -241,6 +244,7 @@ class TestBits:
             assert handle.stats().bytes_moved > 0
         assert not wrong
 
+    @pytest.mark.slow
     def test_compiled_code_in_two_threads(self) -> None:
         """One after the other; a forward between an admission and its reads in another thread is refused."""
         model, x = Experts().eval(), torch.randn(2, 24)

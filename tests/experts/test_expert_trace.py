@@ -23,6 +23,7 @@ from headrace.plan.routing_traces import ExpertHits, Recorded, load_trace, lru_h
 from moe_models import IDS, cached, qwen
 
 
+@pytest.mark.slow
 def test_what_is_recorded_is_what_was_chosen() -> None:
     model = qwen()
     chosen: list[list[torch.Tensor]] = [[], []]

@@ -42,6 +42,7 @@ def few_programs(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(ordered, "LAUNCHES", dict.fromkeys(ordered.LAUNCHES, (Launch(256, 1, 1), Launch(128, 1, 1))))
 
 
+@pytest.mark.slow
 @every_form_and({("bf16", "wide"), ("transposed", "special"), ("mxfp4", "special")})
 def test_dots(form: str, numbers: dict[str, float], made: torch.Generator) -> None:
     """Of one chunk and a part, of several groups of chunks, and of less than the lanes."""
@@ -76,6 +77,7 @@ def test_another_order_has_other_bits(made: torch.Generator) -> None:
     assert [different(found, other) > 20 for other in others] == [True] * 4, [different(found, o) for o in others]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("launch", [Launch(2, 1, 1), Launch(16, 4, 2), Launch(8, 16, 4)])
 def test_a_division_of_work_changes_no_bit(
     launch: Launch, made: torch.Generator, monkeypatch: pytest.MonkeyPatch
@@ -117,6 +119,7 @@ def case(form: str, tokens: int, made: torch.Generator, **numbers: float) -> tup
     return spread(tokens, 96, made=made, **numbers), ids, weights.bfloat16(), first, second, oss, GPT_OSS if oss else ()
 
 
+@pytest.mark.slow
 @every_form_and({("bf16", "special"), ("transposed", "wide"), ("mxfp4", "wide"), ("mxfp4", "narrow")})
 def test_experts(form: str, numbers: dict[str, float], made: torch.Generator) -> None:
     given = case(form, 1 + (form == "bf16"), made, **numbers)
@@ -140,6 +143,7 @@ def test_more_experts(form: str, made: torch.Generator) -> None:
         assert different(ordered.run(*given), experts_in_c(*given)) == 0
 
 
+@pytest.mark.slow
 def test_a_token_has_its_bits_beside_any_others(made: torch.Generator) -> None:
     """And wherever an expert lies: in another order, and twice."""
     x, ids, weights, first, second, *rest = case("bf16", 3, made)
@@ -150,6 +154,7 @@ def test_a_token_has_its_bits_beside_any_others(made: torch.Generator) -> None:
     assert different(ordered.run(x[2:3], rows[2:3], weights[2:3], *moved, *rest)[0], together[2]) == 0
 
 
+@pytest.mark.slow
 def test_a_number_that_is_no_expert_is_seen(made: torch.Generator) -> None:
     x, ids, *rest = case("bf16", 3, made)
     ids[1, 2], ids[2, 0] = 5, -1
@@ -158,6 +163,7 @@ def test_a_number_that_is_no_expert_is_seen(made: torch.Generator) -> None:
         assert found.isnan().all(1).tolist() == [False, True, True]
 
 
+@pytest.mark.slow
 def test_mxfp4_has_the_bits_of_its_values_in_bf16(made: torch.Generator) -> None:
     x, ids, weights, first, second, *rest = case("mxfp4", 1, made)
     plain = [Projection(order.mxfp4_values(*each[:2]).bfloat16(), None, each.bias) for each in (first, second)]

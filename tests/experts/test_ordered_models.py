@@ -44,6 +44,7 @@ def step(model: nn.Module) -> torch.Tensor:
         return model(IDS[:, 1:3]).logits
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", ["qwen3_moe", pytest.param("gpt_oss", marks=pytest.mark.slow)])
 def test_a_resident_model_has_the_bits_of_c(name: str) -> None:
     """Also where they lie in slots: a cache's rows are compared as they were when they were read."""
@@ -120,6 +121,7 @@ class TestLoad:
             assert_same_bits(step(model), expected)
         assert counts == [0, 0, 0]
 
+    @pytest.mark.slow
     def test_many_rows_of_mxfp4(self, tmp_path: Path) -> None:
         """Each expert in use is multiplied as bf16; cached, too."""
         FORMATS["MXFP4, experts"].write(tmp_path)

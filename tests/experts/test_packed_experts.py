@@ -50,6 +50,7 @@ def tokens_of(data: Any, height: int) -> list[tuple[int, int, int]]:
     return [(tile & 0xFFFF, int(data.hist[tile & 0xFFFF]), int(data.token_offs_raw[tile & 0xFFFF])) for tile in tiles]
 
 
+@pytest.mark.slow
 @settings(max_examples=40, deadline=None)
 @given(
     ids=st.lists(st.lists(st.integers(-1, NUM_EXPERTS - 1), min_size=2, max_size=2), min_size=1, max_size=9),
@@ -172,6 +173,7 @@ class TestTransformers:
         sizes = OSS | {"hidden_size": 64, "intermediate_size": 64, "num_hidden_layers": 2}
         return replace(FORMATS["MXFP4, experts"], sizes=sizes).write(tmp_path)
 
+    @pytest.mark.slow
     @pytest.mark.parametrize("how", ["cache", "prefetch", "uva"])
     def test_experts_move_and_give_the_same_bits(
         self, folder: Path, how: headrace.config.Mechanism, monkeypatch: pytest.MonkeyPatch

@@ -127,6 +127,7 @@ def _recorded(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
         yield
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("family", [
     name if name in ("full", "convolutions") else pytest.param(name, marks=pytest.mark.slow)
     for name in FAMILIES
@@ -160,6 +161,7 @@ def test_a_prompt_runs_in_parts_where_its_states_go_on(family: str) -> None:
     assert is_close == shared.continues == (family == "recurrences")
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("family", ["full", "windows", "learned positions"])
 def test_prompts_that_run_together(family: str) -> None:
     model = model_of(family)
@@ -252,6 +254,7 @@ def test_states_take_no_guesses() -> None:
     assert "cannot remove guesses from its states" in str(cache_rows.why_not_in_rows(model, guesses=True))
 
 
+@pytest.mark.slow
 def test_positions_that_depend_on_all_rows_do_not_below_their_limit() -> None:
     config = transformers.Phi3Config(**{**SIZES, "rope_parameters": LONG_ROPE, "original_max_position_embeddings": 64})
     torch.manual_seed(0)

@@ -235,6 +235,7 @@ def test_what_is_not_captured_runs_eagerly_and_says_why(options: dict[str, Any],
     assert graphs.replays == 0
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("family", ["Mamba", "Mamba2", "T5", "ALiBi", "index"])
 def test_models_without_a_static_cache_run_eagerly(family: str) -> None:
     torch.manual_seed(0)
@@ -286,6 +287,7 @@ def test_too_little_memory_for_graphs_is_said_with_what_is_free(monkeypatch: pyt
         assert_equal(run(model, prompt(7)), expected)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("streams", [False, True])
 def test_a_cache_that_does_not_fit_is_said_and_the_call_runs_eagerly(
     monkeypatch: pytest.MonkeyPatch, streams: bool
@@ -370,6 +372,7 @@ def test_the_second_call_of_decode_in_graphs_replaces_the_first() -> None:
     assert second._cache.layers[0].max_cache_len == 1024
 
 
+@pytest.mark.slow
 def test_removing_an_offload_removes_its_graphs() -> None:
     model = experts()
     expected = static(model, prompt(5))
@@ -433,6 +436,7 @@ def write(model: Any) -> None:
     model.model.layers[1].mlp.up_proj.weight.mul_(2)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("change", [replace_weight, set_data, patch_class, add_hook, write])
 def test_a_model_that_is_changed_between_two_calls(change: Any) -> None:
     model = qwen3()

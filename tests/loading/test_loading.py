@@ -253,6 +253,7 @@ class TestOffload:
             headrace.offload(model, all_layers(2, "cpu"), checkpoint=folder, progress=write)
         assert all(parameter.is_meta for parameter in model.parameters())
 
+    @pytest.mark.slow
     def test_so_is_one_that_is_put_back_before_the_end(self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
         pin_by(Ledger(), monkeypatch)
         monkeypatch.setattr("headrace.stores.loader.PIECE_BYTES", 1 << 16)  # most is read after the write

@@ -136,6 +136,7 @@ def test_sampled_tokens_of_transformers_alone(target: Path, guesser: str, policy
     assert stats.speculation.passes < stats.speculation.tokens == 15 * 40
 
 
+@pytest.mark.slow
 def test_a_draft_that_guesses_all(target: Path) -> None:
     """The model itself: every pass but the last yields one token more than there are guesses."""
     with pytest.warns(HeadraceWarning, match="leave speculate out"):
@@ -232,6 +233,7 @@ def test_calls_that_run_without(target: Path, changes: dict[str, Any], why: str)
     assert handle.stats().speculation.passes == 0  # type: ignore[union-attr]
 
 
+@pytest.mark.slow
 def test_embeddings_of_a_prompt(target: Path, guesser: str) -> None:
     """A draft has no use for them; n-grams are then those of the answer."""
     plain = aligned(LlamaForCausalLM.from_pretrained(target).eval())
@@ -271,6 +273,7 @@ def test_graphs_beside_it(target: Path, monkeypatch: pytest.MonkeyPatch) -> None
         decode_in_graphs(model)
 
 
+@pytest.mark.slow
 def test_a_draft_is_part_of_the_budget(target: Path, draft: Path) -> None:
     size = sum(p.nbytes for p in LlamaForCausalLM.from_pretrained(draft).parameters())
     budget = 3 * size
@@ -313,6 +316,7 @@ def test_a_recurrent_state(tmp_path: Path) -> None:
         load(tmp_path, "1MB", device="cpu", speculate="lookup")
 
 
+@pytest.mark.slow
 def test_memory_is_checked_beside_the_draft(target: Path, draft: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Without a budget a plan has no share for it, so what is free is read when it is loaded."""
     seen: list[str] = []

@@ -88,6 +88,7 @@ def test_the_context_is_no_longer_than_the_model_allows(model: Path) -> None:
     assert plan.context == min(longest, 4096)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("is_folder", [True, False])
 def test_caches_are_measured_once(model: Path, is_folder: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     calls: list[object] = []
@@ -146,6 +147,7 @@ def plan_text(*args: str | Path) -> str:
     return " ".join(succeed("plan", *args).stdout.split())
 
 
+@pytest.mark.slow
 def test_plan_for_a_named_card_is_what_generate_would_do_there() -> None:
     text = plan_text("Qwen/Qwen3-8B", "--machine", "3060")
     assert text == plan_text("Qwen/Qwen3-8B", "--machine", "3060", "--device-memory", "auto")
@@ -169,6 +171,7 @@ def test_plan_of_what_has_no_cache(model: Path, monkeypatch: pytest.MonkeyPatch)
     assert "The smallest budget is" in done.stdout
 
 
+@pytest.mark.slow
 def test_a_pipeline_has_steps_and_no_tokens() -> None:
     text = plan_text("black-forest-labs/FLUX.1-dev", "--machine", "4090")
     assert "rows step steps/s" in text
@@ -182,6 +185,7 @@ def test_a_pipeline_by_rules() -> None:
     assert " 4608 " in rules
 
 
+@pytest.mark.slow
 def test_a_draft_by_a_known_name_needs_no_file() -> None:
     args = ("Qwen/Qwen3-32B", "--machine", "3090", "--speculate")
     assert "guesses by Qwen/Qwen3-4B" in plan_text(*args, "Qwen/Qwen3-4B")
@@ -191,6 +195,7 @@ def test_a_draft_by_a_known_name_needs_no_file() -> None:
     assert "--speculate: neither lookup, mtp nor a draft model" in error_of("plan", *args, "some/other")
 
 
+@pytest.mark.slow
 def test_without_a_gpu(model: Path) -> None:
     with pytest.raises(OptionError, match=r"of cpu that is not known: .*`headrace plan --machine 4090`"):
         headrace.make_plan(model, "auto", device="cpu")
@@ -210,6 +215,7 @@ def test_engines_take_a_size() -> None:
     assert OffloadFlags(device_memory="auto").policy() == Budget("auto")
 
 
+@pytest.mark.slow
 def test_flags_need_it(model: Path) -> None:
     done = succeed("plan", model, "--machine", "3060", "--device-memory", "auto", "--batch", "2", "--context", "64")
     assert "2 x 64 tokens" in " ".join(done.stdout.split())

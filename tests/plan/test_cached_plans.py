@@ -177,6 +177,7 @@ def test_left_over_memory_becomes_slots() -> None:
     assert WEIGHTS // 3 - plan.device_bytes < row_bytes + 2 * MIB
 
 
+@pytest.mark.slow
 def test_more_slots_keep_the_host_limit() -> None:
     """They took the memory left over, and some numbers of them take a few MiB more host memory than others."""
     made = with_biases()
@@ -230,6 +231,7 @@ def test_hits_follow_the_trace() -> None:
     assert ExpertHits(Recorded((seeded_trace(5, 300, 128, 8),), 128))(51, 128, 8, 8) == pytest.approx(0.9, abs=0.04)
 
 
+@pytest.mark.slow
 def test_the_prediction_says_what_it_assumes() -> None:
     each = planner()
     budget = Budget(WEIGHTS // 3)
@@ -245,6 +247,7 @@ def test_the_prediction_says_what_it_assumes() -> None:
     assert prediction.to_json()["caches"][0]["num_slots"] == 16
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("device", "fetch", "is_cached"), [("cuda", 50e9, True), ("cuda", None, False), ("cpu", 50e9, False)]
 )
@@ -254,6 +257,7 @@ def test_cached_only_where_the_rate_is_known(device: str, fetch: float | None, i
     assert bool(made.plan(Budget(WEIGHTS // 3)).cached) == is_cached
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("machine", ["h200", "4090", None])
 def test_machines_without_a_probe_cache_too(machine: str | None) -> None:
     """Kernels that fetch experts get the share of the nominal link that they have of an H200's."""
@@ -263,6 +267,7 @@ def test_machines_without_a_probe_cache_too(machine: str | None) -> None:
     assert made.plan(Budget(WEIGHTS // 3)).cached
 
 
+@pytest.mark.slow
 def test_without_triton_budgets_choose_what_needs_no_kernels(monkeypatch: pytest.MonkeyPatch) -> None:
     gpu, inventory = torch.device("cuda"), planner().inventory
     budget = Budget(WEIGHTS // 3)
@@ -286,6 +291,7 @@ def test_without_triton_budgets_choose_what_needs_no_kernels(monkeypatch: pytest
 class TestAdvice:
     """A policy that a budget of the same size would beat by more than a tenth says so, with what to type."""
 
+    @pytest.mark.slow
     @pytest.mark.parametrize(
         "policy", [Rules([("experts", "prefetch")]), Budget(WEIGHTS // 3, rules=[("experts", "uva")])]
     )
@@ -303,6 +309,7 @@ class TestAdvice:
         assert step * 1.1 < each.forecast(plan, 1).step_s
         assert format_time(step) == found[1]
 
+    @pytest.mark.slow
     @pytest.mark.parametrize("policy", [Budget(WEIGHTS // 3), Budget(WEIGHTS // 3, rules=[("experts", "cache")]), None])
     def test_is_not_given_for_the_best(self, policy: Policy | None) -> None:
         each = planner()

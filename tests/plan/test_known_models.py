@@ -97,6 +97,7 @@ class TestKnownModels:
         assert "Predicted steps" in done.stdout
         assert after.ru_utime + after.ru_stime - before.ru_utime - before.ru_stime <= 1.5
 
+    @pytest.mark.slow
     def test_in_python(self) -> None:
         with pytest.warns(HeadraceWarning, match="no file of it is here"):
             plan = headrace.make_plan("qwen3-8b", "8GiB", machine="4090")
@@ -142,6 +143,7 @@ class TestConfigAlone:
         with pytest.raises(CheckpointError, match=r"found hqq; its files have headers that say them"):
             headrace.make_plan(tmp_path, machine="4090")
 
+    @pytest.mark.slow
     def test_says_that_an_index_differs(self, tmp_path: Path) -> None:
         (tmp_path / "config.json").write_text(json.dumps(MODELS["Qwen/Qwen3-4B"].config))
         index = {"metadata": {"total_size": 2**34}, "weight_map": {}}

@@ -91,6 +91,7 @@ class TestModules:
             assert torch.equal(model(rows()), live(rows()))
             assert handle.stats().bytes_moved > 0
 
+    @pytest.mark.slow
     def test_hundreds_of_gigabytes_on_meta(self) -> None:
         model = on_meta(Stack, num_layers=40, dim=40_000)
         plan = headrace.make_plan(model, "60GiB", machine="h200")
@@ -336,6 +337,7 @@ class TestHonesty:
 
 
 class TestMachines:
+    @pytest.mark.slow
     def test_names(self, folder: Path) -> None:
         for name, device in (("h200", "H200"), ("h100", "H100"), ("4090", "4090")):
             plan = headrace.make_plan(folder, "2MiB", machine=name)

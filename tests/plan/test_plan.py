@@ -169,6 +169,7 @@ class TestGroupRule:
         assert group_rule(3, 1, 1) == [0, 1, 2]
         assert group_rule(3, 4, 1) == []
 
+    @pytest.mark.slow
     @given(models(), st.integers(1, 4), st.integers(1, 10), st.data())
     @settings(deadline=None, max_examples=60, suppress_health_check=[HealthCheck.too_slow])
     def test_any_model(self, model: nn.Module, group_size: int, prefetch_step: int, data: st.DataObject) -> None:

@@ -84,6 +84,7 @@ def exhaustive(name: str, rows: int) -> list[tuple[int, float]]:
     return found
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("rows", [1, 1024])
 @pytest.mark.parametrize("share", [0.45, 0.6, 0.75, 0.9])
 @pytest.mark.parametrize("name", [pytest.param("two roles", marks=pytest.mark.slow), *list(SMALLEST)[1:]])
@@ -232,6 +233,7 @@ def test_the_planner_beats_the_group_rule_on_paper() -> None:
             assert ours <= theirs * 1.0001, (size, number, slots, rows)
 
 
+@pytest.mark.slow
 def test_the_workload_takes_its_memory_first() -> None:
     inventory, _ = on_meta("dense")
     profile = ModelProfile(kv_bytes_per_token=147456, activation_bytes_per_row=1 << 20)
@@ -287,6 +289,7 @@ def test_experts_of_rows_are_copied_first(rows: int, copied: float) -> None:
     assert resident_step(inventory, fused, rows) == resident_step(inventory, replace(fused, row_readers=()), rows)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("implementation", "is_copied"), [("grouped_mm", True), (NAME, False)])
 def test_one_order_of_sums_copies_no_experts(implementation: str, is_copied: bool) -> None:
     """And launches two kernels in place of those around products."""

@@ -165,6 +165,7 @@ def test_tokens_of_experts_take_as_long_as_predicted(way: str, experts: dict[str
     assert predicted_ms(row["model"], None, "h200", **experts) == pytest.approx(row["ms"], rel=0.1)
 
 
+@pytest.mark.slow
 @pytest.mark.filterwarnings("ignore:.*no file of it is here")
 def test_a_pass_of_five_rows_in_four_bits_takes_as_long_as_predicted() -> None:
     """bitsandbytes writes each matrix in 16 bits first."""

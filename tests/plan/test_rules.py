@@ -35,6 +35,7 @@ def refusal(rules: list[Rule], inventory: Inventory = INVENTORY) -> str:
 
 
 class TestFirstMatch:
+    @pytest.mark.slow
     @given(st.lists(st.tuples(st.sampled_from(PATTERNS), st.sampled_from(["resident", "uva"])), max_size=5))
     def test_any_rules(self, rules: list[Rule]) -> None:
         """Every tensor has the mechanism of the first rule that matches it; refused where a rule has none left."""

@@ -249,6 +249,7 @@ def test_of_a_pipeline_the_latest_call_is_expected_again(data: st.DataObject) ->
     assert len(copies[1]) == len(copies[2]) == expected
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("steps", "then"), [(10, 10), (10, 4), (10, 25), (900, 900)], ids=str)
 def test_a_loop_is_expected_to_go_on_from_its_second_round(steps: int, then: int) -> None:
     """Also in the first call, which knows the order of the plan alone, and in one with more or fewer steps."""

@@ -60,6 +60,7 @@ def test_a_pass_costs_what_one_token_costs() -> None:
     assert "3.5 tokens a pass (as given)" in str(found)
 
 
+@pytest.mark.slow
 def test_the_fastest_number_of_guesses() -> None:
     made = planned(EVERYTHING)
     step_s = made.planner.forecast(made.plan, 1).step_s
@@ -145,6 +146,7 @@ def refusal(model: PreTrainedModel, budget: Budget, machine: str, draft_bytes: i
     return None
 
 
+@pytest.mark.slow
 @pytest.mark.filterwarnings("ignore::headrace.errors.HeadraceWarning")
 @pytest.mark.parametrize("seeds", [range(4), pytest.param(range(4, 100), marks=pytest.mark.slow)], ids=["few", "many"])
 def test_what_an_error_names_as_the_least_is_accepted(seeds: range) -> None:

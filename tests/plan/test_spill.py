@@ -138,6 +138,7 @@ def test_close_to_the_best_there_is(inventory: Inventory, device: float, host: f
     assert found <= 1.3 * best
 
 
+@pytest.mark.slow
 def test_every_candidate_is_timed_as_its_plan_is() -> None:
     inventory = layered(5, 300 * KIB, 100 * KIB, 64 * KIB, head=200 * KIB)
     budget = Budget(inventory.num_bytes, workload=Workload([1, 256]), codec="none")

@@ -143,6 +143,7 @@ class TestPlanning:
 
     BUDGETS = pytest.mark.parametrize("mode", ["sharded_gpu", "sharded_cpu"])
 
+    @pytest.mark.slow
     @BUDGETS
     def test_forecasts_know_the_links(self, mode: Any) -> None:
         planner, budget = self.planner(h200(), mode)

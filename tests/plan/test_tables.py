@@ -113,6 +113,7 @@ NOTHING_COMPARED = {
 }  # fmt: skip
 
 
+@pytest.mark.slow
 def test_tables_agree_with_the_raw_results() -> None:
     command = [sys.executable, ROOT / "benchmarks" / "tables.py", "--check"]
     done = subprocess.run(command, capture_output=True, text=True)

@@ -56,6 +56,7 @@ def logprobs_of(model: Any, ids: list[int]) -> torch.Tensor:
         return model(torch.tensor([ids])).logits[0, :-1].float().log_softmax(-1)  # type: ignore[no-any-return]
 
 
+@pytest.mark.slow
 def test_prompts_in_a_list(served: Served) -> None:
     """As texts and as tokens, each with the answer that it has alone."""
     alone = [asked(served, prompt=prompt, max_tokens=TOKENS)["choices"][0]["text"] for prompt in PROMPTS]
@@ -73,6 +74,7 @@ def test_prompts_in_a_list(served: Served) -> None:
     assert asked(served, prompt=tokens[1], max_tokens=TOKENS)["choices"][0]["text"] == alone[1]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("endpoint", ["completions", "chat/completions"])
 def test_several_answers(served: Served, endpoint: str) -> None:
     """Drawn by seeds that follow one another."""
@@ -178,6 +180,7 @@ def test_an_echo_of_a_token_that_is_none(served: Served) -> None:
     assert (status, json.loads(text)["error"]["param"]) == (400, "prompt")
 
 
+@pytest.mark.slow
 def test_logprobs_of_a_chat(served: Served) -> None:
     """In the form of OpenAI's client, which checks it."""
     messages: Any = [{"role": "user", "content": "Water"}]

@@ -36,6 +36,7 @@ def asked(**fields: Any) -> Any:
     return {"model": NAME, "messages": [HI], "max_tokens": 8, **fields}
 
 
+@pytest.mark.slow
 def test_an_answer_is_that_of_a_chat(served: Served) -> None:
     whole, _ = answers(served, "chat/completions", max_tokens=8)
     before = served.handle.stats().bytes_moved
@@ -47,6 +48,7 @@ def test_an_answer_is_that_of_a_chat(served: Served) -> None:
     assert counts == (whole["usage"]["prompt_tokens"], whole["usage"]["completion_tokens"])
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("said", "fields", "blocks", "reason"), [
     ("abc", {"max_tokens": 3}, [("text", "abc")], "max_tokens"),
     ("abcdef", {"stop_sequences": ["de"]}, [("text", "abc")], "stop_sequence"),

@@ -52,6 +52,7 @@ def test_what_cannot_be_served(model: Path, flags: list[str], message: str) -> N
     assert message in error_of("serve", model, *flags)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("engine", ["own", "vllm"])
 def test_a_key_that_is_empty(model: Path, engine: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """As of a shell variable that is not set: it opened the server to all."""
@@ -67,6 +68,7 @@ def test_a_key_that_is_empty(model: Path, engine: str, monkeypatch: pytest.Monke
         assert f"{flag}: expected a text without" in error_of(*words, "--api-key", "k", flag, "")
 
 
+@pytest.mark.slow
 def test_a_port_that_is_taken(model: Path) -> None:
     with bind("127.0.0.1", 0) as other:
         other.listen()
@@ -95,12 +97,14 @@ def test_settings_that_rows_cannot_have(model: Path, tmp_path: Path, fields: dic
     assert "; take it out of the file, leave its sampling out with --generation-config none, or use --eng" in found
 
 
+@pytest.mark.slow
 def test_settings_that_are_left_out(model: Path, tmp_path: Path) -> None:
     fields = {name: value for fields, _ in SETTINGS[:-1] for name, value in fields.items()}
     folder = changed(model, tmp_path / "changed", "generation_config.json", **fields)
     succeed("serve", folder, "--generation-config", "none", "--dry-run")
 
 
+@pytest.mark.slow
 def test_a_template_that_is_none(model: Path, tmp_path: Path) -> None:
     """It was found in every request to a chat, and not at the start."""
     folder = changed(model, tmp_path / "changed", "generation_config.json")

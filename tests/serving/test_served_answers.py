@@ -107,6 +107,7 @@ class TestEnds:
 
 
 class TestTools:
+    @pytest.mark.slow
     @pytest.mark.parametrize("endpoint", [pytest.param(ENDPOINTS[1], marks=pytest.mark.slow), ENDPOINTS[2]])
     def test_one_call_at_a_time(self, served: Served, says: Says, endpoint: str) -> None:
         call = '<tool_call>\n{"name": "f", "arguments": {}}\n</tool_call>'
@@ -159,6 +160,7 @@ class TestTools:
         assert whole.get("reason", "length") == "length"
         assert served.engine.running == 0
 
+    @pytest.mark.slow
     @pytest.mark.parametrize(("endpoint", "end"), [("chat/completions", "\n</tool_call>"), ("responses", "\n")])
     @pytest.mark.parametrize("call", ["[1]", '{"arguments": {}}', '{"name": "f"}', '{"name": 5, "arguments": {}}'])
     def test_json_that_is_no_call(self, served: Served, says: Says, endpoint: str, call: str, end: str) -> None:
@@ -221,6 +223,7 @@ class TestResponses:
         with client.responses.stream(model=NAME, input="hi", max_output_tokens=4) as stream:
             assert "".join(event.delta for event in stream if event.type == "response.output_text.delta") == "abcd"
 
+    @pytest.mark.slow
     @pytest.mark.parametrize(("said", "text"), [("ok{}", "ok"), ("ok{}, so{}", "ok, so"), ("<think>hm</think>{}", "")])
     def test_events_of_calls(self, served: Served, says: Says, said: str, text: str) -> None:
         """Each item has its own index: a message was sent again at that of the call, and openai's client broke."""
@@ -272,6 +275,7 @@ def llama(tmp_path_factory: pytest.TempPathFactory) -> Tokenizer:
 
 
 class TestTokenText:
+    @pytest.mark.slow
     @given(st.lists(st.integers(3, 198).filter(lambda token: token not in (4, 5, 6))), st.text("ab \n", max_size=9))
     def test_any_tokens_behind_a_prompt(self, llama: Tokenizer, tokens: list[int], prompt: str) -> None:
         """The text of all, less that of the prompt."""

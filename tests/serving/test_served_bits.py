@@ -121,6 +121,7 @@ class TestEqualsGenerate:
             assert "".join(part.choices[0].text for part in parts if part.choices) == text_of(served, expected[prompt])
             assert parts[-1].choices == []
 
+    @pytest.mark.slow
     @one_store
     @pytest.mark.skipif(shutil.which("curl") is None, reason="there is no curl here")
     def test_curl(self, served: Served, expected: dict[str, list[int]]) -> None:
@@ -170,6 +171,7 @@ SETTINGS: list[dict[str, Any]] = [
 SLOW = [pytest.param(each, marks=pytest.mark.slow) for each in SETTINGS[3:]]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("setting", [*SETTINGS[:3], *SLOW], ids=lambda setting: next(iter(setting)))
 def test_settings_of_the_model(
     folder: Path, resident: Any, expected: dict[str, list[int]], tmp_path: Path, setting: dict[str, Any]
@@ -200,6 +202,7 @@ def test_settings_of_the_model(
         assert served.handle.stats().bytes_moved > before
 
 
+@pytest.mark.slow
 @one_store
 def test_settings_of_a_request(served: Served, resident: Any) -> None:
     ids = served.tokenizer("Water", return_tensors="pt").input_ids
@@ -230,6 +233,7 @@ FIELDS: list[tuple[dict[str, Any], dict[str, Any]]] = [
 ]
 
 
+@pytest.mark.slow
 @one_store
 @pytest.mark.parametrize(("fields", "options"), FIELDS, ids=lambda each: next(iter(each)))
 def test_fields_that_are_processors(
@@ -243,6 +247,7 @@ def test_fields_that_are_processors(
     assert answer["choices"][0]["text"] == text_of(served, wanted.tolist())
 
 
+@pytest.mark.slow
 @one_store
 def test_words_of_several_tokens_are_forbidden(served: Served, expected: dict[str, list[int]]) -> None:
     """Also one whose first tokens are the end of the prompt; nothing else changes."""
@@ -274,6 +279,7 @@ def test_tokens_that_the_model_has_not(served: Served, fields: dict[str, Any]) -
     assert "token 999, and the model has embeddings for 2" in error["message"]
 
 
+@pytest.mark.slow
 def test_a_tokenizer_that_strips_the_first_space(tmp_path: Path) -> None:
     """A completion goes on behind the prompt, whole and streamed: it lost a space at the seam."""
     ensure_model(tmp_path / "llama", TINY)
@@ -334,6 +340,7 @@ class TestSampling:
         fields: dict[str, Any] = {"max_tokens": TOKENS, "temperature": 1.5, "seed": -1}
         assert len({served.complete("Water", **fields)["choices"][0]["text"] for _ in range(3)}) > 1
 
+    @pytest.mark.slow
     @one_store
     def test_a_seed_depends_on_nothing_that_was_before(self, served: Served, monkeypatch: pytest.MonkeyPatch) -> None:
         """Neither on draws of cancelled requests, nor on the cache; and what comes later does not depend on it."""

@@ -73,6 +73,7 @@ def is_done(asked: Sequence[Request]) -> Callable[[], bool]:
     return lambda: all(each.has_ended or each.error is not None for each in asked)
 
 
+@pytest.mark.slow
 def test_requests_of_all_lengths_at_once(model: Any) -> None:
     """More than there are rows, so that some wait, and rows are exchanged as others leave."""
     asked = [request(prompt(1 + 13 * (at % 7), at), 3 + at % 11) for at in range(24)]
@@ -84,6 +85,7 @@ def test_requests_of_all_lengths_at_once(model: Any) -> None:
     assert [each.tokens for each in asked] == [alone(model, each) for each in asked]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("family", STATES)
 def test_rows_with_states(family: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """A part of a prompt runs before a step of more rows than sequences; a chat goes on, and nothing is shared."""
@@ -117,6 +119,7 @@ def guessed(request: pytest.FixtureRequest, model: Any, tmp_path: Path) -> Itera
     handle.remove()
 
 
+@pytest.mark.slow
 def test_guesses_for_a_single_row(model: Any, guessed: tuple[Any, Any]) -> None:
     """The tokens without them, in fewer passes, whoever joins, leaves, draws tokens or ends within the guesses."""
 
@@ -150,6 +153,7 @@ def test_guesses_for_a_single_row(model: Any, guessed: tuple[Any, Any]) -> None:
     assert moved >= (before.passes + len(sizes)) * handle.plan.moved_bytes > 0
 
 
+@pytest.mark.slow
 def test_the_turns_of_a_chat_share_their_beginning(model: Any) -> None:
     with running(model, 3) as engine:
         starts: list[int] = []
@@ -236,6 +240,7 @@ def test_a_request_that_leaves_frees_its_row(model: Any) -> None:
     assert (stays.tokens, after.tokens) == (alone(model, stays), alone(model, after))
 
 
+@pytest.mark.slow
 def test_a_prompt_that_raises_ends_its_request_alone(model: Any) -> None:
     stays = request(prompt(30), 120)
     with running(model, 2) as engine:

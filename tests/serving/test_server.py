@@ -272,6 +272,7 @@ def test_a_key(folder: Path) -> None:
         assert served.send("/health")[0] == served.send("/metrics")[0] == 200
 
 
+@pytest.mark.slow
 def test_hosts_of_other_sites(folder: Path, served: Served) -> None:
     """A page whose name leads to this machine (DNS rebinding) reads nothing; with a key it has nothing to gain."""
     before, asked = served.handle.stats().bytes_moved, {"prompt": "hi", "max_tokens": 2}

@@ -35,6 +35,7 @@ def is_valid(text: str) -> bool:
     return found.keys() == {"a", "b"} and found["a"] in ("x", "yy") and 3 <= found["b"] <= 9
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("temperature", [0, 1])
 @pytest.mark.parametrize("endpoint", ["completions", "chat/completions", "responses"])
 def test_json_of_a_schema(served: Served, endpoint: str, temperature: float) -> None:
@@ -49,6 +50,7 @@ def test_json_of_a_schema(served: Served, endpoint: str, temperature: float) -> 
     assert whole.get("reason", "stop") == "stop"
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("choice", ["required", {"type": "function", "function": {"name": "g\u00e9"}}])
 def test_a_call_that_has_to_be(served: Served, choice: Any) -> None:
     fields = {"tools": TOOLS, "tool_choice": choice, "parallel_tool_calls": False, "max_tokens": 300}

@@ -484,6 +484,7 @@ class TestAuto:
     def test_leaves_compute_bound_steps(self) -> None:
         assert self.stores(torch.bfloat16, workload=headrace.Workload([100_000])) == {"cpu"}
 
+    @pytest.mark.slow
     def test_alternatives_are_those_of_the_codec_that_is_chosen(self) -> None:
         with torch.device("meta"):
             inventory = take_inventory(Stack(36, 8192).to(torch.bfloat16))

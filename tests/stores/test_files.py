@@ -62,6 +62,7 @@ def direct_bytes(path: Path, content: bytes, options: DiskOptions) -> int:
 
 
 class TestSameBytes:
+    @pytest.mark.slow
     @pytest.mark.parametrize("direct", [False, True, None])
     @settings(max_examples=40, deadline=None)
     @given(data=st.data())

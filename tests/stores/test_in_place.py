@@ -149,6 +149,7 @@ class TestOffsets:
                 assert_same_bits(model(tokens), twin(tokens))
             assert set(handle.plan.uva) == {"0.weight"}
 
+    @pytest.mark.slow
     @pytest.mark.parametrize("functional", [False, True], ids=["rows", "a product"])
     @pytest.mark.parametrize("compiled", [False, True], ids=["eager", "compiled"])
     @pytest.mark.parametrize("units", [False, True], ids=["alone", "beside units"])
@@ -336,6 +337,7 @@ def folder_of(tmp_path: Path, layout: str, dtype: torch.dtype = torch.float32, s
 
 
 class TestExpertsOfTransformers:
+    @pytest.mark.slow
     @DTYPES
     @pytest.mark.parametrize("layout", ["one by one", "fused"])
     def test_a_budget_reads_them_in_place(self, layout: str, dtype: torch.dtype, tmp_path: Path) -> None:

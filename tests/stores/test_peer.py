@@ -119,6 +119,7 @@ def test_within_all_limits(model: nn.Module, device: float, peer: float, host: f
     assert all(unit.num_bytes > left for unit in made.units if unit.store != "peer"), "there was room for it"
 
 
+@pytest.mark.slow
 def test_every_candidate_is_timed_as_its_plan_is() -> None:
     inventory = layered(5, 300 * KIB, 100 * KIB, 64 * KIB, head=200 * KIB)
     budget = Budget(inventory.num_bytes, workload=Workload([1, 256]), peer_memory=700 * KIB, codec="none")
@@ -169,6 +170,7 @@ def test_what_was_asked_for_is_used_or_warned_of() -> None:
         assert made.peer_bytes == 0 < made.store_bytes["cpu"]
 
 
+@pytest.mark.slow
 def test_another_machine_is_planned_for(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
     with torch.device("meta"):
         model = Stack(40, dim=4000)
@@ -284,6 +286,7 @@ class TestCarriedOut:
         assert_same_bits(doubled, weight * 2)
         handle.remove()
 
+    @pytest.mark.slow
     def test_a_folder(self, tmp_path: Path) -> None:
         """With ``load``, and with ``headrace generate``."""
         from headrace.adapters.transformers import load

@@ -224,6 +224,7 @@ def measuring_at(*rates: float) -> tuple[Any, list[torch.device]]:
     return measure, asked
 
 
+@pytest.mark.slow
 def test_the_link_is_measured(here: list[SimpleNamespace], monkeypatch: pytest.MonkeyPatch) -> None:
     """Once a process; of another start, which measures a little more, the plan is the same."""
     here.append(gpu())
@@ -248,6 +249,7 @@ def test_the_link_is_measured(here: list[SimpleNamespace], monkeypatch: pytest.M
     assert not rates.is_measured
 
 
+@pytest.mark.slow
 def test_the_link_is_not_measured(
     here: list[SimpleNamespace], monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:

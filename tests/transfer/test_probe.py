@@ -201,6 +201,7 @@ def test_a_damaged_file_is_named_and_ignored(place: Path, seed: int) -> None:
     assert load() == measured()
 
 
+@pytest.mark.slow
 def test_what_is_measured_on_a_disk_leaves_nothing_to_a_killed_process(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -78,6 +78,7 @@ def pid_of(machine: Machine) -> int:
 
 
 class TestBytes:
+    @pytest.mark.slow
     @pytest.mark.parametrize(("units", "slots", "entries", "options"), [
         (1, 1, 1, DiskOptions()), (5, 2, 3, DiskOptions(True)), (8, 3, 8, DiskOptions(None, True)),
         (7, 2, 2, DiskOptions(True)), (7, 2, 2, DiskOptions()),
@@ -114,6 +115,7 @@ class TestBytes:
 
 
 class TestFiles:
+    @pytest.mark.slow
     @pytest.mark.parametrize(("harm", "options"), [
         ("rewrite", DiskOptions()), ("rewrite", DiskOptions(True)), ("truncate", DiskOptions(True)),
         ("truncate", DiskOptions(None)),

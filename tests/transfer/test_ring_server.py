@@ -96,6 +96,7 @@ def serving(num_pieces: int, num_entries: int, read_bytes: int = PIECE_BYTES, **
 
 
 class TestReads:
+    @pytest.mark.slow
     @given(st.data())
     def test_make_up_every_piece(self, data: st.DataObject) -> None:
         sizes = data.draw(st.lists(st.integers(1, 20_000), min_size=1, max_size=4))

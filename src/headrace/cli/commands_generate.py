@@ -397,11 +397,10 @@ Ctrl-C ends an answer at its next token and keeps it; once more ends the chat"""
 
 
 class _Answer(NamedTuple):
-    """Ids of an answer, how many of them came first, and the seconds until then and in all, prompt included."""
+    """Ids of an answer, tokens and seconds after each of its first three steps, and all seconds, prompt included."""
 
     tokens: Any
-    num_first: int
-    first_s: float
+    steps: list[tuple[int, float]]
     seconds: float
 
 
@@ -505,16 +504,19 @@ class _Printer:
         self._decode, self._continues = partial(tokenizer.decode, skip_special_tokens=True), continues
         self._text: TokenText | None = None
         self._begin = time.perf_counter()
-        self.first = 0, 0.0  # tokens that came at once, speculated ones too, and seconds until then
+        self.steps: list[tuple[int, float]] = []  # tokens so far and seconds, after each of the first three
+        self._tokens = 0
 
     def put(self, tokens: torch.Tensor) -> None:
         ids = tokens.flatten().tolist()
         if self._text is None:
             self._text = TokenText(self._decode, ids if self._continues else ())
         else:
-            if not self.first[0]:
-                self.first = len(ids), time.perf_counter() - self._begin
-                _log.info("prompt and first token: %s", format_time(self.first[1]))
+            self._tokens += len(ids)
+            if len(self.steps) < 3:
+                self.steps.append((self._tokens, time.perf_counter() - self._begin))
+                if len(self.steps) == 1:
+                    _log.info("prompt and first token: %s", format_time(self.steps[0][1]))
             print("".join(map(self._text.add, ids)), end="", flush=True)
 
     def end(self) -> None:
@@ -543,20 +545,20 @@ def _stream(
         **({} if stopped is None else {"stopping_criteria": [lambda *_, **__: bool(stopped)]}),
         **options.sampling(),
     )
-    return _Answer(output[0, inputs["input_ids"].shape[1] :], *printer.first, time.perf_counter() - begin)
+    return _Answer(output[0, inputs["input_ids"].shape[1] :], printer.steps, time.perf_counter() - begin)
 
 
 def _speed(answers: Sequence[_Answer]) -> str:
-    """Tokens, the time to the first, and the rate of those that followed."""
+    """Tokens, the time to the first and to the third step, which warm up and capture graphs, and the rate since."""
     tokens = sum(len(answer.tokens) for answer in answers)
-    following = tokens - sum(answer.num_first for answer in answers)
-    seconds = sum(answer.seconds - answer.first_s for answer in answers)
-    first_s = sum(answer.first_s for answer in answers) / len(answers)
+    following = sum(len(answer.tokens) - answer.steps[-1][0] for answer in answers)
+    seconds = sum(answer.seconds - answer.steps[-1][1] for answer in answers)
+    first_s, third_s = (sum(answer.steps[at][1] for answer in answers) / len(answers) for at in (0, -1))
     several = len(answers) > 1
+    third = f", third step {format_time(third_s)}, then {format_rate(following / seconds)} tokens/s" if following else ""
     return (
         f"{pluralize(tokens, 'token')}{f' in {len(answers)} answers' if several else ''}: first token "
-        f"{format_time(first_s)}{' on average' if several else ''}"
-        f"{f', then {format_rate(following / seconds)} tokens/s' if following else ''}"
+        f"{format_time(first_s)}{third}{' on average' if several else ''}"
     )
 
 
