@@ -162,7 +162,7 @@ def cgroup_available_bytes(membership: str | None = None, root: Path = _CGROUP_R
     Returns:
         bytes, at least 0; ``None`` without a limit.
     """
-    levels = _memory_levels(_read("/proc/self/cgroup", membership), root)
+    levels = group_levels("memory", membership, root)
     return min((left for level in levels if (left := _left_in(level)) is not None), default=None)
 
 
@@ -181,15 +181,15 @@ def memlock_bytes(status: str | None = None, soft_limit: int | None = None) -> i
     return max(0, limit - (_kib_line("VmLck", text) or 0))
 
 
-def _memory_levels(membership: str, root: Path) -> Iterator[Path]:
-    """The folders of the groups that count this process's memory, innermost first."""
-    for line in membership.splitlines():
+def group_levels(controller: str, membership: str | None = None, root: Path = _CGROUP_ROOT) -> Iterator[Path]:
+    """The folders of the groups in which ``controller`` (``memory``, ``cpu``) counts this process, innermost first."""
+    for line in _read("/proc/self/cgroup", membership).splitlines():
         hierarchy, _, others = line.partition(":")
         controllers, _, path = others.partition(":")
         if hierarchy == "0" and not controllers:
             mount = root
-        elif "memory" in controllers.split(","):
-            mount = root / "memory"
+        elif controller in controllers.split(","):
+            mount = root / controller
         else:
             continue
         parts = [part for part in path.split("/") if part]
