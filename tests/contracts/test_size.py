@@ -13,10 +13,10 @@ import pytest
 import measures
 
 BOUNDS = {
-    "lines of src": 24569,
+    "lines of src": 24763,
     "lines of the core": 15005,
-    "files of src": 176,
-    "lines of tests": 43305,
+    "files of src": 179,
+    "lines of tests": 43836,
     "longest class": 347,
     "Prefetcher": 298,
     "branches on a kind of store": 4,

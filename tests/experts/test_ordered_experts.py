@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 import torch
 
-from headrace.errors import HeadraceWarning, OptionError, StateError
+from headrace.errors import OptionError, StateError
 from headrace.experts import order, ordered
 from headrace.experts.order import Projection
 from headrace.experts.ordered import Launch
@@ -170,15 +170,6 @@ def test_mxfp4_has_the_bits_of_its_values_in_bf16(made: torch.Generator) -> None
     assert (
         different(ordered.run(x, ids, weights, first, second, *rest), ordered.run(x, ids, weights, *plain, *rest)) == 0
     )
-
-
-def test_on_a_cpu_without_the_interpreter_torch_runs_it(made: torch.Generator, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.delenv("TRITON_INTERPRET")
-    ordered._warn_of_torch.cache_clear()
-    given = case("bf16", 2, made)
-    with pytest.warns(HeadraceWarning, match="run in torch, slowly"):
-        found = ordered.run(*given)
-    assert different(found, experts_in_c(*given)) == 0
 
 
 def test_refused(made: torch.Generator) -> None:

@@ -17,6 +17,7 @@ def check_core() -> None:
     assert home.is_relative_to(sys.prefix), f"expected the installed package, found {home}"
     assert headrace.__version__ == metadata.version("headrace")
     assert (home.parent / "py.typed").exists()
+    assert (home.parent / "experts/cpu/experts.c").exists()  # compiled where it runs
 
     model = torch.nn.Sequential(*(torch.nn.Linear(256, 256) for _ in range(8))).eval()
     x = torch.randn(4, 256)

@@ -90,11 +90,13 @@ def experts_in_c(
     return out
 
 
-def spread(*shape: int, wide: float = 0.0, special: float = 0.0, made: torch.Generator) -> torch.Tensor:
-    """Normally distributed bf16 whose exponents are spread by ``wide``; ``special``: share of random bits, which are
-    denormal, infinite or not a number, too."""
+def spread(
+    *shape: int, wide: float = 0.0, special: float = 0.0, size: float = 0.125, made: torch.Generator
+) -> torch.Tensor:
+    """Normally distributed bf16 of ``size``, whose exponents are spread by ``wide``; ``special``: share of random bits,
+    which are denormal, infinite or not a number, too."""
     with made.device:
-        x = torch.randn(shape, generator=made) * torch.exp(wide * torch.randn(shape, generator=made)) / 8
+        x = torch.randn(shape, generator=made) * torch.exp(wide * torch.randn(shape, generator=made)) * size
         bits = torch.randint(-(1 << 15), 1 << 15, shape, generator=made).to(torch.int16)
         kinds = torch.tensor([0x0001, 0x007F, 0x0080, 0x7F7F, 0x7F80, 0x7FC0, -0x8000, -0x80], dtype=torch.int16)
         bits = torch.where(bits % 2 == 0, bits, kinds[torch.randint(0, len(kinds), shape, generator=made)])
@@ -108,6 +110,8 @@ def projection(
     biases = spread(experts, outputs, made=made) if bias else None
     if form == "mxfp4":
         low, high = (0, 256) if kinds.get("special") else (110, 130)
+        if size := kinds.get("size"):
+            low, high = (40, 70) if size < 1 else (0, 3)
         with made.device:
             codes = torch.randint(0, 256, (experts, outputs, inputs // 2), generator=made, dtype=torch.uint8)
             scales = torch.randint(low, high, (experts, outputs, inputs // 32), generator=made).to(torch.uint8)

@@ -13,6 +13,8 @@ from typing import NamedTuple
 import torch
 from torch.nn.functional import pad
 
+from headrace.errors import OptionError
+
 # Of a sum of products, element k is in chunk k / CHUNK, and in lane k % LANES of it.
 LANES, CHUNK = 64, 256
 # More rows are run by other implementations: from here on weights are read once for several rows.
@@ -56,6 +58,22 @@ class Projection(NamedTuple):
         """The product of ``expert`` with ``x`` (bf16 [inputs]), rounded, and its bias: bf16 [outputs]."""
         y = dot(self.values(expert), x.float()).bfloat16()
         return y if self.bias is None else y + self.bias[expert]
+
+
+def require_bf16(*tensors: torch.Tensor) -> None:
+    """Raise ``OptionError`` for another dtype."""
+    if found := {tensor.dtype for tensor in tensors} - {torch.bfloat16}:
+        raise OptionError(
+            f"experts_implementation 'headrace': expected weights and hidden states in torch.bfloat16, found "
+            f'{found.pop()}: load the model with dtype="bfloat16", or use experts_implementation="grouped_mm"'
+        )
+
+
+def require_dtypes(x: torch.Tensor, weights: torch.Tensor, gate_up: Projection, down: Projection) -> None:
+    """Raise ``OptionError`` for arguments of :func:`run_experts` in other dtypes."""
+    require_bf16(x, *(each.weight for each in (gate_up, down) if each.scales is None))
+    if weights.dtype not in (torch.bfloat16, torch.float32):
+        raise OptionError(f"weights of experts: expected torch.bfloat16 or torch.float32, found {weights.dtype}")
 
 
 def mxfp4_values(codes: torch.Tensor, scales: torch.Tensor) -> torch.Tensor:

@@ -6,13 +6,13 @@ A number of an expert, or the row in which a cache has it, is an index into the 
 from __future__ import annotations
 
 import os
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from functools import cache
 from typing import Any, NamedTuple
 
 import torch
 
-from headrace.errors import OptionError, StateError, warn_user
+from headrace.errors import StateError, warn_user
 from headrace.experts import order
 from headrace.experts.order import Projection
 
@@ -49,21 +49,10 @@ def run(
     Raises:
         OptionError: another dtype than bf16.
     """
-    require_bf16(x, *(each.weight for each in (gate_up, down) if each.scales is None))
-    if weights.dtype not in (torch.bfloat16, torch.float32):
-        raise OptionError(f"weights of experts: expected torch.bfloat16 or torch.float32, found {weights.dtype}")
+    order.require_dtypes(x, weights, gate_up, down)
     op, transposed = torch.ops.headrace.ordered_experts, gate_up.is_transposed
     output: torch.Tensor = op(x, ids, weights, *gate_up[:3], *down[:3], transposed, is_interleaved, list(glu))
     return output
-
-
-def require_bf16(*tensors: torch.Tensor) -> None:
-    """Raise ``OptionError`` for another dtype."""
-    if found := {tensor.dtype for tensor in tensors} - {torch.bfloat16}:
-        raise OptionError(
-            f"experts_implementation 'headrace': expected weights and hidden states in torch.bfloat16, found "
-            f'{found.pop()}: load the model with dtype="bfloat16", or use experts_implementation="grouped_mm"'
-        )
 
 
 def _ordered_experts(
@@ -76,17 +65,25 @@ def _ordered_experts(
     second = Projection(down, down_scales, down_bias, transposed)
     x, ids, weights = x.contiguous(), ids.contiguous(), weights.contiguous()
     if not x.is_cuda and os.environ.get("TRITON_INTERPRET") != "1":
-        _warn_of_torch(x.device.type)
-        return order.run_experts(x, ids, weights, first, second, interleaved, glu)
+        return _without_a_gpu(x.device.type)(x, ids, weights, first, second, interleaved, glu)
     with torch.cuda.device_of(x):  # Triton launches on the current device, whatever the tensors' one is
         return _launch_down(_launch_gate_up(x, ids, first, interleaved, glu), ids, weights, second)
 
 
 @cache
-def _warn_of_torch(device: str) -> None:
-    warn_user(
-        f"experts_implementation 'headrace': experts on {device!r} run in torch, slowly, to compare bits with a GPU"
-    )
+def _without_a_gpu(device: str) -> Callable[..., torch.Tensor]:
+    """A function that runs experts on ``device``: by threads on a CPU, by torch elsewhere or without a compiler."""
+    why: object = "there are no kernels for it"
+    if device == "cpu":
+        from headrace.experts.cpu import native, pool
+
+        try:
+            native.library()
+            return pool.run
+        except StateError as error:
+            why = error
+    warn_user(f"experts_implementation 'headrace': experts on {device!r} run in torch, slowly: {why}")
+    return order.run_experts
 
 
 def _launch_gate_up(

@@ -15,7 +15,7 @@ from transformers import PreTrainedModel
 from transformers.integrations import moe
 
 from headrace.errors import OptionError
-from headrace.experts import ordered
+from headrace.experts import order, ordered
 from headrace.experts.order import MAX_ROWS, MXFP4_BLOCK, Projection
 from headrace.model.memory_profile import chosen_implementation
 
@@ -132,4 +132,4 @@ def require_effect(model: PreTrainedModel, name: str) -> None:
         for module in modules:
             if not isinstance(module, Mxfp4Experts):
                 _glu_of(module)
-            ordered.require_bf16(*(each for each in module.parameters() if each.is_floating_point()))
+            order.require_bf16(*(each for each in module.parameters() if each.is_floating_point()))
