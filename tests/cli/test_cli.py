@@ -590,7 +590,8 @@ def test_what_contradicts_a_plan_and_places_for_none(model: Path, tmp_path: Path
 def test_generate_prints_what_transformers_prints(model: Path, flags: list[str]) -> None:
     result = succeed("generate", model, "--prompt", "Water", "--max-new-tokens", 12, *flags)
     assert result.stdout == plain_text(model, "Water", max_new_tokens=12)
-    assert re.search(r"^12 tokens: first token [\d.]+ m?s, third step [\d.]+ m?s, then [\d.,]+ tokens/s$", result.stderr, re.M)
+    speed = r"^12 tokens: first token [\d.]+ m?s, third step [\d.]+ m?s, then [\d.,]+ tokens/s$"
+    assert re.search(speed, result.stderr, re.M)
     moved = re.search(r"^(\d+(?:\.\d+)?) M?i?B moved \(", result.stderr, re.M)
     assert moved
     assert (float(moved[1]) > 0) == (flags[:1] in (["--device-memory"], ["--offload-group-size"]))

@@ -555,10 +555,10 @@ def _speed(answers: Sequence[_Answer]) -> str:
     seconds = sum(answer.seconds - answer.steps[-1][1] for answer in answers)
     first_s, third_s = (sum(answer.steps[at][1] for answer in answers) / len(answers) for at in (0, -1))
     several = len(answers) > 1
-    third = f", third step {format_time(third_s)}, then {format_rate(following / seconds)} tokens/s" if following else ""
+    then = f", third step {format_time(third_s)}, then {format_rate(following / seconds)} tokens/s"
     return (
         f"{pluralize(tokens, 'token')}{f' in {len(answers)} answers' if several else ''}: first token "
-        f"{format_time(first_s)}{third}{' on average' if several else ''}"
+        f"{format_time(first_s)}{' on average' if several else ''}{then if following else ''}"
     )
 
 
