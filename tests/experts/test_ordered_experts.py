@@ -36,12 +36,6 @@ def made() -> torch.Generator:
     return torch.Generator().manual_seed(0)
 
 
-@pytest.fixture(autouse=True)
-def few_programs(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The interpreter runs one after another, and each takes its time to start."""
-    monkeypatch.setattr(ordered, "LAUNCHES", dict.fromkeys(ordered.LAUNCHES, (Launch(256, 1, 1), Launch(128, 1, 1))))
-
-
 @pytest.mark.slow
 @every_form_and({("bf16", "wide"), ("transposed", "special"), ("mxfp4", "special")})
 def test_dots(form: str, numbers: dict[str, float], made: torch.Generator) -> None:

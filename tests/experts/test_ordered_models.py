@@ -18,8 +18,6 @@ from headrace.adapters.transformers import load, load_folder, ordered_experts
 from headrace.adapters.transformers.load_folder import build_meta_model
 from headrace.adapters.transformers.ordered_experts import Mxfp4Experts
 from headrace.errors import OptionError, OptionTypeError
-from headrace.experts import ordered
-from headrace.experts.ordered import Launch
 from headrace.testing import assert_same_bits
 from moe_models import IDS, cached, gpt_oss, qwen
 from ordered_c import compared_with_c
@@ -31,12 +29,6 @@ MOVING = {
     "prefetched and cached": lambda: headrace.Rules([("experts", "cache"), ("@attention", "prefetch")], expert_slots=2),
 }
 MODELS = {"qwen3_moe": qwen, "gpt_oss": gpt_oss}
-
-
-@pytest.fixture(autouse=True)
-def few_programs(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The interpreter runs one after another, and each takes its time to start."""
-    monkeypatch.setattr(ordered, "LAUNCHES", dict.fromkeys(ordered.LAUNCHES, (Launch(256, 1, 1), Launch(128, 1, 1))))
 
 
 def step(model: nn.Module) -> torch.Tensor:
