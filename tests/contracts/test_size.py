@@ -13,10 +13,10 @@ import pytest
 import measures
 
 BOUNDS = {
-    "lines of src": 24763,
-    "lines of the core": 15005,
+    "lines of src": 24766,
+    "lines of the core": 15008,
     "files of src": 179,
-    "lines of tests": 43836,
+    "lines of tests": 43837,
     "longest class": 347,
     "Prefetcher": 298,
     "branches on a kind of store": 4,

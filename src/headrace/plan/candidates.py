@@ -452,6 +452,7 @@ class Family:
         uva: storages that all of them read in place.
         cached: experts that all of them cache.
         memories: by number of slots, :attr:`memory` without cached experts; shared by the families of these candidates.
+        hosts: :attr:`least_host_bytes` once it is known, the same with any number of slots; shared by those, too.
     """
 
     table: CandidateTable
@@ -467,6 +468,7 @@ class Family:
     uva: tuple[StorageInfo, ...]
     cached: tuple[CachedLayer, ...] = ()
     memories: dict[int, Memory] = field(default_factory=dict)
+    hosts: list[Floats] = field(default_factory=list)
 
     def with_all_slots(self) -> list[Family]:
         """The candidates with one slot, with two and so on."""
@@ -475,7 +477,7 @@ class Family:
     def _take(self, rows: Ints) -> Family:
         """The family with only the candidates of these indices."""
         arrays = ("high", "low", "high_uva", "low_uva", "pattern")
-        return replace(self, memories={}, **{name: getattr(self, name)[rows] for name in arrays})
+        return replace(self, memories={}, hosts=[], **{name: getattr(self, name)[rows] for name in arrays})
 
     @cached_property
     def _chosen(self) -> Ints:
@@ -613,11 +615,13 @@ class Family:
         others = [(HOST, uncoded), *zip(map(kind_of, ("disk", "peer")), (in_files, on_peer), strict=True)]
         return Placed(UnitStores(table.kind, others), on_host)
 
-    @cached_property
+    @property
     def least_host_bytes(self) -> Floats:
         """The least host memory of each candidate."""
-        found = self._placed(np.inf).host_bytes
-        return found if self.table.spill is None else np.minimum(found, self._placed(0).host_bytes)
+        if not self.hosts:
+            found = self._placed(np.inf).host_bytes
+            self.hosts.append(found if self.table.spill is None else np.minimum(found, self._placed(0).host_bytes))
+        return self.hosts[0]
 
     def fitting(self, device_bytes: float, host_bytes: int | None = None, *, must_code: bool = False) -> Ints:
         """Candidates within both limits; ``must_code``: those alone that have a coded unit."""
