@@ -13,19 +13,19 @@ import pytest
 import measures
 
 BOUNDS = {
-    "lines of src": 24766,
-    "lines of the core": 15008,
+    "lines of src": 24861,
+    "lines of the core": 15103,
     "files of src": 179,
-    "lines of tests": 43837,
+    "lines of tests": 44009,
     "longest class": 347,
     "Prefetcher": 298,
     "branches on a kind of store": 4,
     "files that headrace.api loads": 36,
     "lines that headrace.api loads": 6311,
-    "lines of the spine": 5004,
+    "lines of the spine": 5039,
     "files of the spine": 53,
     "files to the first copy": 42,
-    "functions to the first copy": 382,
+    "functions to the first copy": 385,
 }
 # What a measure may lie below its bound, so that not every small change edits the table.
 SLACK = dict.fromkeys(["lines of src", "lines of the core", "lines that headrace.api loads", "lines of the spine"], 60)

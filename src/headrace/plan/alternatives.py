@@ -13,6 +13,7 @@ from headrace.config import Budget
 from headrace.plan.candidates import CandidateTable, Family, mean_log
 from headrace.plan.plan import Plan
 from headrace.plan.rates import Floats, Ints
+from headrace.plan.slabs import slab_bytes
 
 GIB = 2**30
 # More memory is suggested for steps that are this many times as fast.
@@ -95,10 +96,13 @@ class Alternative:
 
 
 class Alternatives:
-    """The alternatives to ``plan``, which is the one for ``budget``."""
+    """The alternatives to ``plan``, which is the one for ``budget``.
 
-    def __init__(self, table: CandidateTable, budget: Budget, plan: Plan) -> None:
-        self._table, self._budget, self._plan = table, budget, plan
+    ``ample``: the plan with as much host memory as it likes, where the budget's is short of it.
+    """
+
+    def __init__(self, table: CandidateTable, budget: Budget, plan: Plan, ample: Plan | None = None) -> None:
+        self._table, self._budget, self._plan, self._ample = table, budget, plan, ample
         self._reserved = table.reserved_bytes(budget)
         self._forecasters = [self._table.forecaster(rows) for rows in self._table.batch_sizes]
         self._now = self._times(plan)
@@ -108,6 +112,8 @@ class Alternatives:
         yield from self._more_memory(curve(self._table, self._table.host_limit(self._budget)))
         if self._plan.spilled_bytes and self._table.spill is not None:
             yield from self._more_host_memory(self._table.spill.ring_bytes)
+        if self._ample is not None:
+            yield from self._enough_host_memory(self._ample)
         yield from self._larger_batch()
 
     def _times(self, plan: Plan) -> list[float]:
@@ -156,6 +162,16 @@ class Alternatives:
             extra = max(1, math.ceil((taken - (0 if better.staged_units else ring_bytes)) / GIB))
             none = "" if better.staged_units else " (nothing is left on disk)"
             text = f"{extra} GiB more host memory: {ratio:.1f}x faster{none}"
+            yield Alternative(text, self._budget.num_bytes, self._table.batch_sizes[0], ratio, times[0])
+
+    def _enough_host_memory(self, ample: Plan) -> Iterator[Alternative]:
+        """Host memory with which the experts of all layers are cached."""
+        times = self._times(ample)
+        limit, ratio = self._table.host_limit(self._budget) or 0, self._speedup(times)
+        host_bytes = sum(layer.most_host_bytes for layer in ample.cached) + sum(unit.num_bytes for unit in ample.units)
+        extra = math.ceil((host_bytes + sum(slab_bytes([size]) for size in ample.uva.values()) - limit) / GIB)
+        if ratio >= _AT_FULL_SPEED and extra > 0:
+            text = f"{extra} GiB more host memory: {ratio:.1f}x faster (the experts of all layers are cached)"
             yield Alternative(text, self._budget.num_bytes, self._table.batch_sizes[0], ratio, times[0])
 
     def _brought_in(self, count: int) -> Plan:

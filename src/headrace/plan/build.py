@@ -273,8 +273,11 @@ class Planner:
 
     def alternatives(self, budget: Budget, plan: Plan) -> list[Alternative]:
         """Gains by more memory or rows; ``plan`` is the one for ``budget``."""
-        budget = replace(budget, codec=plan.codec)
-        return list(Alternatives(self.candidates(budget), budget, plan).find())
+        table, ample = self.candidates(replace(budget, codec=plan.codec)), None
+        if table.is_short(budget.num_bytes - table.reserved_bytes(budget), table.host_limit(budget)):
+            codec: Codec = "none" if budget.codec == "auto" else budget.codec
+            ample = self.plan(replace(budget, codec=codec, host_memory=2 * self.inventory.num_bytes))
+        return list(Alternatives(table, budget, plan, ample).find())
 
     def predict(self, policy: Policy | Plan | None, plan: Plan, workload: Workload | None = None) -> PlanPrediction:
         """The cost of ``plan`` for ``workload`` (default that of ``policy``); for a budget also alternatives.
@@ -427,9 +430,9 @@ def _best(table: CandidateTable, device_bytes: int, host_bytes: int | None, code
     best: dict[int, tuple[tuple[float, ...], Family, int]] = {}
     must_code = table.kind.is_coded and table.has_code
     roomiest: list[tuple[Family, int]] = []  # those that leave the most memory to experts
-    for family in table.families:
+    for family in table.families_within(device_bytes, host_bytes):
         rows, memory = family.fitting(device_bytes, host_bytes, must_code=must_code), family.memory
-        if family.cached and family.num_slots == _DOUBLE_BUFFER and len(rows):
+        if family.cached and family.slots is None and family.num_slots == _DOUBLE_BUFFER and len(rows):
             roomiest.append((family, int(rows[memory.device_bytes[rows].argmin()])))
         expert_slots = family.cached[0].num_slots if family.cached else 0
         least, moved_bytes = family.least_score(rows), memory.moved_bytes[rows]
@@ -454,9 +457,12 @@ def _best(table: CandidateTable, device_bytes: int, host_bytes: int | None, code
     plans = []
     fastest = [(family, row) for _, family, row in sorted(best.values(), key=lambda found: found[0])]
     for family, row in [*fastest, *roomiest]:
-        plan, left = family.plan(row, host_bytes), device_bytes - int(family.memory.device_bytes[row])
+        plan = family.plan(row, host_bytes)
         with suppress(OptionError):  # it has no unit for a code
             plan = with_code(plan, table.inventory, codec)
+        left = device_bytes - (int(family.memory.device_bytes[row]) if family.slots is None else plan.device_bytes)
+        if left < 0:  # only the least of some caches is known before
+            continue
         plans.append(_with_more_experts(plan, left) if plan.cached and table.expert_slots is None else plan)
     if len(plans) < 2:
         return plans[0] if plans else None

@@ -10,8 +10,10 @@ A *role* is a tensor's name inside its layer (``mlp.down_proj.weight``), the sam
 * the mechanism of the modules outside the layers: resident, prefetched or in place;
 * the number of slots;
 * whether experts are cached, and how many of each layer: a few numbers; memory that is left over is added to them.
+  Where host memory is short of what all of them take, those of some layers are resident, and of some prefetched.
 
-None of this depends on the budget. So more memory only ever adds candidates, and the best one gets no slower.
+None of this depends on the budget, but for the number of slots in such a mixture. So more memory only ever adds
+candidates, and the best one gets no slower.
 
 Units that host memory has no room for stay in the checkpoint's files (:class:`Spill`). Reading files is many times
 slower than the link, so as few as possible are left in them, spread over the forward: while units of host memory are
@@ -26,7 +28,8 @@ go to it in the reverse of that order, each for which there is room.
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+import functools
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 from itertools import combinations
@@ -37,8 +40,8 @@ import numpy.typing as npt
 
 from headrace.config import Budget, Mechanism, Mode
 from headrace.model.layers import find_layers
-from headrace.model.records import Inventory, ModelProfile, StorageInfo
-from headrace.plan.cached_experts import CachedLayer, cache_bytes, cached_layers
+from headrace.model.records import Inventory, ModelProfile, StorageInfo, dotted_prefixes
+from headrace.plan.cached_experts import PIECE_BYTES, CachedLayer, cache_bytes, cached_layers
 from headrace.plan.cost_model import Forecaster, StepModel, UnitStores, experts_in, find_stages
 from headrace.plan.kinds import HOST, StoreKind, kind_of
 from headrace.plan.plan import Plan, UnitSpec, assemble
@@ -53,9 +56,12 @@ from headrace.plan.units import TINY_BYTES, outside_units, stranded
 _MAX_ATOMS = 6
 # Shares of its experts that a layer may have slots for.
 _CACHED_SHARES = (1 / 32, 1 / 16, 1 / 8, 1 / 4, 1 / 2, 3 / 4, 7 / 8, 15 / 16)
+# Where the experts of some layers alone are cached, times with other numbers of slots are interpolated.
+_TIMED_SHARES = (0.0, *np.geomspace(1 / 64, 1, 24))
 # A layer is one of the evenly spaced, one of the others, or one of these that keeps resident what they read in place.
 LOW, HIGH, KEPT = range(3)
 _REFUSED = " (not in place)"
+_WITH_OVERFLOW = 9 / 8  # memory of slots and overflow rows, over that of the slots
 # A size with which any sum is below zero.
 _NEVER = -1e30
 
@@ -258,6 +264,54 @@ class CandidateTable:
         dense = [f for how, uva in self._outside_ways() for f in self._evenly_spaced(dense_sets, how, uva)]
         return families + [replace(family, cached=cached) for cached in self._caches(names) for family in dense]
 
+    def families_within(self, device_bytes: float, host_bytes: int | None) -> list[Family]:
+        """``families``, and where host memory is short, those that cache the experts of some layers."""
+        is_short = self.expert_slots is None and self.is_short(device_bytes, host_bytes)
+        return self.families + (self._mixed_families(device_bytes) if is_short else [])
+
+    def is_short(self, device_bytes: float, host_bytes: int | None) -> bool:
+        """Whether ``host_bytes`` alone keep the experts of all layers from being cached."""
+        cached = [family for family in self.families if family.cached]
+        if host_bytes is None or any(len(family.fitting(device_bytes, host_bytes)) for family in cached):
+            return False
+        return any(len(family.fitting(device_bytes)) for family in cached)
+
+    def _mixed_families(self, device_bytes: float) -> list[Family]:
+        """Candidates that cache the experts of some layers; those of the others are resident, or prefetched.
+
+        Of the dense roles all stay or all leave.
+        """
+        if not (names := self._cached_by_choice()):  # a rule caches them
+            return []
+        experts = frozenset(role for mine in self.roles.values() for role, s in mine.items() if s.name in names)
+        sets = RoleSets(self, self._every_role, [experts, experts.symmetric_difference(self._every_role)])
+        patterns = _three_ways([not experts.isdisjoint(mine) for mine in self.roles.values()], least_moved=0)
+        lows = [low for low in sets.sets if experts.isdisjoint(low)]
+        high, low = (
+            np.repeat([sets.sets.index(each | more) for each in lows], len(patterns))
+            for more in (experts, frozenset[str]())
+        )
+        none, every = np.zeros_like(high), np.tile(np.arange(len(patterns)), len(lows))
+        cached = cached_layers(self.inventory, names, 1)
+        return [
+            family.with_some_cached(cached, device_bytes)
+            for how, uva in self._outside_ways()
+            for family in Family(self, sets, high, low, none, none, every, 1, patterns, how, uva).with_all_slots()
+        ]
+
+    @functools.cache  # noqa: B019 - of one step per batch size
+    def cached_reads(self, step: StepModel) -> tuple[list[int], Floats]:
+        """Numbers of slots, and for each :meth:`StepModel.read_in_place` of all experts in so many."""
+        layers = cached_layers(self.inventory, self._cached_by_choice(), 1)
+        most = max(layer.num_experts for layer in layers)
+        counts = sorted({max(1, round(share * most)) for share in _TIMED_SHARES})
+        sized = ([replace(layer, num_slots=min(count, layer.num_experts)) for layer in layers] for count in counts)
+        return counts, np.array([step.read_in_place((), each) for each in sized])
+
+    def layer_around(self, fqn: str) -> int:
+        """The position of the layer that the module ``fqn`` is in."""
+        return next(self.layer_index[name] for name in dotted_prefixes(fqn) if name in self.layer_index)
+
     def _cached_by_choice(self) -> set[str]:
         """Movable experts with what belongs to them, such as biases; empty where not all of that may be cached."""
         weights = {s for storages in self._experts.values() for s in storages}
@@ -352,13 +406,13 @@ class CandidateTable:
         return Family(self, sets, *chosen, every, 1, patterns, outside, uva).with_all_slots()
 
 
-def _three_ways(has_experts: Sequence[bool]) -> Kinds:
+def _three_ways(has_experts: Sequence[bool], least_moved: int = 1) -> Kinds:
     """[patterns, layers]: every number of evenly spaced layers with experts that are ``HIGH``, and of those between
     them that are ``KEPT``."""
     layers = np.flatnonzero(has_experts)
     patterns = []
-    for moved in range(1, len(layers)):
-        spaced = np.arange(moved) * len(layers) // moved
+    for moved in range(least_moved, len(layers)):
+        spaced = np.arange(moved) * len(layers) // max(1, moved)
         between = np.delete(layers, spaced)
         for kept in range(len(between)):
             pattern = np.full(len(has_experts), LOW, dtype=np.int8)
@@ -371,7 +425,7 @@ def _three_ways(has_experts: Sequence[bool]) -> Kinds:
 class RoleSets:
     """Every set of roles that may leave together, lightest first; the first one is empty."""
 
-    def __init__(self, table: CandidateTable, allowed: Sequence[str]) -> None:
+    def __init__(self, table: CandidateTable, allowed: Sequence[str], groups: Sequence[frozenset[str]] = ()) -> None:
         totals = dict.fromkeys(allowed, 0)
         for roles in table.roles.values():
             for role in totals.keys() & roles.keys():
@@ -380,6 +434,7 @@ class RoleSets:
         atoms = [frozenset({role}) for role in ordered[:_MAX_ATOMS]]
         if len(ordered) > _MAX_ATOMS:  # the light ones go together: they add choices but hardly any bytes
             atoms[_MAX_ATOMS - 1] = frozenset(ordered[_MAX_ATOMS - 1 :])
+        atoms = [group for group in groups if group] or atoms
         sets = {
             frozenset[str]().union(*chosen) for count in range(len(atoms) + 1) for chosen in combinations(atoms, count)
         }
@@ -451,6 +506,7 @@ class Family:
         outside: the mechanism outside the layers.
         uva: storages that all of them read in place.
         cached: experts that all of them cache.
+        slots: by candidate, slots of ``LOW`` layers, which alone cache experts then; ``None``: all ``cached`` are.
         memories: by number of slots, :attr:`memory` without cached experts; shared by the families of these candidates.
         hosts: :attr:`least_host_bytes` once it is known, the same with any number of slots; shared by those, too.
     """
@@ -467,6 +523,7 @@ class Family:
     outside: Mechanism
     uva: tuple[StorageInfo, ...]
     cached: tuple[CachedLayer, ...] = ()
+    slots: Ints | None = None
     memories: dict[int, Memory] = field(default_factory=dict)
     hosts: list[Floats] = field(default_factory=list)
 
@@ -477,7 +534,15 @@ class Family:
     def _take(self, rows: Ints) -> Family:
         """The family with only the candidates of these indices."""
         arrays = ("high", "low", "high_uva", "low_uva", "pattern")
-        return replace(self, memories={}, hosts=[], **{name: getattr(self, name)[rows] for name in arrays})
+        slots = None if self.slots is None else self.slots[rows]
+        return replace(self, memories={}, hosts=[], slots=slots, **{name: getattr(self, name)[rows] for name in arrays})
+
+    def with_some_cached(self, layers: Sequence[CachedLayer], device_bytes: float) -> Family:
+        """The candidates with experts of their ``LOW`` layers in as many slots as ``device_bytes`` have room for."""
+        made = replace(self, cached=tuple(layers), slots=np.zeros(len(self.high), np.int64))
+        room = device_bytes - made.memory.device_bytes
+        slots = np.floor(room / (_WITH_OVERFLOW * made._of_caches(lambda layer: layer.num_bytes // layer.num_experts)))
+        return replace(made, slots=np.clip(slots, 0, max(layer.num_experts for layer in layers)).astype(np.int64))
 
     @cached_property
     def _chosen(self) -> Ints:
@@ -521,9 +586,31 @@ class Family:
         found = self.memories[self.num_slots]
         if not self.cached:
             return found
-        num_bytes = sum(layer.num_bytes for layer in self.cached)
-        device_bytes = found.device_bytes - num_bytes + cache_bytes(self.cached)
+        num_bytes = self._of_caches(lambda layer: layer.num_bytes)
+        slots_bytes = cache_bytes(self.cached) if self.slots is None else self._of_caches(self._fixed_bytes)
+        device_bytes = found.device_bytes - num_bytes + slots_bytes
         return found._replace(offloaded_bytes=found.offloaded_bytes + num_bytes, device_bytes=device_bytes)
+
+    @cached_property
+    def _caching(self) -> Bools:
+        """[layers, candidates], where ``slots`` are given: whether each caches the experts that a layer has."""
+        caching: Bools = self.patterns.T[:, self.pattern] == LOW
+        return caching
+
+    def _of_caches(self, value: Callable[[CachedLayer], float]) -> Floats | float:
+        """Per candidate: the sum of ``value`` over the layers whose experts it caches."""
+        if self.slots is None:
+            return sum(map(value, self.cached))
+        by_layer = np.zeros(len(self.table.layers))
+        for layer in self.cached:
+            by_layer[self.table.layer_around(layer.module_fqn)] += value(layer)
+        return by_layer @ self._caching
+
+    @staticmethod
+    def _fixed_bytes(layer: CachedLayer) -> float:
+        """The most device memory of ``layer`` beside its slots: for tensors with small rows, and where pieces begin."""
+        sizes = (PIECE_BYTES if layer.is_split(name) else 3 * size for name, size in layer.storages.items())
+        return _WITH_OVERFLOW * sum(sizes)
 
     def _memories(self) -> Iterator[tuple[int, Memory]]:
         count, ranks, counts = len(self.high), self.table.ranks_on_device, range(1, MAX_SLOTS + 1)
@@ -597,7 +684,7 @@ class Family:
         slabs = dict(self._units(table.slabs))
         order = [fqn for fqn in table.spill_order if fqn in slabs]
         # What memory is left becomes slots, and with their number host memory begins elsewhere in a piece.
-        cached_bytes = sum(layer.most_host_bytes for layer in self.cached)
+        cached_bytes = self._of_caches(lambda layer: layer.most_host_bytes)
         on_host = sum(slabs.values(), self._in_place_bytes(table.slabs)) + cached_bytes
         if table.peer_bytes:
             on_peer, left = self._on_peer(slabs)
@@ -626,6 +713,8 @@ class Family:
     def fitting(self, device_bytes: float, host_bytes: int | None = None, *, must_code: bool = False) -> Ints:
         """Candidates within both limits; ``must_code``: those alone that have a coded unit."""
         fits = (self.memory.device_bytes <= device_bytes) & (self.memory.is_coded | (not must_code))
+        if self.slots is not None:
+            fits &= self.slots > 0
         if host_bytes is not None:
             fits &= self.least_host_bytes <= host_bytes
         # With more slots than units a candidate is the plan of another one with fewer slots.
@@ -643,7 +732,7 @@ class Family:
         moved_s = as_stored * self.memory.moved_bytes[rows] / max(rate for curve in curves for _, rate in curve.points)
         least_s = []
         for step in self.table.steps:
-            extra_s, link_s = np.sum(step.read_in_place((s.name for s in self.uva), self.cached), axis=0)
+            extra_s, link_s = map(sum, zip(*self._take(rows)._fixed_reads(step), strict=True))
             least_s.append(np.maximum(moved_s + link_s, sum(step.resident_s) + extra_s))
         return mean_log(np.array(least_s)) - 1e-8  # of rounding
 
@@ -657,8 +746,7 @@ class Family:
 
     def _read_in_place(self, step: StepModel) -> list[tuple[Floats | float, Floats | float]]:
         """Per stage, by candidate: seconds that reading in place adds to compute, and that it occupies the link."""
-        reads: list[tuple[Floats | float, Floats | float]] = []
-        reads += step.read_in_place((s.name for s in self.uva), self.cached)
+        reads = self._fixed_reads(step)
         if self._in_place is not None:
             extra = self.sets.totals({name: cost.in_place_s - cost.resident_s for name, cost in step.costs.items()})
             link = self.sets.totals({name: cost.in_place_s for name, cost in step.costs.items()})
@@ -666,6 +754,20 @@ class Family:
                 if (layer := self.table.layer_index.get(stage.module_fqn)) is not None:
                     (extra_s, link_s), chosen = reads[index], self._in_place[layer]
                     reads[index] = extra_s + extra[layer].take(chosen), link_s + link[layer].take(chosen)
+        return reads
+
+    def _fixed_reads(self, step: StepModel) -> list[tuple[Floats | float, Floats | float]]:
+        """:meth:`_read_in_place` of what all candidates read, and of cached experts."""
+        names, reads = [s.name for s in self.uva], list[tuple[Floats | float, Floats | float]]()
+        if self.slots is None:
+            return reads + step.read_in_place(names, self.cached)
+        counts, by_count = self.table.cached_reads(step)
+        others = step.read_in_place(names)
+        for index, (stage, (extra_s, link_s)) in enumerate(zip(self.table.stages, others, strict=True)):
+            if (layer := self.table.layer_index.get(stage.module_fqn)) is not None and by_count[:, index].any():
+                missed_s, fetch_s = (np.interp(self.slots, counts, column) for column in by_count[:, index].T)
+                extra_s, link_s = extra_s + missed_s * self._caching[layer], link_s + fetch_s * self._caching[layer]
+            reads.append((extra_s, link_s))
         return reads
 
     # -- one candidate -------------------------------------------------------------------------------------------------
@@ -689,8 +791,11 @@ class Family:
                 kind = stores.kind_of(fqn, 0)  # codes are given to units later
                 store = None if kind in (table.kind, HOST) else kind.name
                 specs.append(UnitSpec(fqn, tuple(sorted(storages, key=lambda s: order[s.name])), store))
+        cached = self.cached
+        if self.slots is not None:
+            cached = tuple(e for e in cached if self._caching[table.layer_around(e.module_fqn), candidate])
         num_slots = int(self.memory.num_slots[candidate])
-        return assemble(self.table.inventory, specs, num_slots, self.table.mode, uva=uva, cached=self.cached)
+        return assemble(self.table.inventory, specs, num_slots, self.table.mode, uva=uva, cached=cached)
 
 
 def mean_log(step_s: Floats) -> Floats:
