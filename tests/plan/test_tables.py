@@ -97,7 +97,8 @@ OTHER_FIELDS = {
         "first-tokens": "case start first_token_s command_s link_gb_per_s",
         "ordered-experts": "model layers case way ms samples_ms tokens_per_s bit_equal",
         "ordered-kernels": "shape way us",
-        "ordered-launches": "shape product lanes chunk outputs chunks warps us",
+        "ordered-launches ordered-orders": "shape product lanes chunk outputs chunks warps us",
+        "expected-rates": "case tokens expected_tokens_per_s tokens_per_s link_gb_per_s",
     }.items()
     for table in tables.split()
 }  # fmt: skip
@@ -109,7 +110,7 @@ NOTHING_COMPARED = {
     "experts-launch", "experts-launch-small", "experts-vllm-memory", "experts-vllm-starts", "pipelines",
     "admission", "experts-vllm-prompt-memory", "experts-vllm-rounding", "ranks-dp-compiled",
     "smallest", "coded-start", "starts-wan", "starts-flux", "start-phases", "card-start", "card-fetch", "card-between",
-    "python-calls", "first-tokens", "ordered-kernels", "ordered-launches",
+    "python-calls", "first-tokens", "ordered-kernels", "ordered-launches", "ordered-orders", "expected-rates",
 }  # fmt: skip
 
 

@@ -28,7 +28,6 @@ go to it in the reverse of that order, each for which there is room.
 
 from __future__ import annotations
 
-import functools
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
@@ -299,14 +298,14 @@ class CandidateTable:
             for family in Family(self, sets, high, low, none, none, every, 1, patterns, how, uva).with_all_slots()
         ]
 
-    @functools.cache  # noqa: B019 - of one step per batch size
-    def cached_reads(self, step: StepModel) -> tuple[list[int], Floats]:
-        """Numbers of slots, and for each :meth:`StepModel.read_in_place` of all experts in so many."""
+    @cached_property
+    def cached_reads(self) -> tuple[list[int], list[Floats]]:
+        """Numbers of slots, and by step :meth:`StepModel.read_in_place` of all experts in each of them."""
         layers = cached_layers(self.inventory, self._cached_by_choice(), 1)
         most = max(layer.num_experts for layer in layers)
         counts = sorted({max(1, round(share * most)) for share in _TIMED_SHARES})
-        sized = ([replace(layer, num_slots=min(count, layer.num_experts)) for layer in layers] for count in counts)
-        return counts, np.array([step.read_in_place((), each) for each in sized])
+        sized = [[replace(layer, num_slots=min(count, layer.num_experts)) for layer in layers] for count in counts]
+        return counts, [np.array([step.read_in_place((), each) for each in sized]) for step in self.steps]
 
     def layer_around(self, fqn: str) -> int:
         """The position of the layer that the module ``fqn`` is in."""
@@ -761,7 +760,8 @@ class Family:
         names, reads = [s.name for s in self.uva], list[tuple[Floats | float, Floats | float]]()
         if self.slots is None:
             return reads + step.read_in_place(names, self.cached)
-        counts, by_count = self.table.cached_reads(step)
+        counts, by_step = self.table.cached_reads
+        by_count = by_step[self.table.steps.index(step)]
         others = step.read_in_place(names)
         for index, (stage, (extra_s, link_s)) in enumerate(zip(self.table.stages, others, strict=True)):
             if (layer := self.table.layer_index.get(stage.module_fqn)) is not None and by_count[:, index].any():
