@@ -5,7 +5,8 @@ from __future__ import annotations
 import logging
 import os
 import traceback
-from typing import TYPE_CHECKING
+from collections.abc import Mapping
+from typing import TYPE_CHECKING, Literal
 
 import torch
 from torch import nn
@@ -27,6 +28,7 @@ if TYPE_CHECKING:
 
     from headrace.checkpoint.safetensors_header import Checkpoint
     from headrace.checkpoint.weight_map import WeightMap
+    from headrace.lifetime.parking import Lifetime
     from headrace.stores.file_reads import DiskOptions
 
 __all__ = ["Handle", "handle_of", "offload", "refuse_second_offload", "session_of", "start"]
@@ -40,12 +42,15 @@ class Handle:
     def __init__(self, model: nn.Module, session: OffloadSession) -> None:
         self.model = model
         self._session = session
+        self._life: Lifetime | None = None
 
     def __repr__(self) -> str:
         name, plan = type(self.model).__name__, self.plan
         state = f"{format_size(plan.weight_bytes)} of weights in {format_size(plan.device_bytes)} of device memory"
         if not self._session.in_force:
             state = "removed, its weights are back"
+        elif self._life is not None and self._life.parked:
+            state = "parked"
         return f"<headrace.Handle of {name}: {state}; {self._session.counters()}>"
 
     @property
@@ -96,10 +101,79 @@ class Handle:
             StateError: called inside a forward; another thread does not end one; graphs may still be replayed.
             BudgetError: the device the model came from has no room for it; the offload stays in force.
         """
-        self._session.remove(graphs_released)
+        (self._life or self._session).remove(graphs_released)
+        self._life = None  # has the copies of residents
         # A model may have been offloaded again since, and then has another handle.
         if handle_of(self.model) is self:
             del self.model.__dict__[_MARK]
+
+    @property
+    def _lifetime(self) -> Lifetime:
+        from headrace.lifetime.parking import Lifetime
+
+        self._life = self._life or Lifetime(self._session)
+        return self._life
+
+    def park(self, *, resume: Literal["call", "auto"] = "call", graphs_released: bool = False) -> int:
+        """Give the device memory of all weights back, until :meth:`resume`; the stores stay as they are.
+
+        Residents are copied to host memory, which is pinned for a GPU, at the first park, and stay there: a later one
+        copies those alone that were written since. Slots of units and of cached experts have no memory then, and CUDA
+        graphs of ``generate`` and of a server's rows are freed, with the cache of ``generate``; they are captured again
+        at their next use. Forwards of other threads end first. ``state_dict()`` has what is offloaded.
+
+        Args:
+            resume: what a forward of the parked model does: ``"call"``: it raises, until :meth:`resume` is called;
+                ``"auto"``: it resumes the offload, but in compiled code, which raises.
+            graphs_released: see :meth:`remove`.
+
+        Returns:
+            bytes that were copied to host memory.
+
+        Raises:
+            StateError: as :meth:`remove`.
+            LimitError: host memory has no room for the residents.
+            OptionError: ranks share the weights, or an engine has the model.
+
+        After an error or interrupt the offload is as before, or parked; a note of the exception says which.
+        """
+        return self._lifetime.park(resume, graphs_released)
+
+    def resume(self) -> int:
+        """Take device memory again, and copy the residents back; no effect unless the offload is parked.
+
+        Returns:
+            bytes that were copied to the device, without those of the first units, which are under way.
+
+        Raises:
+            BudgetError: the device has no room; the offload stays parked.
+        """
+        return self._lifetime.resume()
+
+    def update(self, tensors: Mapping[str, torch.Tensor] | str | os.PathLike[str]) -> int:
+        """Give weights and buffers new values, in the store and on the device, between two forwards.
+
+        Bytes are written where they are, so graphs stay valid, but for coded units: those are coded again, and graphs
+        of our own are captured again. The next forward sees cached experts as they are now. Parked or not. The device
+        has no more memory in use than before, but for one unit to be coded.
+
+        Args:
+            tensors: by the names of the model, on a CPU or GPU; or a folder or file of safetensors with these names.
+                What is left out stays.
+
+        Returns:
+            bytes that were written.
+
+        Raises:
+            OptionError, OptionTypeError, CheckpointError: a name that the model has not, another shape or dtype, files
+                that cannot be read, or a tensor in files or on a peer; nothing was changed.
+            StateError: as :meth:`remove`; or the writing has failed in the middle, and no forward runs until update()
+                has been called again. remove() ends the offload then, and warns that some weights are new and others
+                are not. An interrupt comes when everything is written.
+        """
+        from headrace.lifetime.update import update
+
+        return update(self._lifetime, tensors)
 
     def __enter__(self) -> Handle:
         return self

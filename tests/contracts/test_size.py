@@ -13,19 +13,19 @@ import pytest
 import measures
 
 BOUNDS = {
-    "lines of src": 24861,
-    "lines of the core": 15103,
-    "files of src": 179,
-    "lines of tests": 44012,
+    "lines of src": 25545,
+    "lines of the core": 15781,
+    "files of src": 183,
+    "lines of tests": 45034,
     "longest class": 347,
     "Prefetcher": 298,
     "branches on a kind of store": 4,
     "files that headrace.api loads": 36,
-    "lines that headrace.api loads": 6311,
-    "lines of the spine": 5040,
+    "lines that headrace.api loads": 6359,
+    "lines of the spine": 5057,
     "files of the spine": 53,
     "files to the first copy": 42,
-    "functions to the first copy": 385,
+    "functions to the first copy": 386,
 }
 # What a measure may lie below its bound, so that not every small change edits the table.
 SLACK = dict.fromkeys(["lines of src", "lines of the core", "lines that headrace.api loads", "lines of the spine"], 60)

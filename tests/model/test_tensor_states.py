@@ -19,7 +19,7 @@ from headrace.testing import assert_same_bits
 from interrupts import Interrupter
 from models import Stack, all_layers, rows
 
-RESIDENT, FIXED, PLACEHOLDER, OPEN, PINNED, LOST = TensorState
+RESIDENT, FIXED, PLACEHOLDER, OPEN, PINNED, PARKED, LOST = TensorState
 
 pytestmark = [pytest.mark.usefixtures("no_grad"), pytest.mark.filterwarnings("ignore::headrace.HeadraceWarning")]
 
@@ -56,6 +56,9 @@ class Subject:
     def pin(self) -> None:
         self.bound.pin_to_slot()
 
+    def park(self) -> None:
+        self.bound.park(lambda *_: (self.bound.copy_of(self.bytes), None))
+
     def promote(self) -> None:
         self.bound.point_at(self.bytes)
 
@@ -82,25 +85,29 @@ WAYS: dict[tuple[TensorState, str], list[Callable[[Subject], None]]] = {
     (OPEN, ""): [Subject.defer, Subject.open],
     (PINNED, ""): [Subject.defer, Subject.pin],
     (PINNED, "in a window"): [Subject.defer, Subject.open, Subject.pin],
+    (PARKED, ""): [Subject.park],
+    (PARKED, "PLACEHOLDER before"): [Subject.defer, Subject.park],
     (LOST, "FIXED before"): [Subject.fix, Subject.lose],
     (LOST, "PLACEHOLDER before"): [Subject.defer, Subject.lose],
 }
 # What each step makes of a tensor; others leave it as it is.
 MOVES: dict[Callable[[Subject], None], dict[TensorState, TensorState]] = {
-    Subject.fix: {RESIDENT: FIXED},
-    Subject.defer: {RESIDENT: PLACEHOLDER},
+    Subject.fix: {RESIDENT: FIXED, PARKED: FIXED},
+    Subject.defer: {RESIDENT: PLACEHOLDER, PARKED: PLACEHOLDER},
     Subject.open: {PLACEHOLDER: OPEN},
     Subject.close: {OPEN: PLACEHOLDER},
     Subject.leave: {FIXED: PLACEHOLDER},
     Subject.stay: {PLACEHOLDER: FIXED, OPEN: FIXED, PINNED: FIXED},
     Subject.pin: {PLACEHOLDER: PINNED, OPEN: PINNED},
+    Subject.park: dict.fromkeys(TensorState, PARKED),
     Subject.promote: dict.fromkeys(TensorState, RESIDENT),
     Subject.restore: dict.fromkeys(TensorState, RESIDENT),
     Subject.give_back: dict.fromkeys(TensorState, RESIDENT),
     Subject.lose: {FIXED: LOST, PLACEHOLDER: LOST, OPEN: LOST},
     Subject.find: {PLACEHOLDER: OPEN},
 }
-REFUSED = {(state, step) for state in TensorState for step in (Subject.fix, Subject.defer) if state is not RESIDENT}
+TAKES_SLOT = (RESIDENT, PARKED)
+REFUSED = {(state, step) for state in TensorState for step in (Subject.fix, Subject.defer) if state not in TAKES_SLOT}
 
 
 def subject_in(way: tuple[TensorState, str]) -> Subject:
@@ -142,11 +149,20 @@ def test_a_step_is_a_legal_move_or_an_error(way: tuple[TensorState, str], step: 
         require_state(subject, MOVES[step].get(state, state))
 
 
+def test_pinned_again_after_it_was_parked() -> None:
+    subject = subject_in((PINNED, ""))
+    subject.park()
+    require_state(subject, PARKED)
+    subject.defer()
+    require_state(subject, PINNED)
+
+
 STEPS: list[tuple[tuple[TensorState, str], Callable[[Subject], None]]] = [
     ((PLACEHOLDER, ""), Subject.open), ((OPEN, ""), Subject.close), ((FIXED, ""), Subject.leave),
     ((PLACEHOLDER, ""), Subject.stay), ((OPEN, ""), Subject.stay), ((PINNED, ""), Subject.stay),
     ((PLACEHOLDER, ""), Subject.pin), ((OPEN, ""), Subject.pin), ((RESIDENT, ""), Subject.fix),
-    ((RESIDENT, ""), Subject.defer),
+    ((RESIDENT, ""), Subject.defer), ((RESIDENT, ""), Subject.park), ((PLACEHOLDER, ""), Subject.park),
+    ((PARKED, ""), Subject.defer),
 ]  # fmt: skip
 
 
@@ -160,15 +176,19 @@ def test_an_interrupt_at_any_line_of_a_step(way: tuple[TensorState, str], step: 
     counted.run(lambda: step(subject))
     reached = subject.bound.state
     endings = ("restore",) if way[0] is RESIDENT else ("step", "window", "restore")  # as offload() and hooks do
+    if step is Subject.park or way[0] is PARKED:
+        endings = ("step", "restore")
     for at, after in itertools.product(range(counted.lines), endings):
         subject = subject_in(way)
         interrupter = Interrupter(at)
         _, error = interrupter.run(lambda subject=subject: step(subject))
         assert isinstance(error, KeyboardInterrupt)
-        assert way[0] is RESIDENT or not subject.bound.has_other_data, interrupter.place
+        assert way[0] in (RESIDENT, PARKED) or not subject.bound.has_other_data, interrupter.place
         if after == "step":
+            if way[0] is PARKED:
+                subject.park()  # as resume() does
             step(subject)
-            if reached is PLACEHOLDER:
+            if reached is PLACEHOLDER and way[0] is not PARKED:
                 subject.close()
             require_state(subject, reached)
             assert subject.bound.bare is None or is_bare(subject.bound.bare), interrupter.place
@@ -215,6 +235,9 @@ class TestEveryStateIsReached:
             assert_same_bits(model(rows()), expected)
             assert states(handle) == {RESIDENT, PLACEHOLDER}
             assert handle.stats().bytes_moved > 0
+            handle.park()
+            assert states(handle) == {PARKED, RESIDENT}  # in the memory that it came with, which the store has, too
+            handle.resume()
 
     @pytest.mark.slow
     def test_in_compiled_code(self) -> None:

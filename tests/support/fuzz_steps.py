@@ -205,8 +205,10 @@ def compile_model(env: Env, arg: int) -> Any:
 
 def compile_layers(env: Env, arg: int) -> Any:
     """The same of each layer by itself, or of every second one."""
+    # Where tracing of a compiled model was refused, torch compiles no frame below it, and calls that an error.
+    fullgraph = arg % 3 == 0 and env.model._compiled_call_impl is None
     for layer in env.model.layer_list()[:: 1 + arg % 2]:
-        layer.compile(backend="eager", fullgraph=arg % 3 == 0)
+        layer.compile(backend="eager", fullgraph=fullgraph)
     return env.model(env.input(arg))
 
 
@@ -570,6 +572,28 @@ def remove(env: Env, arg: int) -> None:
         env.handle = None
 
 
+def park(env: Env, arg: int) -> Any:
+    """Parked and resumed, by the program or by the forward that follows."""
+    if (park := getattr(env.handle, "park", None)) is not None:
+        park(resume="auto", graphs_released=True)
+        if arg % 2:
+            env.handle.resume()
+    return env.model(env.input(arg))
+
+
+def update(env: Env, arg: int) -> None:
+    """One of the matrices has new values."""
+    module, attr = env.weight(arg)
+    weight = getattr(module, attr)
+    value = torch.randn(weight.shape, generator=torch.Generator().manual_seed(arg)).mul(0.1).to(weight.dtype)
+    names = [name for name, parameter in env.model.named_parameters() if parameter is weight]
+    if (update := getattr(env.handle, "update", None)) is not None:
+        update({names[0]: value})
+    else:
+        with torch.no_grad():
+            weight.copy_(value)
+
+
 def remove_between(env: Env, arg: int) -> Any:
     """An output from before ``remove()`` is read after it."""
     output = env.model(env.input(arg))
@@ -627,6 +651,7 @@ _KINDS = [
     Kind(export, weight=0.4), Kind(export_layer, weight=0.4), Kind(exchange_class, changes=True), Kind(patch_class),
     Kind(alias, changes=True), Kind(numpy_alias), Kind(other_forward), Kind(other_offload),
     Kind(other_remove, weight=0.5), Kind(again, weight=1.5), Kind(remove, weight=0.3), Kind(remove_between, weight=0.7),
+    Kind(park, weight=1.5), Kind(update, changes=True),
 ]  # fmt: skip
 STEPS = {kind.run.__name__: kind for kind in _KINDS}
 OTHERS = {"other_forward", "other_offload", "other_remove"}

@@ -24,8 +24,9 @@ SOURCE = ROOT / "src" / "headrace"
 OUTSIDE = {"adapters", "cli", "serving", "experts", "offloaders", "graphs", "codec"}
 # Rooms and files that a function opens when it needs them; no file of the spine imports one at its top.
 WINGS = OUTSIDE | {
-    "checkpoint", "kinds", "ranks", "plan_model.py", "memory/pages.py", "memory/pinned.py", "memory/shared.py",
-    "memory/split_range.py", "plan/alternatives.py", "plan/build.py", "plan/candidates.py", "plan/codec_choice.py",
+    "checkpoint", "kinds", "lifetime", "ranks", "plan_model.py", "memory/pages.py", "memory/pinned.py",
+    "memory/shared.py", "memory/split_range.py", "plan/alternatives.py", "plan/build.py", "plan/candidates.py",
+    "plan/codec_choice.py",
     "plan/cost_model.py", "plan/prediction.py", "plan/routing_traces.py", "plan/speculation.py", "plan/staging_ring.py",
     "plan/tables.py", "plan/units.py", "runtime/debug.py", "stores/checkpoint_files.py", "stores/coded_host.py",
     "stores/expert_ranges.py", "stores/file_reads.py", "stores/no_bytes.py", "stores/peer.py", "stores/product_bits.py",

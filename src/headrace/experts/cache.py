@@ -182,6 +182,12 @@ class ExpertCache:
                 )
         return rows
 
+    def reset(self) -> None:
+        """No expert is in a slot: memory of the slots is new, or the store has other bytes."""
+        self.location.copy_(self._home)
+        self._expert_in.fill_(-1)
+        self._last_used.zero_()
+
     def compare(self, ids: torch.Tensor, rows: torch.Tensor) -> None:
         """Compare the experts ``ids`` in ``rows``, which a kernel has read, with host memory; only with ``debug``.
 

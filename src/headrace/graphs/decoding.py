@@ -459,6 +459,8 @@ class CapturedSteps:
     def __init__(self, model: PreTrainedModel, session: OffloadSession | None) -> None:
         """``session``: of the offload of ``model``, if any."""
         self._model, self._session = model, session
+        if session is not None:
+            session.captured.add(self)
         self._steps: dict[Hashable, _Captured | None] = {}  # None: ran eagerly so far
         self.replays = 0
         self.eager_because: str | None = None

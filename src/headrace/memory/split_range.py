@@ -88,14 +88,28 @@ class SplitRange:
         Raises:
             BudgetError, OptionError: as :class:`MappedMemory`.
         """
+        self._mapped: _Mapped | None = None
+        self._near_bytes = device_bytes
         if device.type == "cpu":
             self.whole = torch.empty(num_bytes, dtype=torch.uint8, device="cpu")
             self.host = self.whole[host_start:]
             return
-        mapped = _Mapped(device_bytes, host_start, num_bytes, device, host, shared)
+        mapped = self._mapped = _Mapped(device_bytes, host_start, num_bytes, device, host, shared)
         self.whole = torch.as_tensor(RawMemory(mapped.address, num_bytes, keeps=mapped), device=device)
         far = RawMemory(mapped.address + host_start, num_bytes - host_start, keeps=mapped)
         self.host = torch.from_numpy(np.asarray(far))
+
+    def free_near(self) -> None:
+        """Give up the memory of the device at the beginning; no kernel may read there. A CPU's is overwritten."""
+        if self._mapped is None:
+            self.whole[: self._near_bytes].fill_(0xFF)
+        else:
+            self._mapped.unmap_near()
+
+    def take_near(self) -> None:
+        """Take that memory again, uninitialised and at its addresses; raises as this class does."""
+        if self._mapped is not None:
+            self._mapped.map_near()
 
 
 # Memory behind a device's own: new of that device, some that is mapped elsewhere already, or new of the host.
@@ -131,12 +145,29 @@ class _Mapped:
             else:
                 place, readers = self._location(kinds.CU_MEM_LOCATION_TYPE_DEVICE, far.index), [on_device]
             self.address = int(self._call("cuMemAddressReserve", num_bytes, 0, 0, 0))
-            self._map(0, device_bytes, on_device, [on_device])
+            self._near = device_bytes, on_device
+            self.map_near()
             if shared is not None:
                 start, memory = shared
                 self._map(start, memory.num_bytes, on_device, [on_device], memory)
             made = far if isinstance(far, MappedMemory) else None
             self._map(far_start, num_bytes - far_start, place, readers, made)
+
+    def map_near(self) -> None:
+        """Map new memory of the device at the beginning, if there is none."""
+        num_bytes, place = self._near
+        if (self.address, num_bytes) not in self._parts:
+            with torch.cuda.device(self._device):
+                self._map(0, num_bytes, place, [place])
+
+    def unmap_near(self) -> None:
+        """Give that memory back; waits for the device."""
+        part = self.address, self._near[0]
+        if part in self._parts:
+            with torch.cuda.device(self._device):
+                torch.cuda.synchronize()
+                self._call("cuMemUnmap", *part)
+                self._parts.remove(part)
 
     def _location(self, kind: Any, number: int) -> Any:
         location = self._driver.CUmemLocation()

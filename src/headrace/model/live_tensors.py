@@ -86,12 +86,14 @@ class TensorState(Enum):
     - OPEN: Its slot, read-only, for a window of its module. It follows PLACEHOLDER (``open``).
     - PINNED: Its slot, whose address compiled code has. To all others outside of windows it is a placeholder. It
       follows PLACEHOLDER and OPEN (``pin_to_slot``).
+    - PARKED: Neither memory nor a slot, as long as the offload is parked (:mod:`headrace.lifetime`); an operator that
+      takes it calls ``on_access``. It follows every state (``park``).
     - LOST: As FIXED, PLACEHOLDER or OPEN, but the model holds another tensor in its place, or none, and uses what it
       holds. It ends when the model holds this one again.
 
-    ``point_at_slot`` refuses what is not RESIDENT; other methods leave alone what may not move, since their callers go
-    over all tensors. OPEN and LOST are read off the tensor and the model, so that an interrupt between two lines leaves
-    no contradiction.
+    ``point_at_slot`` refuses what is neither RESIDENT nor PARKED; other methods leave alone what may not move, since
+    their callers go over all tensors. OPEN and LOST are read off the tensor and the model, so that an interrupt between
+    two lines leaves no contradiction.
     """
 
     RESIDENT = auto()
@@ -99,11 +101,12 @@ class TensorState(Enum):
     PLACEHOLDER = auto()
     OPEN = auto()
     PINNED = auto()
+    PARKED = auto()
     LOST = auto()
 
 
 # Every forward compares these for each tensor, and in Python 3.11 an attribute of an Enum is a call.
-RESIDENT, FIXED, PLACEHOLDER, OPEN, PINNED, LOST = TensorState
+RESIDENT, FIXED, PLACEHOLDER, OPEN, PINNED, PARKED, LOST = TensorState
 
 
 class BoundTensor:
@@ -173,11 +176,12 @@ class BoundTensor:
 
         ``on_access``: called when the placeholder is used.
         """
-        if self._state is not RESIDENT:
+        if self._state not in (RESIDENT, PARKED):
             raise StateError(
                 f"{self.name} cannot get a slot, because it is {self._state.name}; this is a bug in headrace: please "
                 f"report it, and offload the model again"
             )
+        meanwhile = self.tensor.data if self._state is PARKED and self.has_other_data else None
         self.point_at(own_storage(buffer))  # in no local variable, which would count as one of our own views below
         self.in_slot = self._unguarded = self.tensor.data
         self._slot_storage = storage_id(self.in_slot)
@@ -191,6 +195,24 @@ class BoundTensor:
             self._state = PLACEHOLDER
             self.tensor.data = self._placeholder
             self._num_own_views = torch_private.use_count(self._slot_storage)  # with torch's own, by version
+            if meanwhile is not None:
+                self.tensor.data = meanwhile  # an error in the next forward, as if it had not been parked
+            elif self.bare is not None:  # pinned before it was parked: compiled code is still there
+                self.pin_to_slot()
+
+    def park(self, on_access: OnAccess) -> None:
+        """Give up memory and slot, until :meth:`point_at` or :meth:`point_at_slot`; ``on_access``: called when used."""
+        if self._state is PARKED:
+            return
+        if self._state in (RESIDENT, FIXED):
+            with torch.inference_mode(self.original.is_inference()):
+                self._placeholder = placeholder_like(self.tensor.data, self)
+        elif self.bare is not None:
+            self._placeholder = self.bare
+        self.on_access, self.tensor.data = on_access, self._placeholder
+        self.in_slot = self._unguarded = self._placeholder
+        self._placeholder_storage = self._slot_storage = storage_id(self._placeholder)
+        self._num_own_views, self._state = 0, PARKED
 
     def open(self) -> None:
         """Make the tensor a view of its slot, which holds its unit now.
@@ -400,7 +422,7 @@ class BoundTensor:
             raise error
 
     def _change(self) -> ModelChangedError | None:
-        if self._state is RESIDENT or self._find_loss():
+        if self._state in (RESIDENT, PARKED) or self._find_loss():
             return None
         if torch.Tensor.data_ptr(self.tensor) != self._address:
             return self._moved()
@@ -702,10 +724,11 @@ class _PlaceholderStorage(torch.UntypedStorage):
         owner = _owners.get(int(self._cdata))
         if owner is not None and owner.state is PINNED and (owner.is_read_here or not is_placeholder(owner.tensor)):
             return getattr(torch.UntypedStorage, name)(self, *args, **kwargs)
+        is_parked = owner is not None and owner.state is PARKED
+        fix = "the offload is parked, call handle.resume() first" if is_parked else "use the tensor or .clone()"
         raise OutsideAccessError(
             f"the storage of {'a weight' if owner is None else owner.name}, which is offloaded, was read, written or "
-            f"copied (by copy.deepcopy, torch.save, storage.clone() or the like), and has no bytes now: use the tensor "
-            f"or its clone (.clone()) instead"
+            f"copied (by copy.deepcopy, torch.save, storage.clone() or the like), and has no bytes now: {fix}"
         )
 
     _REFUSED = "__copy__ __deepcopy__ __getitem__ __iter__ clone tolist data_ptr copy_ fill_ resize_ share_memory_"

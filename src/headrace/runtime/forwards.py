@@ -28,6 +28,7 @@ class Forwards(OwnProcess):
             it locked forever.
         numbers: idents of the threads inside a forward of the model -> its number.
         closed: the offload has ended.
+        parked: why no forward can begin until the offload is resumed; empty while it is not parked.
     """
 
     def __init__(self, has_bytes: bool) -> None:
@@ -36,6 +37,7 @@ class Forwards(OwnProcess):
         self.lock = threading.RLock()
         self.numbers: dict[int, int] = {}
         self.closed = False
+        self.parked = ""
         self._has_bytes = has_bytes
         self._changed = threading.Condition(self.lock)
         self._next_number = itertools.count()
@@ -81,8 +83,8 @@ class Forwards(OwnProcess):
             self._stopping = False
             raise StateError(
                 f"another thread has been inside a forward of the model for {STOP_TIMEOUT_S:.0f} s: let it end, "
-                f"then call remove() again. Where compiled code raised, nothing shows that it did: call the model "
-                f"once more in that thread, or end the thread"
+                f"then make this call (such as remove()) again. Where compiled code raised, nothing shows that it did: "
+                f"call the model once more in that thread, or end the thread"
             )
 
     def resume(self) -> None:
@@ -101,8 +103,9 @@ class Forwards(OwnProcess):
             )
         if self._stopping and begins:
             raise StateError(
-                "this offload is being removed: call the model when remove() has returned; if remove() was "
-                "interrupted, call it again first"
+                self.parked
+                or "this offload is being removed, parked, resized or updated: call the model when that call has "
+                "returned; if it was interrupted, call it again first"
             )
 
 

@@ -35,7 +35,7 @@ if TYPE_CHECKING:
     from headrace.transfer.decoded_units import DecodingMemory
 
 
-def _new_guard(plan: Plan, store: Store, loads: Sequence[Load], promoted: Collection[str]) -> Guard:
+def new_guard(plan: Plan, store: Store, loads: Sequence[Load], promoted: Collection[str]) -> Guard:
     from headrace.runtime.debug import Guard
 
     decoded = [store.unit_copies(plan.units[load.unit]) if load.coded else load.copies for load in loads]
@@ -97,7 +97,7 @@ class Prefetcher:
         self._lock = self.forwards.lock
         self.replays = Replays(live, link, self.forwards, self._order.schedule, replays_announced, refused=repeats)
         self.has_run = False
-        self._guard = _new_guard(plan, store, self._loads, promoted) if debug and plan.kind.has_bytes else None
+        self._guard = new_guard(plan, store, self._loads, promoted) if debug and plan.kind.has_bytes else None
         self.stats = [UnitStats(unit.module_fqn, unit.store) for unit in plan.units]
 
     def slot_memory(self, unit: int) -> Tensor:
@@ -117,7 +117,7 @@ class Prefetcher:
             slots = self.replays.slots()
             for index, unit in self._order.schedule.first.items():
                 slot = slots[index]
-                if slot.unit == unit or slot.readers or self.forwards.closed:
+                if slot.unit == unit or slot.readers or self.forwards.closed or self.forwards.parked:
                     continue
                 if held_back or slot.state is not SlotState.HELD_BACK:
                     self._start(unit, slot)

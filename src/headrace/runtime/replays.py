@@ -334,10 +334,10 @@ class Replays:
         if self.are_own:
             self._link.leave_copy_event(slot.index)
 
-    def release_graphs(self) -> None:
-        """Our own graphs are freed, and none of them runs any more: other code may capture."""
+    def release_graphs(self, of_others: bool = False) -> None:
+        """Our own graphs are freed, or those ``of_others``, and none of them runs any more: other code may capture."""
         with self._forwards.lock:
-            if self.are_own and not self._forwards.closed:
+            if (self.are_own or of_others) and not self._forwards.closed:
                 self.slots()  # an announced replay that never came
                 self._forget(self._schedule, announced=False)
 
@@ -347,8 +347,8 @@ class Replays:
         """Raise ``StateError`` if graphs may still be replayed."""
         if self.exist and not graphs_released and not self.are_own:
             raise StateError(
-                "graphs were captured over this offload, and a replay after remove() would read memory that is "
-                "gone: delete the graphs, then call remove(graphs_released=True)"
+                "graphs were captured over this offload, and a replay after remove() or park() would read memory that "
+                "is gone: delete the graphs, then call it with graphs_released=True"
             )
 
     def close(self) -> None:

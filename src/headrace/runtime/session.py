@@ -9,7 +9,8 @@ from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Collection, Iterator, Sequence
+import weakref
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass, replace
 from importlib import import_module
@@ -95,8 +96,10 @@ class OffloadSession(NotCopyable):
 
     Attributes:
         attachments: in the order in which they were attached; :meth:`remove` removes the last one first.
+        captured: steps of the model in CUDA graphs of our own, for which addresses have to stay.
         prefetcher: copies the units; ``None``: there are none.
         in_force: from :meth:`attach` to :meth:`remove`.
+        has_ranks: it is one of a group.
     """
 
     def __init__(self, prepared: Prepared, options: SessionOptions = SessionOptions()) -> None:
@@ -104,6 +107,7 @@ class OffloadSession(NotCopyable):
         self._prepared: Prepared | None = prepared  # until attach() is done
         self._options = options
         self._model, self._device, self._bound = prepared.model, prepared.device, prepared.bound
+        self.has_ranks = prepared.ranks is not None
         self._promoter = Promoter(prepared.plan, self._bound, self._device, options.never_promotes)
         self._hooks: list[Hook | RemovableHandle | AroundForward] = []  # empty once they are taken off
         self._caches: list[tuple[CachedLayer, ExpertCache]] = []
@@ -113,6 +117,7 @@ class OffloadSession(NotCopyable):
         self._link = options.link
         self.in_force = False
         self.attachments: list[Attachment] = []
+        self.captured: weakref.WeakSet[Any] = weakref.WeakSet()
 
     def attach(self) -> None:
         """Load the weights and take the model over; returns when the first copies are under way.
@@ -357,12 +362,10 @@ class OffloadSession(NotCopyable):
         self._promoter.rewriting = lambda name: prefetcher.rewriting(unit_of[name])
         token, unhooked = new_token(self._device), unhooked_modules(self._model)
         promoter = None if options.keeps_addresses else self._promoter
-        on_access = None if promoter is None else promoter.on_outside_access
+        point_at_slots(self.plan, self._bound, prefetcher, promoter)
         units: list[UnitHook] = []  # each hook knows all
         for unit in self.plan.units:
-            memory, storages = prefetcher.slot_memory(unit.index), [self._bound[part.storage] for part in unit.entries]
-            for part, storage in zip(unit.entries, storages, strict=True):
-                storage.point_at_slot(memory[part.offset : part.offset + part.num_bytes], on_access)
+            storages = [self._bound[part.storage] for part in unit.entries]
             module = self._model.get_submodule(unit.module_fqn)
             facts = module in unhooked, promoter is not None and module is self._model
             units.append(UnitHook(module, unit.index, storages, prefetcher, token, promoter, units, *facts))
@@ -543,6 +546,17 @@ class OffloadSession(NotCopyable):
                 bound.restore()
             self._store.unpin()  # tensors moved into it stay there, in ordinary memory
             self._store.close()
+
+
+def point_at_slots(
+    plan: Plan, bound: Mapping[str, BoundStorage], prefetcher: Prefetcher, promoter: Promoter | None
+) -> None:
+    """Make the tensors of units views of their slots, or placeholders for which ``promoter`` is asked."""
+    on_access = None if promoter is None else promoter.on_outside_access
+    for unit in plan.units:
+        memory = prefetcher.slot_memory(unit.index)
+        for part in unit.entries:
+            bound[part.storage].point_at_slot(memory[part.offset : part.offset + part.num_bytes], on_access)
 
 
 def open_link(store: Store, plan: Plan, device: torch.device, recorder: Recorder, measure_stalls: bool) -> Link:

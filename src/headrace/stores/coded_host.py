@@ -103,6 +103,14 @@ class CodedStore(Store):
             )
 
     def _encode(self, unit: int, slab: torch.Tensor) -> None:
+        self._coded[unit] = self.code_of(slab)
+
+    def replace(self, unit: int, code: tuple[PinnedBuffer, tuple[Piece, ...]]) -> None:
+        """``unit`` has another code, one of :meth:`code_of`."""
+        self._coded[unit] = code
+
+    def code_of(self, slab: torch.Tensor) -> tuple[PinnedBuffer, tuple[Piece, ...]]:
+        """The code of a unit, ``slab`` (uint8, 1-D, host), in memory of its own, and what it consists of."""
         pieces: list[Piece] = []
         parts: list[torch.Tensor] = []  # of the code: where they were made, or of the slab itself
         at = 0
@@ -119,7 +127,7 @@ class CodedStore(Store):
             memory = PinnedBuffer(self._registrar.allocate(memory.num_bytes))
         for piece, part in zip(pieces, parts, strict=True):
             memory.buffer[piece.code_start : piece.code_start + piece.code_bytes].copy_(part)
-        self._coded[unit] = memory, tuple(pieces)
+        return memory, tuple(pieces)
 
     def _code_of(self, weights: torch.Tensor) -> torch.Tensor | None:
         """The code of ``weights`` where it was made: on the device, or if there is no room on the host."""

@@ -82,6 +82,16 @@ class ExpertRanges(Store):
         for name, rows in self._small_rows.items():
             rows[-self._small[name].numel() :].copy_(self._small[name])
 
+    def free_slots(self) -> None:
+        """Give up the device memory of the slots; addresses stay reserved. Idempotent."""
+        for made in self._ranges.values():
+            made.result().free_near()
+
+    def take_slots(self) -> None:
+        """Take memory for the slots again, at their addresses. Idempotent."""
+        for made in self._ranges.values():
+            made.result().take_near()
+
     def rows(self, storage: str) -> torch.Tensor:
         """All rows of ``storage``: uint8 [rows, bytes of a row], on the device."""
         layer = self._layer_of[storage]

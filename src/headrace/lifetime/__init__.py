@@ -1,0 +1,1 @@
+"""Operations of an offload between two forwards: park and resume, new weights."""

@@ -1,0 +1,143 @@
+"""The promise: on a GPU ``park()`` gives back all device memory of the weights, with the bits of the resident twin.
+
+What is measured here beside bits: device memory of a parked offload, and that of ``update()``;
+times are for a benchmark.
+"""
+
+from __future__ import annotations
+
+import copy
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+import headrace
+from headrace import UVA, Prefetch
+from headrace.testing import assert_same_bits
+from moe_models import cached, outputs, qwen
+
+pytestmark = pytest.mark.gpu
+
+DIM, LAYERS, MIB = 2048, 12, 1 << 20
+WEIGHT_BYTES = 2 * DIM * DIM
+
+
+def dense() -> nn.Module:
+    torch.manual_seed(0)
+    return nn.Sequential(*(nn.Linear(DIM, DIM, bias=False) for _ in range(LAYERS))).bfloat16().eval()
+
+
+POLICIES: dict[str, Any] = {
+    "budget": f"{LAYERS * WEIGHT_BYTES // 2}B",
+    "all resident": "8GiB",
+    "two slots": Prefetch(1, 1, 2),
+    "coded": Prefetch(1, 1, 2, codec="exp3"),
+    "in place": UVA(f"{4 * WEIGHT_BYTES}B"),
+}
+
+
+@pytest.mark.filterwarnings("ignore::headrace.HeadraceWarning")
+@pytest.mark.parametrize("way", POLICIES)
+@pytest.mark.parametrize("home", ["cpu", "cuda"])
+def test_memory_and_bits(way: str, home: str) -> None:
+    """Within 64 MiB of what was in use before; the second park copies nothing."""
+    twin, x = dense().cuda(), torch.randn(4, DIM, device="cuda").bfloat16()
+    model = copy.deepcopy(twin)
+    with torch.inference_mode():
+        expected = twin(x)  # takes memory of cuBLAS, which stays
+        torch.cuda.synchronize()
+        torch.cuda.empty_cache()
+        before = torch.cuda.mem_get_info()[0] + LAYERS * WEIGHT_BYTES
+    model = model.to(home)
+    with torch.inference_mode():
+        handle = headrace.offload(model, POLICIES[way], device="cuda")
+        assert_same_bits(model(x), expected)
+        assert handle.park() == handle.plan.resident_bytes
+        assert torch.cuda.mem_get_info()[0] >= before - 64 * MIB
+        assert handle.resume() == handle.plan.resident_bytes
+        assert_same_bits(model(x), expected)
+        assert handle.park(resume="auto") == 0
+        assert torch.cuda.mem_get_info()[0] >= before - 64 * MIB
+        assert_same_bits(model(x), expected)
+        handle.park()
+        handle.remove()
+        assert_same_bits(model.cuda()(x), expected)
+
+
+@pytest.mark.filterwarnings("ignore::headrace.HeadraceWarning")
+@pytest.mark.parametrize("way", POLICIES)
+@pytest.mark.parametrize("source", ["cpu", "cuda"])
+def test_update(way: str, source: str) -> None:
+    """From host memory or the device, in no more device memory than one unit and what codes it."""
+    twin, x = dense().cuda(), torch.randn(4, DIM, device="cuda").bfloat16()
+    model, side = copy.deepcopy(twin).cpu(), torch.cuda.Stream()
+
+    def new_values() -> dict[str, torch.Tensor]:
+        """Under way on another stream, if they are on the device."""
+        side.wait_stream(torch.cuda.current_stream())
+        with torch.cuda.stream(side):
+            torch.cuda._sleep(20_000_000)
+            values = {name: torch.randn_like(each).mul_(0.02).to(source) for name, each in twin.named_parameters()}
+            for name, weight in twin.named_parameters():
+                weight.copy_(values[name])
+        return values
+
+    with headrace.offload(model, POLICIES[way], device="cuda") as handle, torch.inference_mode():
+        assert_same_bits(model(x), twin(x))
+        values = new_values()
+        torch.cuda.reset_peak_memory_stats()
+        before = torch.cuda.memory_allocated()
+        assert handle.update(values) == LAYERS * WEIGHT_BYTES
+        assert torch.cuda.max_memory_allocated() - before <= 4 * WEIGHT_BYTES
+        assert_same_bits(model(x), twin(x))
+        handle.park()
+        handle.update(new_values())
+        handle.resume()
+        torch.cuda.synchronize()
+        assert_same_bits(model(x), twin(x))
+
+
+@pytest.mark.filterwarnings("ignore::headrace.HeadraceWarning")
+def test_cached_experts() -> None:
+    """Their slots are unmapped and mapped again at their addresses."""
+    twin = qwen(hidden_size=512, moe_intermediate_size=1024).cuda()
+    model = copy.deepcopy(twin)
+    with headrace.offload(model, cached(3)) as handle, torch.inference_mode():
+        ids = torch.arange(7, device="cuda")[None] * 13 % 97
+        for _ in range(3):
+            assert_same_bits(model(ids).logits, twin(ids).logits)
+            free = torch.cuda.mem_get_info()[0]
+            handle.park()
+            assert torch.cuda.mem_get_info()[0] > free
+            handle.resume()
+            assert_same_bits(model(ids).logits, twin(ids).logits)
+            name = next(name for name, _ in twin.named_parameters() if "experts" in name)
+            value = torch.randn_like(twin.get_parameter(name)) * 0.05
+            twin.get_parameter(name).copy_(value)
+            handle.update({name: value})
+    assert len(outputs(twin.cpu())) == 4
+
+
+@pytest.mark.filterwarnings("ignore::headrace.HeadraceWarning")
+def test_graphs_of_generate() -> None:
+    """Freed at park, captured again; an update needs neither."""
+    from headrace.graphs.decoding import decode_in_graphs
+
+    twin = qwen(hidden_size=512, num_hidden_layers=4).cuda()
+    model, prompt = copy.deepcopy(twin), torch.arange(9, device="cuda")[None]
+    options: dict[str, Any] = {"max_new_tokens": 12, "do_sample": False}
+    with headrace.offload(model, Prefetch(1, 1, 2)) as handle:
+        graphs = decode_in_graphs(model)
+        for _ in range(3):
+            before = graphs.replays
+            for _ in range(2):
+                assert_same_bits(model.generate(prompt, **options), twin.generate(prompt, **options))
+            assert graphs.replays > before
+            name = "model.layers.1.self_attn.q_proj.weight"
+            value = torch.randn_like(twin.get_parameter(name)) * 0.05
+            twin.get_parameter(name).data.copy_(value)
+            handle.update({name: value})
+            assert_same_bits(model.generate(prompt, **options), twin.generate(prompt, **options))
+            handle.park(resume="auto")
