@@ -155,7 +155,7 @@ class Handle:
 
         Bytes are written where they are, so graphs stay valid, but for coded units: those are coded again, and graphs
         of our own are captured again. The next forward sees cached experts as they are now. Parked or not. The device
-        has no more memory in use than before, but for one unit to be coded.
+        has no more memory in use than before, but for coding: up to eight times the bytes of a tensor.
 
         Args:
             tensors: by the names of the model, on a CPU or GPU; or a folder or file of safetensors with these names.

@@ -38,6 +38,7 @@ POLICIES: dict[str, Any] = {
 }
 
 
+@pytest.mark.alone
 @pytest.mark.filterwarnings("ignore::headrace.HeadraceWarning")
 @pytest.mark.parametrize("way", POLICIES)
 @pytest.mark.parametrize("home", ["cpu", "cuda"])
@@ -50,9 +51,8 @@ def test_memory_and_bits(way: str, home: str) -> None:
         torch.cuda.synchronize()
         torch.cuda.empty_cache()
         before = torch.cuda.mem_get_info()[0] + LAYERS * WEIGHT_BYTES
-    model = model.to(home)
+    handle = headrace.offload(model.to(home), POLICIES[way], device="cuda")
     with torch.inference_mode():
-        handle = headrace.offload(model, POLICIES[way], device="cuda")
         assert_same_bits(model(x), expected)
         assert handle.park() == handle.plan.resident_bytes
         assert torch.cuda.mem_get_info()[0] >= before - 64 * MIB
@@ -70,7 +70,7 @@ def test_memory_and_bits(way: str, home: str) -> None:
 @pytest.mark.parametrize("way", POLICIES)
 @pytest.mark.parametrize("source", ["cpu", "cuda"])
 def test_update(way: str, source: str) -> None:
-    """From host memory or the device, in no more device memory than one unit and what codes it."""
+    """From host memory or the device, in no more device memory than what codes a tensor: eight times its bytes."""
     twin, x = dense().cuda(), torch.randn(4, DIM, device="cuda").bfloat16()
     model, side = copy.deepcopy(twin).cpu(), torch.cuda.Stream()
 
@@ -90,7 +90,7 @@ def test_update(way: str, source: str) -> None:
         torch.cuda.reset_peak_memory_stats()
         before = torch.cuda.memory_allocated()
         assert handle.update(values) == LAYERS * WEIGHT_BYTES
-        assert torch.cuda.max_memory_allocated() - before <= 4 * WEIGHT_BYTES
+        assert torch.cuda.max_memory_allocated() - before <= 8 * WEIGHT_BYTES
         assert_same_bits(model(x), twin(x))
         handle.park()
         handle.update(new_values())
@@ -99,6 +99,7 @@ def test_update(way: str, source: str) -> None:
         assert_same_bits(model(x), twin(x))
 
 
+@pytest.mark.alone
 @pytest.mark.filterwarnings("ignore::headrace.HeadraceWarning")
 def test_cached_experts() -> None:
     """Their slots are unmapped and mapped again at their addresses."""
