@@ -265,6 +265,10 @@ class OffloadFlags:
     def _given(self) -> list[str]:
         return [name for name in _ROWS if self.given(name)]
 
+    def asks(self) -> bool:
+        """Whether a flag asks for an offload; others only say how."""
+        return self.plan is not None or any(map(self.given, _ASKING))
+
     def policy(self, surface: Surface = COMMAND_LINE, default_mode: Mode = "cpu") -> Policy | None:
         """The policy that the flags ask for, ``--plan`` aside; ``None`` where nothing is to be offloaded.
 

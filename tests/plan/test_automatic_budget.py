@@ -156,6 +156,13 @@ def test_plan_for_a_named_card_is_what_generate_would_do_there() -> None:
     assert "the weights fit, and nothing is offloaded" in plan_text("Qwen/Qwen3-8B", "--machine", "4090")
 
 
+def test_flags_that_say_how_need_no_budget_for_a_named_card(model: Path) -> None:
+    how = ("--host-memory", "2GiB", "--context", "128", "--offload-codec", "none")
+    text = plan_text(model, "--machine", "4090", *how)
+    assert text == plan_text(model, "--machine", "4090", "--device-memory", "auto", *how)
+    assert "Batch 1 at 128 tokens" in text
+
+
 @pytest.mark.slow
 def test_plan_for_a_gpu_in_the_memory_of_its_host_takes_files() -> None:
     text = plan_text("Qwen/Qwen3-235B-A22B", "--machine", "gb10")

@@ -24,7 +24,7 @@ from headrace.cli.arguments import (
     with_flags,
 )
 from headrace.cli.terminal import stderr, stdout
-from headrace.config import AUTO, SHARDED_MODES, Budget
+from headrace.config import AUTO, SHARDED_MODES
 from headrace.errors import BudgetError, OptionError, warn_user
 from headrace.flags import OffloadFlags, row
 
@@ -69,9 +69,8 @@ def plan(
         refuse_idle({"--link": options.link if machine is None else None}, "without --machine: it is a card's")
         machine = f"{machine}@{options.link}"
     device = _planned_device(flags, machine)
-    policy = requested(flags, device)
-    default = _default_budget(machine) if policy is None and machine is not None else None
-    policy = policy or default
+    is_default = machine is not None and not flags.asks()
+    policy = requested(_by_default(flags, machine) if machine is not None and is_default else flags, device)
     mode = getattr(policy, "mode", None)
     if mode in SHARDED_MODES and num_ranks is None and flags.plan is None:
         raise OptionError(
@@ -94,7 +93,7 @@ def plan(
     try:
         planned = plan_model(request)
     except OptionError as error:
-        if default is None or speculation is not None or isinstance(error, BudgetError):
+        if not is_default or speculation is not None or isinstance(error, BudgetError):
             raise
         warn_user(f"planned without a budget, since that of all memory needs caches: {error}")
         planned = plan_model(replace(request, policy=None))
@@ -127,13 +126,14 @@ def _planned_device(flags: OffloadFlags, machine: str | None) -> torch.device | 
     return DeviceName("cpu" if named_machine(machine)[0].device == "cpu" else "cuda")
 
 
-def _default_budget(machine: str) -> Budget | None:
-    """Budget of ``headrace generate`` without a flag, on the GPU of ``machine``: all of its memory."""
+def _by_default(flags: OffloadFlags, machine: str) -> OffloadFlags:
+    """``flags`` with all memory of the GPU of ``machine``, as ``headrace generate`` has it there."""
     from headrace.transfer.cards import shares_host_memory
     from headrace.transfer.machine_probe import named_machine
 
     made_for, _ = named_machine(machine)
-    return Budget(AUTO, mode="disk" if shares_host_memory(made_for.device) else None) if made_for.device_bytes else None
+    mode = flags.offload_mode or ("disk" if shares_host_memory(made_for.device) else None)
+    return replace(flags, device_memory=AUTO, offload_mode=mode) if made_for.device_bytes else flags
 
 
 @dataclass(frozen=True)
