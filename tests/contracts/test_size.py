@@ -13,10 +13,10 @@ import pytest
 import measures
 
 BOUNDS = {
-    "lines of src": 25547,
-    "lines of the core": 15783,
+    "lines of src": 25549,
+    "lines of the core": 15784,
     "files of src": 183,
-    "lines of tests": 45040,
+    "lines of tests": 45053,
     "longest class": 347,
     "Prefetcher": 298,
     "branches on a kind of store": 4,

@@ -123,6 +123,21 @@ class TestBits:
         plain.check()
         plain.check_state()
 
+    @pytest.mark.parametrize("way", TAKES)
+    def test_of_an_offload_that_began_in_inference_mode(self, way: str, tmp_path: Path) -> None:
+        """Torch refuses to write to its tensors elsewhere."""
+        with torch.inference_mode():
+            here = pair(way, tmp_path)
+            values = new_values(here)
+            give(here, values)
+        here.handle.update(values)
+        with torch.inference_mode():
+            here.check()
+        here.handle.park()
+        here.handle.resume()
+        with torch.inference_mode():
+            here.check()
+
     def test_compiled_code_sees_it(self, plain: Pair) -> None:
         compiled, x = torch.compile(plain.model, backend="eager", fullgraph=True), torch.ones(2, 256)
         plain.run = lambda each: (compiled if each is plain.model else each)(x)

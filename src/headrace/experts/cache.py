@@ -184,9 +184,10 @@ class ExpertCache:
 
     def reset(self) -> None:
         """No expert is in a slot: memory of the slots is new, or the store has other bytes."""
-        self.location.copy_(self._home)
-        self._expert_in.fill_(-1)
-        self._last_used.zero_()
+        with torch.inference_mode():  # the offload may have begun there, and torch refuses to write to it elsewhere
+            self.location.copy_(self._home)
+            self._expert_in.fill_(-1)
+            self._last_used.zero_()
 
     def compare(self, ids: torch.Tensor, rows: torch.Tensor) -> None:
         """Compare the experts ``ids`` in ``rows``, which a kernel has read, with host memory; only with ``debug``.

@@ -223,8 +223,9 @@ def _write(life: Lifetime, writes: _Writes, codes: _Codes) -> None:
             with session._promoter.rewriting(name) if is_unit else nullcontext():
                 buffer = _bytes_of(life, name)
                 life.copies.forget(name)
-                for tensor, value in pairs:
-                    tensor.view_of(buffer).copy_(value)
+                with torch.inference_mode():  # as the residents of an offload that began there
+                    for tensor, value in pairs:
+                        tensor.view_of(buffer).copy_(value)
         if session._ranges is not None:
             session._ranges.finish()  # small rows have a copy on the device
         for _, cache in session._caches:
