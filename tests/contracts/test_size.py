@@ -13,7 +13,7 @@ import pytest
 import measures
 
 BOUNDS = {
-    "lines of src": 25549,
+    "lines of src": 25553,
     "lines of the core": 15784,
     "files of src": 183,
     "lines of tests": 45053,

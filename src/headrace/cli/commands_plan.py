@@ -69,8 +69,8 @@ def plan(
         refuse_idle({"--link": options.link if machine is None else None}, "without --machine: it is a card's")
         machine = f"{machine}@{options.link}"
     device = _planned_device(flags, machine)
-    is_default = machine is not None and not flags.asks()
-    policy = requested(_by_default(flags, machine) if machine is not None and is_default else flags, device)
+    chosen = _by_default(flags, machine)
+    policy = requested(chosen, device)
     mode = getattr(policy, "mode", None)
     if mode in SHARDED_MODES and num_ranks is None and flags.plan is None:
         raise OptionError(
@@ -93,7 +93,7 @@ def plan(
     try:
         planned = plan_model(request)
     except OptionError as error:
-        if not is_default or speculation is not None or isinstance(error, BudgetError):
+        if chosen is flags or speculation is not None or isinstance(error, BudgetError):
             raise
         warn_user(f"planned without a budget, since that of all memory needs caches: {error}")
         planned = plan_model(replace(request, policy=None))
@@ -126,14 +126,18 @@ def _planned_device(flags: OffloadFlags, machine: str | None) -> torch.device | 
     return DeviceName("cpu" if named_machine(machine)[0].device == "cpu" else "cuda")
 
 
-def _by_default(flags: OffloadFlags, machine: str) -> OffloadFlags:
-    """``flags`` with all memory of the GPU of ``machine``, as ``headrace generate`` has it there."""
+def _by_default(flags: OffloadFlags, machine: str | None) -> OffloadFlags:
+    """``flags``; where none asks for an offload, with all memory of a named GPU, as ``headrace generate`` has it."""
+    if machine is None or flags.asks():
+        return flags
     from headrace.transfer.cards import shares_host_memory
     from headrace.transfer.machine_probe import named_machine
 
     made_for, _ = named_machine(machine)
+    if not made_for.device_bytes:
+        return flags
     mode = flags.offload_mode or ("disk" if shares_host_memory(made_for.device) else None)
-    return replace(flags, device_memory=AUTO, offload_mode=mode) if made_for.device_bytes else flags
+    return replace(flags, device_memory=AUTO, offload_mode=mode)
 
 
 @dataclass(frozen=True)

@@ -59,7 +59,7 @@ class Lifetime:
 
     Attributes:
         copies: bytes of residents in host memory.
-        parked: who resumes: ``"call"`` or ``"auto"``; ``None``: the offload is not parked.
+        parked: what resumes it: ``"call"`` of resume(), or ``"auto"``, a forward; ``None``: it is not parked.
         broken: why no forward may run; ``None``: it may.
     """
 

@@ -104,8 +104,8 @@ class Forwards(OwnProcess):
         if self._stopping and begins:
             raise StateError(
                 self.parked
-                or "this offload is being removed, parked, resized or updated: call the model when that call has "
-                "returned; if it was interrupted, call it again first"
+                or "this offload is being removed, parked or updated: call the model when that call has returned; if "
+                "it was interrupted, call it again first"
             )
 
 

@@ -36,6 +36,7 @@ if TYPE_CHECKING:
 
 
 def new_guard(plan: Plan, store: Store, loads: Sequence[Load], promoted: Collection[str]) -> Guard:
+    """The comparison of units in slots with ``store``, but for ``promoted`` storages; for ``HEADRACE_DEBUG``."""
     from headrace.runtime.debug import Guard
 
     decoded = [store.unit_copies(plan.units[load.unit]) if load.coded else load.copies for load in loads]
