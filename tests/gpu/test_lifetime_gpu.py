@@ -51,8 +51,9 @@ def test_memory_and_bits(way: str, home: str) -> None:
         torch.cuda.synchronize()
         torch.cuda.empty_cache()
         before = torch.cuda.mem_get_info()[0] + LAYERS * WEIGHT_BYTES
-    handle = headrace.offload(model.to(home), POLICIES[way], device="cuda")
+    model = model.to(home)
     with torch.inference_mode():
+        handle = headrace.offload(model, POLICIES[way], device="cuda")
         assert_same_bits(model(x), expected)
         assert handle.park() == handle.plan.resident_bytes
         assert torch.cuda.mem_get_info()[0] >= before - 64 * MIB

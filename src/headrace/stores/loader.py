@@ -512,7 +512,8 @@ def _start_copies(stream: torch.cuda.Stream, copies: Sequence[_Upload]) -> _Wait
     """Start ``copies`` on ``stream``; returns a function that waits until they are done."""
     done = torch.cuda.Event()
     # A thread begins on device 0, and to return to that device's stream would make a context there.
-    with torch.cuda.device(stream.device), torch.cuda.stream(stream):
+    # Residents of an offload within inference_mode are inference tensors, and a thread begins outside of it.
+    with torch.cuda.device(stream.device), torch.cuda.stream(stream), torch.inference_mode():
         for into, staged in copies:
             into.copy_(staged, non_blocking=True)
         done.record(stream)
