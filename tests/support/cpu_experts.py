@@ -53,8 +53,10 @@ def variant(folder: Path, edits: dict[str, str] | None = None, options: tuple[st
         assert old in text, old
         text = text.replace(old, new)
     with pytest.MonkeyPatch.context() as patch:
-        (folder / "variant.c").write_text(text + more)
-        patch.setattr(native, "SOURCE", folder / "variant.c")
+        (folder / "experts.c").write_text(text + more)
+        (folder / "doorbell.c").write_text(native._WHOLE.read_text())
+        patch.setattr(native, "SOURCE", folder / "experts.c")
+        patch.setattr(native, "_WHOLE", folder / "doorbell.c")
         patch.setattr(native, "_OPTIONS", (*native._OPTIONS, *options))
         return native.library.__wrapped__()
 
@@ -69,7 +71,7 @@ def of_library(library: Any, threads: int, kind: int, **options: float) -> pool.
 
 def dots(library: Any, kind: int, weights: Projection, expert: int, x: torch.Tensor) -> torch.Tensor:
     """Float32 products, neither rounded nor with a bias."""
-    out, matrix = torch.empty(weights.outputs_and_inputs()[0]), pool._matrix(weights)[0]
+    out, matrix = torch.empty(weights.outputs_and_inputs()[0]), pool.matrix_of(weights)[0]
     at = ctypes.c_void_p
     library.dots_of(kind, ctypes.byref(matrix), ctypes.c_int64(expert), at(x.data_ptr()), at(out.data_ptr()))
     return out

@@ -134,8 +134,8 @@ def compared_with_c() -> Iterator[list[int]]:
     found: list[int] = []
     run: Callable[..., torch.Tensor] = ordered.run
 
-    def compared(*given: Any) -> torch.Tensor:
-        output = run(*given)
+    def compared(*given: Any, shared: Any = ()) -> torch.Tensor:
+        output = run(*given, shared=shared)
         found.append(different(output, experts_in_c(*given)))
         return output
 

@@ -8,6 +8,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
 import torch
 import triton
@@ -17,6 +18,9 @@ from headrace.errors import RaceError
 from headrace.experts.kernels import admit_kernel, compare_kernel, fetch_kernel
 from headrace.experts.rows import CacheStreamOrder
 from headrace.plan.cached_experts import CachedLayer
+
+if TYPE_CHECKING:
+    from headrace.experts.cpu.share import LayerShare
 
 # Programs that copy, and words of 8 bytes that one copies at a time: on an H200 32 programs of 8 warps fill the link.
 _PROGRAMS, _BLOCK = 32, 4096
@@ -80,6 +84,7 @@ class ExpertCache:
         location: [E]: the row of every expert now; -1: of another rank.
         num_slots: rows of slots; at most as many as there are experts here.
         turn: stream order of all layers that share memory with this one.
+        share: the CPU's part in what is missing; ``None``: it has none.
     """
 
     def __init__(
@@ -113,6 +118,7 @@ class ExpertCache:
         self._overflow_rows = overflow_rows
         self._num_experts, self._shift = home.numel(), shift
         self._constants = _constants(home.numel(), num_slots)
+        self.share: LayerShare | None = None
         self._rows = tuple(rows)
         self._home = home
         self.location = home.clone()
@@ -133,7 +139,7 @@ class ExpertCache:
             if table
         ]
 
-    def admit(self, ids: torch.Tensor) -> torch.Tensor:
+    def admit(self, ids: torch.Tensor, inputs: torch.Tensor | None = None) -> torch.Tensor:
         """Fetch the experts ``ids`` into slots, as far as there are any, and update :attr:`location`.
 
         Of more ids than slots, those without a slot are copied into overflow rows, which are valid until the next call
@@ -142,6 +148,8 @@ class ExpertCache:
         Args:
             ids: int32 or int64 on the device, any shape, contiguous; numbers that are no expert of this rank are
                 ignored.
+            inputs: [tokens, inputs of an expert], for kernels that take :data:`ELSEWHERE` for a row: some of the
+                experts may be computed by the CPU.
 
         Returns:
             the row of each, of the shape and dtype of ``ids``; numbers that are no expert are unchanged, or moved by
@@ -149,6 +157,9 @@ class ExpertCache:
         """
         self._check()
         rows, overflow_rows = torch.empty_like(ids), self._overflow_rows
+        share = self.share if inputs is not None else None
+        if share is not None:
+            share.check(ids.numel())
         with torch.cuda.device_of(self._home):  # Triton launches on the current device, whatever the tensors' one is
             admit_kernel[(1,)](
                 ids,
@@ -168,7 +179,10 @@ class ExpertCache:
                 overflow_rows.start,
                 **self._constants,
                 HAS_OVERFLOW=len(overflow_rows) > 0 and ids.numel() > self.num_slots,
+                shares=None if share is None else share.shares,
             )
+            if share is not None and inputs is not None:
+                share.ring(ids, rows, inputs, self._fetched)
             for word, table in self._tables:
                 fetch_kernel[(_PROGRAMS,)](
                     self._fetched,

@@ -13,6 +13,10 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
+# The row of an expert that the CPU computes in this step (headrace.experts.cpu.share).
+ELSEWHERE = tl.constexpr(-(1 << 30))
+_MOST_SHARED = tl.constexpr(64)
+
 
 # Sizes that follow from a budget or a prompt are no constants, and Triton does not look at their values: with another
 # plan or prompt it finds the kernel that an earlier process compiled.
@@ -39,6 +43,7 @@ def admit_kernel(
     BLOCK_IDS: tl.constexpr,
     BLOCK_OTHERS: tl.constexpr,
     HAS_OVERFLOW: tl.constexpr,  # false: experts without a slot are read in host memory
+    shares=None,  # int64 [65] in pinned memory: of so many missing experts the CPU computes so many; None: none
 ):
     """Give every chosen expert a slot as far as there are any, least recently used first; one program.
 
@@ -64,6 +69,16 @@ def admit_kernel(
     is_missing = is_chosen & (row >= num_slots)
     num_hits = tl.sum(is_hit.to(tl.int32), axis=0)
     num_missing = tl.sum(is_missing.to(tl.int32), axis=0)
+    if shares is not None:
+        share = tl.load(shares + tl.minimum(num_missing, _MOST_SHARED), volatile=True).to(tl.int32)
+        place = (
+            tl.cumsum(is_missing.to(tl.int32), axis=0) - 1 + (step % 64).to(tl.int32)
+        )  # by turns, or some never come
+        is_elsewhere = is_missing & (place % tl.maximum(num_missing, 1) < share)
+        is_missing = is_missing & (is_elsewhere == 0)
+        num_missing -= tl.sum(is_elsewhere.to(tl.int32), axis=0)
+        tl.store(location + expert, tl.zeros([BLOCK_EXPERTS], home_row.dtype) + ELSEWHERE, mask=is_elsewhere)
+        tl.debug_barrier()
     tl.store(last_used + row, tl.zeros([BLOCK_EXPERTS], tl.int64) + step, mask=is_hit)
     num_fetched = num_missing * 0
     num_evicted = num_missing * 0
@@ -117,6 +132,9 @@ def admit_kernel(
     if HAS_OVERFLOW:
         tl.debug_barrier()
         tl.store(location + expert, home_row, mask=in_overflow_row)
+    if shares is not None:
+        tl.debug_barrier()
+        tl.store(location + expert, home_row, mask=is_elsewhere)
 
     added = tl.where(tally == 1, num_hits, 0) + tl.where(tally == 2, num_fetched, 0)
     added += tl.where(tally == 3, num_missing - num_fetched, 0) + tl.where(tally == 4, num_evicted, 0)

@@ -11,6 +11,8 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
+from headrace.experts.kernels import ELSEWHERE
+
 
 @triton.jit
 def _low(bits):
@@ -33,6 +35,12 @@ def _rounded(x):
 @triton.jit
 def _load_bf16(pointers, mask):
     return _low(tl.load(pointers, mask=mask, other=0).to(tl.int32))
+
+
+@triton.jit
+def _load_apart(pointers, mask):
+    """From memory that the host writes."""
+    return _low(tl.load(pointers, mask=mask, other=0, cache_modifier=".cv").to(tl.int32))
 
 
 @triton.jit
@@ -144,7 +152,7 @@ def gate_up_kernel(
     x, ids, w, scales, bias, out, num_experts, N, x_stride, expert_stride, one, out_stride, alpha, limit,
     TOP_K: tl.constexpr, INTERLEAVED: tl.constexpr, BIAS: tl.constexpr, CLAMPED: tl.constexpr, FORMAT: tl.constexpr,
     K: tl.constexpr, ROW_STRIDE: tl.constexpr, K_STRIDE: tl.constexpr, ROWS: tl.constexpr, LANES: tl.constexpr,
-    CHUNK: tl.constexpr, CHUNKS: tl.constexpr, GROUPS: tl.constexpr, GROUPS_2: tl.constexpr,
+    CHUNK: tl.constexpr, CHUNKS: tl.constexpr, GROUPS: tl.constexpr, GROUPS_2: tl.constexpr, SHARED: tl.constexpr,
 ):  # fmt: skip
     """The first product of each expert of each token, and what comes between; ROWS numbers of ``out`` a program.
 
@@ -153,6 +161,8 @@ def gate_up_kernel(
     """
     pair = tl.program_id(0)
     number = tl.load(ids + pair)
+    if (number == ELSEWHERE) if SHARED else False:  # the interpreter has no constants that end an `and`
+        return
     is_expert = (number >= 0) & (number < num_experts)
     expert = tl.where(is_expert, number, 0).to(tl.int64)
     both = tl.arange(0, 2 * ROWS)
@@ -181,13 +191,14 @@ def gate_up_kernel(
 
 @triton.jit(do_not_specialize=["one"])
 def down_kernel(
-    x, ids, weights, w, scales, bias, out, num_experts, N, x_stride, expert_stride, one, TOP_K: tl.constexpr,
+    x, ids, weights, w, scales, bias, out, num_experts, N, x_stride, expert_stride, one, apart, TOP_K: tl.constexpr,
     BIAS: tl.constexpr, ROUNDED: tl.constexpr, FORMAT: tl.constexpr, K: tl.constexpr, ROW_STRIDE: tl.constexpr,
     K_STRIDE: tl.constexpr, ROWS: tl.constexpr, LANES: tl.constexpr, CHUNK: tl.constexpr, CHUNKS: tl.constexpr,
-    GROUPS: tl.constexpr, GROUPS_2: tl.constexpr,
+    GROUPS: tl.constexpr, GROUPS_2: tl.constexpr, SHARED: tl.constexpr,
 ):  # fmt: skip
     """The second product, and the sum over the experts of a token in their order; ROWS outputs a program.
 
+    apart: bf16 [tokens * TOP_K, N], outputs of experts that are ELSEWHERE, with their bias; None unless SHARED.
     x: ``out`` of :func:`gate_up_kernel`. weights: [tokens, TOP_K], bf16 if ROUNDED, else float32. out: bf16
     [tokens, N].
     """
@@ -198,13 +209,16 @@ def down_kernel(
         pair = token * TOP_K + which
         number = tl.load(ids + pair)
         expert = tl.where((number >= 0) & (number < num_experts), number, 0).to(tl.int64)
-        y = _dot(
-            x + pair * x_stride, w + expert * expert_stride, scales + expert * (N * (K // 32)), row, row < N,
-            one, FORMAT, K, ROW_STRIDE, K_STRIDE, ROWS, LANES, CHUNK, CHUNKS, GROUPS, GROUPS_2,
-        )  # fmt: skip
-        y = _rounded(y)
-        if BIAS:
-            y = _rounded(y + _load_bf16(bias + expert * N + row, row < N))
+        if (number == ELSEWHERE) if SHARED else False:  # a name for it would be a tensor
+            y = _load_apart(apart + pair.to(tl.int64) * N + row, row < N)
+        else:
+            y = _dot(
+                x + pair * x_stride, w + expert * expert_stride, scales + expert * (N * (K // 32)), row, row < N,
+                one, FORMAT, K, ROW_STRIDE, K_STRIDE, ROWS, LANES, CHUNK, CHUNKS, GROUPS, GROUPS_2,
+            )  # fmt: skip
+            y = _rounded(y)
+            if BIAS:
+                y = _rounded(y + _load_bf16(bias + expert * N + row, row < N))
         if ROUNDED:
             total += _rounded(y * _load_bf16(weights + pair, True))
         else:

@@ -42,16 +42,20 @@ LAUNCHES = {
 
 def run(
     x: torch.Tensor, ids: torch.Tensor, weights: torch.Tensor, gate_up: Projection, down: Projection,
-    is_interleaved: bool = False, glu: Sequence[float] = (),
+    is_interleaved: bool = False, glu: Sequence[float] = (), shared: Sequence[torch.Tensor] = (),
 ) -> torch.Tensor:  # fmt: skip
     """Run experts as :func:`headrace.experts.order.run_experts` does, by kernels on a GPU, also in compiled code.
+
+    ``shared``: a :attr:`headrace.experts.cpu.share.CpuShare.memory`, where some are computed by the CPU.
 
     Raises:
         OptionError: another dtype than bf16.
     """
     order.require_dtypes(x, weights, gate_up, down)
     op, transposed = torch.ops.headrace.ordered_experts, gate_up.is_transposed
-    output: torch.Tensor = op(x, ids, weights, *gate_up[:3], *down[:3], transposed, is_interleaved, list(glu))
+    output: torch.Tensor = op(
+        x, ids, weights, *gate_up[:3], *down[:3], transposed, is_interleaved, list(glu), list(shared)
+    )
     return output
 
 
@@ -59,7 +63,7 @@ def _ordered_experts(
     x: torch.Tensor, ids: torch.Tensor, weights: torch.Tensor,
     gate_up: torch.Tensor, gate_up_scales: torch.Tensor | None, gate_up_bias: torch.Tensor | None,
     down: torch.Tensor, down_scales: torch.Tensor | None, down_bias: torch.Tensor | None,
-    transposed: bool, interleaved: bool, glu: Sequence[float],
+    transposed: bool, interleaved: bool, glu: Sequence[float], shared: Sequence[torch.Tensor] = (),
 ) -> torch.Tensor:  # fmt: skip
     first = Projection(gate_up, gate_up_scales, gate_up_bias, transposed)
     second = Projection(down, down_scales, down_bias, transposed)
@@ -67,7 +71,13 @@ def _ordered_experts(
     if not x.is_cuda and os.environ.get("TRITON_INTERPRET") != "1":
         return _without_a_gpu(x.device.type)(x, ids, weights, first, second, interleaved, glu)
     with torch.cuda.device_of(x):  # Triton launches on the current device, whatever the tensors' one is
-        return _launch_down(_launch_gate_up(x, ids, first, interleaved, glu), ids, weights, second)
+        inner = _launch_gate_up(x, ids, first, interleaved, glu, bool(shared))
+        if not shared:
+            return _launch_down(inner, ids, weights, second)
+        from headrace.experts.cpu.share import wait
+
+        apart = wait(shared[0], shared[1], ids.numel() * second.outputs_and_inputs()[0])
+        return _launch_down(inner, ids, weights, second, apart)
 
 
 @cache
@@ -87,8 +97,9 @@ def _without_a_gpu(device: str) -> Callable[..., torch.Tensor]:
 
 
 def _launch_gate_up(
-    x: torch.Tensor, ids: torch.Tensor, projection: Projection, is_interleaved: bool, glu: Sequence[float]
-) -> torch.Tensor:
+    x: torch.Tensor, ids: torch.Tensor, projection: Projection, is_interleaved: bool, glu: Sequence[float],
+    is_shared: bool,
+) -> torch.Tensor:  # fmt: skip
     from headrace.experts.order_kernels import gate_up_kernel
 
     pairs, count = ids.numel(), projection.outputs_and_inputs()[0] // 2
@@ -96,13 +107,15 @@ def _launch_gate_up(
     (read, *tensors), options, rows = _arguments(x, projection, 0)
     gate_up_kernel[(pairs, -(-count // rows))](
         read, ids, *tensors[:3], inner.view(torch.int16), len(projection.weight), count, *tensors[3:], inner.stride(0),
-        *(glu or (0.0, 0.0)), TOP_K=ids.shape[1], INTERLEAVED=is_interleaved, CLAMPED=bool(glu), **options,
+        *(glu or (0.0, 0.0)), TOP_K=ids.shape[1], INTERLEAVED=is_interleaved, CLAMPED=bool(glu), SHARED=is_shared,
+        **options,
     )  # fmt: skip
     return inner
 
 
 def _launch_down(
-    inner: torch.Tensor, ids: torch.Tensor, weights: torch.Tensor, projection: Projection
+    inner: torch.Tensor, ids: torch.Tensor, weights: torch.Tensor, projection: Projection,
+    apart: torch.Tensor | None = None,
 ) -> torch.Tensor:  # fmt: skip
     from headrace.experts.order_kernels import down_kernel
 
@@ -111,7 +124,8 @@ def _launch_down(
     (read, *tensors), options, rows = _arguments(inner, projection, 1)
     down_kernel[(len(ids), -(-count // rows))](
         read, ids, weights.view(torch.int16) if is_rounded else weights, *tensors[:3], output.view(torch.int16),
-        len(projection.weight), count, *tensors[3:], TOP_K=ids.shape[1], ROUNDED=is_rounded, **options,
+        len(projection.weight), count, *tensors[3:], apart, TOP_K=ids.shape[1], ROUNDED=is_rounded,
+        SHARED=apart is not None, **options,
     )  # fmt: skip
     return output
 
@@ -151,7 +165,7 @@ _library = torch.library.Library("headrace", "FRAGMENT")
 _library.define(
     "ordered_experts(Tensor x, Tensor ids, Tensor weights, Tensor gate_up, Tensor? gate_up_scales, "
     "Tensor? gate_up_bias, Tensor down, Tensor? down_scales, Tensor? down_bias, bool transposed, bool interleaved, "
-    "float[] glu) -> Tensor"
+    "float[] glu, Tensor[] shared) -> Tensor"
 )
 _library.impl("ordered_experts", _ordered_experts, "CompositeExplicitAutograd")
 torch.library.register_fake("headrace::ordered_experts", lambda x, *_: torch.empty_like(x), lib=_library)

@@ -10,7 +10,7 @@ from __future__ import annotations
 import functools
 import threading
 import weakref
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any, Protocol
 
@@ -19,12 +19,14 @@ from torch import nn
 from torch.utils._pytree import tree_leaves, tree_map_only
 
 from headrace.errors import OptionError, StateError
+from headrace.experts.order import MAX_ROWS
 from headrace.model.live_tensors import Saved, own_forward
 from headrace.model.memory_profile import ROW_IMPLEMENTATIONS, chosen_implementation
 from headrace.model.torch_private import leave_to_python
 from headrace.model.tracing import refuse_export, refuse_tracers, traced_graph
 
 _CACHED = "_headrace_cached_experts"
+SHARED = "_headrace_shared"  # at a twin
 
 
 def expert_rows(module: nn.Module, ids: torch.Tensor) -> tuple[Any, torch.Tensor]:
@@ -47,6 +49,11 @@ def expert_rows(module: nn.Module, ids: torch.Tensor) -> tuple[Any, torch.Tensor
         StateError: experts are cached, and this is not the first call in the forward of ``module``, or the forward of
             another module that has called it is still running: the cache could replace experts before they are read.
     """
+    return _rows_of(module, ids, None)
+
+
+def _rows_of(module: nn.Module, ids: torch.Tensor, inputs: torch.Tensor | None) -> tuple[Any, torch.Tensor]:
+    """See :func:`expert_rows`, and for ``inputs`` :meth:`headrace.experts.cache.ExpertCache.admit`."""
     cached = getattr(module, _CACHED, None)
     if cached is None:
         return module, ids
@@ -54,7 +61,7 @@ def expert_rows(module: nn.Module, ids: torch.Tensor) -> tuple[Any, torch.Tensor
         _require_reads_traced()
     else:
         _admissions.begin(cached)
-    rows: torch.Tensor = torch.ops.headrace.expert_rows(cached.cache.turn.token, cached.cache.location, ids)
+    rows: torch.Tensor = torch.ops.headrace.expert_rows(cached.cache.turn.token, cached.cache.location, ids, inputs)
     if not torch.compiler.is_compiling():
         cached.admitted = ids, rows
     return cached.twin, rows
@@ -110,6 +117,16 @@ def _captures(stream: torch.cuda.Stream) -> bool:
         return torch.cuda.is_current_stream_capturing()
 
 
+def cached_experts(module: nn.Module) -> CachedExperts | None:
+    """What has ``module`` read rows."""
+    return getattr(module, _CACHED, None)
+
+
+def shared_with(module: nn.Module) -> Sequence[torch.Tensor]:
+    """Memory of a :class:`headrace.experts.cpu.share.CpuShare` in the experts of ``module``, a twin; none: empty."""
+    return () if torch.compiler.is_compiling() else vars(module).get(SHARED, ())
+
+
 class RowMap(Protocol):
     """Maps experts to rows.
 
@@ -123,7 +140,7 @@ class RowMap(Protocol):
     num_slots: int
     turn: CacheStreamOrder
 
-    def admit(self, ids: torch.Tensor) -> torch.Tensor:
+    def admit(self, ids: torch.Tensor, inputs: torch.Tensor | None = None) -> torch.Tensor:
         """Bring the experts ``ids`` to the device, change ``location`` accordingly, and return their rows."""
 
     def compare(self, ids: torch.Tensor, rows: torch.Tensor) -> None:
@@ -163,7 +180,7 @@ class NoCache:
         self.num_slots = num_experts
         self.turn = turn
 
-    def admit(self, ids: torch.Tensor) -> torch.Tensor:
+    def admit(self, ids: torch.Tensor, inputs: torch.Tensor | None = None) -> torch.Tensor:
         """Nothing moves."""
         return ids.clone()  # the op below may not return its argument
 
@@ -186,6 +203,10 @@ class CachedExperts:
         self.admitted: tuple[torch.Tensor, torch.Tensor] | None = None  # by the forward that runs: ids and their rows
         self._own_forward = vars(module).get(self.entry)  # of the instance, perhaps another library's
         self._kept_forward = own_forward(module)
+
+    def twin_of(self, tensors: Mapping[str, torch.Tensor]) -> nn.Module:
+        """Another twin, with ``tensors`` by attribute in place of the rows."""
+        return _twin(self._module, tensors)
 
     def attach(self) -> None:
         """Point the module here."""
@@ -349,7 +370,9 @@ def require_rows(module: nn.Module) -> None:
 
 
 def _forward_by_rows(module: nn.Module, hidden_states: Any, top_k_index: Any, top_k_weights: Any) -> Any:
-    experts, rows = expert_rows(module, top_k_index)
+    is_ordered = chosen_implementation(module) == "headrace" and len(hidden_states) <= MAX_ROWS
+    is_shared = is_ordered and not torch.compiler.is_compiling()
+    experts, rows = _rows_of(module, top_k_index, hidden_states if is_shared else None)
     return type(module).forward(experts, hidden_states, rows, top_k_weights)
 
 
@@ -378,11 +401,13 @@ _by_location: weakref.WeakValueDictionary[int, RowMap] = weakref.WeakValueDictio
 _library = torch.library.Library("headrace", "FRAGMENT")
 # A read of an expert depends on its row, so it runs after the admission, and before experts_read of the outputs. The
 # next admission runs after that because of the token.
-_library.define("expert_rows(Tensor(a!) token, Tensor location, Tensor ids) -> Tensor")
+_library.define("expert_rows(Tensor(a!) token, Tensor location, Tensor ids, Tensor? inputs=None) -> Tensor")
 _library.define("experts_read(Tensor(a!) token, Tensor location, Tensor(b!)[] outputs) -> ()")
 
 
-def _expert_rows(token: torch.Tensor, location: torch.Tensor, ids: torch.Tensor) -> torch.Tensor:
+def _expert_rows(
+    token: torch.Tensor, location: torch.Tensor, ids: torch.Tensor, inputs: torch.Tensor | None = None
+) -> torch.Tensor:
     cache = _by_location.get(location.data_ptr())
     if cache is None:
         raise StateError(
@@ -391,7 +416,7 @@ def _expert_rows(token: torch.Tensor, location: torch.Tensor, ids: torch.Tensor)
     with cache.turn.lock:  # eager runs of other threads hold it until they have launched their reads
         cache.turn.follow(location.device)  # compiled code has no other call before it
         cache.turn.reader = threading.get_ident()
-        return cache.admit(ids.contiguous())
+        return cache.admit(ids.contiguous(), inputs)
 
 
 def _experts_read(token: torch.Tensor, location: torch.Tensor, outputs: list[torch.Tensor]) -> None:
@@ -400,6 +425,8 @@ def _experts_read(token: torch.Tensor, location: torch.Tensor, outputs: list[tor
 
 
 _library.impl("expert_rows", _expert_rows, "CompositeExplicitAutograd")
-torch.library.register_fake("headrace::expert_rows", lambda token, location, ids: torch.empty_like(ids), lib=_library)
+torch.library.register_fake(
+    "headrace::expert_rows", lambda token, location, ids, *_: torch.empty_like(ids), lib=_library
+)
 _library.impl("experts_read", _experts_read, "CompositeExplicitAutograd")
 torch.library.register_fake("headrace::experts_read", lambda *_: None, lib=_library)

@@ -98,11 +98,12 @@ class DecodeGraphs:
 
     Attributes:
         counts: ``None``, as graphs guess no tokens.
+        notes: none.
         replays: steps that were replayed so far.
         num_bytes: device memory that the graphs take, without the cache.
     """
 
-    counts = None
+    counts, notes = None, ()
 
     def __init__(self, model: PreTrainedModel, session: OffloadSession | None, context: int, with_hooks: bool) -> None:
         """``session``: of the offload of ``model``, if any. Other arguments as for :func:`decode_in_graphs`."""
@@ -139,6 +140,9 @@ class DecodeGraphs:
             self._session.attachments.remove(self)
         if (prefetcher := self._steps.prefetcher) is not None:
             prefetcher.replays.release_graphs()
+
+    def check(self) -> None:
+        """What it runs has its own."""
 
     def release(self) -> None:
         """Free cache and graphs; the next call makes new ones."""
@@ -190,6 +194,7 @@ class DecodeGraphs:
             reason = "a cache of {} sequences with {} tokens does not fit: ".format(*size)
             reason += reason_of(error, self._model.device)
         else:
+            self._steps.check()
             if not isinstance(output, torch.Tensor):
                 self.release()  # the caller has the cache now
             return output
@@ -474,6 +479,7 @@ class CapturedSteps:
 
     def run(self, key: Hashable, call: Callable[..., Any], inputs: Inputs) -> Any:
         """The output of ``call(**inputs)``, a step of the kind ``key``: first a warm-up, then replays."""
+        self.check()
         if self.eager_because is not None:
             return call(**inputs)
         if key not in self._steps:  # libraries and kernels are loaded
@@ -503,6 +509,11 @@ class CapturedSteps:
         except (RuntimeError, StateError) as error:
             return f"its decoding step cannot be captured: {reason_of(error, device)}"
         return None
+
+    def check(self) -> None:
+        """Raise ``StateError`` where the output of the step before is not to be used."""
+        for attachment in () if self._session is None else self._session.attachments:
+            attachment.check()
 
     def drop(self) -> None:
         """Free the graphs."""

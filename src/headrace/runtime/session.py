@@ -88,6 +88,11 @@ class Attachment(Protocol):
     @property
     def counts(self) -> SpeculationCounts | None: ...
 
+    @property
+    def notes(self) -> Sequence[str]: ...
+
+    def check(self) -> None: ...
+
     def remove(self) -> None: ...
 
 
@@ -504,7 +509,7 @@ class OffloadSession(NotCopyable):
         ):
             if names:
                 notes.append(f"{what}: {', '.join(names)}")
-        return tuple(notes)
+        return (*notes, *(note for each in self.attachments for note in each.notes))
 
     def _current_bytes(self, name: str, home: torch.device | str = "cpu") -> torch.Tensor:
         """Copy of the bytes of what is not resident: in host memory, or on ``home`` if it is read in place."""

@@ -90,6 +90,7 @@ def load(
     group: ProcessGroup | None = None,
     graphs: bool = True,
     speculate: Speculation | str | None = None,
+    cpu_experts: bool | None = None,
 ) -> tuple[PreTrainedModel, Handle]:
     """Load a model and offload it in one go; memory stays within the plan while loading, too.
 
@@ -117,6 +118,9 @@ def load(
             (:func:`~headrace.graphs.decoding.decode_in_graphs`).
         speculate: ``"lookup"``, ``"mtp"``, a draft model, or a :class:`headrace.Speculation`: ``generate`` verifies
             several guesses in one pass. A draft is resident, and part of a budget; so are heads (``mtp``).
+        cpu_experts: the CPU computes a share of the cached experts that a step misses, as fast as it turns out to be
+            (:mod:`~headrace.experts.cpu.share`); default on a GPU where ``experts_implementation="headrace"`` runs,
+            with eight cores or more. No bit depends on it.
 
     Returns:
         the model in evaluation mode, ready for ``generate``, and its handle; ``handle.remove()`` makes everything
@@ -155,7 +159,7 @@ def load(
         request = PlanRequest(model, policy, device=device, disk=disk, ranks=ranks, speculation=given)
         if given is not None:
             request = _speculated(request, given, found, target)
-        return model, load_matched(folder, request, found, progress, graphs)
+        return model, load_matched(folder, request, found, progress, graphs, cpu_experts)
 
 
 def _speculated(request: PlanRequest, speculation: Speculation, found: Match, device: torch.device) -> PlanRequest:
@@ -180,8 +184,9 @@ def _with_files(request: PlanRequest, found: Match) -> PlanRequest:
 
 
 def load_matched(
-    folder: Path, request: PlanRequest, found: Match, progress: Progress | None, graphs: bool = False
-) -> Handle:
+    folder: Path, request: PlanRequest, found: Match, progress: Progress | None, graphs: bool = False,
+    cpu_experts: bool | None = None,
+) -> Handle:  # fmt: skip
     """:func:`load` for a model on ``meta`` that has been built and matched with its files; warns of nothing."""
     model, speculating = request.model, None
     if request.speculation is not None:  # first: what its draft takes is not free for the model
@@ -196,6 +201,10 @@ def load_matched(
     model.train(False)
     handle = start(prepared, progress=progress)
     move_wrappers(model)
+    if cpu_experts is not False and (cpu_experts or (handle.plan.cached and prepared.device.type == "cuda")):
+        from headrace.experts.cpu.share import share_by_default, share_experts
+
+        share_experts(model) if cpu_experts else share_by_default(model)
     if graphs and request.ranks is None and prepared.device.type == "cuda" and model.can_generate():
         decode_in_graphs(model, handle.plan.context, with_hooks=False)
     if speculating is not None:

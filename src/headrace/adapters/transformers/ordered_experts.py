@@ -17,6 +17,7 @@ from transformers.integrations import moe
 from headrace.errors import OptionError
 from headrace.experts import order, ordered
 from headrace.experts.order import MAX_ROWS, MXFP4_BLOCK, Projection
+from headrace.experts.rows import shared_with
 from headrace.model.memory_profile import chosen_implementation
 
 NAME = "headrace"
@@ -31,16 +32,25 @@ def ordered_experts_forward(
         OptionError: experts with another activation, another dtype than bf16, or split among ranks.
     """
     module: Any = self
-    glu = _glu_of(module)
+    arguments = arguments_of(module)
     if len(hidden_states) > MAX_ROWS:
         return moe.grouped_mm_experts_forward(module, hidden_states, top_k_index, top_k_weights)
-    biases = (module.gate_up_proj_bias, module.down_proj_bias) if module.has_bias else (None, None)
-    first = Projection(module.gate_up_proj, None, biases[0], module.is_transposed)
-    second = Projection(module.down_proj, None, biases[1], module.is_transposed)
-    return ordered.run(hidden_states, top_k_index, top_k_weights, first, second, not module.is_concatenated, glu)
+    return ordered.run(hidden_states, top_k_index, top_k_weights, *arguments, shared=shared_with(module))
 
 
 moe.ALL_EXPERTS_FUNCTIONS.register(NAME, ordered_experts_forward)
+
+
+def arguments_of(module: Any) -> tuple[Projection, Projection, bool, tuple[float, ...]]:
+    """What :func:`headrace.experts.ordered.run` is given of ``module``; raises ``OptionError`` if it cannot run it."""
+    if isinstance(module, Mxfp4Experts):
+        names, ends = ("gate_up_proj", "down_proj"), ("blocks", "scales", "bias")
+        first, second = (Projection(*(getattr(module, f"{name}_{end}") for end in ends)) for name in names)
+        return first, second, True, (module.alpha, module.limit)
+    glu, is_transposed = _glu_of(module), module.is_transposed
+    biases = (module.gate_up_proj_bias, module.down_proj_bias) if module.has_bias else (None, None)
+    first = Projection(module.gate_up_proj, None, biases[0], is_transposed)
+    return first, Projection(module.down_proj, None, biases[1], is_transposed), not module.is_concatenated, glu
 
 
 def _glu_of(module: Any) -> tuple[float, ...]:
@@ -75,22 +85,17 @@ class Mxfp4Experts(nn.Module):
             for end, tensor in (("blocks", codes), ("scales", scales), ("bias", bias)):
                 self.register_parameter(f"{name}_{end}", nn.Parameter(tensor, requires_grad=False))
 
-    def _projections(self) -> list[Projection]:
-        names = ("gate_up_proj", "down_proj")
-        return [Projection(*(getattr(self, f"{name}_{end}") for end in ("blocks", "scales", "bias"))) for name in names]
-
     def forward(
         self, hidden_states: torch.Tensor, top_k_index: torch.Tensor, top_k_weights: torch.Tensor
     ) -> torch.Tensor:
         """Forward in the order of sums; see :func:`ordered_experts_forward`."""
         if len(hidden_states) > MAX_ROWS:
             return self._one_by_one(hidden_states, top_k_index, top_k_weights)
-        first, second = self._projections()
-        return ordered.run(hidden_states, top_k_index, top_k_weights, first, second, True, (self.alpha, self.limit))
+        return ordered.run(hidden_states, top_k_index, top_k_weights, *arguments_of(self), shared=shared_with(self))
 
     def _one_by_one(self, x: torch.Tensor, ids: torch.Tensor, weights: torch.Tensor) -> torch.Tensor:
         """Many rows: each expert in use is made bf16, and multiplied with its tokens; the host waits for ``ids``."""
-        first, second = self._projections()
+        first, second, *_ = arguments_of(self)
         outputs = x.new_empty(*ids.shape, x.shape[1])
         biases: Any = first.bias, second.bias
         for row in ids.unique().tolist():

@@ -109,6 +109,11 @@ class Speculating:
         if (session := session_of(self._model)) is not None:
             session.attachments.append(self)
 
+    notes = ()
+
+    def check(self) -> None:
+        """What it runs has its own."""
+
     def remove(self) -> None:
         """Undo :meth:`attach`; frees the draft model, or the heads."""
         self._arguments, self._inside, self._heads = {}, threading.local(), None

@@ -32,7 +32,7 @@ typedef struct {
 } matrix;
 typedef struct {
     matrix gate_up, down;
-    int64_t num_experts, tokens, top_k, weights_are_bf16, interleaved;
+    int64_t num_experts, tokens, top_k, weights_are_bf16, interleaved, is_apart; // outputs by pair, not weighed
     const uint16_t *x;
     const int64_t *ids;
     const float *weights;
@@ -257,7 +257,7 @@ typedef struct {
     int threads, kind, is_broken, is_second; // the caller is one of the threads
     double spin_s, patience_s;
     request asked;
-    int64_t num_groups, tiles_of_a_group, tiles, *order, x_stride, inner_stride;
+    int64_t num_groups, num_here, tiles_of_a_group, tiles, *order, x_stride, inner_stride;
     group *groups;
     float *x, *inner; // [tokens, x_stride], [pairs, inner_stride]: zeros up to a multiple of LANES
     _Atomic uint64_t claims; // number of the round << 32, and how many of its tiles nobody has taken
@@ -319,6 +319,11 @@ static void second_tile(pool *p, int64_t tile) {
     for (const group *g = p->groups; g < p->groups + p->num_groups; g++)
         for (const int64_t *pair = p->order + g->first; pair < p->order + g->first + g->count; pair++)
             products(p->kind, &r->down, g->expert, row, count, p->inner + *pair * p->inner_stride, z[*pair]);
+    if (r->is_apart) {
+        for (const int64_t *pair = p->order; pair < p->order + p->num_here; pair++)
+            for (long n = 0; n < count; n++) r->out[*pair * r->down.outputs + row + n] = narrow(z[*pair][n]);
+        return;
+    }
     for (int64_t t = 0; t < r->tokens; t++) {
         float total[TILE] = {0};
         for (int64_t pair = t * r->top_k; pair < (t + 1) * r->top_k; pair++)
@@ -387,7 +392,7 @@ static void prepare(pool *p, const request *r, int64_t pairs) {
     for (int64_t t = 0; t < r->tokens; t++)
         for (int64_t k = 0; k < r->gate_up.inputs; k++)
             p->x[t * p->x_stride + place(p->kind, r->gate_up.format, k)] = wide(r->x[t * r->gate_up.inputs + k]);
-    p->num_groups = 0;
+    p->num_groups = p->num_here = 0;
     for (int64_t i = 0, count = 0; i < pairs; i++) {
         int64_t expert = r->ids[i], before = 0;
         while (before < i && r->ids[before] != expert) before++;
@@ -396,6 +401,7 @@ static void prepare(pool *p, const request *r, int64_t pairs) {
         *g = (group){expert, count, 0};
         for (int64_t j = i; j < pairs; j++)
             if (r->ids[j] == expert) p->order[count++] = j, g->count++;
+        p->num_here = count;
     }
 }
 

@@ -20,6 +20,7 @@ from headrace.config import cache_folder
 from headrace.errors import StateError
 
 SOURCE = Path(__file__).with_name("experts.c")
+_WHOLE = Path(__file__).with_name("doorbell.c")  # includes it
 INSTRUCTIONS = ("plain C", "AVX2", "AVX-512")
 _OPTIONS = ("-O3", "-ffp-contract=off", "-shared", "-fPIC", "-pthread")
 _I64, _AT, _F32 = ctypes.c_int64, ctypes.c_void_p, ctypes.c_float
@@ -39,8 +40,8 @@ class Request(ctypes.Structure):
 
     _fields_ = (
         ("gate_up", Matrix), ("down", Matrix), ("num_experts", _I64), ("tokens", _I64), ("top_k", _I64),
-        ("weights_are_bf16", _I64), ("interleaved", _I64), ("x", _AT), ("ids", _AT), ("weights", _AT), ("out", _AT),
-        ("alpha", _F32), ("limit", _F32),
+        ("weights_are_bf16", _I64), ("interleaved", _I64), ("is_apart", _I64), ("x", _AT), ("ids", _AT),
+        ("weights", _AT), ("out", _AT), ("alpha", _F32), ("limit", _F32),
     )  # fmt: skip
 
 
@@ -52,7 +53,7 @@ def library() -> ctypes.CDLL:
         StateError: there is no compiler, or it failed.
     """
     kind = f"{_OPTIONS} {platform.machine()} {platform.libc_ver()}".encode()
-    name = f"experts-{sha256(kind + SOURCE.read_bytes()).hexdigest()[:16]}.so"
+    name = f"experts-{sha256(kind + SOURCE.read_bytes() + _WHOLE.read_bytes()).hexdigest()[:16]}.so"
     with tempfile.TemporaryDirectory() as temporary:
         path = _kept(name) or _compiled(Path(temporary) / name)
         try:
@@ -63,6 +64,8 @@ def library() -> ctypes.CDLL:
             ) from None
     found.experts_start.argtypes = (ctypes.c_int, _AT, ctypes.c_int, ctypes.c_double, ctypes.c_double)
     found.experts_start.restype, found.experts_run.argtypes, found.experts_stop.argtypes = _AT, (_AT, _AT), (_AT,)
+    found.doorbell_start.argtypes = (_AT, _AT, _AT, _AT, _AT, ctypes.c_int, ctypes.c_int, ctypes.c_double)
+    found.doorbell_start.restype, found.doorbell_stop.argtypes = _AT, (_AT,)
     return found
 
 
@@ -90,7 +93,7 @@ def _compiled(path: Path) -> Path:
             "experts on the CPU are compiled when they first run, and there is no C compiler: expected $CC, cc, gcc or "
             "clang: install one, such as by `apt install gcc libc6-dev`"
         )
-    command = [compiler, *_OPTIONS, "-o", str(path), str(SOURCE)]
+    command = [compiler, *_OPTIONS, "-o", str(path), str(_WHOLE)]
     done = subprocess.run(command, capture_output=True, text=True, check=False)
     if done.returncode:
         lines = (

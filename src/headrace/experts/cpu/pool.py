@@ -77,6 +77,12 @@ class Pool:
         if code:
             raise StateError("experts on the CPU: the system has no memory for the values between two products")
 
+    def give(self) -> int | None:
+        """The pool of ``experts.c``, for an owner there; this one is stopped."""
+        with self._lock:
+            at, self._at = self._at, None
+            return at
+
     def stop(self) -> None:
         """End the threads, once a request that runs has ended."""
         with self._lock:
@@ -146,9 +152,9 @@ def run(
         raise OptionError(f"experts: expected tensors that fit together, found {tuple(x.shape)}, {found[2:]}")
     is_bf16, out = weights.dtype == torch.bfloat16, x.new_zeros(len(x), outputs)
     x, ids, weights = x.contiguous(), ids.long().contiguous(), weights.float().contiguous()
-    (first, *kept), (second, *others) = _matrix(gate_up), _matrix(down)
+    (first, *kept), (second, *others) = matrix_of(gate_up), matrix_of(down)
     request = Request(
-        first, second, len(gate_up.weight), *ids.shape, is_bf16, is_interleaved,
+        first, second, len(gate_up.weight), *ids.shape, is_bf16, is_interleaved, False,
         *(each.data_ptr() for each in (x, ids, weights, out)), *(glu or (0.0, 0.0)),
     )  # fmt: skip
     if ids.numel():
@@ -156,7 +162,7 @@ def run(
     return out
 
 
-def _matrix(projection: Projection) -> tuple[Matrix, torch.Tensor, torch.Tensor | None, torch.Tensor | None]:
+def matrix_of(projection: Projection) -> tuple[Matrix, torch.Tensor, torch.Tensor | None, torch.Tensor | None]:
     """The projection for C, and what owns its memory; weights are read where they lie."""
     weight, scales, bias, is_transposed = projection
     if scales is not None:
