@@ -31,6 +31,9 @@ if TYPE_CHECKING:
 
 DTYPE_HELP = "bfloat16, float16 or float32 (default the checkpoint's own)."
 EXPERTS_HELP = "Experts of transformers: grouped_mm, ... (default headrace on a GPU, where it runs the model)"
+CPU_EXPERTS_HELP = "The CPU computes a share of the cached experts that are missed (default on a GPU, from 8 cores on)."
+SWITCH = {None: None, "on": True, "off": False}
+check_switch = one_of(("on", "off"))
 check_dtype = one_of(("bfloat16", "float16", "float32"))
 
 _VERBOSE_HELP = "Log progress to stderr (-vv: more)."

@@ -21,10 +21,13 @@ import typer
 from rich.console import Console
 
 from headrace.cli.arguments import (
+    CPU_EXPERTS_HELP,
     DTYPE_HELP,
     EXPERTS_HELP,
+    SWITCH,
     SpeculationFlags,
     check_dtype,
+    check_switch,
     disk_options,
     folder_or_download,
     refuse_idle,
@@ -100,6 +103,7 @@ class GenerateOptions(SpeculationFlags):
     dtype: str | None = row("NAME", DTYPE_HELP, check_dtype)
     attn_implementation: str | None = row("NAME", "Attention of transformers: sdpa, eager, ... (default the model's).")
     experts_implementation: str | None = row("NAME", f"{EXPERTS_HELP}.")
+    cpu_experts: str | None = row("on|off", CPU_EXPERTS_HELP, check_switch)
     no_graphs: bool = row("", "Launch each kernel from Python instead of replaying CUDA graphs.", off=False)
     download: bool = row("", "Download a model that is not there, without a question.", off=False)
     quiet: bool = row("", "Print nothing but the text and errors.", off=False)
@@ -236,7 +240,7 @@ def _run(model: str, text: str | None, chat: bool | None, options: GenerateOptio
     meter = PeakMeter()
     with byte_bar("loading", notes) as progress, open_ranks(group) as ranks, timed(_log, "weights"):
         request = replace(request, model=module, policy=plan, ranks=ranks, speculation=speculation)
-        handle = load_matched(folder, request, opened.match, progress, graphs)
+        handle = load_matched(folder, request, opened.match, progress, graphs, SWITCH[options.cpu_experts])
     # The handle is not removed at the end: that would make all weights resident, which may not fit.
     recorder = None if options.expert_trace is None else RoutingRecorder(module, device)
 
@@ -583,5 +587,6 @@ def _print_metrics(
         lines.append(f"device memory: {planned}, which a CPU has in host memory")
     peak = format_size(peak_rss_bytes())
     lines.append(f"host memory: {peak} at peak, {format_size(growth_bytes)} of it since loading began")
+    lines += [note for note in stats.notes if note.startswith("experts on the CPU")]
     for line in lines:
         print_line(notes, line, "bold")
