@@ -1,0 +1,209 @@
+"""A token of ``generate`` with the CPU's share in missed experts, beside the link alone; and the doorbell by itself.
+
+    python benchmarks/shared_experts.py --out FILE --layers 12
+    python benchmarks/shared_experts.py --device cpu --tiny     tries the script, in Triton's interpreter
+
+Models have seeded weights of published shapes; routers follow a seeded trace (``plan/routing_traces.py``), and
+``--slots`` says how many experts of a layer are on the device, so how many are hits. By turns: the link alone, then the
+CPU with so many threads; with the link free, and with copies of another stream on it (``held``).
+
+``bit_equal``: logits equal those of the resident model, all tokens.
+"""
+
+from __future__ import annotations
+
+import statistics
+import threading
+import time
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+
+import headrace
+from card_24gb import Rehearsal, _Sequence, add_card_arguments, free_memory, rehearsals, rest_on_host
+from harness import append, finish, link_bytes_per_s, parser_of, words_of
+from headrace.experts import ordered
+from headrace.experts.cpu.pool import physical_cores
+from headrace.experts.cpu.share import LayerShare, share_experts, wait
+from headrace.experts.ordered import Launch
+from ordered_experts import _TINY, GPT_OSS_120B, MODELS, gpt_oss
+
+_COPY = 32 << 20
+# Forced shares of the CPU whose bits are compared: of n missing experts.
+FORCED = {"none": [0], "30 %": [round(0.3 * n) for n in range(65)], "all": list(range(65))}
+
+
+@contextmanager
+def copies(device: torch.device, is_held: bool) -> Iterator[None]:
+    """Within, another stream copies to the device without a pause."""
+    if not is_held or device.type != "cuda":
+        yield
+        return
+    ended, stream = threading.Event(), torch.cuda.Stream(device)
+    source = torch.empty(_COPY, dtype=torch.uint8, pin_memory=True)
+    target = torch.empty(_COPY, dtype=torch.uint8, device=device)
+
+    def run() -> None:
+        events: list[torch.cuda.Event] = []
+        with torch.cuda.stream(stream):
+            while not ended.is_set():
+                target.copy_(source, non_blocking=True)
+                events.append(stream.record_event())
+                while len(events) > 4:
+                    if events[0].query():
+                        events.pop(0)
+                    else:
+                        time.sleep(1e-4)
+
+    thread = threading.Thread(target=run)
+    thread.start()
+    try:
+        yield
+    finally:
+        ended.set()
+        thread.join()
+        stream.synchronize()
+
+
+def build(rehearsal: Rehearsal) -> Any:
+    if not rehearsal.name.startswith("gpt-oss"):
+        model = rehearsal.build()
+        model.set_experts_implementation("headrace")
+        return model
+    sizes = {**GPT_OSS_120B, **(_TINY if rehearsal.tiny else {})}
+    sizes |= {} if rehearsal.layers is None else {"num_hidden_layers": rehearsal.layers}
+    kinds = (["sliding_attention", "full_attention"] * 18)[: sizes["num_hidden_layers"]]
+    return gpt_oss({**sizes, "layer_types": kinds}, rehearsal.device)
+
+
+def rows_of(
+    rehearsal: Rehearsal, slots: Sequence[int], threads: Sequence[int], rounds: int
+) -> Iterator[dict[str, Any]]:
+    device, tiny = rehearsal.device, rehearsal.tiny
+    if tiny:  # each program takes the interpreter 50 ms
+        ordered.LAUNCHES.update(dict.fromkeys(ordered.LAUNCHES, (Launch(256, 1, 1), Launch(128, 1, 1))))
+    model = build(rehearsal)
+    sequence = _Sequence(model, *((8, 2) if tiny else (128, 128)), device)
+    is_cuda = device.type == "cuda"
+
+    def measured() -> Any:
+        graphs = headrace.decode_in_graphs(model) if is_cuda else None
+        try:
+            sequence.run()
+            return sequence.run()
+        finally:
+            if graphs is not None:
+                graphs.remove()
+
+    resident = measured()
+    link = link_bytes_per_s(device, 5)
+    about = {"table": "shared-experts", "model": rehearsal.name, "layers": model.config.num_hidden_layers}
+    about |= {"device": torch.cuda.get_device_name(device) if is_cuda else "cpu", "link_gb_per_s": link / 1e9}
+    about |= {"resident_ms": resident.ms, "cores": len(physical_cores())}
+    rest_on_host(model)
+    all_cores = physical_cores()
+    for count in slots:
+        policy = headrace.Rules([("experts", "cache")], expert_slots=count)
+        with headrace.offload(model, policy, device=device) as handle:
+            for name, shares in FORCED.items():
+                share = share_experts(model, all_cores[1:] or all_cores, shares)
+                run = measured()
+                if name == "none" and is_cuda:
+                    about["doorbell_us"] = doorbell_us(model, share, device)
+                share.remove()
+                row = {"case": "bits", "way": name, "slots": count, "computed": share.computed, "ms": run.ms}
+                yield about | row | {"bit_equal": torch.equal(run.logits, resident.logits)}
+            for is_held in (False, True):
+                found: dict[tuple[str, int], list[float]] = {}
+                facts: dict[tuple[str, int], dict[str, Any]] = {}
+                for _ in range(rounds):
+                    for number in (0, *threads):
+                        before = handle.stats().experts
+                        cores = (all_cores * 16)[-number:] if number <= len(all_cores) else list(range(1, number + 1))
+                        share = share_experts(model, cores) if number else None
+                        with copies(device, is_held):
+                            run = measured()
+                        after = handle.stats().experts
+                        key = ("share" if number else "link", number)
+                        equal = torch.equal(run.logits, resident.logits)
+                        found.setdefault(key, []).append(run.ms if equal else float("nan"))
+                        hits, fetched = (
+                            sum(getattr(a, field) - getattr(b, field) for a, b in zip(after, before, strict=True))
+                            for field in ("hits", "fetched")
+                        )
+                        computed = 0 if share is None else share.computed
+                        facts[key] = {"hits": hits / (hits + fetched + computed), "computed": computed}
+                        facts[key] |= {"fetched": fetched}
+                        if share is not None:
+                            facts[key] |= {"us": [round(x, 1) for x in share.us_per_expert]}
+                            facts[key] |= {"shares": share.shares[:9].tolist()}
+                            share.remove()
+                for (way, number), samples in found.items():
+                    ms = statistics.median(samples)
+                    row = about | {"case": "held" if is_held else "free", "slots": count, "way": way}
+                    row |= {"threads": number, "ms": ms, "samples_ms": samples, "bit_equal": ms == ms}
+                    yield row | {"against_link": ms / statistics.median(found["link", 0])} | facts[way, number]
+    free_memory(device)
+
+
+def doorbell_us(model: Any, share: Any, device: torch.device) -> float:
+    """One way and back, in a graph, for a request without experts."""
+    config = model.config
+    pairs = config.num_experts_per_tok
+    ids = torch.zeros(1, pairs, dtype=torch.int64, device=device)
+    x = torch.zeros(1, config.hidden_size, dtype=torch.bfloat16, device=device)
+    asked = [torch.full((1,), number, dtype=torch.int32, device=device) for number in (1, 0)]
+    layer, stream, times = LayerShare(share, 0), torch.cuda.Stream(device), []
+    for fetched in asked:
+        graph = torch.cuda.CUDAGraph()
+        with torch.cuda.stream(stream):
+            layer.ring(ids, ids, x, fetched)
+            wait(*share.memory, 8)
+        with torch.cuda.graph(graph, stream=stream):
+            for _ in range(200):
+                layer.ring(ids, ids, x, fetched)
+                wait(*share.memory, 8)
+        for _ in range(5):
+            begin = time.perf_counter()
+            graph.replay()
+            torch.cuda.synchronize()
+            elapsed = time.perf_counter() - begin
+        times.append(elapsed / 200 * 1e6)
+    print(f"doorbell: {times[0]:.2f} us with an answer, {times[1]:.2f} us if nothing is asked", flush=True)
+    return times[0]
+
+
+def describe(row: dict[str, Any]) -> str:
+    """One line about a result."""
+    bits = "same bits" if row["bit_equal"] else "OTHER BITS"
+    if row["case"] == "bits":
+        return (
+            f"{row['model']:<14} {row['slots']:>3} slots, forced {row['way']:<5} {row['computed']:6} computed  {bits}"
+        )
+    return (
+        f"{row['model']:<14} {row['slots']:>3} slots {row['case']} {row['way']:<5} {row['threads']:>2} threads "
+        f"{row['ms']:7.2f} ms {row['against_link']:.3f} x, {row['hits']:.1%} hit, {row['computed']:6} computed of "
+        f"{row['computed'] + row['fetched']}, us {row.get('us')} {row.get('shares')} {bits}"
+    )
+
+
+def main() -> None:
+    parser = parser_of(__doc__, rounds=2)
+    parser.add_argument("--models", type=words_of(MODELS), default=["qwen3-30b-a3b"])
+    parser.add_argument("--slots", type=lambda text: [int(word) for word in text.split(",")], default=[40])
+    parser.add_argument("--threads", type=lambda text: [int(word) for word in text.split(",")], default=[4, 8, 15])
+    add_card_arguments(parser)
+    given = parser.parse_args()
+    results = []
+    for rehearsal in rehearsals(given, ["graphs"]):
+        for row in rows_of(rehearsal, given.slots, given.threads, given.rounds):
+            results.append(row)
+            append(row, given.out)
+            print(describe(row), flush=True)
+    finish("shared experts", results)
+
+
+if __name__ == "__main__":
+    main()
