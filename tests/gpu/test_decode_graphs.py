@@ -241,6 +241,7 @@ def test_no_garbage_is_collected_in_a_capture() -> None:
     assert found.argmax(-1).equal(expected.argmax(-1))
 
 
+@pytest.mark.alone
 def test_graphs_take_the_memory_that_is_planned_for_them() -> None:
     model = build("experts")
     graphs = headrace.decode_in_graphs(model)

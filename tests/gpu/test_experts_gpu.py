@@ -177,6 +177,7 @@ class Layers(nn.Module):
         return x
 
 
+@pytest.mark.alone
 @torch.no_grad()
 def test_prompts_have_memory_in_common() -> None:
     """In eager mode, in graphs of one stream and of two, and on two streams at once, with small steps between."""
