@@ -25,7 +25,8 @@ GPT_OSS = (1.702, 7.0)
 class _Matrix(ctypes.Structure):
     _fields_ = (
         ("format", ctypes.c_int), ("outputs", ctypes.c_long), ("inputs", ctypes.c_long),
-        ("scale_outputs", ctypes.c_long), ("scale_inputs", ctypes.c_long), ("weight", ctypes.c_void_p), ("scales", ctypes.c_void_p), ("bias", ctypes.c_void_p),
+        ("scale_outputs", ctypes.c_long), ("scale_inputs", ctypes.c_long), ("weight", ctypes.c_void_p),
+        ("scales", ctypes.c_void_p), ("bias", ctypes.c_void_p),
     )  # fmt: skip
 
 

@@ -25,7 +25,8 @@ def _dots_kernel(
     token = tl.program_id(1)
     row = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
     y = _dot(
-        x + token * x_stride, w + expert.to(tl.int64) * expert_stride, scales + expert.to(tl.int64) * (N // SCALE_ROWS * (K // SCALE_K)),
+        x + token * x_stride, w + expert.to(tl.int64) * expert_stride,
+        scales + expert.to(tl.int64) * (N // SCALE_ROWS * (K // SCALE_K)),
         row, row < N, one, FORMAT, K, ROW_STRIDE, K_STRIDE, SCALE_ROWS, SCALE_K, ROWS, LANES, CHUNK, CHUNKS, GROUPS,
         GROUPS_2,
     )  # fmt: skip

@@ -99,10 +99,11 @@ def require_dtypes(x: torch.Tensor, weights: torch.Tensor, gate_up: Projection, 
         raise OptionError(f"weights of experts: expected torch.bfloat16 or torch.float32, found {weights.dtype}")
     for each in (gate_up, down):
         if each.scales is not None:
-            _require_blocks(each, each.scales)
+            require_blocks(each, each.scales)
 
 
-def _require_blocks(projection: Projection, scales: torch.Tensor) -> None:
+def require_blocks(projection: Projection, scales: torch.Tensor) -> None:
+    """Raise ``OptionError`` for ``scales`` that no kernel reads."""
     form, (outputs, inputs), (rows, columns) = projection.form, projection.outputs_and_inputs(), projection.of_a_scale()
     is_whole = outputs == rows * scales.shape[1] and inputs == columns * scales.shape[2] and columns % MXFP4_BLOCK == 0
     if not is_whole or scales.dtype != _SCALES[form] or (rows > 1 and form != "fp8"):

@@ -125,14 +125,14 @@ def _lanes_of_codes(
         x23 = tl.load(x + word * 4 + 1, mask=keep, other=0)
         x45 = tl.load(x + word * 4 + 2, mask=keep, other=0)
         x67 = tl.load(x + word * 4 + 3, mask=keep, other=0)
-        a0 += _code(codes, scale, 0) * _low(x01)
-        a1 += _code(codes, scale, 4) * _high(x01)
-        a2 += _code(codes, scale, 8) * _low(x23)
-        a3 += _code(codes, scale, 12) * _high(x23)
-        a4 += _code(codes, scale, 16) * _low(x45)
-        a5 += _code(codes, scale, 20) * _high(x45)
-        a6 += _code(codes, scale, 24) * _low(x67)
-        a7 += _code(codes, scale, 28) * _high(x67)
+        a0 += _code(codes, scale, 0, FORMAT) * _low(x01)
+        a1 += _code(codes, scale, 4, FORMAT) * _high(x01)
+        a2 += _code(codes, scale, 8, FORMAT) * _low(x23)
+        a3 += _code(codes, scale, 12, FORMAT) * _high(x23)
+        a4 += _code(codes, scale, 16, FORMAT) * _low(x45)
+        a5 += _code(codes, scale, 20, FORMAT) * _high(x45)
+        a6 += _code(codes, scale, 24, FORMAT) * _low(x67)
+        a7 += _code(codes, scale, 28, FORMAT) * _high(x67)
     return ((a0 + a1) + (a2 + a3)) + ((a4 + a5) + (a6 + a7))
 
 
@@ -197,7 +197,8 @@ def gate_up_kernel(
     """The first product of each expert of each token, and what comes between; ROWS numbers of ``out`` a program.
 
     x: bf16 [tokens, K], as int32 where FORMAT reads pairs or codes. ids: [tokens, TOP_K]. w: [experts, 2 N, K] in
-    FORMAT. scales: [experts, 2 N / SCALE_ROWS, K / SCALE_K]. bias: bf16 [experts, 2 N]. out: bf16 [tokens * TOP_K, out_stride].
+    FORMAT. scales: [experts, 2 N / SCALE_ROWS, K / SCALE_K]. bias: bf16 [experts, 2 N]. out: bf16
+    [tokens * TOP_K, out_stride].
     """
     pair = tl.program_id(0)
     number = tl.load(ids + pair)
@@ -207,8 +208,9 @@ def gate_up_kernel(
     at = tl.program_id(1) * ROWS + both // 2
     row = 2 * at + both % 2 if INTERLEAVED else at + both % 2 * N
     y = _dot(
-        x + pair // TOP_K * x_stride, w + expert * expert_stride, scales + expert * (2 * N // SCALE_ROWS * (K // SCALE_K)),
-        row, at < N, one, FORMAT, K, ROW_STRIDE, K_STRIDE, SCALE_ROWS, SCALE_K, 2 * ROWS, LANES, CHUNK, CHUNKS, GROUPS, GROUPS_2,
+        x + pair // TOP_K * x_stride, w + expert * expert_stride,
+        scales + expert * (2 * N // SCALE_ROWS * (K // SCALE_K)), row, at < N, one, FORMAT, K, ROW_STRIDE, K_STRIDE,
+        SCALE_ROWS, SCALE_K, 2 * ROWS, LANES, CHUNK, CHUNKS, GROUPS, GROUPS_2,
     )  # fmt: skip
     y = _rounded(y)
     if BIAS:
@@ -248,7 +250,8 @@ def down_kernel(
         expert = tl.where((number >= 0) & (number < num_experts), number, 0).to(tl.int64)
         y = _dot(
             x + pair * x_stride, w + expert * expert_stride, scales + expert * (N // SCALE_ROWS * (K // SCALE_K)),
-            row, row < N, one, FORMAT, K, ROW_STRIDE, K_STRIDE, SCALE_ROWS, SCALE_K, ROWS, LANES, CHUNK, CHUNKS, GROUPS, GROUPS_2,
+            row, row < N, one, FORMAT, K, ROW_STRIDE, K_STRIDE, SCALE_ROWS, SCALE_K, ROWS, LANES, CHUNK, CHUNKS,
+            GROUPS, GROUPS_2,
         )  # fmt: skip
         y = _rounded(y)
         if BIAS:

@@ -138,8 +138,9 @@ def _arguments(x: torch.Tensor, projection: Projection, which: int) -> tuple[lis
     bias = projection.bias if projection.bias is None else projection.bias.contiguous().view(torch.int16)
     launch = {
         "BIAS": bias is not None, "FORMAT": form, "K": inputs, "ROW_STRIDE": row, "K_STRIDE": k,
-        "SCALE_ROWS": scale_rows, "SCALE_K": scale_inputs, "ROWS": at_once.rows, "LANES": order.LANES, "CHUNK": order.CHUNK, "CHUNKS": together, "GROUPS": groups,
-        "GROUPS_2": 1 << (groups - 1).bit_length(), "num_warps": at_once.warps, "enable_fp_fusion": False,
+        "SCALE_ROWS": scale_rows, "SCALE_K": scale_inputs, "ROWS": at_once.rows, "LANES": order.LANES,
+        "CHUNK": order.CHUNK, "CHUNKS": together, "GROUPS": groups, "GROUPS_2": 1 << (groups - 1).bit_length(),
+        "num_warps": at_once.warps, "enable_fp_fusion": False,
     }  # fmt: skip
     return [read, weight, scales, bias, read.stride(0), expert, 1], launch, at_once.rows
 
