@@ -268,7 +268,7 @@ def build_meta_model(
     if quantizer is not None and device is not None:
         put_in_modules(folder, model, quantizer, chosen, device)
         if experts_implementation == NAME:
-            keep_quantised(model, quantizer)
+            keep_quantised(model, quantizer, _tensors(folder))
     elif by_own_kernels:
         put_mxfp4_experts(model)
     if experts_implementation is not None:

@@ -6,7 +6,7 @@ Importing this registers it, so ``from_pretrained(..., experts_implementation="h
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any, cast
 
 import torch
@@ -16,6 +16,7 @@ from transformers import PreTrainedModel
 from transformers.integrations import compressed_tensors, finegrained_fp8, moe
 from transformers.quantizers.quantizers_utils import should_convert_module
 
+from headrace.checkpoint.safetensors_header import FileTensor
 from headrace.errors import OptionError
 from headrace.experts import order, ordered
 from headrace.experts.order import MAX_ROWS, MXFP4_BLOCK, Projection
@@ -60,9 +61,13 @@ moe.ALL_EXPERTS_FUNCTIONS.register(NAME, ordered_experts_forward)
 finegrained_fp8.ALL_FP8_EXPERTS_FUNCTIONS.register(NAME, ordered_fp8_experts_forward)
 
 
-def _fp8_projections(module: Any) -> list[Projection]:
+def _fp8_projections(module: Any) -> tuple[Projection, Projection]:
     scales = (module.gate_up_proj_scale_inv.float(), module.down_proj_scale_inv.float())  # exponents alone, in some
-    return [Projection(*each) for each in zip((module.gate_up_proj, module.down_proj), scales, strict=True)]
+    return Projection(module.gate_up_proj, scales[0]), Projection(module.down_proj, scales[1])
+
+
+def _projection(tensors: Mapping[str, Any], name: str, codes: str, scales: str) -> Projection:
+    return Projection(tensors[f"{name}_{codes}"], tensors[f"{name}_{scales}"], tensors.get(f"{name}_bias"))
 
 
 def _run_quantised(
@@ -127,9 +132,11 @@ class Mxfp4Experts(nn.Module):
             for end, tensor in (("blocks", codes), ("scales", scales), ("bias", bias)):
                 self.register_parameter(f"{name}_{end}", nn.Parameter(tensor, requires_grad=False))
 
-    def _projections(self) -> list[Projection]:
-        names = ("gate_up_proj", "down_proj")
-        return [Projection(*(getattr(self, f"{name}_{end}") for end in ("blocks", "scales", "bias"))) for name in names]
+    def _projections(self) -> tuple[Projection, Projection]:
+        tensors = self._parameters
+        return _projection(tensors, "gate_up_proj", "blocks", "scales"), _projection(
+            tensors, "down_proj", "blocks", "scales"
+        )
 
     def forward(
         self, hidden_states: torch.Tensor, top_k_index: torch.Tensor, top_k_weights: torch.Tensor
@@ -152,9 +159,11 @@ class Int4Experts(nn.Module):
             for end, tensor in (("packed", packed), ("scale", scales)):
                 self.register_parameter(f"{name}_{end}", nn.Parameter(tensor, requires_grad=False))
 
-    def _projections(self) -> list[Projection]:
-        names = ("gate_up_proj", "down_proj")
-        return [Projection(*(getattr(self, f"{name}_{end}") for end in ("packed", "scale"))) for name in names]
+    def _projections(self) -> tuple[Projection, Projection]:
+        tensors = self._parameters
+        return _projection(tensors, "gate_up_proj", "packed", "scale"), _projection(
+            tensors, "down_proj", "packed", "scale"
+        )
 
     def forward(
         self, hidden_states: torch.Tensor, top_k_index: torch.Tensor, top_k_weights: torch.Tensor
@@ -171,18 +180,24 @@ def put_mxfp4_experts(model: PreTrainedModel) -> None:
                 model.set_submodule(name, Mxfp4Experts(model.config))
 
 
-def keep_quantised(model: PreTrainedModel, quantizer: Any) -> None:
-    """Give ``model``, on ``meta``, experts with the tensors of the files where ``quantizer`` would make them bf16.
+def keep_quantised(model: PreTrainedModel, quantizer: Any, tensors: Mapping[str, FileTensor]) -> None:
+    """Give ``model``, on ``meta``, experts with ``tensors`` of the files where ``quantizer`` would make them bf16.
 
-    Its converters then merge packed numbers and scales as they merge weights.
+    Its converters then merge packed numbers and scales as they merge weights. Scales of int4 that are not bf16 would
+    make other weights.
     """
+    scales = {name.rpartition(".")[2]: tensor.dtype for name, tensor in tensors.items() if ".experts." in name}
+    is_fp8, is_int4 = "weight_scale_inv" in scales, scales.get("weight_scale") == torch.bfloat16
+    ignored = [*(model._keys_to_ignore_on_load_unexpected or ()), r"\.experts\.(gate_up|down)_proj_shape$"]
     for name, module in list(model.named_modules()):
         if chosen_implementation(module) != NAME or not name.endswith(".experts"):
             continue
         with torch.device("meta"):
-            made = _fp8_experts(quantizer, name, module) or _int4_experts(quantizer, module)
+            made = _fp8_experts(quantizer, name, module) if is_fp8 else None
+            made = _int4_experts(quantizer, module) if is_int4 else made
         if made is not None:
             model.set_submodule(name, made)
+            vars(model)["_keys_to_ignore_on_load_unexpected"] = ignored  # what int4's packed tensors say themselves
 
 
 def _fp8_experts(quantizer: Any, name: str, module: Any) -> nn.Module | None:
@@ -195,7 +210,7 @@ def _fp8_experts(quantizer: Any, name: str, module: Any) -> nn.Module | None:
         experts_interface=finegrained_fp8.ALL_FP8_EXPERTS_FUNCTIONS, has_bias=module.has_bias, has_gate=module.has_gate,
     )  # fmt: skip
     options = {key: getattr(stated, key) for key in ("activation_scheme", "scale_fmt", "expert_dtype")}
-    made: nn.Module = kind(module.config, stated.weight_block_size, **options)  # type: ignore[call-arg]
+    made: nn.Module = kind(module.config, stated.weight_block_size, **options)
     return made
 
 
@@ -204,7 +219,7 @@ def _int4_experts(quantizer: Any, module: Any) -> nn.Module | None:
     if compressor is None or module.has_bias or module.is_transposed or _glu_of(module):
         return None
     config = compressor.quantization_config
-    scheme = compressed_tensors.get_experts_scheme(config)
+    scheme: Any = compressed_tensors.get_experts_scheme(config)  # type: ignore[no-untyped-call]
     stated, layout = scheme.weights, scheme.format or config.format
     is_plain = (stated.num_bits, stated.type, stated.symmetric, layout) == (4, "int", True, "pack-quantized")
     if not is_plain or stated.strategy not in ("group", "channel") or stated.actorder == "group":

@@ -67,7 +67,7 @@ static inline void fill(table *t, float zero, const float *codes, float scale) {
 }
 
 __attribute__((constructor)) static void fill_tables(void) {
-    for (int scale = 0; scale < 256; scale++) fill(mxfp4 + scale, 0, CODES, of_bits(scale ? (uint32_t)scale << 23 : 1 << 22));
+    for (uint32_t s = 0; s < 256; s++) fill(mxfp4 + s, 0, CODES, of_bits(s ? s << 23 : 1 << 22));
     for (int code = 0; code < 256; code++) {
         uint32_t least = code & 7, exponent = code >> 3 & 15;
         float value = exponent ? of_bits((exponent + 120) << 23 | least << 20) : least * 0x1p-9f;
@@ -138,7 +138,8 @@ AVX2 static inline float finish(float *sums, long chunks) {
         for (size_t c = 0, k = 0; c < chunks; c++) { \
             vector sum[SUMS] = {0}; \
             size_t end = inputs < k + CHUNK ? inputs : k + CHUNK; \
-            for (; k + LANES <= end; k += LANES) ADD(sum, row + k * (bytes) / LANES, scales + k / BLOCK * (scale_bytes), x + k); \
+            for (; k + LANES <= end; k += LANES) \
+                ADD(sum, row + k * (bytes) / LANES, scales + k / BLOCK * (scale_bytes), x + k); \
             if (k < end) { \
                 uint8_t last[bytes] = {0}, one[2] = {(scale_bytes) == 1 ? scales[k / BLOCK] : 0}; \
                 memcpy(last, row + k * (bytes) / LANES, (end - k) * (bytes) / LANES); \
@@ -201,7 +202,8 @@ AVX2 static inline void add_fp8(__m256 *sum, const uint8_t *w, const uint8_t *sc
         __m256i bits = _mm256_and_si256(_mm256_srai_epi32(code, 4), _mm256_set1_epi32(0x87F00000));
         __m256i is_nan = _mm256_cmpeq_epi32(_mm256_and_si256(bits, ends), ends);
         __m256 value = _mm256_mul_ps(_mm256_castsi256_ps(bits), _mm256_set1_ps(0x1p120f));
-        value = _mm256_mul_ps(_mm256_or_ps(value, _mm256_castsi256_ps(is_nan)), _mm256_broadcast_ss((const float *)scale + i / 4));
+        value = _mm256_or_ps(value, _mm256_castsi256_ps(is_nan));
+        value = _mm256_mul_ps(value, _mm256_broadcast_ss((const float *)scale + i / 4));
         bits = _mm256_castps_si256(value);
         __m256i odd = _mm256_and_si256(_mm256_srli_epi32(bits, 16), one);
         bits = _mm256_and_si256(_mm256_add_epi32(bits, _mm256_add_epi32(half, odd)), _mm256_set1_epi32(0xFFFF0000));
@@ -215,7 +217,8 @@ AVX2 static inline __m128 fold_in_sequence(const __m256 *sum) {
 DOT(dot_fp8_avx2, AVX2, __m256, 8, add_fp8, fold_in_sequence, 64, sizeof(float))
 
 // A register holds the values of all codes of a block, and an index uses its lower four bits.
-AVX512 static inline void add_codes_512(__m512 *sum, const uint8_t *w, const table *one, const table *two, const float *x) {
+AVX512 static inline void add_codes_512(
+    __m512 *sum, const uint8_t *w, const table *one, const table *two, const float *x) {
     _mm_prefetch((const void *)((uintptr_t)w + 1024), _MM_HINT_T0); // an eighth faster; nothing in the other kernels
     for (int i = 0; i < 4; i += 2) {
         __m512i both = _mm512_cvtepu8_epi32(_mm_loadu_si128((const __m128i *)(w + 8 * i)));
@@ -262,7 +265,7 @@ static const dot DOTS[3][4] = {
 static const dot DOTS[1][4] = {{dot_plain, dot_plain, dot_plain, dot_plain}};
 #endif
 
-// Scales of one row by BLOCK of inputs: MXFP4's own, tables of int4, or numbers; `tables` and `made` have room for them.
+// Scales of one row by BLOCK of inputs: MXFP4's own, tables of int4, or numbers, for which there is room.
 static const uint8_t *scales_of(const matrix *m, long at, table *tables, void *made) {
     long blocks = m->inputs / BLOCK, groups = m->inputs / m->scale_inputs, each = m->scale_inputs / BLOCK;
     const uint16_t *halves = (const uint16_t *)m->scales + at * groups;
