@@ -24,7 +24,7 @@ void dots_of(int kind, const matrix *m, int64_t expert, const uint16_t *x, float
         const uint8_t *w = m->weight, *s = w;
         table tables[m->inputs / m->scale_inputs + 1];
         const table *made[m->inputs / BLOCK + 1];
-        if (m->format != BF16) s = scales_of(m, (expert * m->outputs + row) / m->scale_outputs, tables, made);
+        if (m->format != BF16) s = scales_of(kind, m, (expert * m->outputs + row) / m->scale_outputs, tables, made);
         w += (expert * m->expert_stride + row * m->row_stride) * (m->format == BF16 ? 2 : 1);
         out[row] = DOTS[kind][m->format](m, w, s, ready);
     }

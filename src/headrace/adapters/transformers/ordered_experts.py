@@ -188,7 +188,7 @@ def keep_quantised(model: PreTrainedModel, quantizer: Any, tensors: Mapping[str,
     """
     scales = {name.rpartition(".")[2]: tensor.dtype for name, tensor in tensors.items() if ".experts." in name}
     is_fp8, is_int4 = "weight_scale_inv" in scales, scales.get("weight_scale") == torch.bfloat16
-    ignored = [*(model._keys_to_ignore_on_load_unexpected or ()), r"\.experts\.(gate_up|down)_proj_shape$"]
+    ignored = {*(model._keys_to_ignore_on_load_unexpected or ()), r"\.experts\.(gate_up|down)_proj_shape$"}
     for name, module in list(model.named_modules()):
         if chosen_implementation(module) != NAME or not name.endswith(".experts"):
             continue

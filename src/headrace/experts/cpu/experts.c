@@ -52,22 +52,22 @@ static float rounded(float x) { return wide(narrow(x)); }
 // -- sums of products: one row of weights with x (float32, zeros up to a multiple of LANES, in the places
 // that the instructions want: see `place`)
 
+static const float INTEGERS[16] = {-8, -7, -6, -5, -4, -3, -2, -1, 0, 1, 2, 3, 4, 5, 6, 7};
 static const float CODES[16] = {0, .5f, 1, 1.5f, 2, 3, 4, 6, -0.f, -.5f, -1, -1.5f, -2, -3, -4, -6};
 // Weights of the codes of 4 bits with one scale, and their lower and upper bytes as bf16.
 typedef struct { _Alignas(64) float values[16]; uint8_t halves[2][16]; } table;
 static table mxfp4[256], zeros; // of MXFP4 by scale
 static float e4m3[256];
 
-static inline void fill(table *t, float zero, const float *codes, float scale) {
-    for (int code = 0; code < 16; code++) t->values[code] = rounded((codes ? codes[code] : code - zero) * scale);
+static void fill(table *t, const float *codes, float scale) {
     for (int code = 0; code < 16; code++) {
-        uint32_t bits = bits_of(t->values[code]);
+        uint32_t bits = bits_of(t->values[code] = rounded(codes[code] * scale));
         t->halves[0][code] = bits >> 16, t->halves[1][code] = bits >> 24;
     }
 }
 
 __attribute__((constructor)) static void fill_tables(void) {
-    for (uint32_t s = 0; s < 256; s++) fill(mxfp4 + s, 0, CODES, of_bits(s ? s << 23 : 1 << 22));
+    for (uint32_t s = 0; s < 256; s++) fill(mxfp4 + s, CODES, of_bits(s ? s << 23 : 1 << 22));
     for (int code = 0; code < 256; code++) {
         uint32_t least = code & 7, exponent = code >> 3 & 15;
         float value = exponent ? of_bits((exponent + 120) << 23 | least << 20) : least * 0x1p-9f;
@@ -194,9 +194,27 @@ AVX2 static inline __m128 fold_codes(const __m256 *sum) { // elements 2i and 2i 
 DOT(dot_mxfp4_avx2, AVX2, __m256, 8, add_mxfp4, fold_codes, 32, 1)
 DOT(dot_int4_avx2, AVX2, __m256, 8, add_int4, fold_codes, 32, sizeof(table *))
 
+AVX2 static inline __m256 rounded_8(__m256 value) {
+    __m256i bits = _mm256_castps_si256(value);
+    __m256i odd = _mm256_and_si256(_mm256_srli_epi32(bits, 16), _mm256_set1_epi32(1));
+    bits = _mm256_add_epi32(bits, _mm256_add_epi32(_mm256_set1_epi32(0x7FFF), odd));
+    bits = _mm256_and_si256(bits, _mm256_set1_epi32(0xFFFF0000));
+    return _mm256_blendv_ps(_mm256_castsi256_ps(bits), value, _mm256_cmp_ps(value, value, _CMP_UNORD_Q));
+}
+AVX2 static void fill_int4_avx2(table *t, float scale) {
+    __m256 low = rounded_8(_mm256_mul_ps(_mm256_loadu_ps(INTEGERS), _mm256_set1_ps(scale)));
+    __m256 high = rounded_8(_mm256_mul_ps(_mm256_loadu_ps(INTEGERS + 8), _mm256_set1_ps(scale)));
+    __m256i one = _mm256_srli_epi32(_mm256_castps_si256(low), 16);
+    __m256i two = _mm256_srli_epi32(_mm256_castps_si256(high), 16);
+    __m256i all = _mm256_permute4x64_epi64(_mm256_packus_epi32(one, two), 0xD8);
+    all = _mm256_packus_epi16(_mm256_and_si256(all, _mm256_set1_epi16(255)), _mm256_srli_epi16(all, 8));
+    _mm256_store_ps(t->values, low), _mm256_store_ps(t->values + 8, high);
+    _mm256_store_si256((__m256i *)t->halves, _mm256_permute4x64_epi64(all, 0xD8));
+}
+
 // Bits of e4m3 are those of a float32, but for a factor of 2^120 and for NaN.
 AVX2 static inline void add_fp8(__m256 *sum, const uint8_t *w, const uint8_t *scale, const float *x) {
-    __m256i ends = _mm256_set1_epi32(0x7F00000), half = _mm256_set1_epi32(0x7FFF), one = _mm256_set1_epi32(1);
+    __m256i ends = _mm256_set1_epi32(0x7F00000);
     for (int i = 0; i < 8; i++) {
         __m256i code = _mm256_slli_epi32(_mm256_cvtepu8_epi32(_mm_loadl_epi64((const __m128i *)(w + 8 * i))), 24);
         __m256i bits = _mm256_and_si256(_mm256_srai_epi32(code, 4), _mm256_set1_epi32(0x87F00000));
@@ -204,11 +222,7 @@ AVX2 static inline void add_fp8(__m256 *sum, const uint8_t *w, const uint8_t *sc
         __m256 value = _mm256_mul_ps(_mm256_castsi256_ps(bits), _mm256_set1_ps(0x1p120f));
         value = _mm256_or_ps(value, _mm256_castsi256_ps(is_nan));
         value = _mm256_mul_ps(value, _mm256_broadcast_ss((const float *)scale + i / 4));
-        bits = _mm256_castps_si256(value);
-        __m256i odd = _mm256_and_si256(_mm256_srli_epi32(bits, 16), one);
-        bits = _mm256_and_si256(_mm256_add_epi32(bits, _mm256_add_epi32(half, odd)), _mm256_set1_epi32(0xFFFF0000));
-        value = _mm256_blendv_ps(_mm256_castsi256_ps(bits), value, _mm256_cmp_ps(value, value, _CMP_UNORD_Q));
-        sum[i] = _mm256_add_ps(sum[i], _mm256_mul_ps(value, _mm256_loadu_ps(x + 8 * i)));
+        sum[i] = _mm256_add_ps(sum[i], _mm256_mul_ps(rounded_8(value), _mm256_loadu_ps(x + 8 * i)));
     }
 }
 AVX2 static inline __m128 fold_in_sequence(const __m256 *sum) {
@@ -266,16 +280,22 @@ static const dot DOTS[1][4] = {{dot_plain, dot_plain, dot_plain, dot_plain}};
 #endif
 
 // Scales of one row by BLOCK of inputs: MXFP4's own, tables of int4, or numbers, for which there is room.
-static const uint8_t *scales_of(const matrix *m, long at, table *tables, void *made) {
-    long blocks = m->inputs / BLOCK, groups = m->inputs / m->scale_inputs, each = m->scale_inputs / BLOCK;
+static const uint8_t *scales_of(int kind, const matrix *m, long at, table *tables, void *made) {
+    long groups = m->inputs / m->scale_inputs, each = m->scale_inputs / BLOCK;
     const uint16_t *halves = (const uint16_t *)m->scales + at * groups;
+    const float *floats = (const float *)m->scales + at * groups;
     if (m->format == MXFP4) return (const uint8_t *)m->scales + at * groups;
-    if (m->format == INT4) for (long g = 0; g < groups; g++) fill(tables + g, 8, 0, wide(halves[g]));
-    for (long b = 0; b < blocks; b++)
-        if (m->format == INT4) ((const table **)made)[b] = tables + b / each;
-        else ((float *)made)[b] = ((const float *)m->scales)[at * groups + b / each];
-    if (m->format == INT4) ((const table **)made)[blocks] = &zeros;
-    else ((float *)made)[blocks] = 0;
+    const table **of_int4 = made;
+    float *of_fp8 = made;
+    for (long g = 0; g < groups; g++) {
+        if (m->format == FP8) for (long b = 0; b < each; b++) *of_fp8++ = floats[g];
+        else for (long b = 0; b < each; b++) *of_int4++ = tables + g;
+#ifdef HAS_X86
+        if (m->format == INT4 && kind != PLAIN) fill_int4_avx2(tables + g, wide(halves[g]));
+#endif
+        if (m->format == INT4 && kind == PLAIN) fill(tables + g, INTEGERS, wide(halves[g]));
+    }
+    if (m->format == FP8) *of_fp8 = 0; else *of_int4 = &zeros;
     return made;
 }
 
@@ -288,7 +308,8 @@ static void products(int kind, const matrix *m, int64_t expert, long row, long c
         long at = expert * m->expert_stride + row * m->row_stride;
         const uint8_t *from = (const uint8_t *)m->weight + (m->format == BF16 ? 2 * at : at);
         const uint8_t *scales = from; // bf16 has none
-        if (m->format != BF16) scales = scales_of(m, (expert * m->outputs + row) / m->scale_outputs, tables, made);
+        int64_t scale = (expert * m->outputs + row) / m->scale_outputs;
+        if (m->format != BF16) scales = scales_of(kind, m, scale, tables, made);
         if (m->k_stride != 1) {
             for (long k = 0; k < m->inputs; k++) copy[k] = ((const uint16_t *)from)[k * m->k_stride];
             from = (const uint8_t *)copy;
