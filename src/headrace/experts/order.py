@@ -58,7 +58,7 @@ class Projection(NamedTuple):
         return "bf16" if self.scales is None else _FORMS.get(self.weight.dtype, "mxfp4")
 
     def of_a_scale(self) -> tuple[int, int]:
-        """Of how many outputs and inputs a scale is."""
+        """Number of outputs and of inputs that one scale is for."""
         if self.scales is None:
             return 1, MXFP4_BLOCK
         (outputs, inputs), (_, rows, columns) = self.outputs_and_inputs(), self.scales.shape

@@ -46,7 +46,7 @@ def ordered_experts_forward(
 def ordered_fp8_experts_forward(
     self: nn.Module, hidden_states: torch.Tensor, top_k_index: torch.Tensor, top_k_weights: torch.Tensor
 ) -> torch.Tensor:
-    """The same for experts in fp8 blocks: weights become bf16, and activations stay what they are.
+    """Forward of experts in fp8 blocks: weights become bf16, and activations stay what they are.
 
     Kernels of transformers, which round activations to fp8, too, run more rows on a GPU.
     """
