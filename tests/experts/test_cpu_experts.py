@@ -65,7 +65,7 @@ def pools() -> Iterator[list[pool.Pool]]:
 
 
 @pytest.mark.parametrize("numbers", NUMBERS)
-@pytest.mark.parametrize("form", ["bf16", "mxfp4"])
+@pytest.mark.parametrize("form", ["bf16", "mxfp4", "int4", "fp8"])
 def test_products_before_they_are_rounded(form: str, numbers: str, made: torch.Generator, tested: Any) -> None:
     for inputs in (*LENGTHS, *(ODD_LENGTHS if form == "bf16" else ())):
         weights = projection(form, 2, 37, inputs, made=made, **NUMBERS[numbers])
@@ -76,7 +76,7 @@ def test_products_before_they_are_rounded(form: str, numbers: str, made: torch.G
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("form", ["bf16", "mxfp4"])
+@pytest.mark.parametrize("form", ["bf16", "mxfp4", "int4", "fp8"])
 def test_a_million_rows(form: str, made: torch.Generator, tested: Any) -> None:
     """Of 50 lengths, with 10 inputs each; a sixth of each kind of numbers."""
     count = 0
@@ -171,7 +171,7 @@ def test_faults_are_found(fault: str, tmp_path: Path, made: torch.Generator) -> 
     if not changed.experts_best():
         pytest.skip("faults are in the kernels of x86")
     few, found = of_library(changed, 2, 1), 0
-    for form in ("bf16", "mxfp4"):
+    for form in ("bf16", "mxfp4", "int4", "fp8"):
         for numbers in NUMBERS.values():
             given = case(form, 8, made, 1184, 288 + 5 * (form == "bf16"), **numbers)
             found += different(pool.run(*given, pool=few), experts_in_c(*given))

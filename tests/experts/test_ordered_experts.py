@@ -45,9 +45,7 @@ def test_dots(form: str, numbers: dict[str, float], made: torch.Generator) -> No
         x = spread(2, inputs, made=made, **numbers)
         found, expected = dots_by_kernel(weights, 1, x), torch.stack([dots_in_c(weights, 1, row) for row in x])
         assert different(found, expected) == 0
-        wide = weights.weight[1].float() if weights.scales is None else order.mxfp4_values(*weights[:2])[1]
-        wide = wide.T if weights.is_transposed else wide
-        assert different(torch.stack([order.dot(wide, row.float()) for row in x]), expected) == 0
+        assert different(torch.stack([order.dot(weights.values(1), row.float()) for row in x]), expected) == 0
 
 
 @pytest.mark.parametrize("inputs", [7, 301])

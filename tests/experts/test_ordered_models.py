@@ -114,6 +114,37 @@ class TestLoad:
         assert counts == [0, 0, 0]
 
     @pytest.mark.slow
+    @pytest.mark.parametrize("way", ["cached", "prefetch"])
+    @pytest.mark.parametrize(
+        ("form", "kind", "share"),
+        [("compressed-tensors int4, experts", "Int4Experts", 0.25), ("fp8, blocks, experts", "FP8Experts", 0.5)],
+    )
+    def test_other_formats_as_the_files_have_them(
+        self, form: str, kind: str, share: float, way: str, tmp_path: Path
+    ) -> None:
+        """Bits of the library's model, which makes bf16 of them; experts keep the bytes of the files."""
+        if not FORMATS[form].is_here:
+            pytest.skip(f"{FORMATS[form].package} is not installed")
+        FORMATS[form].write(tmp_path)
+        plain = resident(tmp_path)
+        plain.set_experts_implementation("headrace")
+        expected, many = step(plain), torch.arange(20)[None]
+        model, handle = load(tmp_path, MOVING[way](), device="cpu", experts_implementation="headrace")
+        with handle:
+            assert type(model.model.layers[1].mlp.experts).__name__ == kind
+            sizes = [sum(p.nbytes for p in each.model.layers[1].mlp.experts.parameters()) for each in (plain, model)]
+            assert share < sizes[1] / sizes[0] < share * 1.3
+            assert_same_bits(step(model), expected)
+            assert handle.stats().bytes_moved > 0
+            with torch.inference_mode():
+                found = model(many).logits
+        with compared_with_c() as counts, torch.inference_mode():
+            assert_same_bits(step(model), expected)
+            assert_same_bits(model(many).logits, found)
+            torch.testing.assert_close(found, plain(many).logits, rtol=0.02, atol=0.02)
+        assert set(counts) == {0}
+
+    @pytest.mark.slow
     def test_many_rows_of_mxfp4(self, tmp_path: Path) -> None:
         """Each expert in use is multiplied as bf16; cached, too."""
         FORMATS["MXFP4, experts"].write(tmp_path)

@@ -22,7 +22,9 @@ void dots_of(int kind, const matrix *m, int64_t expert, const uint16_t *x, float
     for (long k = 0; k < m->inputs; k++) ready[place(kind, m->format, k)] = wide(x[k]);
     for (long row = 0; row < m->outputs; row++) {
         const uint8_t *w = m->weight, *s = w;
-        if (m->format == MXFP4) s = m->scales + (expert * m->outputs + row) * (m->inputs / BLOCK);
+        table tables[m->inputs / m->scale_inputs + 1];
+        const table *made[m->inputs / BLOCK + 1];
+        if (m->format != BF16) s = scales_of(kind, m, (expert * m->outputs + row) / m->scale_outputs, tables, made);
         w += (expert * m->expert_stride + row * m->row_stride) * (m->format == BF16 ? 2 : 1);
         out[row] = DOTS[kind][m->format](m, w, s, ready);
     }

@@ -4,10 +4,10 @@
 #include <stdlib.h>
 #include <string.h>
 
-enum { BF16, TRANSPOSED, MXFP4 };
+enum { BF16, TRANSPOSED, MXFP4, INT4, FP8 };
 typedef struct {
     int format;
-    long outputs, inputs;
+    long outputs, inputs, scale_outputs, scale_inputs;
     const uint8_t *weight, *scales;
     const uint16_t *bias;
 } matrix;
@@ -45,13 +45,26 @@ static float dot(const float *w, const float *x, long inputs, int lanes, int chu
 
 static const float CODES[16] = {0, .5f, 1, 1.5f, 2, 3, 4, 6, -0.f, -.5f, -1, -1.5f, -2, -3, -4, -6};
 
+static float e4m3(uint8_t code) {
+    float value = code & 7, sign = code & 128 ? -1 : 1;
+    int exponent = code >> 3 & 15;
+    if ((code & 127) == 127) return of_bits(0x7FC00000);
+    for (value += exponent ? 8 : 0; exponent > 1; exponent--) value *= 2;
+    return sign * value / 512;
+}
+
 static void read_row(const matrix *m, long expert, long row, float *into) {
     long first = expert * m->outputs + row;
     const uint16_t *numbers = (const uint16_t *)m->weight;
     for (long k = 0; k < m->inputs; k++) {
         if (m->format == BF16) into[k] = wide(numbers[first * m->inputs + k]);
         else if (m->format == TRANSPOSED) into[k] = wide(numbers[(expert * m->inputs + k) * m->outputs + row]);
-        else {
+        else if (m->format == INT4 || m->format == FP8) {
+            long at = first / m->scale_outputs * (m->inputs / m->scale_inputs) + k / m->scale_inputs;
+            uint8_t both = m->weight[(first * m->inputs + k) / 2];
+            if (m->format == FP8) into[k] = rounded(e4m3(m->weight[first * m->inputs + k]) * ((const float *)m->scales)[at]);
+            else into[k] = rounded(((k % 2 ? both >> 4 : both & 15) - 8) * wide(((const uint16_t *)m->scales)[at]));
+        } else {
             uint32_t scale = (uint32_t)m->scales[(first * m->inputs + k) / 32] << 23;
             uint8_t both = m->weight[(first * m->inputs + k) / 2];
             into[k] = CODES[k % 2 ? both >> 4 : both & 15] * of_bits(scale ? scale : 1 << 22);

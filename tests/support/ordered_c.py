@@ -18,14 +18,15 @@ import torch
 from headrace.experts import order, ordered
 from headrace.experts.order import Projection
 
-FORMATS = ("bf16", "transposed", "mxfp4")
+FORMATS = ("bf16", "transposed", "mxfp4", "int4", "fp8")
 GPT_OSS = (1.702, 7.0)
 
 
 class _Matrix(ctypes.Structure):
     _fields_ = (
         ("format", ctypes.c_int), ("outputs", ctypes.c_long), ("inputs", ctypes.c_long),
-        ("weight", ctypes.c_void_p), ("scales", ctypes.c_void_p), ("bias", ctypes.c_void_p),
+        ("scale_outputs", ctypes.c_long), ("scale_inputs", ctypes.c_long), ("weight", ctypes.c_void_p),
+        ("scales", ctypes.c_void_p), ("bias", ctypes.c_void_p),
     )  # fmt: skip
 
 
@@ -46,9 +47,9 @@ def _at(tensor: torch.Tensor | None) -> ctypes.c_void_p:
 
 
 def _matrix(projection: Projection) -> Any:
-    form = 2 if projection.scales is not None else int(projection.is_transposed)
+    form = FORMATS.index("transposed" if projection.is_transposed else projection.form)
     places = (_at(each).value for each in projection[:3])
-    return ctypes.byref(_Matrix(form, *projection.outputs_and_inputs(), *places))
+    return ctypes.byref(_Matrix(form, *projection.outputs_and_inputs(), *projection.of_a_scale(), *places))
 
 
 def on_cpu(projection: Projection) -> Projection:
@@ -103,6 +104,16 @@ def spread(
         return torch.where(torch.rand(shape, generator=made) < special, bits.view(torch.bfloat16), x.bfloat16())
 
 
+def _float_scales(scales: torch.Tensor, made: torch.Generator) -> torch.Tensor:
+    """Float32 numbers of which ``scales`` are the beginning."""
+    with made.device:
+        return (
+            (scales.float().view(torch.int32) | torch.randint(1 << 16, scales.shape, generator=made))
+            .int()
+            .view(torch.float)
+        )
+
+
 def projection(
     form: str, experts: int, outputs: int, inputs: int, *, bias: bool = False, made: torch.Generator, **kinds: float
 ) -> Projection:
@@ -116,6 +127,20 @@ def projection(
             codes = torch.randint(0, 256, (experts, outputs, inputs // 2), generator=made, dtype=torch.uint8)
             scales = torch.randint(low, high, (experts, outputs, inputs // 32), generator=made).to(torch.uint8)
         return Projection(codes, scales, biases)
+    if form in ("int4", "fp8"):
+        group = max(size for size in (32, 64, 96, 128) if inputs % size == 0)
+        block = max(size for size in range(1, 129) if outputs % size == 0) if form == "fp8" else 1
+        with made.device:
+            codes = torch.randint(-128, 128, (experts, outputs, inputs), generator=made).to(torch.int8)
+        if form == "int4":
+            codes = codes[..., : inputs // 2].contiguous().view(torch.int32)
+        elif not kinds.get("special"):  # NaN of e4m3
+            codes = torch.where(codes & 127 == 127, 0, codes)
+        scales = spread(experts, outputs // block, inputs // group, made=made, **kinds)
+        return Projection(
+            *((codes, scales) if form == "int4" else (codes.view(torch.float8_e4m3fn), _float_scales(scales, made))),
+            biases,
+        )
     weight = spread(experts, outputs, inputs, made=made, **kinds)
     return Projection(weight.mT.contiguous() if form == "transposed" else weight, None, biases, form == "transposed")
 

@@ -18,14 +18,17 @@ _dot = order_kernels._dot
 @triton.jit(do_not_specialize=["one"])
 def _dots_kernel(
     x, w, scales, x_stride, expert_stride, one, out, expert, N, K: tl.constexpr, FORMAT: tl.constexpr,
-    ROW_STRIDE: tl.constexpr, K_STRIDE: tl.constexpr, ROWS: tl.constexpr, LANES: tl.constexpr, CHUNK: tl.constexpr,
-    CHUNKS: tl.constexpr, GROUPS: tl.constexpr, GROUPS_2: tl.constexpr,
+    ROW_STRIDE: tl.constexpr, K_STRIDE: tl.constexpr, SCALE_ROWS: tl.constexpr, SCALE_K: tl.constexpr,
+    ROWS: tl.constexpr, LANES: tl.constexpr, CHUNK: tl.constexpr, CHUNKS: tl.constexpr, GROUPS: tl.constexpr,
+    GROUPS_2: tl.constexpr,
 ):  # fmt: skip
     token = tl.program_id(1)
     row = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
     y = _dot(
-        x + token * x_stride, w + expert.to(tl.int64) * expert_stride, scales + expert.to(tl.int64) * (N * (K // 32)),
-        row, row < N, one, FORMAT, K, ROW_STRIDE, K_STRIDE, ROWS, LANES, CHUNK, CHUNKS, GROUPS, GROUPS_2,
+        x + token * x_stride, w + expert.to(tl.int64) * expert_stride,
+        scales + expert.to(tl.int64) * (N // SCALE_ROWS * (K // SCALE_K)),
+        row, row < N, one, FORMAT, K, ROW_STRIDE, K_STRIDE, SCALE_ROWS, SCALE_K, ROWS, LANES, CHUNK, CHUNKS, GROUPS,
+        GROUPS_2,
     )  # fmt: skip
     tl.store(out + token * N + row, y, mask=row < N)
 

@@ -20,6 +20,8 @@ LANES, CHUNK = 64, 256
 # More rows are run by other implementations: from here on weights are read once for several rows.
 MAX_ROWS = 8
 MXFP4_BLOCK = 32
+_FORMS = {torch.int32: "int4", torch.float8_e4m3fn: "fp8"}
+_SCALES = {"mxfp4": torch.uint8, "int4": torch.bfloat16, "fp8": torch.float32}
 _MXFP4 = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0, -0.0, -0.5, -1.0, -1.5, -2.0, -3.0, -4.0, -6.0)
 _EXP = (1.3981999507e-3, 8.3334519073e-3, 4.1665795894e-2, 1.6666665459e-1, 5.0000001201e-1)
 
@@ -28,9 +30,11 @@ class Projection(NamedTuple):
     """Weights of one product of all experts of a layer.
 
     Attributes:
-        weight: bf16 [experts, outputs, inputs]; with ``scales`` uint8 [experts, outputs, inputs / 2] or with blocks of
-            16 bytes as a fourth dimension, two codes of MXFP4 in each, the first in the lower bits.
-        scales: uint8 [experts, outputs, inputs / 32].
+        weight: bf16 [experts, outputs, inputs]; with ``scales`` MXFP4: uint8 [experts, outputs, inputs / 2] or with
+            blocks of 16 bytes as a fourth dimension, two codes in each, the first in the lower bits; int4: int32
+            [experts, outputs, inputs / 8], so, too, of numbers of which each is 8 larger; fp8: float8_e4m3fn.
+        scales: MXFP4: uint8 [experts, outputs, inputs / 32]; int4: bf16 [experts, outputs, groups]; fp8: float32
+            [experts, blocks of outputs, blocks of inputs].
         bias: bf16 [experts, outputs].
         is_transposed: ``weight`` is [experts, inputs, outputs].
     """
@@ -42,17 +46,36 @@ class Projection(NamedTuple):
 
     def outputs_and_inputs(self) -> tuple[int, int]:
         """How many each expert has."""
-        if self.scales is not None:
-            return self.scales.shape[1], self.scales.shape[2] * MXFP4_BLOCK
+        if self.form == "mxfp4":
+            return self.weight.shape[1], self.weight.shape[2:].numel() * 2
         rows, columns = self.weight.shape[1:]
+        columns *= 8 if self.form == "int4" else 1
         return (columns, rows) if self.is_transposed else (rows, columns)
+
+    @property
+    def form(self) -> str:
+        """One of bf16, mxfp4, int4 and fp8."""
+        return "bf16" if self.scales is None else _FORMS.get(self.weight.dtype, "mxfp4")
+
+    def of_a_scale(self) -> tuple[int, int]:
+        """Number of outputs and of inputs that one scale is for."""
+        if self.scales is None:
+            return 1, MXFP4_BLOCK
+        (outputs, inputs), (_, rows, columns) = self.outputs_and_inputs(), self.scales.shape
+        return outputs // rows, inputs // columns
 
     def values(self, expert: int) -> torch.Tensor:
         """Weights of ``expert``: float32 [outputs, inputs]."""
         weight = self.weight[expert]
-        if self.scales is not None:
-            return mxfp4_values(weight, self.scales[expert])
-        return (weight.T if self.is_transposed else weight).float()
+        if self.scales is None:
+            return (weight.T if self.is_transposed else weight).float()
+        scales, (rows, columns) = self.scales[expert], self.of_a_scale()
+        if self.form == "mxfp4":
+            return mxfp4_values(weight, scales)
+        if self.form == "int4":
+            weight = (weight[..., None] >> torch.arange(0, 32, 4, device=weight.device) & 15).flatten(-2) - 8
+        full = scales.float().repeat_interleave(rows, 0).repeat_interleave(columns, 1)
+        return (weight.float() * full).bfloat16().float()  # as the weights are made that take the place of packed ones
 
     def __call__(self, x: torch.Tensor, expert: int) -> torch.Tensor:
         """The product of ``expert`` with ``x`` (bf16 [inputs]), rounded, and its bias: bf16 [outputs]."""
@@ -74,6 +97,21 @@ def require_dtypes(x: torch.Tensor, weights: torch.Tensor, gate_up: Projection, 
     require_bf16(x, *(each.weight for each in (gate_up, down) if each.scales is None))
     if weights.dtype not in (torch.bfloat16, torch.float32):
         raise OptionError(f"weights of experts: expected torch.bfloat16 or torch.float32, found {weights.dtype}")
+    for each in (gate_up, down):
+        if each.scales is not None:
+            require_blocks(each, each.scales)
+
+
+def require_blocks(projection: Projection, scales: torch.Tensor) -> None:
+    """Raise ``OptionError`` for ``scales`` that no kernel reads."""
+    form, (outputs, inputs), (rows, columns) = projection.form, projection.outputs_and_inputs(), projection.of_a_scale()
+    is_whole = outputs == rows * scales.shape[1] and inputs == columns * scales.shape[2] and columns % MXFP4_BLOCK == 0
+    if not is_whole or scales.dtype != _SCALES[form] or (rows > 1 and form != "fp8"):
+        raise OptionError(
+            f"experts in {form}: expected scales in {_SCALES[form]}, each of a whole number of outputs and of "
+            f"{MXFP4_BLOCK} inputs, found {list(scales.shape)} in {scales.dtype} for {outputs} outputs and {inputs} "
+            f"inputs: use experts_implementation='grouped_mm', or leave it out"
+        )
 
 
 def mxfp4_values(codes: torch.Tensor, scales: torch.Tensor) -> torch.Tensor:

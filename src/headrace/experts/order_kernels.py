@@ -69,15 +69,52 @@ def _tree(sums):
 
 
 @triton.jit
-def _code(codes, scale, AT: tl.constexpr):
-    """The MXFP4 number whose 4 bits begin at bit ``AT``: its bits are a float32's, but for a factor of 2 ** 126."""
+def _code(codes, scale, AT: tl.constexpr, FORMAT: tl.constexpr):
+    """The MXFP4 number whose 4 bits begin at bit ``AT``: its bits are a float32's, but for a factor of 2 ** 126.
+
+    Of int4 they are the last ones of a float32 whose unit is 1.
+    """
+    if FORMAT == "int4":
+        return _rounded((((codes >> AT) & 15 | 0x4B000000).to(tl.float32, bitcast=True) - 8388616.0) * scale)
     bits = ((codes << (28 - AT)) >> 6) & -0x7E400000  # sign, and three bits from bit 22 on
     return bits.to(tl.float32, bitcast=True) * 8.507059173023462e37 * scale
 
 
 @triton.jit
-def _lanes_of_mxfp4(
-    x, w, scales, row, keep_row, first, one, K: tl.constexpr, LANES: tl.constexpr, CHUNK: tl.constexpr
+def _e4m3(codes, scale, AT: tl.constexpr):
+    """The number whose 8 bits begin at bit ``AT``: they are a float32's, but for a factor of 2 ** 120 and for NaN."""
+    bits = ((codes << (24 - AT)) >> 4) & -0x78100000
+    bits = tl.where((bits & 0x7F00000) == 0x7F00000, 0x7FC00000, bits)
+    return _rounded(bits.to(tl.float32, bitcast=True) * 1.329227995784916e36 * scale)
+
+
+@triton.jit
+def _lanes_of_fp8(
+    x, w, scales, row, keep_row, first, one, K: tl.constexpr, ROW_STRIDE: tl.constexpr, SCALE_ROWS: tl.constexpr,
+    SCALE_K: tl.constexpr, LANES: tl.constexpr, CHUNK: tl.constexpr,
+):  # fmt: skip
+    """Words of 4 codes; the first two levels of the tree."""
+    a0 = tl.zeros((row.shape[0], first.shape[1], LANES // 4), tl.float32)
+    a1, a2, a3 = a0, a0, a0
+    for step in tl.static_range(CHUNK // LANES):
+        word = first // 4 + step * (LANES // 4) + tl.arange(0, LANES // 4)[None, None, :]
+        keep = word < K // 4
+        codes = tl.load(w + (row * ROW_STRIDE + word * one), mask=keep & keep_row, other=0)
+        at = row // SCALE_ROWS * (K // SCALE_K) + word // (SCALE_K // 4)
+        scale = tl.load(scales + at, mask=keep & keep_row, other=0)
+        x01 = tl.load(x + word * 2, mask=keep, other=0)
+        x23 = tl.load(x + word * 2 + 1, mask=keep, other=0)
+        a0 += _e4m3(codes, scale, 0) * _low(x01)
+        a1 += _e4m3(codes, scale, 8) * _high(x01)
+        a2 += _e4m3(codes, scale, 16) * _low(x23)
+        a3 += _e4m3(codes, scale, 24) * _high(x23)
+    return (a0 + a1) + (a2 + a3)
+
+
+@triton.jit
+def _lanes_of_codes(
+    x, w, scales, row, keep_row, first, one, FORMAT: tl.constexpr, K: tl.constexpr, ROW_STRIDE: tl.constexpr,
+    SCALE_K: tl.constexpr, LANES: tl.constexpr, CHUNK: tl.constexpr,
 ):  # fmt: skip
     """Words of 8 codes; the first three levels of the tree."""
     a0 = tl.zeros((row.shape[0], first.shape[1], LANES // 8), tl.float32)
@@ -85,21 +122,25 @@ def _lanes_of_mxfp4(
     for step in tl.static_range(CHUNK // LANES):
         word = first // 8 + step * (LANES // 8) + tl.arange(0, LANES // 8)[None, None, :]
         keep = word < K // 8
-        codes = tl.load(w + (row * (K // 8) + word * one), mask=keep & keep_row, other=0)
-        s = tl.load(scales + (row * (K // 32) + word // 4), mask=keep & keep_row, other=0).to(tl.int32) << 23
-        scale = tl.where(s == 0, 1 << 22, s).to(tl.float32, bitcast=True)
+        codes = tl.load(w + (row * ROW_STRIDE + word * one), mask=keep & keep_row, other=0)
+        s = tl.load(scales + (row * (K // SCALE_K) + word // (SCALE_K // 8)), mask=keep & keep_row, other=0)
+        if FORMAT == "int4":
+            scale = _low(s.to(tl.int32))
+        else:
+            s = s.to(tl.int32) << 23
+            scale = tl.where(s == 0, 1 << 22, s).to(tl.float32, bitcast=True)
         x01 = tl.load(x + word * 4, mask=keep, other=0)
         x23 = tl.load(x + word * 4 + 1, mask=keep, other=0)
         x45 = tl.load(x + word * 4 + 2, mask=keep, other=0)
         x67 = tl.load(x + word * 4 + 3, mask=keep, other=0)
-        a0 += _code(codes, scale, 0) * _low(x01)
-        a1 += _code(codes, scale, 4) * _high(x01)
-        a2 += _code(codes, scale, 8) * _low(x23)
-        a3 += _code(codes, scale, 12) * _high(x23)
-        a4 += _code(codes, scale, 16) * _low(x45)
-        a5 += _code(codes, scale, 20) * _high(x45)
-        a6 += _code(codes, scale, 24) * _low(x67)
-        a7 += _code(codes, scale, 28) * _high(x67)
+        a0 += _code(codes, scale, 0, FORMAT) * _low(x01)
+        a1 += _code(codes, scale, 4, FORMAT) * _high(x01)
+        a2 += _code(codes, scale, 8, FORMAT) * _low(x23)
+        a3 += _code(codes, scale, 12, FORMAT) * _high(x23)
+        a4 += _code(codes, scale, 16, FORMAT) * _low(x45)
+        a5 += _code(codes, scale, 20, FORMAT) * _high(x45)
+        a6 += _code(codes, scale, 24, FORMAT) * _low(x67)
+        a7 += _code(codes, scale, 28, FORMAT) * _high(x67)
     return ((a0 + a1) + (a2 + a3)) + ((a4 + a5) + (a6 + a7))
 
 
@@ -129,16 +170,22 @@ def _lanes_of_bf16(
 @triton.jit
 def _dot(
     x, w, scales, row, keep_row, one, FORMAT: tl.constexpr, K: tl.constexpr, ROW_STRIDE: tl.constexpr,
-    K_STRIDE: tl.constexpr, ROWS: tl.constexpr, LANES: tl.constexpr, CHUNK: tl.constexpr, CHUNKS: tl.constexpr,
-    GROUPS: tl.constexpr, GROUPS_2: tl.constexpr,
+    K_STRIDE: tl.constexpr, SCALE_ROWS: tl.constexpr, SCALE_K: tl.constexpr, ROWS: tl.constexpr, LANES: tl.constexpr,
+    CHUNK: tl.constexpr, CHUNKS: tl.constexpr, GROUPS: tl.constexpr, GROUPS_2: tl.constexpr,
 ):  # fmt: skip
     """Products of the rows ``row`` [ROWS] with ``x``, not rounded; ``w`` and ``scales`` begin with their expert."""
     total = tl.zeros((ROWS, GROUPS_2), tl.float32)
     rows, keep_rows = row[:, None, None], keep_row[:, None, None]
     for group in range(GROUPS):
         first = ((group * CHUNKS + tl.arange(0, CHUNKS)) * CHUNK)[None, :, None]
-        if FORMAT == "mxfp4":
-            lanes = _lanes_of_mxfp4(x, w, scales, rows, keep_rows, first, one, K, LANES, CHUNK)
+        if FORMAT == "fp8":
+            lanes = _lanes_of_fp8(
+                x, w, scales, rows, keep_rows, first, one, K, ROW_STRIDE, SCALE_ROWS, SCALE_K, LANES, CHUNK
+            )
+        elif FORMAT == "mxfp4" or FORMAT == "int4":
+            lanes = _lanes_of_codes(
+                x, w, scales, rows, keep_rows, first, one, FORMAT, K, ROW_STRIDE, SCALE_K, LANES, CHUNK
+            )
         else:
             lanes = _lanes_of_bf16(x, w, rows, keep_rows, first, FORMAT, K, ROW_STRIDE, K_STRIDE, LANES, CHUNK)
         sums = _tree(tl.reshape(lanes, (ROWS * CHUNKS, lanes.shape[2])))
@@ -151,13 +198,15 @@ def _dot(
 def gate_up_kernel(
     x, ids, w, scales, bias, out, num_experts, N, x_stride, expert_stride, one, out_stride, alpha, limit,
     TOP_K: tl.constexpr, INTERLEAVED: tl.constexpr, BIAS: tl.constexpr, CLAMPED: tl.constexpr, FORMAT: tl.constexpr,
-    K: tl.constexpr, ROW_STRIDE: tl.constexpr, K_STRIDE: tl.constexpr, ROWS: tl.constexpr, LANES: tl.constexpr,
-    CHUNK: tl.constexpr, CHUNKS: tl.constexpr, GROUPS: tl.constexpr, GROUPS_2: tl.constexpr, SHARED: tl.constexpr,
+    K: tl.constexpr, ROW_STRIDE: tl.constexpr, K_STRIDE: tl.constexpr, SCALE_ROWS: tl.constexpr, SCALE_K: tl.constexpr,
+    ROWS: tl.constexpr, LANES: tl.constexpr, CHUNK: tl.constexpr, CHUNKS: tl.constexpr, GROUPS: tl.constexpr,
+    GROUPS_2: tl.constexpr, SHARED: tl.constexpr,
 ):  # fmt: skip
     """The first product of each expert of each token, and what comes between; ROWS numbers of ``out`` a program.
 
     x: bf16 [tokens, K], as int32 where FORMAT reads pairs or codes. ids: [tokens, TOP_K]. w: [experts, 2 N, K] in
-    FORMAT. scales: uint8 [experts, 2 N, K / 32]. bias: bf16 [experts, 2 N]. out: bf16 [tokens * TOP_K, out_stride].
+    FORMAT. scales: [experts, 2 N / SCALE_ROWS, K / SCALE_K]. bias: bf16 [experts, 2 N]. out: bf16
+    [tokens * TOP_K, out_stride].
     """
     pair = tl.program_id(0)
     number = tl.load(ids + pair)
@@ -169,8 +218,9 @@ def gate_up_kernel(
     at = tl.program_id(1) * ROWS + both // 2
     row = 2 * at + both % 2 if INTERLEAVED else at + both % 2 * N
     y = _dot(
-        x + pair // TOP_K * x_stride, w + expert * expert_stride, scales + expert * (2 * N * (K // 32)), row, at < N,
-        one, FORMAT, K, ROW_STRIDE, K_STRIDE, 2 * ROWS, LANES, CHUNK, CHUNKS, GROUPS, GROUPS_2,
+        x + pair // TOP_K * x_stride, w + expert * expert_stride,
+        scales + expert * (2 * N // SCALE_ROWS * (K // SCALE_K)), row, at < N, one, FORMAT, K, ROW_STRIDE, K_STRIDE,
+        SCALE_ROWS, SCALE_K, 2 * ROWS, LANES, CHUNK, CHUNKS, GROUPS, GROUPS_2,
     )  # fmt: skip
     y = _rounded(y)
     if BIAS:
@@ -193,8 +243,9 @@ def gate_up_kernel(
 def down_kernel(
     x, ids, weights, w, scales, bias, out, num_experts, N, x_stride, expert_stride, one, apart, TOP_K: tl.constexpr,
     BIAS: tl.constexpr, ROUNDED: tl.constexpr, FORMAT: tl.constexpr, K: tl.constexpr, ROW_STRIDE: tl.constexpr,
-    K_STRIDE: tl.constexpr, ROWS: tl.constexpr, LANES: tl.constexpr, CHUNK: tl.constexpr, CHUNKS: tl.constexpr,
-    GROUPS: tl.constexpr, GROUPS_2: tl.constexpr, SHARED: tl.constexpr,
+    K_STRIDE: tl.constexpr, SCALE_ROWS: tl.constexpr, SCALE_K: tl.constexpr, ROWS: tl.constexpr, LANES: tl.constexpr,
+    CHUNK: tl.constexpr, CHUNKS: tl.constexpr, GROUPS: tl.constexpr, GROUPS_2: tl.constexpr,
+    SHARED: tl.constexpr,
 ):  # fmt: skip
     """The second product, and the sum over the experts of a token in their order; ROWS outputs a program.
 
@@ -213,8 +264,9 @@ def down_kernel(
             y = _load_apart(apart + pair.to(tl.int64) * N + row, row < N)
         else:
             y = _dot(
-                x + pair * x_stride, w + expert * expert_stride, scales + expert * (N * (K // 32)), row, row < N,
-                one, FORMAT, K, ROW_STRIDE, K_STRIDE, ROWS, LANES, CHUNK, CHUNKS, GROUPS, GROUPS_2,
+                x + pair * x_stride, w + expert * expert_stride, scales + expert * (N // SCALE_ROWS * (K // SCALE_K)),
+                row, row < N, one, FORMAT, K, ROW_STRIDE, K_STRIDE, SCALE_ROWS, SCALE_K, ROWS, LANES, CHUNK, CHUNKS,
+                GROUPS, GROUPS_2,
             )  # fmt: skip
             y = _rounded(y)
             if BIAS:

@@ -32,11 +32,13 @@ class Launch(NamedTuple):
 
 
 # Of the first product and of the second, by format; the fastest on an H200 for one row of Qwen3-30B-A3B in bf16 and of
-# gpt-oss-120b in MXFP4.
+# gpt-oss-120b in MXFP4; int4 and fp8 have the latter's.
 LAUNCHES = {
     "pairs": (Launch(8, 4, 2), Launch(1, 4, 1)),
     "single": (Launch(16, 1, 4), Launch(32, 1, 4)),
     "mxfp4": (Launch(2, 2, 1), Launch(1, 4, 1)),
+    "int4": (Launch(2, 2, 1), Launch(1, 4, 1)),
+    "fp8": (Launch(2, 2, 1), Launch(1, 4, 1)),
 }
 
 
@@ -133,9 +135,11 @@ def _launch_down(
 def _arguments(x: torch.Tensor, projection: Projection, which: int) -> tuple[list[Any], dict[str, Any], int]:
     """Arguments of a kernel (x, weight, scales, bias, strides, 1), its launch options, and outputs of a program."""
     weight, inputs = projection.weight, projection.outputs_and_inputs()[1]
+    form, scales, (scale_rows, scale_inputs) = projection.form, weight, projection.of_a_scale()
     if projection.scales is not None:
-        form, word = "mxfp4", torch.int32
-        weight = weight.reshape(*projection.scales.shape[:2], inputs // 2)
+        word, scales = torch.int32, projection.scales.contiguous()
+        scales = scales.view(torch.int16) if form == "int4" else scales
+        weight = weight.flatten(2)
     else:
         places = (inputs, weight.storage_offset(), *weight.stride()[:2])
         in_pairs = weight.stride(2) == 1 and not projection.is_transposed and not any(place % 2 for place in places)
@@ -146,11 +150,11 @@ def _arguments(x: torch.Tensor, projection: Projection, which: int) -> tuple[lis
     together = min(at_once.chunks, 1 << (chunks - 1).bit_length())
     groups = -(-chunks // together)
     bias = projection.bias if projection.bias is None else projection.bias.contiguous().view(torch.int16)
-    scales = weight if projection.scales is None else projection.scales.contiguous()
     launch = {
-        "BIAS": bias is not None, "FORMAT": form, "K": inputs, "ROW_STRIDE": row, "K_STRIDE": k, "ROWS": at_once.rows,
-        "LANES": order.LANES, "CHUNK": order.CHUNK, "CHUNKS": together, "GROUPS": groups,
-        "GROUPS_2": 1 << (groups - 1).bit_length(), "num_warps": at_once.warps, "enable_fp_fusion": False,
+        "BIAS": bias is not None, "FORMAT": form, "K": inputs, "ROW_STRIDE": row, "K_STRIDE": k,
+        "SCALE_ROWS": scale_rows, "SCALE_K": scale_inputs, "ROWS": at_once.rows, "LANES": order.LANES,
+        "CHUNK": order.CHUNK, "CHUNKS": together, "GROUPS": groups, "GROUPS_2": 1 << (groups - 1).bit_length(),
+        "num_warps": at_once.warps, "enable_fp_fusion": False,
     }  # fmt: skip
     return [read, weight, scales, bias, read.stride(0), expert, 1], launch, at_once.rows
 

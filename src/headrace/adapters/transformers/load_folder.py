@@ -34,7 +34,13 @@ from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_N
 from transformers.quantizers import quantizer_mxfp4
 
 from headrace.adapters.transformers.conversion import Match, match
-from headrace.adapters.transformers.ordered_experts import NAME, prefer_ordered, put_mxfp4_experts, require_effect
+from headrace.adapters.transformers.ordered_experts import (
+    NAME,
+    keep_quantised,
+    prefer_ordered,
+    put_mxfp4_experts,
+    require_effect,
+)
 from headrace.adapters.transformers.quantised import (
     INITIALISED,
     method_of,
@@ -270,6 +276,8 @@ def build_meta_model(
     model = _build(folder, maker, config, chosen, attn_implementation, experts_implementation)
     if quantizer is not None and device is not None:
         put_in_modules(folder, model, quantizer, chosen, device)
+        if experts_implementation == NAME:
+            keep_quantised(model, quantizer, _tensors(folder))
     elif by_own_kernels:
         put_mxfp4_experts(model)
     if experts_implementation is not None:

@@ -6,14 +6,17 @@ Importing this registers it, so ``from_pretrained(..., experts_implementation="h
 
 from __future__ import annotations
 
-from typing import Any
+from collections.abc import Mapping
+from typing import Any, cast
 
 import torch
 from torch import nn
-from torch.nn.functional import linear
+from torch.nn.functional import linear, silu
 from transformers import PreTrainedModel
-from transformers.integrations import moe
+from transformers.integrations import compressed_tensors, finegrained_fp8, moe
+from transformers.quantizers.quantizers_utils import should_convert_module
 
+from headrace.checkpoint.safetensors_header import FileTensor
 from headrace.errors import OptionError
 from headrace.experts import order, ordered
 from headrace.experts.order import MAX_ROWS, MXFP4_BLOCK, Projection
@@ -38,15 +41,70 @@ def ordered_experts_forward(
     return ordered.run(hidden_states, top_k_index, top_k_weights, *arguments, shared=shared_with(module))
 
 
+def ordered_fp8_experts_forward(
+    self: nn.Module, hidden_states: torch.Tensor, top_k_index: torch.Tensor, top_k_weights: torch.Tensor
+) -> torch.Tensor:
+    """Forward of experts in fp8 blocks: weights become bf16, and activations stay what they are.
+
+    Kernels of transformers, which round activations to fp8, too, run more rows on a GPU.
+    """
+    module: Any = self
+    _glu_of(module)
+    if len(hidden_states) > MAX_ROWS and hidden_states.is_cuda:
+        return finegrained_fp8.fp8_grouped_mm_experts_forward(module, hidden_states, top_k_index, top_k_weights)
+    return _run_quantised(hidden_states, top_k_index, top_k_weights, module)
+
+
 moe.ALL_EXPERTS_FUNCTIONS.register(NAME, ordered_experts_forward)
+finegrained_fp8.ALL_FP8_EXPERTS_FUNCTIONS.register(NAME, ordered_fp8_experts_forward)
+
+
+def _fp8_projections(module: Any) -> tuple[Projection, Projection]:
+    scales = (module.gate_up_proj_scale_inv.float(), module.down_proj_scale_inv.float())  # exponents alone, in some
+    return Projection(module.gate_up_proj, scales[0]), Projection(module.down_proj, scales[1])
+
+
+def _projections(module: nn.Module, codes: str, scales: str) -> tuple[Projection, Projection]:
+    tensors: Mapping[str, Any] = module._parameters
+    first, second = (
+        Projection(tensors[f"{name}_{codes}"], tensors[f"{name}_{scales}"], tensors.get(f"{name}_bias"))
+        for name in ("gate_up_proj", "down_proj")
+    )
+    return first, second
+
+
+def _run_quantised(
+    x: torch.Tensor, ids: torch.Tensor, weights: torch.Tensor, module: nn.Module
+) -> torch.Tensor:  # fmt: skip
+    """Experts in the order of sums; for many rows each expert in use is made bf16, and multiplied with its tokens.
+
+    The host waits for ``ids`` of many rows.
+    """
+    first, second, is_interleaved, glu = arguments_of(module)
+    if len(x) <= MAX_ROWS:
+        return ordered.run(x, ids, weights, first, second, is_interleaved, glu, shared=shared_with(module))
+    outputs = x.new_empty(*ids.shape, x.shape[1])
+    for row in ids.unique().tolist():
+        token, place = torch.where(ids == row)
+        biases = [None if each.bias is None else each.bias[row] for each in (first, second)]
+        both = linear(x[token], first.values(row).to(x.dtype), biases[0])
+        gate, up = (both[:, ::2], both[:, 1::2]) if is_interleaved else both.chunk(2, -1)
+        inner = silu(gate) * up
+        if glu:
+            gate, up = gate.clamp(max=glu[1]), up.clamp(-glu[1], glu[1])
+            inner = (up + 1) * (gate * torch.sigmoid(gate * glu[0]))
+        outputs[token, place] = linear(inner, second.values(row).to(x.dtype), biases[1])
+    return (outputs * weights[..., None]).sum(1).to(x.dtype)
 
 
 def arguments_of(module: Any) -> tuple[Projection, Projection, bool, tuple[float, ...]]:
     """What :func:`headrace.experts.ordered.run` is given of ``module``; raises ``OptionError`` if it cannot run it."""
     if isinstance(module, Mxfp4Experts):
-        names, ends = ("gate_up_proj", "down_proj"), ("blocks", "scales", "bias")
-        first, second = (Projection(*(getattr(module, f"{name}_{end}") for end in ends)) for name in names)
-        return first, second, True, (module.alpha, module.limit)
+        return *_projections(module, "blocks", "scales"), True, (module.alpha, module.limit)
+    if isinstance(module, Int4Experts):
+        return *_projections(module, "packed", "scale"), False, ()
+    if isinstance(module, finegrained_fp8.FP8Experts):
+        return *_fp8_projections(module), False, _glu_of(module)
     glu, is_transposed = _glu_of(module), module.is_transposed
     biases = (module.gate_up_proj_bias, module.down_proj_bias) if module.has_bias else (None, None)
     first = Projection(module.gate_up_proj, None, biases[0], is_transposed)
@@ -60,6 +118,12 @@ def _glu_of(module: Any) -> tuple[float, ...]:
     is_split = getattr(module, "_is_expert_parallel", False)  # not in transformers 5.17
     if is_split or not module.has_gate or getattr(module, "has_post_expert_norm", False):
         found = "experts without a gate, with a norm of their own, or split among ranks"
+    elif isinstance(module, finegrained_fp8.FP8Experts):
+        found = "experts in fp8 with fixed scales of activations, in four bits, or with limits of their own"
+        limits = (module.gate_softcap, module.limit, module.swiglu_alpha)
+        is_plain = limits == (None,) * 3 and type(module.act_fn).__name__ in ("SiLU", "SiLUActivation")
+        if is_plain and module.activation_scheme == "dynamic" and module.gate_up_proj.dtype == torch.float8_e4m3fn:
+            return ()
     elif gate is moe._default_apply_gate and type(module.act_fn).__name__ in ("SiLU", "SiLUActivation"):
         return ()
     elif getattr(gate, "__qualname__", None) == "GptOssExperts._apply_gate":
@@ -89,22 +153,27 @@ class Mxfp4Experts(nn.Module):
         self, hidden_states: torch.Tensor, top_k_index: torch.Tensor, top_k_weights: torch.Tensor
     ) -> torch.Tensor:
         """Forward in the order of sums; see :func:`ordered_experts_forward`."""
-        if len(hidden_states) > MAX_ROWS:
-            return self._one_by_one(hidden_states, top_k_index, top_k_weights)
-        return ordered.run(hidden_states, top_k_index, top_k_weights, *arguments_of(self), shared=shared_with(self))
+        return _run_quantised(hidden_states, top_k_index, top_k_weights, self)
 
-    def _one_by_one(self, x: torch.Tensor, ids: torch.Tensor, weights: torch.Tensor) -> torch.Tensor:
-        """Many rows: each expert in use is made bf16, and multiplied with its tokens; the host waits for ``ids``."""
-        first, second, *_ = arguments_of(self)
-        outputs = x.new_empty(*ids.shape, x.shape[1])
-        biases: Any = first.bias, second.bias
-        for row in ids.unique().tolist():
-            token, place = torch.where(ids == row)
-            both = linear(x[token], first.values(row).to(x.dtype), biases[0][row])
-            gate, up = both[:, ::2].clamp(max=self.limit), both[:, 1::2].clamp(-self.limit, self.limit)
-            inner = (up + 1) * (gate * torch.sigmoid(gate * self.alpha))
-            outputs[token, place] = linear(inner, second.values(row).to(x.dtype), biases[1][row])
-        return (outputs * weights[..., None]).sum(1).to(x.dtype)
+
+class Int4Experts(nn.Module):
+    """Experts in int4 of compressed-tensors (``pack-quantized``) with the tensors of the files, side by side."""
+
+    def __init__(self, plain: Any, group_size: int | None) -> None:
+        super().__init__()
+        self.config, self.num_experts = plain.config, plain.num_experts
+        for name in ("gate_up_proj", "down_proj"):
+            count, rows, columns = getattr(plain, name).shape
+            packed = torch.empty(count, rows, columns // 8, dtype=torch.int32)
+            scales = torch.empty(count, rows, columns // (group_size or columns), dtype=torch.bfloat16)
+            for end, tensor in (("packed", packed), ("scale", scales)):
+                self.register_parameter(f"{name}_{end}", nn.Parameter(tensor, requires_grad=False))
+
+    def forward(
+        self, hidden_states: torch.Tensor, top_k_index: torch.Tensor, top_k_weights: torch.Tensor
+    ) -> torch.Tensor:
+        """Forward in the order of sums; see :func:`ordered_experts_forward`."""
+        return _run_quantised(hidden_states, top_k_index, top_k_weights, self)
 
 
 def put_mxfp4_experts(model: PreTrainedModel) -> None:
@@ -115,9 +184,58 @@ def put_mxfp4_experts(model: PreTrainedModel) -> None:
                 model.set_submodule(name, Mxfp4Experts(model.config))
 
 
+def keep_quantised(model: PreTrainedModel, quantizer: Any, tensors: Mapping[str, FileTensor]) -> None:
+    """Give ``model``, on ``meta``, experts with ``tensors`` of the files where ``quantizer`` would make them bf16.
+
+    Its converters then merge packed numbers and scales as they merge weights. Scales of int4 that are not bf16 would
+    make other weights.
+    """
+    scales = {name.rpartition(".")[2]: tensor.dtype for name, tensor in tensors.items() if ".experts." in name}
+    is_fp8, is_int4 = "weight_scale_inv" in scales, scales.get("weight_scale") == torch.bfloat16
+    ignored = {*(model._keys_to_ignore_on_load_unexpected or ()), r"\.experts\.(gate_up|down)_proj_shape$"}
+    for name, module in list(model.named_modules()):
+        if chosen_implementation(module) != NAME or not name.endswith(".experts"):
+            continue
+        with torch.device("meta"):
+            made = _fp8_experts(quantizer, name, module) if is_fp8 else None
+            made = _int4_experts(quantizer, module) if is_int4 else made
+        if made is not None:
+            model.set_submodule(name, made)
+            vars(model)["_keys_to_ignore_on_load_unexpected"] = ignored  # what int4's packed tensors say themselves
+
+
+def _fp8_experts(quantizer: Any, name: str, module: Any) -> nn.Module | None:
+    stated = quantizer.quantization_config
+    is_fp8 = getattr(stated, "weight_block_size", None) and getattr(stated, "dequantize", False)
+    if not is_fp8 or not should_convert_module(name, getattr(quantizer, "modules_to_not_convert", None)):
+        return None
+    kind = moe.use_experts_implementation(
+        experts_class=type("FP8Experts", (finegrained_fp8.FP8Experts,), {}),
+        experts_interface=finegrained_fp8.ALL_FP8_EXPERTS_FUNCTIONS, has_bias=module.has_bias, has_gate=module.has_gate,
+    )  # fmt: skip
+    options = {key: getattr(stated, key) for key in ("activation_scheme", "scale_fmt", "expert_dtype")}
+    made: nn.Module = kind(module.config, stated.weight_block_size, **options)
+    return made
+
+
+def _int4_experts(quantizer: Any, module: Any) -> nn.Module | None:
+    compressor = getattr(quantizer, "compressor", None)
+    if compressor is None or module.has_bias or module.is_transposed or _glu_of(module):
+        return None
+    config = compressor.quantization_config
+    scheme: Any = compressed_tensors.get_experts_scheme(config)  # type: ignore[no-untyped-call]
+    stated, layout = scheme.weights, scheme.format or config.format
+    is_plain = (stated.num_bits, stated.type, stated.symmetric, layout) == (4, "int", True, "pack-quantized")
+    if not is_plain or stated.strategy not in ("group", "channel") or stated.actorder == "group":
+        return None
+    return Int4Experts(module, stated.group_size if stated.strategy == "group" else None)
+
+
 def prefer_ordered(model: PreTrainedModel) -> None:
     """Have this implementation run the experts of ``model`` in place of ``grouped_mm``, if it can run them all."""
-    if any(chosen_implementation(module) == "grouped_mm" for module in model.modules()):
+    modules = [module for module in model.modules() if chosen_implementation(module) == "grouped_mm"]
+    # Experts in fp8 round activations by their own kernels: who wants other numbers asks for them.
+    if modules and not any(isinstance(module, finegrained_fp8.FP8Experts) for module in modules):
         model.set_experts_implementation(NAME)
         try:
             require_effect(model, NAME)
@@ -135,6 +253,10 @@ def require_effect(model: PreTrainedModel, name: str) -> None:
         )
     if name == NAME:
         for module in modules:
-            if not isinstance(module, Mxfp4Experts):
+            if not isinstance(module, (Mxfp4Experts, Int4Experts)):
                 _glu_of(module)
-            order.require_bf16(*(each for each in module.parameters() if each.is_floating_point()))
+            if isinstance(module, finegrained_fp8.FP8Experts):
+                for each in _fp8_projections(module):
+                    order.require_blocks(each, cast(torch.Tensor, each.scales))
+            else:
+                order.require_bf16(*(each for each in module.parameters() if each.is_floating_point()))

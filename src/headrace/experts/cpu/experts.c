@@ -23,11 +23,11 @@
 #endif
 
 enum { LANES = 64, CHUNK = 256, BLOCK = 32, TILE = 32 };
-enum { BF16, MXFP4 };
+enum { BF16, MXFP4, INT4, FP8 };
 typedef struct {
     int64_t format, outputs, inputs, expert_stride, row_stride, k_stride; // strides in bf16, or in bytes of codes
-    const void *weight;
-    const uint8_t *scales;
+    int64_t scale_outputs, scale_inputs; // numbers that a scale is for
+    const void *weight, *scales;
     const uint16_t *bias;
 } matrix;
 typedef struct {
@@ -52,17 +52,28 @@ static float rounded(float x) { return wide(narrow(x)); }
 // -- sums of products: one row of weights with x (float32, zeros up to a multiple of LANES, in the places
 // that the instructions want: see `place`)
 
+static const float INTEGERS[16] = {-8, -7, -6, -5, -4, -3, -2, -1, 0, 1, 2, 3, 4, 5, 6, 7};
 static const float CODES[16] = {0, .5f, 1, 1.5f, 2, 3, 4, 6, -0.f, -.5f, -1, -1.5f, -2, -3, -4, -6};
-static float values[256][16];     // of MXFP4: by scale and code
-static uint8_t halves[256][2][16]; // their lower and upper bytes as bf16
+// Weights of the codes of 4 bits with one scale, and their lower and upper bytes as bf16.
+typedef struct { _Alignas(64) float values[16]; uint8_t halves[2][16]; } table;
+static table mxfp4[256], zeros; // of MXFP4 by scale
+static float e4m3[256];
+
+static void fill(table *t, const float *codes, float scale) {
+    for (int code = 0; code < 16; code++) {
+        uint32_t bits = bits_of(t->values[code] = rounded(codes[code] * scale));
+        t->halves[0][code] = bits >> 16, t->halves[1][code] = bits >> 24;
+    }
+}
 
 __attribute__((constructor)) static void fill_tables(void) {
-    for (int scale = 0; scale < 256; scale++)
-        for (int code = 0; code < 16; code++) {
-            float value = CODES[code] * of_bits(scale ? (uint32_t)scale << 23 : 1 << 22);
-            values[scale][code] = value;
-            halves[scale][0][code] = bits_of(value) >> 16, halves[scale][1][code] = bits_of(value) >> 24;
-        }
+    for (uint32_t s = 0; s < 256; s++) fill(mxfp4 + s, CODES, of_bits(s ? s << 23 : 1 << 22));
+    for (int code = 0; code < 256; code++) {
+        uint32_t least = code & 7, exponent = code >> 3 & 15;
+        float value = exponent ? of_bits((exponent + 120) << 23 | least << 20) : least * 0x1p-9f;
+        if ((code & 127) == 127) value = of_bits(0x7FC00000);
+        e4m3[code] = code & 128 ? -value : value;
+    }
 }
 
 static float tree(float *sums, long count) {
@@ -83,9 +94,12 @@ static float dot_plain(const matrix *m, const uint8_t *row, const uint8_t *scale
             long count = m->inputs - k < LANES ? m->inputs - k : LANES;
             if (count < LANES) memset(w, 0, sizeof w);
             if (m->format == BF16) for (long i = 0; i < count; i++) w[i] = wide(numbers[k + i]);
+            else if (m->format == FP8) for (long i = 0; i < count; i++)
+                w[i] = rounded(e4m3[row[k + i]] * ((const float *)scales)[(k + i) / BLOCK]);
             else for (long i = 0; i < count; i += 2) {
-                const float *table = values[scales[(k + i) / BLOCK]];
-                w[i] = table[row[(k + i) / 2] & 15], w[i + 1] = table[row[(k + i) / 2] >> 4];
+                long block = (k + i) / BLOCK;
+                const table *t = m->format == MXFP4 ? mxfp4 + scales[block] : ((const table *const *)scales)[block];
+                w[i] = t->values[row[(k + i) / 2] & 15], w[i + 1] = t->values[row[(k + i) / 2] >> 4];
             }
             for (long i = 0; i < LANES; i++) lane[i] += w[i] * x[k + i];
         }
@@ -115,19 +129,21 @@ AVX2 static inline float finish(float *sums, long chunks) {
     return _mm_cvtss_f32(_mm_hadd_ps(s, s));
 }
 
-// A function of a row's product: each chunk's sums by `ADD` of each step and then by `FOLD`. Beyond the end are zeros.
-#define DOT(name, TARGET, vector, SUMS, ADD, FOLD, bytes) \
+// A function of a row's product: each chunk's sums by `ADD` of each step and then by `FOLD`. Beyond the end are zeros,
+// and of scales of more bytes than one there is one more.
+#define DOT(name, TARGET, vector, SUMS, ADD, FOLD, bytes, scale_bytes) \
     TARGET static float name(const matrix *m, const uint8_t *row, const uint8_t *scales, const float *x) { \
         size_t inputs = m->inputs, chunks = (inputs + CHUNK - 1) / CHUNK; \
         float sums[4 * chunks + 4]; \
         for (size_t c = 0, k = 0; c < chunks; c++) { \
             vector sum[SUMS] = {0}; \
             size_t end = inputs < k + CHUNK ? inputs : k + CHUNK; \
-            for (; k + LANES <= end; k += LANES) ADD(sum, row + k * (bytes) / LANES, scales + k / BLOCK, x + k); \
+            for (; k + LANES <= end; k += LANES) \
+                ADD(sum, row + k * (bytes) / LANES, scales + k / BLOCK * (scale_bytes), x + k); \
             if (k < end) { \
-                uint8_t last[bytes] = {0}, scale[2] = {(bytes) < LANES ? scales[k / BLOCK] : 0}; \
+                uint8_t last[bytes] = {0}, one[2] = {(scale_bytes) == 1 ? scales[k / BLOCK] : 0}; \
                 memcpy(last, row + k * (bytes) / LANES, (end - k) * (bytes) / LANES); \
-                ADD(sum, last, scale, x + k); \
+                ADD(sum, last, (scale_bytes) == 1 ? one : scales + k / BLOCK * (scale_bytes), x + k); \
             } \
             _mm_storeu_ps(sums + 4 * c, FOLD(sum)); \
         } \
@@ -149,11 +165,11 @@ AVX2 static inline void add_bf16(__m256 *sum, const uint8_t *w, const uint8_t *s
 AVX2 static inline __m128 fold_bf16(const __m256 *sum) {
     return fold(sum[0] + sum[1], sum[2] + sum[3], sum[4] + sum[5], sum[6] + sum[7]);
 }
-DOT(dot_bf16_avx2, AVX2, __m256, 8, add_bf16, fold_bf16, 128)
+DOT(dot_bf16_avx2, AVX2, __m256, 8, add_bf16, fold_bf16, 128, 0)
 
 // Codes become bytes of bf16 by tables of their block, 32 at a time; of each half of a register, a block.
-AVX2 static inline void add_mxfp4(__m256 *sum, const uint8_t *w, const uint8_t *scale, const float *x) {
-    const __m128i *first = (const __m128i *)halves[scale[0]], *second = (const __m128i *)halves[scale[1]];
+AVX2 static inline void add_codes(__m256 *sum, const uint8_t *w, const table *one, const table *two, const float *x) {
+    const __m128i *first = (const __m128i *)one->halves, *second = (const __m128i *)two->halves;
     __m256i table[2] = {_mm256_loadu2_m128i(second, first), _mm256_loadu2_m128i(second + 1, first + 1)};
     __m256i both = _mm256_loadu_si256((const __m256i *)w);
     for (int i = 0; i < 2; i++, both = _mm256_srli_epi16(both, 4)) {
@@ -163,38 +179,91 @@ AVX2 static inline void add_mxfp4(__m256 *sum, const uint8_t *w, const uint8_t *
         add_16(sum + 4 * i + 2, _mm256_unpackhi_epi8(low, high), x + 32 * i + 16);
     }
 }
-AVX2 static inline __m128 fold_mxfp4(const __m256 *sum) { // elements 2i and 2i + 1 are four sums apart
+AVX2 static inline void add_mxfp4(__m256 *sum, const uint8_t *w, const uint8_t *scale, const float *x) {
+    add_codes(sum, w, mxfp4 + scale[0], mxfp4 + scale[1], x);
+}
+AVX2 static inline void add_int4(__m256 *sum, const uint8_t *w, const uint8_t *scale, const float *x) {
+    const table *const *tables = (const table *const *)scale;
+    add_codes(sum, w, tables[0], tables[1], x);
+}
+AVX2 static inline __m128 fold_codes(const __m256 *sum) { // elements 2i and 2i + 1 are four sums apart
     __m256 a = (sum[0] + sum[4]) + (sum[1] + sum[5]), b = (sum[2] + sum[6]) + (sum[3] + sum[7]);
     a = _mm256_hadd_ps(a, b);
     return _mm_hadd_ps(_mm256_castps256_ps128(a), _mm256_extractf128_ps(a, 1));
 }
-DOT(dot_mxfp4_avx2, AVX2, __m256, 8, add_mxfp4, fold_mxfp4, 32)
+DOT(dot_mxfp4_avx2, AVX2, __m256, 8, add_mxfp4, fold_codes, 32, 1)
+DOT(dot_int4_avx2, AVX2, __m256, 8, add_int4, fold_codes, 32, sizeof(table *))
+
+AVX2 static inline __m256 rounded_8(__m256 value) {
+    __m256i bits = _mm256_castps_si256(value);
+    __m256i odd = _mm256_and_si256(_mm256_srli_epi32(bits, 16), _mm256_set1_epi32(1));
+    bits = _mm256_add_epi32(bits, _mm256_add_epi32(_mm256_set1_epi32(0x7FFF), odd));
+    bits = _mm256_and_si256(bits, _mm256_set1_epi32(0xFFFF0000));
+    return _mm256_blendv_ps(_mm256_castsi256_ps(bits), value, _mm256_cmp_ps(value, value, _CMP_UNORD_Q));
+}
+AVX2 static void fill_int4_avx2(table *t, float scale) {
+    __m256 low = rounded_8(_mm256_mul_ps(_mm256_loadu_ps(INTEGERS), _mm256_set1_ps(scale)));
+    __m256 high = rounded_8(_mm256_mul_ps(_mm256_loadu_ps(INTEGERS + 8), _mm256_set1_ps(scale)));
+    __m256i one = _mm256_srli_epi32(_mm256_castps_si256(low), 16);
+    __m256i two = _mm256_srli_epi32(_mm256_castps_si256(high), 16);
+    __m256i all = _mm256_permute4x64_epi64(_mm256_packus_epi32(one, two), 0xD8);
+    all = _mm256_packus_epi16(_mm256_and_si256(all, _mm256_set1_epi16(255)), _mm256_srli_epi16(all, 8));
+    _mm256_store_ps(t->values, low), _mm256_store_ps(t->values + 8, high);
+    _mm256_store_si256((__m256i *)t->halves, _mm256_permute4x64_epi64(all, 0xD8));
+}
+
+// Bits of e4m3 are those of a float32, but for a factor of 2^120 and for NaN.
+AVX2 static inline void add_fp8(__m256 *sum, const uint8_t *w, const uint8_t *scale, const float *x) {
+    __m256i ends = _mm256_set1_epi32(0x7F00000);
+    for (int i = 0; i < 8; i++) {
+        __m256i code = _mm256_slli_epi32(_mm256_cvtepu8_epi32(_mm_loadl_epi64((const __m128i *)(w + 8 * i))), 24);
+        __m256i bits = _mm256_and_si256(_mm256_srai_epi32(code, 4), _mm256_set1_epi32(0x87F00000));
+        __m256i is_nan = _mm256_cmpeq_epi32(_mm256_and_si256(bits, ends), ends);
+        __m256 value = _mm256_mul_ps(_mm256_castsi256_ps(bits), _mm256_set1_ps(0x1p120f));
+        value = _mm256_or_ps(value, _mm256_castsi256_ps(is_nan));
+        value = _mm256_mul_ps(value, _mm256_broadcast_ss((const float *)scale + i / 4));
+        sum[i] = _mm256_add_ps(sum[i], _mm256_mul_ps(rounded_8(value), _mm256_loadu_ps(x + 8 * i)));
+    }
+}
+AVX2 static inline __m128 fold_in_sequence(const __m256 *sum) {
+    return _mm_hadd_ps(fold(sum[0], sum[1], sum[2], sum[3]), fold(sum[4], sum[5], sum[6], sum[7]));
+}
+DOT(dot_fp8_avx2, AVX2, __m256, 8, add_fp8, fold_in_sequence, 64, sizeof(float))
 
 // A register holds the values of all codes of a block, and an index uses its lower four bits.
-AVX512 static inline void add_mxfp4_512(__m512 *sum, const uint8_t *w, const uint8_t *scale, const float *x) {
+AVX512 static inline void add_codes_512(
+    __m512 *sum, const uint8_t *w, const table *one, const table *two, const float *x) {
     _mm_prefetch((const void *)((uintptr_t)w + 1024), _MM_HINT_T0); // an eighth faster; nothing in the other kernels
     for (int i = 0; i < 4; i += 2) {
         __m512i both = _mm512_cvtepu8_epi32(_mm_loadu_si128((const __m128i *)(w + 8 * i)));
-        __m512 table = _mm512_loadu_ps(values[scale[i / 2]]);
+        __m512 table = _mm512_load_ps(i ? two->values : one->values);
         __m512 even = _mm512_permutexvar_ps(both, table);
         __m512 odd = _mm512_permutexvar_ps(_mm512_srli_epi32(both, 4), table);
         sum[i] = _mm512_add_ps(sum[i], _mm512_mul_ps(even, _mm512_loadu_ps(x + 16 * i)));
         sum[i + 1] = _mm512_add_ps(sum[i + 1], _mm512_mul_ps(odd, _mm512_loadu_ps(x + 16 * i + 16)));
     }
 }
+AVX512 static inline void add_mxfp4_512(__m512 *sum, const uint8_t *w, const uint8_t *scale, const float *x) {
+    add_codes_512(sum, w, mxfp4 + scale[0], mxfp4 + scale[1], x);
+}
+AVX512 static inline void add_int4_512(__m512 *sum, const uint8_t *w, const uint8_t *scale, const float *x) {
+    const table *const *tables = (const table *const *)scale;
+    add_codes_512(sum, w, tables[0], tables[1], x);
+}
 AVX512 static inline __m128 fold_512(const __m512 *sum) {
     __m256 pairs[4];
     for (int i = 0; i < 2; i++) _mm512_storeu_ps(pairs + 2 * i, _mm512_add_ps(sum[2 * i], sum[2 * i + 1]));
     return fold(pairs[0], pairs[1], pairs[2], pairs[3]);
 }
-DOT(dot_mxfp4_avx512, AVX512, __m512, 4, add_mxfp4_512, fold_512, 32)
+DOT(dot_mxfp4_avx512, AVX512, __m512, 4, add_mxfp4_512, fold_512, 32, 1)
+DOT(dot_int4_avx512, AVX512, __m512, 4, add_int4_512, fold_512, 32, sizeof(table *))
 #endif
 
 // Where element k lies in x, by kind of instructions and format.
 enum { PLAIN, WITH_AVX2, WITH_AVX512 };
 static long place(int kind, int64_t format, long k) {
     long step = k / LANES * LANES, block = k % LANES / BLOCK, pair = k % BLOCK / 2, odd = k % 2;
-    if (kind == PLAIN) return k;
+    if (kind == PLAIN || format == FP8) return k;
     if (format == BF16) return k / 16 * 16 + 8 * odd + k % 16 / 2;
     if (kind == WITH_AVX512) return step + 32 * block + 16 * odd + pair;
     return step + 32 * odd + 16 * (pair / 8) + 8 * (pair % 2) + 4 * block + pair % 8 / 2;
@@ -202,20 +271,45 @@ static long place(int kind, int64_t format, long k) {
 
 typedef float (*dot)(const matrix *, const uint8_t *, const uint8_t *, const float *);
 #ifdef HAS_X86
-static const dot DOTS[3][2] = {
-    {dot_plain, dot_plain}, {dot_bf16_avx2, dot_mxfp4_avx2}, {dot_bf16_avx2, dot_mxfp4_avx512}};
+static const dot DOTS[3][4] = {
+    {dot_plain, dot_plain, dot_plain, dot_plain},
+    {dot_bf16_avx2, dot_mxfp4_avx2, dot_int4_avx2, dot_fp8_avx2},
+    {dot_bf16_avx2, dot_mxfp4_avx512, dot_int4_avx512, dot_fp8_avx2}};
 #else
-static const dot DOTS[1][2] = {{dot_plain, dot_plain}};
+static const dot DOTS[1][4] = {{dot_plain, dot_plain, dot_plain, dot_plain}};
 #endif
+
+// Scales of one row by BLOCK of inputs: MXFP4's own, tables of int4, or numbers, for which there is room.
+static const uint8_t *scales_of(int kind, const matrix *m, long at, table *tables, void *made) {
+    long groups = m->inputs / m->scale_inputs, each = m->scale_inputs / BLOCK;
+    const uint16_t *halves = (const uint16_t *)m->scales + at * groups;
+    const float *floats = (const float *)m->scales + at * groups;
+    if (m->format == MXFP4) return (const uint8_t *)m->scales + at * groups;
+    const table **of_int4 = made;
+    float *of_fp8 = made;
+    for (long g = 0; g < groups; g++) {
+        if (m->format == FP8) for (long b = 0; b < each; b++) *of_fp8++ = floats[g];
+        else for (long b = 0; b < each; b++) *of_int4++ = tables + g;
+#ifdef HAS_X86
+        if (m->format == INT4 && kind != PLAIN) fill_int4_avx2(tables + g, wide(halves[g]));
+#endif
+        if (m->format == INT4 && kind == PLAIN) fill(tables + g, INTEGERS, wide(halves[g]));
+    }
+    if (m->format == FP8) *of_fp8 = 0; else *of_int4 = &zeros;
+    return made;
+}
 
 // `count` products of an expert with `x`, from output `row` on, rounded, and with their bias.
 static void products(int kind, const matrix *m, int64_t expert, long row, long count, const float *x, float *out) {
     uint16_t copy[m->k_stride == 1 ? 1 : m->inputs];
+    table tables[m->format == INT4 ? m->inputs / m->scale_inputs : 1];
+    const table *made[m->format == BF16 ? 1 : m->inputs / BLOCK + 1];
     for (long n = 0; n < count; n++, row++) {
         long at = expert * m->expert_stride + row * m->row_stride;
         const uint8_t *from = (const uint8_t *)m->weight + (m->format == BF16 ? 2 * at : at);
         const uint8_t *scales = from; // bf16 has none
-        if (m->format == MXFP4) scales = m->scales + (expert * m->outputs + row) * (m->inputs / BLOCK);
+        int64_t scale = (expert * m->outputs + row) / m->scale_outputs;
+        if (m->format != BF16) scales = scales_of(kind, m, scale, tables, made);
         if (m->k_stride != 1) {
             for (long k = 0; k < m->inputs; k++) copy[k] = ((const uint16_t *)from)[k * m->k_stride];
             from = (const uint8_t *)copy;

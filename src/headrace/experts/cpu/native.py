@@ -31,7 +31,8 @@ class Matrix(ctypes.Structure):
 
     _fields_ = (
         ("format", _I64), ("outputs", _I64), ("inputs", _I64), ("expert_stride", _I64), ("row_stride", _I64),
-        ("k_stride", _I64), ("weight", _AT), ("scales", _AT), ("bias", _AT),
+        ("k_stride", _I64), ("scale_outputs", _I64), ("scale_inputs", _I64), ("weight", _AT),
+        ("scales", _AT), ("bias", _AT),
     )  # fmt: skip
 
 

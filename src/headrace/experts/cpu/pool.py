@@ -24,7 +24,7 @@ from headrace.memory.system import SYSFS, group_levels, parse_cpu_list
 SPIN_S = 50e-6
 # A thread that makes no output for so long is lost; it makes hundreds in a millisecond.
 PATIENCE_S = 1.0
-_BF16, _MXFP4 = range(2)
+_FORMS = ("bf16", "mxfp4", "int4", "fp8")
 _FINE, _NO_MEMORY, _STUCK = range(3)
 # What a lost thread may still read and write.
 _lost: list[object] = []
@@ -165,12 +165,14 @@ def run(
 def matrix_of(projection: Projection) -> tuple[Matrix, torch.Tensor, torch.Tensor | None, torch.Tensor | None]:
     """The projection for C, and what owns its memory; weights are read where they lie."""
     weight, scales, bias, is_transposed = projection
-    if scales is not None:
-        weight, scales = weight.reshape(*scales.shape[:2], -1), scales.contiguous()
+    if scales is not None:  # codes are counted in bytes
+        weight, scales = weight.flatten(2).view(torch.uint8), scales.contiguous()
     bias = None if bias is None else bias.contiguous()
     expert, row, k = (weight.mT if is_transposed else weight).stride()
     if scales is not None and k != 1:
-        raise OptionError(f"codes of MXFP4: expected those of a row one after another, found strides {weight.stride()}")
-    form = _BF16 if scales is None else _MXFP4
+        raise OptionError(
+            f"codes of {projection.form}: expected those of a row one after another, found strides {weight.stride()}"
+        )
+    form, sizes = _FORMS.index(projection.form), projection.of_a_scale()
     places = (None if each is None else each.data_ptr() for each in (weight, scales, bias))
-    return Matrix(form, *projection.outputs_and_inputs(), expert, row, k, *places), weight, scales, bias
+    return Matrix(form, *projection.outputs_and_inputs(), expert, row, k, *sizes, *places), weight, scales, bias
