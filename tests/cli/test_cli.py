@@ -67,17 +67,20 @@ FLAGS = {
     ],
     "generate": [
         "--prompt", "--chat", "--no-chat", *GUESSES, "--system", "--max-new-tokens", "--temperature", "--top-p",
-        "--top-k", "--seed", "--dtype", "--attn-implementation", "--experts-implementation", "--no-graphs",
+        "--top-k", "--seed", "--dtype", "--attn-implementation", "--experts-implementation", "--use-liger-kernel",
+        "--no-graphs",
         "--download", "--quiet", "--trace", "--expert-trace", "--acceptance", *OFFLOAD_FLAGS, "-v", "--verbose",
     ],
     "chat": [
         *GUESSES, "--system", "--max-new-tokens", "--temperature", "--top-p", "--top-k", "--seed", "--dtype",
-        "--attn-implementation", "--experts-implementation", "--no-graphs", "--download", "--quiet", "--trace",
+        "--attn-implementation", "--experts-implementation", "--use-liger-kernel",
+        "--no-graphs", "--download", "--quiet", "--trace",
         "--expert-trace", "--acceptance", *OFFLOAD_FLAGS, "-v", "--verbose",
     ],
     "serve": [
         *GUESSES, "--engine", "--host", "--port", "--api-key", "--served-model-name", "--max-queue", "--cors",
-        "--allowed-hosts", "--generation-config", "--dtype", "--experts-implementation", "--additional-config",
+        "--allowed-hosts", "--generation-config", "--dtype", "--experts-implementation", "--use-liger-kernel",
+        "--additional-config",
         "--dry-run", *OFFLOAD_FLAGS,
         "--measure-stalls",
     ],

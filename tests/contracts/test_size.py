@@ -13,10 +13,10 @@ import pytest
 import measures
 
 BOUNDS = {
-    "lines of src": 25553,
+    "lines of src": 25605,
     "lines of the core": 15784,
-    "files of src": 183,
-    "lines of tests": 45053,
+    "files of src": 184,
+    "lines of tests": 45188,
     "longest class": 347,
     "Prefetcher": 298,
     "branches on a kind of store": 4,

@@ -31,6 +31,7 @@ if TYPE_CHECKING:
 
 DTYPE_HELP = "bfloat16, float16 or float32 (default the checkpoint's own)."
 EXPERTS_HELP = "Experts of transformers: grouped_mm, ... (default headrace on a GPU, where it runs the model)"
+LIGER_HELP = "RMSNorm of the package liger-kernel, on a GPU: faster, other bits than transformers' own"
 check_dtype = one_of(("bfloat16", "float16", "float32"))
 
 _VERBOSE_HELP = "Log progress to stderr (-vv: more)."

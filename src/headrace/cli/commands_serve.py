@@ -15,6 +15,7 @@ from headrace.checkpoint.model_folder import model_folder
 from headrace.cli.arguments import (
     DTYPE_HELP,
     EXPERTS_HELP,
+    LIGER_HELP,
     VERB_FLAGS,
     SpeculationFlags,
     check_dtype,
@@ -89,6 +90,7 @@ class _ServeOptions(SpeculationFlags):
     )
     dtype: str | None = row("NAME", DTYPE_HELP)
     experts_implementation: str | None = row("NAME", f"{EXPERTS_HELP}; not in vLLM.")
+    use_liger_kernel: bool = row("", f"{LIGER_HELP}; not in vLLM.", off=False)
     additional_config: str | None = row("JSON", "vLLM's; headrace's flags are added to it.")
     dry_run: bool = row("", "Print the plan, or the command of vLLM, and start nothing.", off=False)
 
@@ -188,7 +190,8 @@ def _run_server(model: str, flags: OffloadFlags, options: _ServeOptions) -> None
     from headrace.serving.endpoint import ServedModel
     from headrace.serving.listening import bind, run_app
 
-    opened = open_model(folder, options.dtype, device=device, experts_implementation=options.experts_implementation)
+    how: Any = {"experts_implementation": options.experts_implementation, "use_liger_kernel": options.use_liger_kernel}
+    opened = open_model(folder, options.dtype, device=device, **how)
     tokenizer = open_with_template(folder)
     _check_template(folder, tokenizer.chat_template)
     settings = _default_settings(opened, tokenizer, greedy=options.generation_config == "none")
