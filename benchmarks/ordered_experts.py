@@ -1,6 +1,7 @@
 """A token of ``generate`` with experts in the one order of sums, beside transformers' own kernels; one model a process.
 
     python benchmarks/ordered_experts.py --out FILE           on a GPU that can hold the models, as a reference
+    python benchmarks/ordered_experts.py --liger-kernel       a third way: ``ordered`` with liger-kernel's RMSNorm
     python benchmarks/ordered_experts.py --device cpu --tiny  tries the script
 
 Models have seeded weights of published shapes; routers follow a seeded trace (``plan/routing_traces.py``). Each runs
@@ -23,6 +24,7 @@ from transformers import AutoModelForCausalLM, GptOssConfig
 import headrace
 from card_24gb import Card, Rehearsal, _Sequence, add_card_arguments, free_memory, rehearsals, rest_on_host
 from harness import append, finish, link_bytes_per_s, parser_of, words_of
+from headrace.adapters.transformers.liger import use_liger_norms
 from headrace.adapters.transformers.ordered_experts import put_mxfp4_experts
 from headrace.config import Budget
 from headrace.model.inventory import take_inventory
@@ -51,7 +53,7 @@ def gpt_oss(sizes: Mapping[str, Any], device: torch.device) -> Any:
     return model.eval()
 
 
-def rows_of(rehearsal: Rehearsal, rounds: int, cases: Sequence[str]) -> Iterator[dict[str, Any]]:
+def rows_of(rehearsal: Rehearsal, rounds: int, cases: Sequence[str], with_liger: bool) -> Iterator[dict[str, Any]]:
     """One result per implementation: resident, then cached."""
     name, device, tiny = rehearsal.name, rehearsal.device, rehearsal.tiny
     if name.startswith("gpt-oss"):
@@ -63,6 +65,11 @@ def rows_of(rehearsal: Rehearsal, rounds: int, cases: Sequence[str]) -> Iterator
         model, ways = gpt_oss({**published, **changes, "layer_types": kinds}, device), ("ordered",)
     else:
         model, ways = rehearsal.build(), ("own", "ordered")
+    norms: dict[Any, Any] = {}
+    if with_liger:
+        use_liger_norms(model, device)
+        norms = {each: vars(each).pop("forward") for each in model.modules() if "forward" in vars(each)}
+        ways = (*ways, "liger")
     sequence = _Sequence(model, *((8, 4) if tiny else (PROMPT_TOKENS, NUM_TOKENS)), device)
     link = link_bytes_per_s(device, 5)
     about = {"table": "ordered-experts", "model": name, "layers": model.config.num_hidden_layers}
@@ -70,12 +77,17 @@ def rows_of(rehearsal: Rehearsal, rounds: int, cases: Sequence[str]) -> Iterator
     expected: dict[str, torch.Tensor] = {}
 
     def measured(way: str) -> tuple[float, torch.Tensor]:
-        model.set_experts_implementation({"own": "grouped_mm", "ordered": "headrace"}[way])
+        model.set_experts_implementation("grouped_mm" if way == "own" else "headrace")
+        if way == "liger":
+            for norm, forward in norms.items():
+                norm.forward = forward
         graphs = headrace.decode_in_graphs(model) if device.type == "cuda" else None
         try:
             sequence.run()
             run = sequence.run()
         finally:
+            for norm in norms:
+                vars(norm).pop("forward", None)
             if graphs is not None:
                 graphs.remove()
         return run.ms, run.logits
@@ -132,11 +144,14 @@ def main() -> None:
     parser = parser_of(__doc__, rounds=2)
     parser.add_argument("--models", type=words_of(MODELS), default=["qwen3-30b-a3b"])
     parser.add_argument("--cases", type=words_of(["resident", "cached"]), default=["resident", "cached"])
+    parser.add_argument(
+        "--liger-kernel", action="store_true", help="also with liger-kernel's RMSNorm (pip install liger-kernel)"
+    )
     add_card_arguments(parser)
     given = parser.parse_args()
     results = []
     for rehearsal in rehearsals(given, ["graphs"]):
-        for row in rows_of(rehearsal, given.rounds, given.cases):
+        for row in rows_of(rehearsal, given.rounds, given.cases, given.liger_kernel):
             results.append(row)
             append(row, given.out)
             print(describe(row), flush=True)

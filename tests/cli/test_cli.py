@@ -68,18 +68,18 @@ FLAGS = {
     "generate": [
         "--prompt", "--chat", "--no-chat", *GUESSES, "--system", "--max-new-tokens", "--temperature", "--top-p",
         "--top-k", "--seed", "--dtype", "--attn-implementation", "--experts-implementation", "--cpu-experts",
-        "--no-graphs", "--download", "--quiet", "--trace", "--expert-trace", "--acceptance", *OFFLOAD_FLAGS, "-v",
-        "--verbose",
+        "--use-liger-kernel", "--no-graphs", "--download", "--quiet", "--trace", "--expert-trace", "--acceptance",
+        *OFFLOAD_FLAGS, "-v", "--verbose",
     ],
     "chat": [
         *GUESSES, "--system", "--max-new-tokens", "--temperature", "--top-p", "--top-k", "--seed", "--dtype",
-        "--attn-implementation", "--experts-implementation", "--cpu-experts", "--no-graphs", "--download", "--quiet",
-        "--trace", "--expert-trace", "--acceptance", *OFFLOAD_FLAGS, "-v", "--verbose",
+        "--attn-implementation", "--experts-implementation", "--cpu-experts", "--use-liger-kernel", "--no-graphs",
+        "--download", "--quiet", "--trace", "--expert-trace", "--acceptance", *OFFLOAD_FLAGS, "-v", "--verbose",
     ],
     "serve": [
         *GUESSES, "--engine", "--host", "--port", "--api-key", "--served-model-name", "--max-queue", "--cors",
         "--allowed-hosts", "--generation-config", "--dtype", "--experts-implementation", "--cpu-experts",
-        "--additional-config", "--dry-run", *OFFLOAD_FLAGS,
+        "--use-liger-kernel", "--additional-config", "--dry-run", *OFFLOAD_FLAGS,
         "--measure-stalls",
     ],
 }  # fmt: skip

@@ -34,6 +34,7 @@ EXPERTS_HELP = "Experts of transformers: grouped_mm, ... (default headrace on a 
 CPU_EXPERTS_HELP = "The CPU computes a share of the cached experts that are missed (default on a GPU, from 8 cores on)."
 SWITCH = {None: None, "on": True, "off": False}
 check_switch = one_of(("on", "off"))
+LIGER_HELP = "RMSNorm of the package liger-kernel, on a GPU: faster, other bits than transformers' own"
 check_dtype = one_of(("bfloat16", "float16", "float32"))
 
 _VERBOSE_HELP = "Log progress to stderr (-vv: more)."

@@ -24,6 +24,7 @@ from headrace.cli.arguments import (
     CPU_EXPERTS_HELP,
     DTYPE_HELP,
     EXPERTS_HELP,
+    LIGER_HELP,
     SWITCH,
     SpeculationFlags,
     check_dtype,
@@ -104,6 +105,7 @@ class GenerateOptions(SpeculationFlags):
     attn_implementation: str | None = row("NAME", "Attention of transformers: sdpa, eager, ... (default the model's).")
     experts_implementation: str | None = row("NAME", f"{EXPERTS_HELP}.")
     cpu_experts: str | None = row("on|off", CPU_EXPERTS_HELP, check_switch)
+    use_liger_kernel: bool = row("", f"{LIGER_HELP}.", off=False)
     no_graphs: bool = row("", "Launch each kernel from Python instead of replaying CUDA graphs.", off=False)
     download: bool = row("", "Download a model that is not there, without a question.", off=False)
     quiet: bool = row("", "Print nothing but the text and errors.", off=False)
@@ -210,8 +212,8 @@ def _run(model: str, text: str | None, chat: bool | None, options: GenerateOptio
         warnings.simplefilter("ignore")
     disable_progress_bar()  # type: ignore[no-untyped-call] # of drafts and heads
     group = _process_group(mode, device)
-    experts = options.experts_implementation
-    opened = open_model(folder, options.dtype, options.attn_implementation, device, experts_implementation=experts)
+    how: Any = {"experts_implementation": options.experts_implementation, "use_liger_kernel": options.use_liger_kernel}
+    opened = open_model(folder, options.dtype, options.attn_implementation, device, **how)
     module: Any = opened.module
     opened.require_causal("headrace chat" if text is None else "headrace generate")
     tokenizer, inputs, chat = _read_prompt(opened, text or _GREETING, options.system, chat, notes, sampling)

@@ -16,6 +16,7 @@ from headrace.cli.arguments import (
     CPU_EXPERTS_HELP,
     DTYPE_HELP,
     EXPERTS_HELP,
+    LIGER_HELP,
     SWITCH,
     VERB_FLAGS,
     SpeculationFlags,
@@ -93,6 +94,7 @@ class _ServeOptions(SpeculationFlags):
     dtype: str | None = row("NAME", DTYPE_HELP)
     experts_implementation: str | None = row("NAME", f"{EXPERTS_HELP}; not in vLLM.")
     cpu_experts: str | None = row("on|off", f"{CPU_EXPERTS_HELP[:-1]}; not in vLLM.", check_switch)
+    use_liger_kernel: bool = row("", f"{LIGER_HELP}; not in vLLM.", off=False)
     additional_config: str | None = row("JSON", "vLLM's; headrace's flags are added to it.")
     dry_run: bool = row("", "Print the plan, or the command of vLLM, and start nothing.", off=False)
 
@@ -192,7 +194,8 @@ def _run_server(model: str, flags: OffloadFlags, options: _ServeOptions) -> None
     from headrace.serving.endpoint import ServedModel
     from headrace.serving.listening import bind, run_app
 
-    opened = open_model(folder, options.dtype, device=device, experts_implementation=options.experts_implementation)
+    how: Any = {"experts_implementation": options.experts_implementation, "use_liger_kernel": options.use_liger_kernel}
+    opened = open_model(folder, options.dtype, device=device, **how)
     tokenizer = open_with_template(folder)
     _check_template(folder, tokenizer.chat_template)
     settings = _default_settings(opened, tokenizer, greedy=options.generation_config == "none")

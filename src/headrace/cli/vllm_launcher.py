@@ -42,8 +42,8 @@ _SHARED_FLAGS = ("host", "port", "api_key", "served_model_name", "generation_con
 _OWN_FLAGS = tuple(name for name in FLAG_OF_KEY.values() if name not in _VLLM_FLAGS)
 # Flags of headrace's own server alone: of the verb, and of all verbs.
 _SERVER_FLAGS = (
-    "max_queue", "cors", "allowed_hosts", "experts_implementation", "cpu_experts", "speculate", "guesses", "accepted",
-    "accepted_from",
+    "max_queue", "cors", "allowed_hosts", "experts_implementation", "cpu_experts", "use_liger_kernel", "speculate",
+    "guesses", "accepted", "accepted_from",
 )  # fmt: skip
 _IDLE_FLAGS = tuple(name for name in VERB_FLAGS if name not in (*_VLLM_FLAGS, *_OWN_FLAGS, "device"))
 

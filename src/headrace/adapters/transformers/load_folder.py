@@ -34,6 +34,7 @@ from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_N
 from transformers.quantizers import quantizer_mxfp4
 
 from headrace.adapters.transformers.conversion import Match, match
+from headrace.adapters.transformers.liger import use_liger_norms
 from headrace.adapters.transformers.ordered_experts import (
     NAME,
     keep_quantised,
@@ -90,6 +91,7 @@ def load(
     dtype: torch.dtype | str | None = None,
     attn_implementation: str | None = None,
     experts_implementation: str | None = None,
+    use_liger_kernel: bool = False,
     device: torch.device | str | None = None,
     disk: DiskOptions | None = None,
     progress: Progress | None = None,
@@ -116,6 +118,8 @@ def load(
         experts_implementation: likewise: ``"grouped_mm"``, ``"batched_mm"``, or ``"headrace"``: experts of up to 8 rows
             have the same bits wherever they run, and are not copied
             (:mod:`~headrace.adapters.transformers.ordered_experts`); the default on a GPU where it runs the model.
+        use_liger_kernel: the RMSNorm of the package liger-kernel runs in this model, on a GPU: fewer kernels, and other
+            bits than transformers' own (:mod:`~headrace.adapters.transformers.liger`).
         device: where compute runs; default a GPU where there is one, else the CPU.
         disk: how the files are read.
         progress: called with (bytes loaded, bytes to load) while weights are read or moved.
@@ -156,7 +160,7 @@ def load(
             target = compute_device(None, device)
             model = build_meta_model(
                 path, model_class=model_class, dtype=dtype, attn_implementation=attn_implementation, device=target,
-                experts_implementation=experts_implementation,
+                experts_implementation=experts_implementation, use_liger_kernel=use_liger_kernel,
             )  # fmt: skip
             folder = model_folder(path)
             found = match(model, Checkpoint.open(folder), target)
@@ -229,6 +233,7 @@ def build_meta_model(
     attn_implementation: str | None = None,
     device: torch.device | None = None,
     experts_implementation: str | None = None,
+    use_liger_kernel: bool = False,
 ) -> PreTrainedModel:
     """The model of a folder on ``meta``, from its config.json alone: names, shapes, dtypes, ties, and no data.
 
@@ -284,6 +289,8 @@ def build_meta_model(
         require_effect(model, experts_implementation)
     elif is_free:
         prefer_ordered(model)
+    if use_liger_kernel:
+        use_liger_norms(model, compute_device(None, device))
     return model
 
 

@@ -184,6 +184,7 @@ def open_model(
     device: torch.device | str | None = None,
     to_plan: bool = False,
     experts_implementation: str | None = None,
+    use_liger_kernel: bool = False,
 ) -> OpenedModel:
     """Read config and file headers of a model; arguments as for ``load``.
 
@@ -201,6 +202,7 @@ def open_model(
             return _from_config(folder, dtype, attn_implementation, target)
         try:
             how: Any = {"attn_implementation": attn_implementation, "experts_implementation": experts_implementation}
+            how["use_liger_kernel"] = use_liger_kernel
             module = build_meta_model(folder, dtype=dtype, device=target, **how)
             profile = profile_of(module)
             return OpenedModel(folder, module, match(module, Checkpoint.open(folder), target), profile)
