@@ -79,13 +79,15 @@ class HostCopies:
         return sum(current[name].numel() for name in stale)
 
     def fill(self, places: Mapping[str, torch.Tensor]) -> int:
-        """Copy to ``places`` (uint8, 1-D, device); returns bytes copied."""
+        """Begin to copy to ``places`` (uint8, 1-D, device), until :meth:`finish`; returns bytes copied."""
         for name, place in places.items():
             place.copy_(self.bytes_of(name), non_blocking=True)
-        missing = {name: place for name, place in places.items() if name not in self._prints}
-        self._prints |= self._fingerprints(missing)
-        _synchronize(self._device)
         return sum(place.numel() for place in places.values())
+
+    def finish(self, places: Mapping[str, torch.Tensor]) -> None:
+        """Return when ``places`` are filled."""
+        self._prints |= self._fingerprints({name: place for name, place in places.items() if name not in self._prints})
+        _synchronize(self._device)
 
     def _fingerprints(self, buffers: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
         """Fingerprints, on the host; the device is waited for once."""
