@@ -13,10 +13,10 @@ import pytest
 import measures
 
 BOUNDS = {
-    "lines of src": 25553,
-    "lines of the core": 15784,
-    "files of src": 183,
-    "lines of tests": 45053,
+    "lines of src": 25589,
+    "lines of the core": 15820,
+    "files of src": 184,
+    "lines of tests": 45128,
     "longest class": 347,
     "Prefetcher": 298,
     "branches on a kind of store": 4,
