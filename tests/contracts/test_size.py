@@ -13,15 +13,15 @@ import pytest
 import measures
 
 BOUNDS = {
-    "lines of src": 25728,
-    "lines of the core": 15784,
-    "files of src": 183,
-    "lines of tests": 45110,
+    "lines of src": 26145,
+    "lines of the core": 15823,
+    "files of src": 187,
+    "lines of tests": 45591,
     "longest class": 347,
     "Prefetcher": 298,
     "branches on a kind of store": 4,
     "files that headrace.api loads": 36,
-    "lines that headrace.api loads": 6359,
+    "lines that headrace.api loads": 6362,
     "lines of the spine": 5057,
     "files of the spine": 53,
     "files to the first copy": 42,

@@ -69,7 +69,7 @@ def test_memory_and_bits(way: str, home: str) -> None:
 
 @pytest.mark.filterwarnings("ignore::headrace.HeadraceWarning")
 @pytest.mark.parametrize("way", POLICIES)
-@pytest.mark.parametrize("source", ["cpu", "cuda"])
+@pytest.mark.parametrize("source", ["cpu", "cuda", "pinned", "pinned and strided"])
 def test_update(way: str, source: str) -> None:
     """From host memory or the device, in no more device memory than what codes a tensor: eight times its bytes."""
     twin, x = dense().cuda(), torch.randn(4, DIM, device="cuda").bfloat16()
@@ -80,10 +80,13 @@ def test_update(way: str, source: str) -> None:
         side.wait_stream(torch.cuda.current_stream())
         with torch.cuda.stream(side):
             torch.cuda._sleep(20_000_000)
-            values = {name: torch.randn_like(each).mul_(0.02).to(source) for name, each in twin.named_parameters()}
+            device = "cuda" if source == "cuda" else "cpu"
+            values = {name: torch.randn_like(each).mul_(0.02).to(device) for name, each in twin.named_parameters()}
             for name, weight in twin.named_parameters():
                 weight.copy_(values[name])
-        return values
+        if source == "pinned and strided":
+            values = {name: value.t().contiguous().t() for name, value in values.items()}
+        return {name: value.pin_memory() for name, value in values.items()} if "pinned" in source else values
 
     with headrace.offload(model, POLICIES[way], device="cuda") as handle, torch.inference_mode():
         assert_same_bits(model(x), twin(x))
@@ -92,6 +95,8 @@ def test_update(way: str, source: str) -> None:
         before = torch.cuda.memory_allocated()
         assert handle.update(values) == LAYERS * WEIGHT_BYTES
         assert torch.cuda.max_memory_allocated() - before <= 8 * WEIGHT_BYTES
+        for value in values.values():
+            value.zero_()  # it has been read when the call returns
         assert_same_bits(model(x), twin(x))
         handle.park()
         handle.update(new_values())

@@ -26,6 +26,7 @@ from headrace.errors import (
     OptionTypeError,
     StateError,
 )
+from headrace.lifetime import update as lifetime_update
 from headrace.runtime.session import OffloadSession
 from headrace.stores.coded_host import CodedStore
 from headrace.testing import assert_same_bits
@@ -240,6 +241,15 @@ class TestRefused:
         handle = headrace.offload(model, Prefetch(1, 1, 2, params=("linear.weight",)))
         with pytest.raises(OptionError, match="memory of the model"):
             handle.update({"layers.0.linear.weight": aliases[1], "layers.1.linear.weight": aliases[0]})
+
+    def test_that_a_value_is_compared_once(self, plain: Pair, monkeypatch: pytest.MonkeyPatch) -> None:
+        """Not once for each weight of the model: that took longer than the copies."""
+        found: list[torch.Tensor] = []
+        span = lifetime_update._span
+        monkeypatch.setattr(lifetime_update, "_span", lambda tensor: [found.append(tensor), span(tensor)][1])
+        values = new_values(plain)
+        plain.handle.update(values)
+        assert len(found) <= 2 * len(values)
 
     def test_of_a_replaced_weight(self, plain: Pair) -> None:
         for model in (plain.model, plain.twin):

@@ -2,7 +2,7 @@
 
 A resident may be written while it is on the device, by any operator, kernel or graph, and no counter of torch sees all
 of these. So each park takes a fingerprint of every resident where it lies, at the rate of the device's own memory, and
-copies what has another one than its copy. A fingerprint has 64 bits for each 16 MiB: a write of one word always
+copies what has another one than its copy. A fingerprint has 64 bits for each 256 KiB: a write of one word always
 changes it, and one of more words misses it with a chance of 2^-32 at most.
 """
 
@@ -12,13 +12,15 @@ from collections.abc import Mapping
 
 import torch
 
-from headrace.errors import LimitError
+from headrace.errors import LimitError, warn_user
 from headrace.formatting import format_size
 from headrace.memory.system import Needs, read_limits
 from headrace.plan.slabs import slab_bytes
+from headrace.planning.request import has_triton
 from headrace.stores.pinned_host import PinnedStore, registrar_for
 
-_WORDS = 1 << 22  # of 4 bytes, that are summed up at a time
+_PART = 1 << 16  # words, of 4 bytes, that have a sum of their own: so few that their key stays in a cache
+_PARTS = 64  # that torch multiplies at a time, in memory of twice their size
 
 
 class HostCopies:
@@ -30,6 +32,7 @@ class HostCopies:
         self._stores: list[PinnedStore] = []
         self._buffers: dict[str, torch.Tensor] = {}
         self._prints: dict[str, torch.Tensor] = {}  # of what the copies hold
+        self._has_kernel = device.type == "cuda" and has_triton(device)
 
     def bytes_of(self, name: str) -> torch.Tensor:
         """The copy of ``name``: uint8, 1-D, host."""
@@ -79,40 +82,57 @@ class HostCopies:
         return sum(current[name].numel() for name in stale)
 
     def fill(self, places: Mapping[str, torch.Tensor]) -> int:
-        """Copy to ``places`` (uint8, 1-D, device); returns bytes copied."""
+        """Begin to copy to ``places`` (uint8, 1-D, device), until :meth:`finish`; returns bytes copied."""
         for name, place in places.items():
             place.copy_(self.bytes_of(name), non_blocking=True)
-        missing = {name: place for name, place in places.items() if name not in self._prints}
-        self._prints |= self._fingerprints(missing)
-        _synchronize(self._device)
         return sum(place.numel() for place in places.values())
+
+    def finish(self, places: Mapping[str, torch.Tensor]) -> None:
+        """Return when ``places`` are filled."""
+        self._prints |= self._fingerprints({name: place for name, place in places.items() if name not in self._prints})
+        _synchronize(self._device)
 
     def _fingerprints(self, buffers: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
         """Fingerprints, on the host; the device is waited for once."""
         if not buffers:
             return {}
-        key = _key(min(_WORDS, -(-max(each.numel() for each in buffers.values()) // 4)), self._device)
-        sums = {name: [_sum(part, key) for part in each.split(4 * _WORDS)] for name, each in buffers.items()}
-        found = torch.stack([each for parts in sums.values() for each in parts]).cpu()
-        return dict(zip(sums, found.split([len(parts) for parts in sums.values()]), strict=True))
+        key = _key(self._device)
+        sums = {name: self._sums(each, key) for name, each in buffers.items()}
+        found = torch.cat(list(sums.values())).cpu()
+        return dict(zip(sums, found.split([len(each) for each in sums.values()]), strict=True))
+
+    def _sums(self, buffer: torch.Tensor, key: torch.Tensor) -> torch.Tensor:
+        """Sum, modulo 2^64, of the words of each part of ``buffer``, each times one of ``key``."""
+        aligned = buffer.numel() % 4 == 0 and buffer.storage_offset() % 4 == 0 and buffer.data_ptr() % 4 == 0
+        if self._has_kernel and aligned and buffer.numel():
+            try:
+                from headrace.lifetime.print_kernels import sums_on_gpu
+
+                with torch.cuda.device(self._device):
+                    return sums_on_gpu(buffer.view(torch.int32), key)
+            except Exception as error:  # Triton finds no compiler of C, or does not know the device
+                self._has_kernel = False
+                warn_user(f"park() takes some ms more, because Triton cannot compile its kernel here: {error}")
+        return torch.cat([_sums(piece, key) for piece in buffer.split(4 * _PART * _PARTS)])
 
 
-def _key(num_words: int, device: torch.device) -> torch.Tensor:
+def _key(device: torch.device) -> torch.Tensor:
     """Odd numbers of 64 bits, each of its position alone (splitmix64)."""
-    key = torch.arange(1, num_words + 1, device=device).mul_(-0x61C8864680B583EB)
+    key = torch.arange(1, _PART + 1, device=device).mul_(-0x61C8864680B583EB)
     for factor in (-0x40A7B892E31B1A47, -0x6B2FB644ECCEEE15):
         key.bitwise_xor_(key >> 30).mul_(factor)
     return key.bitwise_or_(1)
 
 
-def _sum(part: torch.Tensor, key: torch.Tensor) -> torch.Tensor:
-    """Sum, modulo 2^64, of the words of ``part``, each times one of ``key``."""
-    if part.numel() % 4 or part.storage_offset() % 4 or part.data_ptr() % 4:
-        padded = torch.zeros(-(-part.numel() // 4) * 4, dtype=torch.uint8, device=part.device)
-        padded[: part.numel()].copy_(part)
-        part = padded
-    words = part.view(torch.int32)
-    return (words * key[: len(words)]).sum()  # in 64 bits: two words that differ in their sign bits do not cancel out
+def _sums(piece: torch.Tensor, key: torch.Tensor) -> torch.Tensor:
+    size = 4 * _PART if piece.numel() > 4 * _PART else 4
+    if piece.numel() % size or piece.storage_offset() % 4 or piece.data_ptr() % 4:
+        padded = torch.zeros(-(-piece.numel() // size) * size, dtype=torch.uint8, device=piece.device)
+        padded[: piece.numel()].copy_(piece)
+        piece = padded
+    words = piece.view(torch.int32).view(-1, max(1, min(piece.numel() // 4, _PART)))
+    # In 64 bits: two words that differ in their sign bits do not cancel out.
+    return (words * key[: words.shape[1]]).sum(1)
 
 
 def _synchronize(device: torch.device) -> None:

@@ -169,7 +169,7 @@ class Lifetime:
             for tensor in parked.pop(name).tensors:  # data that was set meanwhile stays
                 tensor.return_to(tensor.tensor.data)
         places = session._resident_places(list(parked.values()))
-        moved = self.copies.fill(places)
+        moved = self.copies.fill(places)  # under way
         for name, bound in parked.items():
             bound.point_at(places[name])
             bound.forget_original()
@@ -182,6 +182,7 @@ class Lifetime:
         if session.prefetcher is not None:
             take_slots(session)
             point_at_slots(session.plan, session._bound, session.prefetcher, session._promoter)
+        self.copies.finish(places)  # the host was busy meanwhile
         return moved
 
     def _residents(self) -> dict[str, BoundStorage]:

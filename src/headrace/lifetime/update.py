@@ -108,10 +108,12 @@ def _bits(value: torch.Tensor) -> torch.Tensor:
 
 def _refuse_own_memory(life: Lifetime, writes: _Writes) -> None:
     """Raise ``OptionError`` for a value that an earlier write would change, or that is not there to be read."""
-    written = [_span(_bytes_of(life, name)) for name in writes if not _is_coded(life.session, name)]
+    # Residents of a GPU lie in one allocation, and units in slabs: few spans, and thousands of values.
+    written = {_span(_bytes_of(life, name)) for name in writes if not _is_coded(life.session, name)}
     for pairs in writes.values():
         for tensor, value in pairs:
-            if is_placeholder(value) or any(_overlap(_span(value), each) for each in written):
+            # One span for each value, and none for a placeholder, which has no memory.
+            if is_placeholder(value) or any(_overlap(span, each) for span in [_span(value)] for each in written):
                 raise OptionError(
                     f"update(): the value for {tensor.name} lies in memory of the model itself, which is written; "
                     f"nothing was changed. Pass a copy (.clone())"
@@ -218,14 +220,15 @@ def _write(life: Lifetime, writes: _Writes, codes: _Codes) -> None:
     session = life.session
     with torch.no_grad():  # this thread is another one
         life.broken = BROKEN
-        for name, pairs in writes.items():
+        # What the device copies by itself comes first, so that the host copies the rest meanwhile.
+        for name, pairs in sorted(writes.items(), key=lambda each: session.plan.mechanism_of(each[0]) != "resident"):
             is_unit = session.plan.mechanism_of(name) == "prefetch"
             with session._promoter.rewriting(name) if is_unit else nullcontext():
                 buffer = _bytes_of(life, name)
                 life.copies.forget(name)
                 with torch.inference_mode():  # as the residents of an offload that began there
                     for tensor, value in pairs:
-                        tensor.view_of(buffer).copy_(value)
+                        tensor.view_of(buffer).copy_(value, non_blocking=_is_async(buffer, value))
         if session._ranges is not None:
             session._ranges.finish()  # small rows have a copy on the device
         for _, cache in session._caches:
@@ -241,6 +244,11 @@ def _write(life: Lifetime, writes: _Writes, codes: _Codes) -> None:
         for tensor in session._bound[name].tensors:  # what autograd has saved of it is no longer valid
             if not tensor.tensor.is_inference():
                 torch.autograd.graph.increment_version(tensor.tensor)
+
+
+def _is_async(place: torch.Tensor, value: torch.Tensor) -> bool:
+    """Whether ``value`` is read by the device alone, past memory of torch's that is freed before it is read."""
+    return place.is_cuda and value.is_contiguous() and value.is_pinned()
 
 
 def _bytes_of(life: Lifetime, name: str) -> torch.Tensor:
