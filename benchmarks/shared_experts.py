@@ -24,9 +24,10 @@ import torch
 import headrace
 from card_24gb import Rehearsal, _Sequence, add_card_arguments, free_memory, rehearsals, rest_on_host
 from harness import append, finish, link_bytes_per_s, parser_of, words_of
+from headrace.adapters.transformers.shared_experts import share_experts
 from headrace.experts import ordered
 from headrace.experts.cpu.pool import physical_cores
-from headrace.experts.cpu.share import LayerShare, share_experts, wait
+from headrace.experts.cpu.share import LayerShare, wait
 from headrace.experts.ordered import Launch
 from ordered_experts import _TINY, GPT_OSS_120B, MODELS, gpt_oss
 
@@ -113,7 +114,7 @@ def rows_of(
                 if name == "none" and is_cuda:
                     about["doorbell_us"] = doorbell_us(model, share, device)
                 share.remove()
-                row = {"case": "bits", "way": name, "slots": count, "computed": share.computed, "ms": run.ms}
+                row = {"case": "bits", "way": name, "slots": count, "computed": share.doorbell.computed, "ms": run.ms}
                 yield about | row | {"bit_equal": torch.equal(run.logits, resident.logits)}
             for is_held in (False, True):
                 found: dict[tuple[str, int], list[float]] = {}
@@ -133,12 +134,12 @@ def rows_of(
                             sum(getattr(a, field) - getattr(b, field) for a, b in zip(after, before, strict=True))
                             for field in ("hits", "fetched")
                         )
-                        computed = 0 if share is None else share.computed
+                        computed = 0 if share is None else share.doorbell.computed
                         facts[key] = {"hits": hits / (hits + fetched + computed), "computed": computed}
                         facts[key] |= {"fetched": fetched}
                         if share is not None:
-                            facts[key] |= {"us": [round(x, 1) for x in share.us_per_expert]}
-                            facts[key] |= {"shares": share.shares[:9].tolist()}
+                            facts[key] |= {"us": [round(x, 1) for x in share.doorbell.us_per_expert]}
+                            facts[key] |= {"shares": share.doorbell.shares[:9].tolist()}
                             share.remove()
                 for (way, number), samples in found.items():
                     ms = statistics.median(samples)
@@ -155,16 +156,16 @@ def doorbell_us(model: Any, share: Any, device: torch.device) -> float:
     ids = torch.zeros(1, pairs, dtype=torch.int64, device=device)
     x = torch.zeros(1, config.hidden_size, dtype=torch.bfloat16, device=device)
     asked = [torch.full((1,), number, dtype=torch.int32, device=device) for number in (1, 0)]
-    layer, stream, times = LayerShare(share, 0), torch.cuda.Stream(device), []
+    layer, stream, times = LayerShare(share.doorbell, 0), torch.cuda.Stream(device), []
     for fetched in asked:
         graph = torch.cuda.CUDAGraph()
         with torch.cuda.stream(stream):
             layer.ring(ids, ids, x, fetched)
-            wait(*share.memory, 8)
+            wait(*share.doorbell.memory, 8)
         with torch.cuda.graph(graph, stream=stream):
             for _ in range(200):
                 layer.ring(ids, ids, x, fetched)
-                wait(*share.memory, 8)
+                wait(*share.doorbell.memory, 8)
         for _ in range(5):
             begin = time.perf_counter()
             graph.replay()

@@ -20,10 +20,10 @@ from torch import nn
 
 import headrace
 from cpu_experts import variant
-from headrace.adapters.transformers import load
+from headrace.adapters.transformers import load, shared_experts
+from headrace.adapters.transformers.shared_experts import CpuShare, share_experts
 from headrace.errors import OptionError, StateError
 from headrace.experts.cpu import native, pool, share
-from headrace.experts.cpu.share import CpuShare, share_experts
 from headrace.testing import assert_same_bits
 from moe_models import cached, gpt_oss, qwen
 from quantised_checkpoints import FORMATS, resident
@@ -72,12 +72,12 @@ def test_bits(build: Any, shares: str) -> None:
     with headrace.offload(model, cached(3)) as handle:
         each = share_experts(model, [0, 1], SHARES[shares])
         assert_same_bits(run(model, steps), expected)
-        assert (each.computed > 0) is (shares != "none")
+        assert (each.doorbell.computed > 0) is (shares != "none")
         assert handle.stats().bytes_moved > 0
         each.remove()
-        computed = each.computed
+        computed = each.doorbell.computed
         assert_same_bits(run(model, steps[:1]), expected[:1])
-        assert each.computed == computed
+        assert each.doorbell.computed == computed
     assert_same_bits(run(model, steps[:1]), expected[:1])
 
 
@@ -95,9 +95,9 @@ def test_bits_of_mxfp4_with_another_share_in_each_step(tmp_path: Path) -> None:
         each = share_experts(model, [0, 1], [0])
         made = torch.Generator().manual_seed(1)
         for step, logits in zip(steps, expected, strict=True):
-            each.shares.copy_(torch.randint(0, 4, each.shares.shape, generator=made))
+            each.doorbell.shares.copy_(torch.randint(0, 4, each.doorbell.shares.shape, generator=made))
             assert_same_bits(run(model, [step]), [logits])
-        assert each.computed > 0
+        assert each.doorbell.computed > 0
 
 
 @pytest.mark.slow
@@ -108,7 +108,7 @@ def test_more_experts_than_slots() -> None:
     for shares in ([0, 0, 1, 1, 2, 2, 3, 3, 4], list(range(65))):
         with shared(model, shares, slots=1) as each:
             assert_same_bits(run(model, steps), expected)
-            assert each.computed > 0
+            assert each.doorbell.computed > 0
 
 
 @pytest.mark.slow
@@ -117,7 +117,7 @@ def test_what_the_cpu_computes_enters_no_slot() -> None:
     with headrace.offload(model, cached(4)) as handle:
         each = share_experts(model, [0], list(range(65)))
         run(model, steps)
-        assert each.computed == 2 * 2 * len(steps)
+        assert each.doorbell.computed == 2 * 2 * len(steps)
         assert not any(layer.hits or layer.fetched or layer.in_place for layer in handle.stats().experts)
         assert "experts on the CPU: 24 computed by 1 thread," in " ".join(handle.stats().notes)
 
@@ -179,11 +179,10 @@ class TestFaults:
         expected = run(model, steps)
         with headrace.offload(model, cached(3)):
             each = share_experts(model, [0, 1], list(range(65)))
-            assert each._library.doorbell_stop(each._at) == 0
+            each.doorbell.stop()
             with pytest.raises(StateError, match="there was no answer for seconds"):
                 run(model, steps)
-            each._at = None
-            each._detach()
+            each.remove()
             assert_same_bits(run(model, steps), expected)
 
     def test_remove_beside_a_forward(self) -> None:
@@ -232,9 +231,9 @@ class TestRefused:
         """Where it cannot run, or the machine is small, nothing is said and nothing changes."""
         model = qwen("headrace").bfloat16()
         with headrace.offload(model, cached(3)) as handle:
-            monkeypatch.setattr(share, "physical_cores", lambda: [0, 1])
-            assert share.share_by_default(model) is None
-            monkeypatch.setattr(share, "physical_cores", lambda: [0] * 8)
-            each = share.share_by_default(model)
+            monkeypatch.setattr(shared_experts, "physical_cores", lambda: [0, 1])
+            assert shared_experts.share_by_default(model) is None
+            monkeypatch.setattr(shared_experts, "physical_cores", lambda: [0] * 8)
+            each = shared_experts.share_by_default(model)
             assert each is not None
             assert handle._session.attachments == [each]

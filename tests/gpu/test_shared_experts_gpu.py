@@ -11,8 +11,8 @@ from transformers import LogitsProcessorList
 
 import headrace
 from headrace.adapters.transformers import load
+from headrace.adapters.transformers.shared_experts import share_experts
 from headrace.errors import StateError
-from headrace.experts.cpu.share import share_experts
 from moe_models import cached, qwen
 from quantised_checkpoints import FORMATS
 
@@ -54,7 +54,7 @@ def test_bits(shares: str) -> None:
         for seed, logits in enumerate(expected):
             assert torch.equal(logits_of(model, seed), logits)
         assert graphs.replays > 2 * TOKENS
-        assert (share.computed > 0) is (shares != "none")
+        assert (share.doorbell.computed > 0) is (shares != "none")
         assert handle.stats().bytes_moved > 0
 
 
@@ -81,11 +81,10 @@ def test_a_coordinator_that_is_gone_is_an_error_within_seconds() -> None:
         share = share_experts(model, shares=SHARES["all"])
         headrace.decode_in_graphs(model)
         assert torch.equal(logits_of(model), expected)
-        assert share._library.doorbell_stop(share._at) == 0
+        share.doorbell.stop()
         began = time.monotonic()
         with pytest.raises(StateError, match="there was no answer for seconds"):
             logits_of(model)
         assert time.monotonic() - began < 30
-        share._at = None
-        share._detach()
+        share.remove()
         assert torch.equal(logits_of(model), expected)

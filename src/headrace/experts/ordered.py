@@ -48,7 +48,7 @@ def run(
 ) -> torch.Tensor:  # fmt: skip
     """Run experts as :func:`headrace.experts.order.run_experts` does, by kernels on a GPU, also in compiled code.
 
-    ``shared``: a :attr:`headrace.experts.cpu.share.CpuShare.memory`, where some are computed by the CPU.
+    ``shared``: a :attr:`headrace.experts.cpu.share.Doorbell.memory`, where some are computed by the CPU.
 
     Raises:
         OptionError: another dtype than bf16.

@@ -118,12 +118,12 @@ def _captures(stream: torch.cuda.Stream) -> bool:
 
 
 def cached_experts(module: nn.Module) -> CachedExperts | None:
-    """What has ``module`` read rows."""
+    """The hook that has ``module`` read rows."""
     return getattr(module, _CACHED, None)
 
 
 def shared_with(module: nn.Module) -> Sequence[torch.Tensor]:
-    """Memory of a :class:`headrace.experts.cpu.share.CpuShare` in the experts of ``module``, a twin; none: empty."""
+    """Memory of a :class:`headrace.experts.cpu.share.Doorbell` in the experts of ``module``, a twin; none: empty."""
     return () if torch.compiler.is_compiling() else vars(module).get(SHARED, ())
 
 

@@ -142,7 +142,7 @@ class DecodeGraphs:
             prefetcher.replays.release_graphs()
 
     def check(self) -> None:
-        """What it runs has its own."""
+        """Nothing: steps have no outputs that are not to be used."""
 
     def release(self) -> None:
         """Free cache and graphs; the next call makes new ones."""

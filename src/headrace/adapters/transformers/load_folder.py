@@ -128,9 +128,9 @@ def load(
             (:func:`~headrace.graphs.decoding.decode_in_graphs`).
         speculate: ``"lookup"``, ``"mtp"``, a draft model, or a :class:`headrace.Speculation`: ``generate`` verifies
             several guesses in one pass. A draft is resident, and part of a budget; so are heads (``mtp``).
-        cpu_experts: the CPU computes a share of the cached experts that a step misses, as fast as it turns out to be
-            (:mod:`~headrace.experts.cpu.share`); default on a GPU where ``experts_implementation="headrace"`` runs,
-            with eight cores or more. No bit depends on it.
+        cpu_experts: the CPU computes a share of the cached experts that a step misses, as many as it turns out to be
+            fast enough for (:mod:`~headrace.adapters.transformers.shared_experts`); default on a GPU with
+            ``experts_implementation="headrace"`` and eight cores or more. No bit depends on it.
 
     Returns:
         the model in evaluation mode, ready for ``generate``, and its handle; ``handle.remove()`` makes everything
@@ -212,7 +212,7 @@ def load_matched(
     handle = start(prepared, progress=progress)
     move_wrappers(model)
     if cpu_experts is not False and (cpu_experts or (handle.plan.cached and prepared.device.type == "cuda")):
-        from headrace.experts.cpu.share import share_by_default, share_experts
+        from headrace.adapters.transformers.shared_experts import share_by_default, share_experts
 
         share_experts(model) if cpu_experts else share_by_default(model)
     if graphs and request.ranks is None and prepared.device.type == "cuda" and model.can_generate():

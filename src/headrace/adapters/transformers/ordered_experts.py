@@ -98,7 +98,7 @@ def _run_quantised(
 
 
 def arguments_of(module: Any) -> tuple[Projection, Projection, bool, tuple[float, ...]]:
-    """What :func:`headrace.experts.ordered.run` is given of ``module``; raises ``OptionError`` if it cannot run it."""
+    """Arguments of :func:`headrace.experts.ordered.run` for ``module``; ``OptionError`` if it cannot run it."""
     if isinstance(module, Mxfp4Experts):
         return *_projections(module, "blocks", "scales"), True, (module.alpha, module.limit)
     if isinstance(module, Int4Experts):

@@ -112,7 +112,7 @@ class Speculating:
     notes = ()
 
     def check(self) -> None:
-        """What it runs has its own."""
+        """Nothing: steps have no outputs that are not to be used."""
 
     def remove(self) -> None:
         """Undo :meth:`attach`; frees the draft model, or the heads."""

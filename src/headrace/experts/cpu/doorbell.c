@@ -5,7 +5,7 @@
 enum { MOST = 64, PAIRS = 256 };
 typedef struct {
     // The device writes these; a request is complete when `posted` is its number.
-    _Atomic int64_t posted, arrived; // `arrived`: the GPU has nothing left to do but to wait for this number
+    _Atomic int64_t posted, awaited; // `awaited`: the GPU has nothing left to do but to wait for this number
     int64_t layer, tokens, top_k, fetched; // `fetched`: missing experts that come over the link
     _Atomic int64_t given_up;
     // The host writes these.
@@ -82,12 +82,12 @@ static void answer(doorbell *d, int64_t number) {
     int code = count ? experts_run(d->workers, &asked) : FINE;
     for (int64_t i = 0; code && i < pairs * asked.down.outputs; i++) d->out[i] = 0x7FC0; // NaN: not to be used
     if (code) atomic_store(&box->code, code);
-    int is_late = atomic_load(&box->arrived) == number;
+    int is_late = atomic_load(&box->awaited) == number;
     atomic_store(&box->done, number);
     if (count) add(&d->cpu, count, now() - begin);
-    while (!is_late && atomic_load(&box->arrived) != number && atomic_load(&box->posted) == number
+    while (!is_late && atomic_load(&box->awaited) != number && atomic_load(&box->posted) == number
            && now() - begin < .01 && !atomic_load(&d->is_closing));
-    if (!is_late && atomic_load(&box->arrived) == number) add(&d->link, box->fetched, now() - begin);
+    if (!is_late && atomic_load(&box->awaited) == number) add(&d->link, box->fetched, now() - begin);
     atomic_fetch_add(&box->computed, count);
     if (!(atomic_fetch_add(&box->requests, 1) % 64) && !d->is_fixed) divide(d);
 }

@@ -11,11 +11,11 @@ import triton.language as tl
 from headrace.experts.kernels import ELSEWHERE
 
 # Words of 8 bytes, as ``mail`` of doorbell.c has them.
-POSTED, ARRIVED, LAYER, TOKENS, TOP_K, FETCHED, GIVEN_UP = (tl.constexpr(word) for word in range(7))
+POSTED, AWAITED, LAYER, TOKENS, TOP_K, FETCHED, GIVEN_UP = (tl.constexpr(word) for word in range(7))
 DONE, CODE, REQUESTS, COMPUTED, CPU_NS, LINK_NS = (tl.constexpr(word) for word in range(16, 22))
 SHARES, IDS = tl.constexpr(32), tl.constexpr(128)
 # Bytes from the beginning: inputs of 8 rows, of at most 16,384 each, and outputs by pair.
-X_AT, OUTPUTS_AT = 4096, 4096 + 8 * 16384 * 2
+X_AT, OUTPUTS_AT = tl.constexpr(4096), tl.constexpr(4096 + 8 * 16384 * 2)
 
 
 @triton.jit(do_not_specialize=["layer"])
@@ -54,7 +54,7 @@ def wait_kernel(state, words, outputs, SIZE: tl.constexpr, BLOCK: tl.constexpr, 
     """Wait until the host has written the outputs (bf16 [SIZE]) of the last request; without end, make them NaN."""
     if tl.load(state + 1) != 0:
         number = tl.load(state)
-        tl.atomic_xchg(words + ARRIVED, number, sem="relaxed", scope="sys")
+        tl.atomic_xchg(words + AWAITED, number, sem="relaxed", scope="sys")
         done = tl.load(words + DONE, volatile=True)
         polls = 0
         while (done != number) & (polls < MOST_POLLS):

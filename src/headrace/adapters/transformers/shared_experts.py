@@ -1,0 +1,162 @@
+"""Cached experts of transformers of which the CPU computes a share; :mod:`headrace.experts.cpu.share` says how."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Sequence
+from contextlib import suppress
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from headrace.adapters.transformers.ordered_experts import NAME, arguments_of
+from headrace.api import session_of
+from headrace.errors import OptionError, StateError
+from headrace.experts import order
+from headrace.experts.cpu.native import Request
+from headrace.experts.cpu.pool import matrix_of, physical_cores
+from headrace.experts.cpu.share import Doorbell, LayerShare
+from headrace.experts.rows import SHARED, CachedExperts, cached_experts
+from headrace.forks import OwnProcess
+from headrace.formatting import pluralize
+
+if TYPE_CHECKING:
+    from headrace.plan.cached_experts import CachedLayer
+    from headrace.runtime.session import OffloadSession
+
+# With 7 of 16 cores of an H200's host a step took 0.93 to 1.02 x the link's, with 4 up to 1.05.
+_LEAST_CORES = 8
+
+_log = logging.getLogger(__name__)
+
+
+class CpuShare:
+    """The CPU computes a share of what the cached experts of a model miss, from :meth:`attach` to :meth:`remove`.
+
+    Attributes:
+        counts: ``None``, as it guesses no tokens.
+        doorbell: by which kernels ask for experts.
+    """
+
+    counts = None
+
+    def __init__(
+        self, model: Any, session: OffloadSession, cores: Sequence[int], shares: Sequence[int] | None = None
+    ) -> None:
+        """Arguments and errors as for :func:`share_experts`."""
+        self._session, self._process = session, OwnProcess()
+        self._cached = [_cached(model, layer) for layer, _ in session._caches]
+        layers = zip(session._caches, self._cached, strict=True)
+        requests, kept = zip(*(_request(session, layer, cached) for (layer, _), cached in layers), strict=True)
+        self.doorbell = Doorbell(requests, kept, session._device, cores, shares)
+
+    def attach(self) -> None:
+        """Let the caches ask from here on."""
+        for number, cached in enumerate(self._cached):
+            vars(cached.twin)[SHARED] = self.doorbell.memory
+            self._session._caches[number][1].share = LayerShare(self.doorbell, number)
+        self._drop_graphs()
+        self._session.attachments.append(self)
+
+    def remove(self) -> None:
+        """Let the link bring everything, and end the threads. Idempotent."""
+        if self._process.is_forked:
+            return
+        with self._session._caches[0][1].turn.lock:  # a thread has it between asking and waiting
+            for number, cached in enumerate(self._cached):
+                self._session._caches[number][1].share = None
+                vars(cached.twin).pop(SHARED, None)
+            self._drop_graphs()
+            with suppress(ValueError):
+                self._session.attachments.remove(self)
+            if self._session._device.type == "cuda":
+                torch.cuda.synchronize(self._session._device)
+        self.doorbell.stop()
+
+    def _drop_graphs(self) -> None:
+        for steps in self._session.captured:
+            steps.drop()
+
+    def check(self) -> None:
+        """Raise ``StateError`` where outputs of the last step are not to be used."""
+        self.doorbell.check()
+
+    @property
+    def notes(self) -> Sequence[str]:
+        """A line about what the CPU does."""
+        threads, (cpu_us, link_us) = pluralize(self.doorbell.threads, "thread"), self.doorbell.us_per_expert
+        if not self.doorbell.computed:
+            return [f"experts on the CPU: none so far ({threads})"]
+        is_off = not self.doorbell.shares[1:9].any()
+        return [
+            f"experts on the CPU: {self.doorbell.computed} computed by {threads}, {cpu_us:.0f} us each; the link takes "
+            f"{link_us:.0f} us{', so it has all of them now' if is_off else ''}"
+        ]
+
+
+def share_experts(model: Any, cores: Sequence[int] | None = None, shares: Sequence[int] | None = None) -> CpuShare:
+    """Let the CPU compute a share of the cached experts that ``model`` misses, until ``remove()``.
+
+    Args:
+        model: offloaded, its experts cached, with ``experts_implementation="headrace"``.
+        cores: processors to compute on; default one of each core but one, which is left to Python.
+        shares: of n missing experts of a layer the CPU computes ``shares[n]``; default as measured while it runs.
+
+    Raises:
+        OptionError: no experts that both can run are cached.
+        StateError: there is no compiler; the system refuses a thread.
+    """
+    session = session_of(model)
+    if session is None or not session._caches:
+        raise OptionError(
+            "share_experts: expected an offloaded model with cached experts, found none: offload it with "
+            "rules=[('experts', 'cache')]"
+        )
+    share = CpuShare(model, session, cores or physical_cores()[:-1] or physical_cores(), shares)
+    share.attach()
+    return share
+
+
+def share_by_default(model: Any) -> CpuShare | None:
+    """:func:`share_experts` where it is likely to gain; ``None``: this machine or model is not one of these."""
+    if len(physical_cores()) < _LEAST_CORES:
+        return None
+    try:
+        return share_experts(model)
+    except (OptionError, StateError) as error:
+        _log.info("the CPU computes no experts: %s", error)
+        return None
+
+
+def _cached(model: Any, layer: CachedLayer) -> CachedExperts:
+    module = model.get_submodule(layer.module_fqn)
+    cached = cached_experts(module)
+    implementation = getattr(getattr(module, "config", None), "_experts_implementation", None)
+    if cached is None or implementation != NAME:
+        raise OptionError(
+            f"share_experts: expected experts_implementation={NAME!r}, found {implementation!r} for "
+            f"{layer.module_fqn}: call model.set_experts_implementation({NAME!r}) before"
+        )
+    return cached
+
+
+def _request(session: OffloadSession, layer: CachedLayer, cached: CachedExperts) -> tuple[Request, object]:
+    """The experts of a layer in host memory for C, and what owns their memory."""
+    assert session._ranges is not None  # there are cached layers
+    tensors = {}
+    for name in layer.storages:
+        (tensor,) = session._bound[name].tensors
+        host = session._ranges.in_place(name).view(tensor.info.dtype).view(tensor.info.shape)
+        tensors[tensor.info.locations[0].attr] = host
+    gate_up, down, is_interleaved, glu = arguments_of(cached.twin_of(tensors))
+    for each in (gate_up, down):
+        if any(part is not None and part.device.type != "cpu" for part in each[:3]):
+            raise OptionError(
+                f"share_experts: expected all tensors of {layer.module_fqn} in its cache, found some on the device: "
+                f"leave experts to the link (cpu_experts=False)"
+            )
+    order.require_bf16(*(each.weight for each in (gate_up, down) if each.scales is None))
+    (first, *kept), (second, *others) = matrix_of(gate_up), matrix_of(down)
+    request = Request(first, second, layer.num_experts, 0, 0, 0, is_interleaved, True)
+    request.alpha, request.limit = glu or (0.0, 0.0)
+    return request, (kept, others)
