@@ -20,7 +20,7 @@ from torch import nn
 
 import headrace
 from cpu_experts import variant
-from headrace.adapters.transformers import load, shared_experts
+from headrace.adapters.transformers import load
 from headrace.adapters.transformers.shared_experts import CpuShare, share_experts
 from headrace.errors import OptionError, StateError
 from headrace.experts.cpu import native, pool, share
@@ -226,14 +226,3 @@ class TestRefused:
         model = qwen("headrace")
         with headrace.offload(model, cached(3)), pytest.raises(OptionError, match=r"found torch.float32"):
             share_experts(model)
-
-    def test_by_default(self, monkeypatch: pytest.MonkeyPatch) -> None:
-        """Where it cannot run, or the machine is small, nothing is said and nothing changes."""
-        model = qwen("headrace").bfloat16()
-        with headrace.offload(model, cached(3)) as handle:
-            monkeypatch.setattr(shared_experts, "physical_cores", lambda: [0, 1])
-            assert shared_experts.share_by_default(model) is None
-            monkeypatch.setattr(shared_experts, "physical_cores", lambda: [0] * 8)
-            each = shared_experts.share_by_default(model)
-            assert each is not None
-            assert handle._session.attachments == [each]

@@ -15,6 +15,7 @@ from torch import nn
 
 import headrace
 from headrace import UVA, Prefetch
+from headrace.lifetime.host_copies import HostCopies
 from headrace.testing import assert_same_bits
 from moe_models import cached, outputs, qwen
 
@@ -103,6 +104,19 @@ def test_update(way: str, source: str) -> None:
         handle.resume()
         torch.cuda.synchronize()
         assert_same_bits(model(x), twin(x))
+
+
+@pytest.mark.parametrize("num_bytes", [1, 4, 6, 2048, MIB, 20 * MIB + 4, 20 * MIB + 6])
+@pytest.mark.parametrize("offset", [0, 4, 6])
+def test_fingerprints(num_bytes: int, offset: int) -> None:
+    """Those of the kernel are those of torch, on the device and on a CPU."""
+    buffer = torch.randint(256, (offset + num_bytes,), dtype=torch.uint8, device="cuda")[offset:]
+    copies, without = HostCopies(buffer.device), HostCopies(buffer.device)
+    without._has_kernel = False
+    expected = HostCopies(torch.device("cpu"))._fingerprints({"a": buffer.cpu()})["a"]
+    for each in (copies, without):
+        assert torch.equal(each._fingerprints({"a": buffer})["a"], expected)
+    assert copies._has_kernel, "Triton has compiled it"
 
 
 @pytest.mark.alone

@@ -329,6 +329,7 @@ class TestFaults:
     @pytest.mark.parametrize(
         ("owner", "name"),
         [
+            (HostCopies, "finish"),
             (HostCopies, "fill"),
             (ThreadLink, "allocate"),
             (OffloadSession, "_resident_places"),

@@ -96,6 +96,7 @@ OTHER_FIELDS = {
         "served-steps": "model tokens link_gb_per_s case way at_once",
         "first-tokens": "case start first_token_s command_s link_gb_per_s",
         "ordered-experts": "model layers case way ms samples_ms tokens_per_s bit_equal",
+        "shared-experts": "model layers case way slots ms bit_equal device cores",
         "ordered-kernels": "shape way us",
         "ordered-launches ordered-orders": "shape product lanes chunk outputs chunks warps us",
         "expected-rates": "case tokens expected_tokens_per_s tokens_per_s link_gb_per_s",

@@ -21,6 +21,7 @@ from torch import nn
 from torch.nn import functional
 
 from engines import VOCABULARY, WIDTH, Head, Layer, Table
+from headrace.memory.system import gc_paused
 from vllm_stand_in import put_module
 
 NUM_LAYERS = 8
@@ -293,7 +294,8 @@ class GraphBackend:
 class FullCudaGraphBackend(GraphBackend):
     def _captured(self, forward_fn: Callable[[], Any], warm: torch.Tensor) -> Callable[[], torch.Tensor]:
         graph = torch.cuda.CUDAGraph()
-        with torch.cuda.graph(cuda_graph=graph, stream=torch.cuda.Stream()):
+        # As SGLang's freeze_gc: garbage of other tests may hold graphs, and to free one ends a capture.
+        with gc_paused(), torch.cuda.graph(cuda_graph=graph, stream=torch.cuda.Stream()):
             out = forward_fn()
         return functools.partial(_replayed, graph, out)
 

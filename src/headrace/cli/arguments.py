@@ -31,9 +31,7 @@ if TYPE_CHECKING:
 
 DTYPE_HELP = "bfloat16, float16 or float32 (default the checkpoint's own)."
 EXPERTS_HELP = "Experts of transformers: grouped_mm, ... (default headrace on a GPU, where it runs the model)"
-CPU_EXPERTS_HELP = "The CPU computes a share of the cached experts that are missed (default on a GPU, from 8 cores on)."
-SWITCH = {None: None, "on": True, "off": False}
-check_switch = one_of(("on", "off"))
+CPU_EXPERTS_HELP = "The CPU computes a share of the cached experts that a step misses; same bits"
 LIGER_HELP = "RMSNorm of the package liger-kernel, on a GPU: faster, other bits than transformers' own"
 check_dtype = one_of(("bfloat16", "float16", "float32"))
 

@@ -25,10 +25,8 @@ from headrace.cli.arguments import (
     DTYPE_HELP,
     EXPERTS_HELP,
     LIGER_HELP,
-    SWITCH,
     SpeculationFlags,
     check_dtype,
-    check_switch,
     disk_options,
     folder_or_download,
     refuse_idle,
@@ -104,7 +102,7 @@ class GenerateOptions(SpeculationFlags):
     dtype: str | None = row("NAME", DTYPE_HELP, check_dtype)
     attn_implementation: str | None = row("NAME", "Attention of transformers: sdpa, eager, ... (default the model's).")
     experts_implementation: str | None = row("NAME", f"{EXPERTS_HELP}.")
-    cpu_experts: str | None = row("on|off", CPU_EXPERTS_HELP, check_switch)
+    cpu_experts: bool = row("", f"{CPU_EXPERTS_HELP}.", off=False)
     use_liger_kernel: bool = row("", f"{LIGER_HELP}.", off=False)
     no_graphs: bool = row("", "Launch each kernel from Python instead of replaying CUDA graphs.", off=False)
     download: bool = row("", "Download a model that is not there, without a question.", off=False)
@@ -242,7 +240,7 @@ def _run(model: str, text: str | None, chat: bool | None, options: GenerateOptio
     meter = PeakMeter()
     with byte_bar("loading", notes) as progress, open_ranks(group) as ranks, timed(_log, "weights"):
         request = replace(request, model=module, policy=plan, ranks=ranks, speculation=speculation)
-        handle = load_matched(folder, request, opened.match, progress, graphs, SWITCH[options.cpu_experts])
+        handle = load_matched(folder, request, opened.match, progress, graphs, options.cpu_experts)
     # The handle is not removed at the end: that would make all weights resident, which may not fit.
     recorder = None if options.expert_trace is None else RoutingRecorder(module, device)
 

@@ -17,11 +17,9 @@ from headrace.cli.arguments import (
     DTYPE_HELP,
     EXPERTS_HELP,
     LIGER_HELP,
-    SWITCH,
     VERB_FLAGS,
     SpeculationFlags,
     check_dtype,
-    check_switch,
     disk_options,
     refuse_idle,
     requested,
@@ -93,7 +91,7 @@ class _ServeOptions(SpeculationFlags):
     )
     dtype: str | None = row("NAME", DTYPE_HELP)
     experts_implementation: str | None = row("NAME", f"{EXPERTS_HELP}; not in vLLM.")
-    cpu_experts: str | None = row("on|off", f"{CPU_EXPERTS_HELP[:-1]}; not in vLLM.", check_switch)
+    cpu_experts: bool = row("", f"{CPU_EXPERTS_HELP}; not in vLLM.", off=False)
     use_liger_kernel: bool = row("", f"{LIGER_HELP}; not in vLLM.", off=False)
     additional_config: str | None = row("JSON", "vLLM's; headrace's flags are added to it.")
     dry_run: bool = row("", "Print the plan, or the command of vLLM, and start nothing.", off=False)
@@ -226,9 +224,8 @@ def _run_server(model: str, flags: OffloadFlags, options: _ServeOptions) -> None
     bound = bind(options.host or "127.0.0.1", 8000 if options.port is None else options.port)
     with byte_bar("loading", stderr) as progress:
         request = replace(request, model=opened.module, policy=planned.plan)
-        # Graphs are those of a draft.
-        on = SWITCH[options.cpu_experts]
-        handle = load_matched(folder, request, opened.match, progress, speculation is not None, on)
+        has_draft, on = speculation is not None, options.cpu_experts  # graphs are the draft's
+        handle = load_matched(folder, request, opened.match, progress, has_draft, on)
     module: Any = opened.module
     module.generation_config = settings
     names = options.served_model_name or [model]

@@ -98,7 +98,7 @@ def load(
     group: ProcessGroup | None = None,
     graphs: bool = True,
     speculate: Speculation | str | None = None,
-    cpu_experts: bool | None = None,
+    cpu_experts: bool = False,
 ) -> tuple[PreTrainedModel, Handle]:
     """Load a model and offload it in one go; memory stays within the plan while loading, too.
 
@@ -129,8 +129,8 @@ def load(
         speculate: ``"lookup"``, ``"mtp"``, a draft model, or a :class:`headrace.Speculation`: ``generate`` verifies
             several guesses in one pass. A draft is resident, and part of a budget; so are heads (``mtp``).
         cpu_experts: the CPU computes a share of the cached experts that a step misses, as many as it turns out to be
-            fast enough for (:mod:`~headrace.adapters.transformers.shared_experts`); default on a GPU with
-            ``experts_implementation="headrace"`` and eight cores or more. No bit depends on it.
+            fast enough for (:mod:`~headrace.adapters.transformers.shared_experts`); no bit depends on it. It needs
+            ``experts_implementation="headrace"``, the default on a GPU.
 
     Returns:
         the model in evaluation mode, ready for ``generate``, and its handle; ``handle.remove()`` makes everything
@@ -195,7 +195,7 @@ def _with_files(request: PlanRequest, found: Match) -> PlanRequest:
 
 def load_matched(
     folder: Path, request: PlanRequest, found: Match, progress: Progress | None, graphs: bool = False,
-    cpu_experts: bool | None = None,
+    cpu_experts: bool = False,
 ) -> Handle:  # fmt: skip
     """:func:`load` for a model on ``meta`` that has been built and matched with its files; warns of nothing."""
     model, speculating = request.model, None
@@ -211,10 +211,10 @@ def load_matched(
     model.train(False)
     handle = start(prepared, progress=progress)
     move_wrappers(model)
-    if cpu_experts is not False and (cpu_experts or (handle.plan.cached and prepared.device.type == "cuda")):
-        from headrace.adapters.transformers.shared_experts import share_by_default, share_experts
+    if cpu_experts:
+        from headrace.adapters.transformers.shared_experts import share_experts
 
-        share_experts(model) if cpu_experts else share_by_default(model)
+        share_experts(model)
     if graphs and request.ranks is None and prepared.device.type == "cuda" and model.can_generate():
         decode_in_graphs(model, handle.plan.context, with_hooks=False)
     if speculating is not None:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import logging
 from collections.abc import Sequence
 from contextlib import suppress
 from typing import TYPE_CHECKING, Any
@@ -11,7 +10,7 @@ import torch
 
 from headrace.adapters.transformers.ordered_experts import NAME, arguments_of
 from headrace.api import session_of
-from headrace.errors import OptionError, StateError
+from headrace.errors import OptionError
 from headrace.experts import order
 from headrace.experts.cpu.native import Request
 from headrace.experts.cpu.pool import matrix_of, physical_cores
@@ -23,11 +22,6 @@ from headrace.formatting import pluralize
 if TYPE_CHECKING:
     from headrace.plan.cached_experts import CachedLayer
     from headrace.runtime.session import OffloadSession
-
-# With 7 of 16 cores of an H200's host a step took 0.93 to 1.02 x the link's, with 4 up to 1.05.
-_LEAST_CORES = 8
-
-_log = logging.getLogger(__name__)
 
 
 class CpuShare:
@@ -115,17 +109,6 @@ def share_experts(model: Any, cores: Sequence[int] | None = None, shares: Sequen
     share = CpuShare(model, session, cores or physical_cores()[:-1] or physical_cores(), shares)
     share.attach()
     return share
-
-
-def share_by_default(model: Any) -> CpuShare | None:
-    """:func:`share_experts` where it is likely to gain; ``None``: this machine or model is not one of these."""
-    if len(physical_cores()) < _LEAST_CORES:
-        return None
-    try:
-        return share_experts(model)
-    except (OptionError, StateError) as error:
-        _log.info("the CPU computes no experts: %s", error)
-        return None
 
 
 def _cached(model: Any, layer: CachedLayer) -> CachedExperts:

@@ -71,7 +71,7 @@ class Doorbell:
         self._layers, self._kept = (Request * len(layers))(*layers), kept
         size = OUTPUTS_AT.value + _MOST_PAIRS * max(layer.down.outputs for layer in layers) * 2
         words = torch.zeros(size, dtype=torch.uint8, pin_memory=device.type == "cuda", device="cpu")
-        self.memory = [words, torch.zeros(2, dtype=torch.int64, device=device)]
+        self.memory = [words, torch.zeros(3, dtype=torch.int64, device=device)]
         self._words = words[: X_AT.value].view(torch.int64)
         self.shares = self._words[SHARES.value : SHARES.value + _MOST_MISSING + 1]
         if shares is not None:

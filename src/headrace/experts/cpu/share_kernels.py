@@ -25,8 +25,8 @@ def ring_kernel(
 ):  # fmt: skip
     """Ask for the experts ``ids`` [NUM_IDS] whose ``rows`` are ELSEWHERE, of ``x`` (SIZE words of 8 bytes); 1 program.
 
-    fetched: int32 [1], experts that come over the link. state: int64 [2], the number of the last request and whether
-    its outputs are awaited. words: pinned. to: where x goes there. Nothing is asked if no expert was missing.
+    fetched: int32 [1], experts that come over the link. state: int64 [3]: the last request's number, if it is
+    awaited, if one was given up. words: pinned. to: where x goes there. Without a missing expert nothing is asked.
     """
     count = tl.load(fetched)
     at = tl.arange(0, triton.next_power_of_2(NUM_IDS))
@@ -57,12 +57,14 @@ def wait_kernel(state, words, outputs, SIZE: tl.constexpr, BLOCK: tl.constexpr, 
         tl.atomic_xchg(words + AWAITED, number, sem="relaxed", scope="sys")
         done = tl.load(words + DONE, volatile=True)
         polls = 0
-        while (done != number) & (polls < MOST_POLLS):
+        most = tl.where(tl.load(state + 2) == 0, MOST_POLLS, 0)  # once: a step waits in each of its layers
+        while (done != number) & (polls < most):
             done = tl.load(words + DONE, volatile=True)
             polls += 1
         if done != number:
             for start in tl.range(0, SIZE, BLOCK):
                 at = start + tl.arange(0, BLOCK)
                 tl.store(outputs + at, tl.zeros([BLOCK], tl.int16) + 0x7FC0, mask=at < SIZE)
+            tl.store(state + 2, tl.zeros([], tl.int64) + 1)
             tl.atomic_xchg(words + GIVEN_UP, number, sem="relaxed", scope="sys")
         tl.store(state + 1, tl.zeros([], tl.int64))
