@@ -13,10 +13,10 @@ import pytest
 import measures
 
 BOUNDS = {
-    "lines of src": 25618,
+    "lines of src": 25619,
     "lines of the core": 15784,
     "files of src": 184,
-    "lines of tests": 45212,
+    "lines of tests": 45215,
     "longest class": 347,
     "Prefetcher": 298,
     "branches on a kind of store": 4,
