@@ -14,6 +14,7 @@ import headrace
 from headrace import UVA, BaseOffloader, NoopOffloader, OffloadConfig, Prefetch, PrefetchOffloader, UVAOffloader
 from headrace.errors import OptionError, SelectionError, StateError
 from headrace.model.inventory import take_inventory
+from headrace.offloaders.layerwise import EngineOffloader
 from headrace.plan.build import build_plan
 from headrace.planning.request import can_read_in_place
 from headrace.testing import assert_same_bits
@@ -276,3 +277,11 @@ class TestCurrent:
             assert handle.stats().bytes_moved > 0
         with pytest.raises(StateError):
             mine.stats()
+
+
+def test_a_table_in_host_memory_at_the_start_of_a_layer_is_not_the_device() -> None:
+    """vLLM 0.33 pins tables of n-grams; here ``meta`` stands for the GPU."""
+    table, weight = nn.Embedding(4, 8), nn.Linear(8, 8, device="meta")
+    offloader = EngineOffloader(Prefetch(1), lambda: nn.Module())
+    list(offloader.wrap_modules(iter([nn.Sequential(table, weight)])))
+    assert offloader._device().type == "meta"

@@ -10,6 +10,7 @@ from typing import Any
 
 import pytest
 import torch
+from torch import nn
 
 import headrace.experts.cache  # noqa: F401 - before the first test, for its fixture
 import packed_kernels
@@ -173,6 +174,25 @@ def test_packed_experts_move_without_a_cache(own: dict[str, Any]) -> None:
     assert stats["uva_bytes"] + stats["bytes_moved"] > 0
     moved = offloaded_names(worker)
     assert {name.rpartition(".")[2] for name in moved} >= {"w13_weight_bytes", "w2_weight_bytes"}
+
+
+class DeepGemmMegaMoEExperts(nn.Module):
+    """As vLLM 0.33 has one: experts in a kernel's own layout, and not in a ``RoutedExperts``."""
+
+    def __init__(self, width: int) -> None:
+        super().__init__()
+        self.w13_weight = nn.Parameter(torch.randn(NUM_EXPERTS, width, width) / width, requires_grad=False)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return x @ self.w13_weight[3]
+
+
+def test_experts_beside_those_of_vllm_are_refused_by_name() -> None:
+    with pytest.raises(OptionError, match=r"DeepGemmMegaMoEExperts runs them, which reads no rows: choose another"):
+        loaded(own=cached(3), mlp=DeepGemmMegaMoEExperts)
+    worker = loaded(own={"device_memory": "8MiB"}, mlp=DeepGemmMegaMoEExperts)  # a budget moves them in another way
+    assert worker._offloader.plan.cached == ()
+    require_same_outputs(worker, resident(mlp=DeepGemmMegaMoEExperts))
 
 
 def test_another_triton_kernels_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:

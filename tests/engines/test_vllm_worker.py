@@ -610,6 +610,14 @@ def test_a_field_that_was_renamed_is_an_error_that_names_it(monkeypatch: pytest.
         refuse_unsupported(config, Prefetch(1))
 
 
+def test_steps_that_call_no_layers_are_refused_by_name() -> None:
+    """vLLM 0.33's ``SpecializedDecode`` of DeepSeek-V4.1."""
+    with pytest.raises(OptionError, match=r"decode_backend 'latency_specialized' .* without calling the layers"):
+        make(GROUP, additional_config={"decode_backend": "latency_specialized"})
+    make(GROUP, additional_config={"decode_backend": "auto"})
+    make(additional_config={"decode_backend": "latency_specialized"})  # nothing is offloaded: vLLM's affair
+
+
 @pytest.mark.parametrize(("flags", "own"), [(GROUP, None), ({}, SOME)])
 def test_a_model_whose_layers_are_never_called_is_refused_by_name(
     flags: dict[str, Any], own: dict[str, Any] | None

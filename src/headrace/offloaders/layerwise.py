@@ -412,7 +412,9 @@ class EngineOffloader(LayerwiseOffloader):
         return self._find_model()
 
     def _device(self) -> torch.device:
-        return next(parameter.device for parameter in self._stacks.parameters())
+        # vLLM keeps tables of n-grams in pinned host memory, and a layer may begin with one.
+        devices = list(dict.fromkeys(parameter.device for parameter in self._stacks.parameters()))
+        return next((device for device in devices if device.type != "cpu"), devices[0])
 
     def _take_inventory(self, model: nn.Module) -> Inventory:
         """The storages on the device that are not tiny."""

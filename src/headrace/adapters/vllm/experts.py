@@ -37,6 +37,7 @@ from headrace.offloaders.build_time import mark_host_resident
 logger = init_logger("vllm.headrace")
 
 _PARTS = ("_a1", "_a2", "_w1", "_w2")  # of FusedMoEQuantConfig
+_BESIDE = "MegaMoEExperts"  # how classes of experts with a kernel of their own are called, beside RoutedExperts
 _PACKED = (oai_moe.OAITritonMxfp4ExpertsMonolithic, oai_moe.OAITritonExperts)
 
 
@@ -75,7 +76,13 @@ class KernelExperts:
 
         Before the weights are loaded there is no kernel yet, and the class of the kernel decides.
         """
-        return {name: _why_not(module) for name, module in model.named_modules() if isinstance(module, RoutedExperts)}
+        found = {}
+        for name, module in model.named_modules():
+            if isinstance(module, RoutedExperts):
+                found[name] = _why_not(module)
+            elif (kind := type(module).__name__).endswith(_BESIDE):
+                found[name] = f"{kind} runs them, which reads no rows: choose another kernel (--moe-backend marlin)"
+        return found
 
     @staticmethod
     def hold_packed(module: Any) -> dict[str, str]:

@@ -115,6 +115,12 @@ def refuse_unsupported(config: Any, policy: EnginePolicy) -> None:
             f"additional_config: expected a dict (--additional-config JSON), found "
             f"{type(config.additional_config).__name__}; the plan has to be part of vLLM's compile cache key"
         )
+    decoder = config.additional_config.get("decode_backend", "auto")
+    if decoder != "auto":
+        raise OptionError(
+            f"decode_backend {decoder!r} (--additional-config) runs steps without calling the layers, so nothing would "
+            f"wait for weights that are copied; leave it out, or offload nothing"
+        )
 
 
 def engine_options(
