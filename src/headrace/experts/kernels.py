@@ -71,9 +71,8 @@ def admit_kernel(
     num_missing = tl.sum(is_missing.to(tl.int32), axis=0)
     if shares is not None:
         share = tl.load(shares + tl.minimum(num_missing, _MOST_SHARED), volatile=True).to(tl.int32)
-        place = (
-            tl.cumsum(is_missing.to(tl.int32), axis=0) - 1 + (step % 64).to(tl.int32)
-        )  # by turns, or some never come
+        # By turns: an expert that the CPU computes enters no slot.
+        place = tl.cumsum(is_missing.to(tl.int32), axis=0) - 1 + (step % 64).to(tl.int32)
         is_elsewhere = is_missing & (place % tl.maximum(num_missing, 1) < share)
         is_missing = is_missing & (is_elsewhere == 0)
         num_missing -= tl.sum(is_elsewhere.to(tl.int32), axis=0)

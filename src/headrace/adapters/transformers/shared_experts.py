@@ -18,6 +18,7 @@ from headrace.experts.cpu.share import Doorbell, LayerShare
 from headrace.experts.rows import SHARED, CachedExperts, cached_experts
 from headrace.forks import OwnProcess
 from headrace.formatting import pluralize
+from headrace.model.memory_profile import chosen_by
 
 if TYPE_CHECKING:
     from headrace.plan.cached_experts import CachedLayer
@@ -114,7 +115,7 @@ def share_experts(model: Any, cores: Sequence[int] | None = None, shares: Sequen
 def _cached(model: Any, layer: CachedLayer) -> CachedExperts:
     module = model.get_submodule(layer.module_fqn)
     cached = cached_experts(module)
-    implementation = getattr(getattr(module, "config", None), "_experts_implementation", None)
+    implementation = chosen_by(module)
     if cached is None or implementation != NAME:
         raise OptionError(
             f"share_experts: expected experts_implementation={NAME!r}, found {implementation!r} for "

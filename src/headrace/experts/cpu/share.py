@@ -1,6 +1,6 @@
 """The CPU's share in the experts that a step misses: it computes some of them while the link brings the others.
 
-An expert has the same bits wherever it runs (:mod:`headrace.experts.order`), so who computes what shows in no result.
+An expert has the same bits wherever it runs (:mod:`headrace.experts.order`), so its place shows in no result.
 Kernels write which experts, and what they multiply, to pinned memory; a thread of ``doorbell.c`` has the pool compute
 them; the second product waits for their outputs. An expert that was computed enters no slot.
 """
