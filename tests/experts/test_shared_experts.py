@@ -198,6 +198,11 @@ class TestFaults:
             thread.join()
         assert_same_bits(found, expected)
 
+    def test_remove_after_the_offload_has_ended(self) -> None:
+        with shared(qwen("headrace").bfloat16()) as each:
+            pass
+        each.remove()
+
     def test_a_forked_child(self) -> None:
         model = qwen("headrace").bfloat16()
         with shared(model) as each:

@@ -40,6 +40,7 @@ class CpuShare:
     ) -> None:
         """Arguments and errors as for :func:`share_experts`."""
         self._session, self._process = session, OwnProcess()
+        self._caches = [cache for _, cache in session._caches]  # the session forgets them when the offload ends
         self._cached = [_cached(model, layer) for layer, _ in session._caches]
         layers = zip(session._caches, self._cached, strict=True)
         requests, kept = zip(*(_request(session, layer, cached) for (layer, _), cached in layers), strict=True)
@@ -47,9 +48,9 @@ class CpuShare:
 
     def attach(self) -> None:
         """Let the caches ask from here on."""
-        for number, cached in enumerate(self._cached):
+        for number, (cache, cached) in enumerate(zip(self._caches, self._cached, strict=True)):
             vars(cached.twin)[SHARED] = self.doorbell.memory
-            self._session._caches[number][1].share = LayerShare(self.doorbell, number)
+            cache.share = LayerShare(self.doorbell, number)
         self._drop_graphs()
         self._session.attachments.append(self)
 
@@ -57,9 +58,9 @@ class CpuShare:
         """Let the link bring everything, and end the threads. Idempotent."""
         if self._process.is_forked:
             return
-        with self._session._caches[0][1].turn.lock:  # a thread has it between asking and waiting
-            for number, cached in enumerate(self._cached):
-                self._session._caches[number][1].share = None
+        with self._caches[0].turn.lock:  # a thread has it between asking and waiting
+            for cache, cached in zip(self._caches, self._cached, strict=True):
+                cache.share = None
                 vars(cached.twin).pop(SHARED, None)
             self._drop_graphs()
             with suppress(ValueError):
