@@ -33,7 +33,12 @@ SHARES = {"none": [0], "a third": [0, 0, 1, 1], "all": list(range(65)), "measure
 LOSE = """
 static int lose;
 void lose_next(int is_death) { lose = 1 + is_death; }
-static void lose_now(void) { if (lose == 2) syscall(SYS_exit, 0); for (;;) pause(); }
+static void lose_now(void) { // once: a process has one library of one text
+    int was = lose;
+    lose = 0;
+    if (was == 2) syscall(SYS_exit, 0);
+    for (;;) pause();
+}
 static void take_tiles(pool *p) {"""
 DIVIDE = """
 int64_t share_of(int64_t missing, double cpu_s, double link_s) {
