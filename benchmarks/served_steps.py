@@ -87,16 +87,19 @@ def prompts_of(num: int, length: int, vocabulary: int) -> list[list[int]]:
     return torch.randint(1, vocabulary, (num, length), generator=generator).tolist()  # type: ignore[no-any-return]
 
 
-class _Served:
+class Served:
     """The server of a model, in a thread."""
 
-    def __init__(self, model: Any, handle: headrace.Handle | None, num_rows: int, longest: int, tokenizer: Any) -> None:
-        self.engine = AsyncEngine(model, num_rows, longest, 64)
+    def __init__(
+        self, model: Any, handle: headrace.Handle | None, num_rows: int, longest: int, tokenizer: Any,
+        max_waiting: int = 64,
+    ) -> None:  # fmt: skip
+        self.engine = AsyncEngine(model, num_rows, longest, max_waiting)
         # Whole prompts run: traces of experts count the tokens that do.
         self.engine.engine._longest_prefix = lambda _: (0, 0)  # type: ignore[method-assign]
         app = App(ServedModel(model, tokenizer, ["model"], self.engine), handle, None)
         self._bound = bind("127.0.0.1", 0)
-        self._port = self._bound.getsockname()[1]
+        self.port = self._bound.getsockname()[1]
         self._server = uvicorn.Server(uvicorn.Config(app, log_level="error", lifespan="on"))
         self._thread = threading.Thread(target=lambda: asyncio.run(self._server.serve([self._bound])))
         self._thread.start()
@@ -105,7 +108,7 @@ class _Served:
 
     def step(self, prompts: Sequence[Sequence[int]], num_tokens: int) -> tuple[float, float, list[list[int]]]:
         """Milliseconds of a step of all, of a token of the slowest answer, and the tokens of each."""
-        asked = json.dumps({"port": self._port, "prompts": prompts, "tokens": num_tokens})
+        asked = json.dumps({"port": self.port, "prompts": prompts, "tokens": num_tokens})
         done = subprocess.run([sys.executable, "-c", CLIENT], input=asked, capture_output=True, text=True, check=True)
         found = json.loads(done.stdout)
         if any(each["tokens"] != num_tokens for each in found):
@@ -152,15 +155,15 @@ class _Bench:
         return statistics.median(found[1:]), out[0, len(prompt) :].tolist()
 
     @contextmanager
-    def served(self, handle: headrace.Handle | None, num_rows: int, longest: int) -> Iterator[_Served]:
+    def served(self, handle: headrace.Handle | None, num_rows: int, longest: int) -> Iterator[Served]:
         """The server, for requests of this model."""
-        running = _Served(self.model, handle, num_rows, longest, self._tokenizer)
+        running = Served(self.model, handle, num_rows, longest, self._tokenizer)
         try:
             yield running
         finally:
             running.close()
 
-    def serve(self, server: _Served, num: int, length: int, rounds: int) -> tuple[dict[str, float], list[list[int]]]:
+    def serve(self, server: Served, num: int, length: int, rounds: int) -> tuple[dict[str, float], list[list[int]]]:
         """Times of a step of ``num`` requests at once, and their tokens; the first run is not timed."""
         prompts, found = prompts_of(num, length, self.model.config.vocab_size), list[tuple[float, float]]()
         for _ in range(rounds + 1):

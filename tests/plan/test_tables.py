@@ -95,6 +95,7 @@ OTHER_FIELDS = {
         "card-between": "case layers model token_ms graph_ms between_ms",
         "served-steps": "model tokens link_gb_per_s case way at_once",
         "first-tokens": "case start first_token_s command_s link_gb_per_s",
+        "lifetime": "model case call ms samples_ms link_gb_per_s",
         "ordered-experts": "model layers case way ms samples_ms tokens_per_s bit_equal",
         "shared-experts": "model layers case way slots ms bit_equal device cores",
         "ordered-kernels": "shape way us",
