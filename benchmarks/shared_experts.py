@@ -5,7 +5,7 @@
 
 Models have seeded weights of published shapes; routers follow a seeded trace (``plan/routing_traces.py``), and
 ``--slots`` says how many experts of a layer are on the device, so how many are hits. By turns: the link alone, then the
-CPU with so many threads; with the link free, and with copies of another stream on it (``held``).
+CPU with so many threads; with the link free, and with copies of other streams on it (``held``, ``--copy-streams``).
 
 ``bit_equal``: logits equal those of the resident model, all tokens.
 """
@@ -15,6 +15,7 @@ from __future__ import annotations
 import statistics
 import threading
 import time
+from collections import deque
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
@@ -37,26 +38,28 @@ FORCED = {"none": [0], "30 %": [round(0.3 * n) for n in range(65)], "all": list(
 
 
 @contextmanager
-def copies(device: torch.device, is_held: bool) -> Iterator[None]:
-    """Within, another stream copies to the device without a pause."""
-    if not is_held or device.type != "cuda":
+def copies(device: torch.device, num_streams: int) -> Iterator[None]:
+    """Within, so many other streams copy to the device without a pause."""
+    if not num_streams or device.type != "cuda":
         yield
         return
-    ended, stream = threading.Event(), torch.cuda.Stream(device)
+    ended = threading.Event()
     source = torch.empty(_COPY, dtype=torch.uint8, pin_memory=True)
-    target = torch.empty(_COPY, dtype=torch.uint8, device=device)
+    target = torch.empty(num_streams, _COPY, dtype=torch.uint8, device=device)
 
     def run() -> None:
-        events: list[torch.cuda.Event] = []
-        with torch.cuda.stream(stream):
-            while not ended.is_set():
-                target.copy_(source, non_blocking=True)
-                events.append(stream.record_event())
-                while len(events) > 4:
-                    if events[0].query():
-                        events.pop(0)
-                    else:
-                        time.sleep(1e-4)
+        streams = [(torch.cuda.Stream(device), deque[torch.cuda.Event](), each) for each in target]
+        while not ended.is_set():
+            for stream, events, each in streams:
+                while events and events[0].query():
+                    events.popleft()
+                if len(events) < 4:
+                    with torch.cuda.stream(stream):
+                        each.copy_(source, non_blocking=True)
+                        events.append(stream.record_event())
+            time.sleep(1e-4)
+        for stream, _, _ in streams:
+            stream.synchronize()
 
     thread = threading.Thread(target=run)
     thread.start()
@@ -65,7 +68,6 @@ def copies(device: torch.device, is_held: bool) -> Iterator[None]:
     finally:
         ended.set()
         thread.join()
-        stream.synchronize()
 
 
 def build(rehearsal: Rehearsal) -> Any:
@@ -80,7 +82,7 @@ def build(rehearsal: Rehearsal) -> Any:
 
 
 def rows_of(
-    rehearsal: Rehearsal, slots: Sequence[int], threads: Sequence[int], rounds: int
+    rehearsal: Rehearsal, slots: Sequence[int], threads: Sequence[int], streams: Sequence[int], rounds: int
 ) -> Iterator[dict[str, Any]]:
     device, tiny = rehearsal.device, rehearsal.tiny
     if tiny:  # each program takes the interpreter 50 ms
@@ -116,7 +118,7 @@ def rows_of(
                 share.remove()
                 row = {"case": "bits", "way": name, "slots": count, "computed": share.doorbell.computed, "ms": run.ms}
                 yield about | row | {"bit_equal": torch.equal(run.logits, resident.logits)}
-            for is_held in (False, True):
+            for num_streams in streams:
                 found: dict[tuple[str, int], list[float]] = {}
                 facts: dict[tuple[str, int], dict[str, Any]] = {}
                 for _ in range(rounds):
@@ -124,7 +126,7 @@ def rows_of(
                         before = handle.stats().experts
                         cores = (all_cores * 16)[-number:] if number <= len(all_cores) else list(range(1, number + 1))
                         share = share_experts(model, cores) if number else None
-                        with copies(device, is_held):
+                        with copies(device, num_streams):
                             run = measured()
                         after = handle.stats().experts
                         key = ("share" if number else "link", number)
@@ -143,7 +145,8 @@ def rows_of(
                             share.remove()
                 for (way, number), samples in found.items():
                     ms = statistics.median(samples)
-                    row = about | {"case": "held" if is_held else "free", "slots": count, "way": way}
+                    row = about | {"case": "held" if num_streams else "free", "slots": count, "way": way}
+                    row |= {"copy_streams": num_streams}
                     row |= {"threads": number, "ms": ms, "samples_ms": samples, "bit_equal": ms == ms}
                     yield row | {"against_link": ms / statistics.median(found["link", 0])} | facts[way, number]
     free_memory(device)
@@ -184,9 +187,10 @@ def describe(row: dict[str, Any]) -> str:
             f"{row['model']:<14} {row['slots']:>3} slots, forced {row['way']:<5} {row['computed']:6} computed  {bits}"
         )
     return (
-        f"{row['model']:<14} {row['slots']:>3} slots {row['case']} {row['way']:<5} {row['threads']:>2} threads "
-        f"{row['ms']:7.2f} ms {row['against_link']:.3f} x, {row['hits']:.1%} hit, {row['computed']:6} computed of "
-        f"{row['computed'] + row['fetched']}, us {row.get('us')} {row.get('shares')} {bits}"
+        f"{row['model']:<14} {row['slots']:>3} slots, {row['copy_streams']} copying  {row['way']:<5} "
+        f"{row['threads']:>2} threads {row['ms']:7.2f} ms {row['against_link']:.3f} x, {row['hits']:.1%} hit, "
+        f"{row['computed']:6} computed of {row['computed'] + row['fetched']}, us {row.get('us')} {row.get('shares')} "
+        f"{bits}"
     )
 
 
@@ -195,11 +199,15 @@ def main() -> None:
     parser.add_argument("--models", type=words_of(MODELS), default=["qwen3-30b-a3b"])
     parser.add_argument("--slots", type=lambda text: [int(word) for word in text.split(",")], default=[40])
     parser.add_argument("--threads", type=lambda text: [int(word) for word in text.split(",")], default=[4, 8, 15])
+    parser.add_argument(
+        "--copy-streams", type=lambda text: [int(word) for word in text.split(",")], default=[0, 1, 3],
+        help="other streams that copy meanwhile: none leaves the link free",
+    )  # fmt: skip
     add_card_arguments(parser)
     given = parser.parse_args()
     results = []
     for rehearsal in rehearsals(given, ["graphs"]):
-        for row in rows_of(rehearsal, given.slots, given.threads, given.rounds):
+        for row in rows_of(rehearsal, given.slots, given.threads, given.copy_streams, given.rounds):
             results.append(row)
             append(row, given.out)
             print(describe(row), flush=True)
