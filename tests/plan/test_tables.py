@@ -95,6 +95,7 @@ OTHER_FIELDS = {
         "card-between": "case layers model token_ms graph_ms between_ms",
         "served-steps": "model tokens link_gb_per_s case way at_once",
         "first-tokens": "case start first_token_s command_s link_gb_per_s",
+        "peers": "peer model case ms tokens_per_s",
         "lifetime": "model case call ms samples_ms link_gb_per_s",
         "ordered-experts": "model layers case way ms samples_ms tokens_per_s bit_equal",
         "shared-experts": "model layers case way slots ms bit_equal device cores",
@@ -112,7 +113,7 @@ NOTHING_COMPARED = {
     "experts-launch", "experts-launch-small", "experts-vllm-memory", "experts-vllm-starts", "pipelines",
     "admission", "experts-vllm-prompt-memory", "experts-vllm-rounding", "ranks-dp-compiled",
     "smallest", "coded-start", "starts-wan", "starts-flux", "start-phases", "card-start", "card-fetch", "card-between",
-    "python-calls", "first-tokens", "ordered-kernels", "ordered-launches", "ordered-orders", "expected-rates",
+    "python-calls", "first-tokens", "ordered-kernels", "ordered-launches", "ordered-orders", "expected-rates", "peers",
 }  # fmt: skip
 
 
