@@ -294,8 +294,7 @@ class GraphBackend:
 class FullCudaGraphBackend(GraphBackend):
     def _captured(self, forward_fn: Callable[[], Any], warm: torch.Tensor) -> Callable[[], torch.Tensor]:
         graph = torch.cuda.CUDAGraph()
-        # As SGLang's freeze_gc: garbage of other tests may hold graphs, and to free one ends a capture.
-        with gc_paused(), torch.cuda.graph(cuda_graph=graph, stream=torch.cuda.Stream()):
+        with torch.cuda.graph(cuda_graph=graph, stream=torch.cuda.Stream()):
             out = forward_fn()
         return functools.partial(_replayed, graph, out)
 
@@ -348,10 +347,11 @@ class ModelRunner:
             self.ids = torch.zeros(2, 3, dtype=torch.long)
         runner, body = BaseRunner(self), self.model.model.forward
         self.decode, self.prefill = FullCudaGraphBackend(runner), BreakableCudaGraphBackend(runner)
-        if "decode" in self._kinds:
-            self.decode.capture_one(3, lambda: self.model.forward(self.ids, self.ids[0], None))
-        if "prefill" in self._kinds:
-            self.prefill.capture_one(3, lambda: body(self.ids, self.ids[0], None))
+        with gc_paused():  # as SGLang's freeze_gc: garbage may hold graphs, and to free one ends a capture
+            if "decode" in self._kinds:
+                self.decode.capture_one(3, lambda: self.model.forward(self.ids, self.ids[0], None))
+            if "prefill" in self._kinds:
+                self.prefill.capture_one(3, lambda: body(self.ids, self.ids[0], None))
 
     @torch.inference_mode()
     def forward(self, forward_batch: Any) -> torch.Tensor:
