@@ -556,6 +556,9 @@ def test_weights_that_hooks_would_cast_from_then_on() -> None:
         with pytest.raises(ModelChangedError, match=r"would change .*handle\.remove\(\)"):
             _cast_at_use(part)
         assert {parameter.dtype for parameter in part.parameters()} == {torch.float32}
+        with pytest.raises(ModelChangedError, match=r"would change .*handle\.remove\(\)"):  # in the middle of a call
+            pipelines.call(pipe, callback_on_step_end=lambda *_, part=part: _cast_at_use(part))
+        assert {parameter.dtype for parameter in part.parameters()} == {torch.float32}
     moved, _ = moved_by(handle, lambda: pipelines.call(pipe), expected)
     assert moved > 0
     handle.remove()
