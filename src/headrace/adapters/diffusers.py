@@ -24,6 +24,7 @@ from diffusers import DiffusionPipeline
 from torch import nn
 
 from headrace.adapters.engine_interface import require_names
+from headrace.adapters.layerwise_casting import casting_of, store_in
 from headrace.api import Handle, handle_of, refuse_second_offload, start
 from headrace.checkpoint.safetensors_header import Checkpoint, FileFingerprint, FileTensor
 from headrace.checkpoint.weight_map import TensorSource, WeightMap
@@ -71,6 +72,7 @@ def load(
     disk: DiskOptions | None = None,
     progress: Progress | None = None,
     measure_stalls: bool = False,
+    storage_dtype: torch.dtype | Mapping[str, torch.dtype] | None = None,
     **options: Any,
 ) -> tuple[Any, PipelineHandle]:
     """Offload all components of a pipeline within one budget; its output is the same bit for bit.
@@ -89,6 +91,10 @@ def load(
         checkpoint: folder that a ``pipeline`` that is built already was loaded from; default none. With it
             mode ``disk`` works, and weights that do not fit host memory stay in its files.
         disk, progress, measure_stalls: as for :func:`headrace.offload`.
+        storage_dtype: a dtype such as ``torch.float8_e4m3fn`` in which the models that every step runs are stored and
+            copied, and from which their weights are cast where they are used (layerwise casting of diffusers, with its
+            exceptions such as norms); or dtypes by names of components. The weights are rounded before the plan is made
+            and stay so, also after an error. Where layerwise casting was enabled before, it is in force without this.
         options: for ``from_pretrained``, such as ``dtype``, ``variant`` or a component; only with a folder.
 
     Returns:
@@ -107,6 +113,11 @@ def load(
         raise OptionTypeError(
             f"pipeline: expected a DiffusionPipeline, or a folder and arguments of from_pretrained, found {found}"
         )
+    if storage_dtype is not None:
+        components = Components(pipe)
+        _refuse_hooks(pipe, components)
+        refuse_second_offload(components)
+        store_in(pipe, storage_dtype, tuple(_step_models(components)))
     device = device or ("cuda" if torch.cuda.is_available() else "cpu")
     arguments = {"progress": progress, "measure_stalls": measure_stalls}
     handle = PipelineHandle(
@@ -249,13 +260,16 @@ def _offload(
     weights = _weights(Path(folder), components, options) if folder is not None and reads else None
     unstreamable = () if weights is None else not_in_files(inventory, weights)
     if isinstance(given, Budget) and not given.workload.repeated:
-        steps = [name for name, part in components.named_children() if type(part).__module__.startswith(_STEP_MODELS)]
-        patterns = tuple(f"re:{name}\\..*" for name in steps)
+        patterns = tuple(f"re:{name}\\..*" for name in _step_models(components))
         rows = given.workload.batch_sizes if isinstance(policy, Budget) else (_ROWS,)
         given = replace(given, workload=replace(given.workload, repeated=patterns, batch_sizes=rows))
     request = PlanRequest(components, given, checkpoint=weights, device=device, disk=disk)
     prepared = prepare(replace(request, inventory=inventory, unstreamable=unstreamable))
     return start(prepared, repeats=True, **arguments)
+
+
+def _step_models(components: Components) -> list[str]:
+    return [name for name, part in components.named_children() if type(part).__module__.startswith(_STEP_MODELS)]
 
 
 def _weights(folder: Path, components: Components, options: Mapping[str, Any]) -> WeightMap:
@@ -274,10 +288,13 @@ def _weights(folder: Path, components: Components, options: Mapping[str, Any]) -
         except CheckpointError:
             continue  # pickled, for example: such weights stay in host memory, or mode 'disk' refuses them by name
         stamps += found.stamps
+        casts = {at: hook.compute_dtype for at, module in part.named_modules() if (hook := casting_of(module))}
         for key, live in part.state_dict(keep_vars=True).items():
             # PEFT wraps layers in layers with adapters, so that live names differ from those in the files.
             tensor = found.tensors.get(without_lora(key))
-            if tensor is not None and tensor.shape == tuple(live.shape):
+            # Through the dtype of compute some are rounded twice, which a conversion of the file's bytes would not do.
+            exact = tensor is not None and tensor.dtype in (live.dtype, casts.get(key.rpartition(".")[0], tensor.dtype))
+            if tensor is not None and exact and tensor.shape == tuple(live.shape):
                 tensors[f"{name}.{key}"] = tensor
                 sources[f"{name}.{key}"] = replace(TensorSource.of(tensor), dtype=live.dtype)
     return WeightMap(Checkpoint(folder.absolute(), tensors, tuple(stamps)), sources)
