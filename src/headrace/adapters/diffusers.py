@@ -6,7 +6,8 @@ weights, and while a component runs its last units the first ones of the next ar
 are learned from the calls (``repeats`` of :class:`~headrace.runtime.prefetcher.Prefetcher`).
 
 While it is offloaded, the pipeline object has a special class. It makes a call a forward, refuses methods
-that would move the components as well, and plans again around methods that change their weights (LoRA, IP-adapters).
+that would move the components as well, and plans again around methods that change their weights (IP-adapters, merged
+LoRA). Adapters that are loaded beside the weights become residents of the plan in force.
 """
 
 from __future__ import annotations
@@ -54,10 +55,11 @@ _WEIGHT_FILES = (
 )  # fmt: skip
 
 _MOVERS = ("to", "enable_model_cpu_offload", "enable_sequential_cpu_offload", "enable_group_offload")
+# Those that add or drop weights beside the offloaded ones, which stay what they are.
+_ADAPTS = ("load_lora_weights", "unload_lora_weights", "delete_adapters")
 _CHANGES = (
-    "load_lora_weights", "unload_lora_weights", "fuse_lora", "unfuse_lora", "delete_adapters",
-    "load_ip_adapter", "unload_ip_adapter", "load_textual_inversion", "unload_textual_inversion",
-    "fuse_qkv_projections", "unfuse_qkv_projections",
+    "fuse_lora", "unfuse_lora", "load_ip_adapter", "unload_ip_adapter",
+    "load_textual_inversion", "unload_textual_inversion", "fuse_qkv_projections", "unfuse_qkv_projections",
 )  # fmt: skip
 # Those that write existing weights, so that the files no longer have them.
 _WRITES = ("fuse_lora", "unfuse_lora")
@@ -185,7 +187,8 @@ class PipelineHandle(Handle):
 
     def _attach(self) -> None:
         components = Components(self.pipe)
-        self._planned_bytes = _parameter_bytes(components)
+        self._planned = dict(components.named_parameters())
+        self._adapters: dict[str, int] = {}
         try:
             super().__init__(components, self._begin(components)._session)
             self.pipe._headrace = self
@@ -196,6 +199,12 @@ class PipelineHandle(Handle):
                 begun.remove()
             self._restore()
             raise
+
+    @property
+    def plan(self) -> Plan:
+        """Plan in force, with adapters that were loaded since as residents."""
+        plan = super().plan
+        return replace(plan, resident={**plan.resident, **self._adapters}) if self._adapters else plan
 
     def remove(self, *, graphs_released: bool = False) -> None:
         super().remove(graphs_released=graphs_released)
@@ -216,10 +225,18 @@ class PipelineHandle(Handle):
                     f"{name} of the pipeline was replaced after the pipeline was offloaded: expected the components "
                     f"that the plan was made for; call handle.remove(), then load() again"
                 )
-        if _parameter_bytes(self.model) != self._planned_bytes:  # of an adapter that was loaded into a component
-            with self.without_offload("add_adapter"):
-                pass
+        self.count_adapters()  # that were loaded into a component
         return self.model(run)
+
+    def count_adapters(self) -> None:
+        """Count adapters as residents, beside the budget; plan anew if weights that are offloaded were exchanged."""
+        now = dict(self.model.named_parameters())
+        offloaded = {id(self._planned[name]) for name in super().plan.offloaded_names if name in self._planned}
+        if not offloaded <= set(map(id, now.values())):
+            with self.without_offload("load_lora_weights"):
+                return
+        planned = set(map(id, self._planned.values()))
+        self._adapters = {name: parameter.nbytes for name, parameter in now.items() if id(parameter) not in planned}
 
     @contextmanager
     def without_offload(self, method: str) -> Iterator[None]:
@@ -234,10 +251,6 @@ class PipelineHandle(Handle):
             yield
         finally:
             self._attach()
-
-
-def _parameter_bytes(module: nn.Module) -> int:
-    return sum(parameter.nbytes for parameter in module.parameters())
 
 
 def _offload(
@@ -346,6 +359,9 @@ def _offloaded_class(base: type[DiffusionPipeline]) -> type[DiffusionPipeline]:
     made["__call__"] = _through(base.__call__, lambda handle, run: handle.call(run))
     for name in _MOVERS:
         made[name] = _through(getattr(base, name), functools.partial(_refuse, name))
+    for name in _ADAPTS:
+        if hasattr(base, name):
+            made[name] = _through(getattr(base, name), _adapt)
     for name in _CHANGES:
         if hasattr(base, name):
             made[name] = _through(getattr(base, name), functools.partial(_change, name))
@@ -363,6 +379,13 @@ def _through(original: Callable[..., Any], around: Callable[[PipelineHandle, Cal
         return run() if handle is None else around(handle, run)
 
     return method
+
+
+def _adapt(handle: PipelineHandle, run: Callable[[], Any]) -> Any:
+    try:
+        return run()
+    finally:
+        handle.count_adapters()
 
 
 def _change(name: str, handle: PipelineHandle, run: Callable[[], Any]) -> Any:
