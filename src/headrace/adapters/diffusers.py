@@ -21,7 +21,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from diffusers import DiffusionPipeline
+from diffusers import DiffusionPipeline, ModularPipeline
 from torch import nn
 
 from headrace.adapters.engine_interface import require_names
@@ -54,6 +54,7 @@ _WEIGHT_FILES = (
     "model.safetensors", "model.safetensors.index.json",
 )  # fmt: skip
 
+_MODULAR_INDEX = "modular_model_index.json"
 _MOVERS = ("to", "enable_model_cpu_offload", "enable_sequential_cpu_offload", "enable_group_offload")
 # Those that add or drop weights beside the offloaded ones, which stay what they are.
 _ADAPTS = ("load_lora_weights", "unload_lora_weights", "delete_adapters")
@@ -66,7 +67,7 @@ _WRITES = ("fuse_lora", "unfuse_lora")
 
 
 def load(
-    pipeline: DiffusionPipeline | str | os.PathLike[str],
+    pipeline: DiffusionPipeline | ModularPipeline | str | os.PathLike[str],
     policy: Policy | Plan | str | int,
     *,
     device: torch.device | str | None = None,
@@ -85,8 +86,8 @@ def load(
         image = pipe("a weir in spring").images[0]
 
     Args:
-        pipeline: a pipeline with its weights in host memory, or the folder of one (or its name in the local cache of
-            the Hub), which ``DiffusionPipeline.from_pretrained`` reads. Nothing is downloaded.
+        pipeline: a pipeline, modular ones too, with its weights in host memory, or the folder of one (or its name in
+            the local cache of the Hub), which ``from_pretrained`` reads. Nothing is downloaded.
         policy: as for :func:`headrace.offload`; a budget is for the weights of all components together. Names in
             patterns begin with that of the component: ``transformer.blocks.0.attn1.to_q.weight``.
         device: where compute runs; default a GPU where there is one, else the CPU.
@@ -108,12 +109,13 @@ def load(
     require_kinds(device, disk)
     if isinstance(pipeline, str | os.PathLike):
         pipe, checkpoint = _from_folder(pipeline, options)
-    elif isinstance(pipeline, DiffusionPipeline) and not options:
+    elif isinstance(pipeline, DiffusionPipeline | ModularPipeline) and not options:
         pipe = pipeline
     else:
         found = f"unknown arguments {', '.join(options)}" if options else type(pipeline).__name__
         raise OptionTypeError(
-            f"pipeline: expected a DiffusionPipeline, or a folder and arguments of from_pretrained, found {found}"
+            f"pipeline: expected a DiffusionPipeline or ModularPipeline, or a folder and arguments of from_pretrained, "
+            f"found {found}"
         )
     if storage_dtype is not None:
         components = Components(pipe)
@@ -128,11 +130,13 @@ def load(
     return pipe, handle
 
 
-def _from_folder(folder: str | os.PathLike[str], options: dict[str, Any]) -> tuple[DiffusionPipeline, Path]:
+def _from_folder(folder: str | os.PathLike[str], options: dict[str, Any]) -> tuple[Any, Path]:
     if "device_map" in options:
         raise OptionError("device_map moves components itself: expected none together with a budget; leave it out")
     path = Path(folder)
-    if not (path / "model_index.json").is_file():  # or the name of one; of a folder, download() would ask the Hub
+    is_modular = (path / _MODULAR_INDEX).is_file()
+    # Or the name of one; of a folder, download() would ask the Hub.
+    if not is_modular and not (path / "model_index.json").is_file():
         chosen = {key: options[key] for key in ("revision", "variant", "cache_dir") if key in options}
         try:
             path = Path(DiffusionPipeline.download(os.fspath(folder), local_files_only=True, **chosen))
@@ -142,6 +146,10 @@ def _from_folder(folder: str | os.PathLike[str], options: dict[str, Any]) -> tup
                 f"name of one in the Hub's local cache, found neither; fetch it with `hf download`"
             ) from error
     try:
+        if is_modular:
+            pipe = ModularPipeline.from_pretrained(os.fspath(path), local_files_only=True)
+            pipe.load_components(local_files_only=True, **options)
+            return pipe, path
         return DiffusionPipeline.from_pretrained(path, local_files_only=True, **options), path
     except Exception as error:  # of any type, for files with errors
         raise CheckpointError(
@@ -156,7 +164,9 @@ class Components(nn.Module):
     def __init__(self, pipe: Any) -> None:
         super().__init__()
         found = modules_of(pipe)
-        expected = (pipe.model_cpu_offload_seq or "").split("->")  # until a call has shown its own order
+        expected = (getattr(pipe, "model_cpu_offload_seq", None) or "").split(
+            "->"
+        )  # until a call has shown its own order
         for name in sorted(found, key=lambda name: expected.index(name) if name in expected else -1):
             self.add_module(name, found[name])
         self.training = any(module.training for module in found.values())
@@ -182,7 +192,7 @@ class PipelineHandle(Handle):
             )
         self.pipe = pipe
         self._begin = begin
-        self._class: type[DiffusionPipeline] = type(pipe)
+        self._class: type[Any] = type(pipe)
         self._attach()
 
     def _attach(self) -> None:
@@ -334,7 +344,8 @@ def _refuse_hooks(pipe: DiffusionPipeline, components: nn.Module) -> None:
             how = "diffusers' group offloading" if is_grouped else "accelerate (enable_model_cpu_offload and the like)"
             raise StateError(
                 f"{name} ({type(module).__name__}) is moved by {how}: expected a pipeline that nothing else offloads; "
-                f"load it without (or remove accelerate's hooks first: pipe.remove_all_hooks())"
+                f"load it without (or remove accelerate's hooks first: pipe.remove_all_hooks(), or "
+                f"disable_auto_cpu_offload() of a ComponentsManager)"
             )
 
 
@@ -353,18 +364,14 @@ def _refuse_upcast(pipe: Any) -> None:
 # -- the class of an offloaded pipeline ----------------------------------------------------------------------------
 
 
-def _offloaded_class(base: type[DiffusionPipeline]) -> type[DiffusionPipeline]:
+def _offloaded_class(base: type[Any]) -> type[Any]:
     """A class like ``base``, with its name, whose calls and changes go through ``_headrace``, the handle."""
     made: dict[str, Any] = {"__module__": base.__module__, "__doc__": base.__doc__}
     made["__call__"] = _through(base.__call__, lambda handle, run: handle.call(run))
-    for name in _MOVERS:
-        made[name] = _through(getattr(base, name), functools.partial(_refuse, name))
-    for name in _ADAPTS:
-        if hasattr(base, name):
-            made[name] = _through(getattr(base, name), _adapt)
-    for name in _CHANGES:
-        if hasattr(base, name):
-            made[name] = _through(getattr(base, name), functools.partial(_change, name))
+    around: dict[str, Callable[[PipelineHandle, Callable[[], Any]], Any]] = dict.fromkeys(_ADAPTS, _adapt)
+    around |= {name: functools.partial(_refuse, name) for name in _MOVERS}
+    around |= {name: functools.partial(_change, name) for name in _CHANGES}
+    made |= {name: _through(getattr(base, name), call) for name, call in around.items() if hasattr(base, name)}
     return type(base.__name__, (base,), made)
 
 
