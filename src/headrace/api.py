@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import logging
 import os
+import sys
 import traceback
 from collections.abc import Mapping
+from importlib import import_module
 from typing import TYPE_CHECKING, Literal
 
 import torch
@@ -290,6 +292,10 @@ def start(
     handle = Handle(prepared.model, session)
     try:
         session.attach()
+        if "diffusers" in sys.modules:
+            casts = import_module("headrace.adapters.layerwise_casting").CastsAtUse(prepared.model)
+            session.attachments.append(casts)
+            casts.attach()
         # The model keeps the handle, because dropping the handle must not end the offload.
         vars(prepared.model)[_MARK] = handle
         return handle

@@ -11,6 +11,7 @@ import importlib.util
 import pytest
 import torch
 
+import headrace
 from families import builders, diffusion, ways
 
 FAMILIES = (
@@ -39,6 +40,24 @@ def test_family(name: str) -> None:
 @pytest.mark.parametrize("name", PIPELINES)
 def test_diffusers(name: str) -> None:
     check(diffusion.build(name))
+
+
+@pytest.mark.skipif(importlib.util.find_spec("diffusers") is None, reason="diffusers is not installed")
+@pytest.mark.parametrize("name", PIPELINES)
+def test_diffusers_with_weights_that_are_cast_at_use(name: str) -> None:
+    case, twin = diffusion.build(name), diffusion.build(name)
+    plain = ways.leaves_of(ways.forward(twin.model, twin.calls))
+    for model in (case.model, twin.model):
+        model.enable_layerwise_casting(storage_dtype=torch.float8_e4m3fn, compute_dtype=torch.float32)
+    expected = ways.leaves_of(ways.forward(twin.model, twin.calls))
+    assert ways.difference(plain, expected)
+    policy = headrace.Prefetch(params=[headrace.config.ALL_MODEL_PARAMS])
+    with headrace.offload(case.model, policy) as handle:
+        for _ in range(2):
+            assert ways.difference(ways.leaves_of(ways.forward(case.model, case.calls)), expected) == ""
+        assert handle.stats().bytes_moved > 0
+    assert ways.difference(ways.leaves_of(ways.forward(case.model, case.calls)), expected) == ""
+    assert ways.difference(ways.state_of(case.model), ways.state_of(twin.model)) == ""
 
 
 class TestTool:

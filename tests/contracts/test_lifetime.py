@@ -446,7 +446,10 @@ class TestChanged:
         twin.load_state_dict(model.state_dict())
         with headrace.offload(model, Rules([(r"re:[34]\..*", "resident"), ("*", "prefetch")])) as handle:
             for part in model[3:]:
-                for cast in (nn.Module.half, lambda m: m.to(torch.float8_e4m3fn)):
+                for cast in (
+                    nn.Module.half, lambda m: m.to(torch.float8_e4m3fn),
+                    lambda m: m._apply(lambda t: t.bfloat16() if t.ndim > 1 else t),
+                ):  # fmt: skip
                     with pytest.raises(ModelChangedError, match=r"to\(\), half\(\).* would change .*handle\.remove"):
                         cast(part)
                 assert copy.deepcopy(part).half().weight.dtype == torch.float16
@@ -456,6 +459,25 @@ class TestChanged:
             require_forwards(handle, rows(), twin(rows()), 1)
         assert_same_bits(dict(model.state_dict()), dict(twin.state_dict()))
         assert model.half()[3].weight.dtype == torch.float16
+
+    def test_a_cast_of_residents_by_a_callback(self) -> None:
+        """Which runs in the forward of the root, layer by layer, and is no module's own doing."""
+
+        class Root(Stack):
+            def forward(self, x: torch.Tensor) -> torch.Tensor:
+                self.called_back()
+                return super().forward(x)
+
+        model, x = Root(4).eval(), rows()
+        model.called_back = lambda: None
+        expected = model(x)
+        with headrace.offload(model, Rules([("layers.0", "resident"), ("*", "prefetch")])) as handle:
+            model.called_back = lambda: [part.half() for part in model.modules() if not [*part.children()]]
+            with pytest.raises(ModelChangedError, match=r"would change .*handle\.remove"):
+                model(x)
+            model.called_back = lambda: None
+            assert {parameter.dtype for parameter in model.parameters()} == {torch.float32}
+            require_forwards(handle, x, expected, 1)
 
     def test_moved_data_of_one_tensor(self) -> None:
         model, x = Stack(3).eval(), rows()

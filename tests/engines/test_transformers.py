@@ -649,6 +649,16 @@ class TestErrors:
         with headrace.offload(model, policy) as handle:
             assert_streams(model, handle, reference)
 
+    @pytest.mark.skipif(importlib.util.find_spec("accelerate") is None, reason="accelerate is not installed")
+    def test_weights_that_accelerate_casts(self) -> None:
+        from accelerate.big_modeling import attach_layerwise_casting_hooks
+
+        model = torch.nn.Sequential(torch.nn.Linear(256, 256))
+        attach_layerwise_casting_hooks(model, torch.float8_e4m3fn, torch.float32)
+        match = r"'0' \(Linear\): .*cast by accelerate .*diffusers\.hooks\.apply_layerwise_casting"
+        with pytest.raises(OptionError, match=match):
+            headrace.offload(model, EVERYTHING)
+
     @pytest.mark.parametrize("error", [KeyboardInterrupt, RuntimeError])
     def test_nothing_is_leaked(self, error: type[BaseException], saved: Callable[[str], Path]) -> None:
         def interrupt(done: int, total: int) -> None:

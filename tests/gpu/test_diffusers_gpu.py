@@ -65,3 +65,19 @@ def test_graphs_are_refused() -> None:
     graph = torch.cuda.CUDAGraph()
     with torch.no_grad(), pytest.raises(StateError, match="a CUDA graph was being captured"), torch.cuda.graph(graph):
         pipe.text_encoder(torch.zeros(1, 8, dtype=torch.int64, device="cuda"))
+
+
+@pytest.mark.parametrize("name", ["stable diffusion", "flux", "wan"])
+def test_weights_that_are_cast_at_use(name: str) -> None:
+    from headrace.adapters.diffusers import Components, load
+
+    pipe, twin = (pipelines.build(name).to(torch.bfloat16) for _ in range(2))
+    for part in ("unet", "transformer", "transformer_2"):
+        if (model := getattr(twin, part, None)) is not None:
+            model.enable_layerwise_casting(storage_dtype=torch.float8_e4m3fn, compute_dtype=torch.bfloat16)
+    twin.to("cuda")
+    budget = int(0.5 * take_inventory(Components(twin)).num_bytes)
+    _, handle = load(pipe, budget, device="cuda", storage_dtype=torch.float8_e4m3fn)
+    for _ in range(2):
+        assert torch.equal(pipelines.call(pipe), pipelines.call(twin))
+    assert handle.stats().bytes_moved > 0

@@ -6,7 +6,8 @@ weights, and while a component runs its last units the first ones of the next ar
 are learned from the calls (``repeats`` of :class:`~headrace.runtime.prefetcher.Prefetcher`).
 
 While it is offloaded, the pipeline object has a special class. It makes a call a forward, refuses methods
-that would move the components as well, and plans again around methods that change their weights (LoRA, IP-adapters).
+that would move the components as well, and plans again around methods that change their weights (IP-adapters, merged
+LoRA). Adapters that are loaded beside the weights become residents of the plan in force.
 """
 
 from __future__ import annotations
@@ -20,10 +21,11 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from diffusers import DiffusionPipeline
+from diffusers import DiffusionPipeline, ModularPipeline
 from torch import nn
 
 from headrace.adapters.engine_interface import require_names
+from headrace.adapters.layerwise_casting import casting_of, store_in
 from headrace.api import Handle, handle_of, refuse_second_offload, start
 from headrace.checkpoint.safetensors_header import Checkpoint, FileFingerprint, FileTensor
 from headrace.checkpoint.weight_map import TensorSource, WeightMap
@@ -52,18 +54,20 @@ _WEIGHT_FILES = (
     "model.safetensors", "model.safetensors.index.json",
 )  # fmt: skip
 
+_MODULAR_INDEX = "modular_model_index.json"
 _MOVERS = ("to", "enable_model_cpu_offload", "enable_sequential_cpu_offload", "enable_group_offload")
+# Those that add or drop weights beside the offloaded ones, which stay what they are.
+_ADAPTS = ("load_lora_weights", "unload_lora_weights", "delete_adapters")
 _CHANGES = (
-    "load_lora_weights", "unload_lora_weights", "fuse_lora", "unfuse_lora", "delete_adapters",
-    "load_ip_adapter", "unload_ip_adapter", "load_textual_inversion", "unload_textual_inversion",
-    "fuse_qkv_projections", "unfuse_qkv_projections",
+    "fuse_lora", "unfuse_lora", "load_ip_adapter", "unload_ip_adapter",
+    "load_textual_inversion", "unload_textual_inversion", "fuse_qkv_projections", "unfuse_qkv_projections",
 )  # fmt: skip
 # Those that write existing weights, so that the files no longer have them.
 _WRITES = ("fuse_lora", "unfuse_lora")
 
 
 def load(
-    pipeline: DiffusionPipeline | str | os.PathLike[str],
+    pipeline: DiffusionPipeline | ModularPipeline | str | os.PathLike[str],
     policy: Policy | Plan | str | int,
     *,
     device: torch.device | str | None = None,
@@ -71,6 +75,7 @@ def load(
     disk: DiskOptions | None = None,
     progress: Progress | None = None,
     measure_stalls: bool = False,
+    storage_dtype: torch.dtype | Mapping[str, torch.dtype] | None = None,
     **options: Any,
 ) -> tuple[Any, PipelineHandle]:
     """Offload all components of a pipeline within one budget; its output is the same bit for bit.
@@ -81,14 +86,18 @@ def load(
         image = pipe("a weir in spring").images[0]
 
     Args:
-        pipeline: a pipeline with its weights in host memory, or the folder of one (or its name in the local cache of
-            the Hub), which ``DiffusionPipeline.from_pretrained`` reads. Nothing is downloaded.
+        pipeline: a pipeline, modular ones too, with its weights in host memory, or the folder of one (or its name in
+            the local cache of the Hub), which ``from_pretrained`` reads. Nothing is downloaded.
         policy: as for :func:`headrace.offload`; a budget is for the weights of all components together. Names in
             patterns begin with that of the component: ``transformer.blocks.0.attn1.to_q.weight``.
         device: where compute runs; default a GPU where there is one, else the CPU.
         checkpoint: folder that a ``pipeline`` that is built already was loaded from; default none. With it
             mode ``disk`` works, and weights that do not fit host memory stay in its files.
         disk, progress, measure_stalls: as for :func:`headrace.offload`.
+        storage_dtype: a dtype such as ``torch.float8_e4m3fn`` in which the models that every step runs are stored and
+            copied, and from which their weights are cast where they are used (layerwise casting of diffusers, with its
+            exceptions such as norms); or dtypes by names of components. The weights are rounded before the plan is made
+            and stay so, also after an error. Where layerwise casting was enabled before, it is in force without this.
         options: for ``from_pretrained``, such as ``dtype``, ``variant`` or a component; only with a folder.
 
     Returns:
@@ -100,13 +109,19 @@ def load(
     require_kinds(device, disk)
     if isinstance(pipeline, str | os.PathLike):
         pipe, checkpoint = _from_folder(pipeline, options)
-    elif isinstance(pipeline, DiffusionPipeline) and not options:
+    elif isinstance(pipeline, DiffusionPipeline | ModularPipeline) and not options:
         pipe = pipeline
     else:
         found = f"unknown arguments {', '.join(options)}" if options else type(pipeline).__name__
         raise OptionTypeError(
-            f"pipeline: expected a DiffusionPipeline, or a folder and arguments of from_pretrained, found {found}"
+            f"pipeline: expected a DiffusionPipeline or ModularPipeline, or a folder and arguments of from_pretrained, "
+            f"found {found}"
         )
+    if storage_dtype is not None:
+        components = Components(pipe)
+        _refuse_hooks(pipe, components)
+        refuse_second_offload(components)
+        store_in(pipe, storage_dtype, tuple(_step_models(components)))
     device = device or ("cuda" if torch.cuda.is_available() else "cpu")
     arguments = {"progress": progress, "measure_stalls": measure_stalls}
     handle = PipelineHandle(
@@ -115,11 +130,13 @@ def load(
     return pipe, handle
 
 
-def _from_folder(folder: str | os.PathLike[str], options: dict[str, Any]) -> tuple[DiffusionPipeline, Path]:
+def _from_folder(folder: str | os.PathLike[str], options: dict[str, Any]) -> tuple[Any, Path]:
     if "device_map" in options:
         raise OptionError("device_map moves components itself: expected none together with a budget; leave it out")
     path = Path(folder)
-    if not (path / "model_index.json").is_file():  # or the name of one; of a folder, download() would ask the Hub
+    is_modular = (path / _MODULAR_INDEX).is_file()
+    # Or the name of one; of a folder, download() would ask the Hub.
+    if not is_modular and not (path / "model_index.json").is_file():
         chosen = {key: options[key] for key in ("revision", "variant", "cache_dir") if key in options}
         try:
             path = Path(DiffusionPipeline.download(os.fspath(folder), local_files_only=True, **chosen))
@@ -129,6 +146,10 @@ def _from_folder(folder: str | os.PathLike[str], options: dict[str, Any]) -> tup
                 f"name of one in the Hub's local cache, found neither; fetch it with `hf download`"
             ) from error
     try:
+        if is_modular:
+            pipe = ModularPipeline.from_pretrained(os.fspath(path), local_files_only=True)
+            pipe.load_components(local_files_only=True, **options)
+            return pipe, path
         return DiffusionPipeline.from_pretrained(path, local_files_only=True, **options), path
     except Exception as error:  # of any type, for files with errors
         raise CheckpointError(
@@ -143,7 +164,9 @@ class Components(nn.Module):
     def __init__(self, pipe: Any) -> None:
         super().__init__()
         found = modules_of(pipe)
-        expected = (pipe.model_cpu_offload_seq or "").split("->")  # until a call has shown its own order
+        expected = (getattr(pipe, "model_cpu_offload_seq", None) or "").split(
+            "->"
+        )  # until a call has shown its own order
         for name in sorted(found, key=lambda name: expected.index(name) if name in expected else -1):
             self.add_module(name, found[name])
         self.training = any(module.training for module in found.values())
@@ -169,12 +192,13 @@ class PipelineHandle(Handle):
             )
         self.pipe = pipe
         self._begin = begin
-        self._class: type[DiffusionPipeline] = type(pipe)
+        self._class: type[Any] = type(pipe)
         self._attach()
 
     def _attach(self) -> None:
         components = Components(self.pipe)
-        self._planned_bytes = _parameter_bytes(components)
+        self._planned = dict(components.named_parameters())
+        self._adapters: dict[str, int] = {}
         try:
             super().__init__(components, self._begin(components)._session)
             self.pipe._headrace = self
@@ -185,6 +209,12 @@ class PipelineHandle(Handle):
                 begun.remove()
             self._restore()
             raise
+
+    @property
+    def plan(self) -> Plan:
+        """Plan in force, with adapters that were loaded since as residents."""
+        plan = super().plan
+        return replace(plan, resident={**plan.resident, **self._adapters}) if self._adapters else plan
 
     def remove(self, *, graphs_released: bool = False) -> None:
         super().remove(graphs_released=graphs_released)
@@ -205,10 +235,18 @@ class PipelineHandle(Handle):
                     f"{name} of the pipeline was replaced after the pipeline was offloaded: expected the components "
                     f"that the plan was made for; call handle.remove(), then load() again"
                 )
-        if _parameter_bytes(self.model) != self._planned_bytes:  # of an adapter that was loaded into a component
-            with self.without_offload("add_adapter"):
-                pass
+        self.count_adapters()  # that were loaded into a component
         return self.model(run)
+
+    def count_adapters(self) -> None:
+        """Count adapters as residents, beside the budget; plan anew if weights that are offloaded were exchanged."""
+        now = dict(self.model.named_parameters())
+        offloaded = {id(self._planned[name]) for name in super().plan.offloaded_names if name in self._planned}
+        if not offloaded <= set(map(id, now.values())):
+            with self.without_offload("load_lora_weights"):
+                return
+        planned = set(map(id, self._planned.values()))
+        self._adapters = {name: parameter.nbytes for name, parameter in now.items() if id(parameter) not in planned}
 
     @contextmanager
     def without_offload(self, method: str) -> Iterator[None]:
@@ -223,10 +261,6 @@ class PipelineHandle(Handle):
             yield
         finally:
             self._attach()
-
-
-def _parameter_bytes(module: nn.Module) -> int:
-    return sum(parameter.nbytes for parameter in module.parameters())
 
 
 def _offload(
@@ -249,13 +283,16 @@ def _offload(
     weights = _weights(Path(folder), components, options) if folder is not None and reads else None
     unstreamable = () if weights is None else not_in_files(inventory, weights)
     if isinstance(given, Budget) and not given.workload.repeated:
-        steps = [name for name, part in components.named_children() if type(part).__module__.startswith(_STEP_MODELS)]
-        patterns = tuple(f"re:{name}\\..*" for name in steps)
+        patterns = tuple(f"re:{name}\\..*" for name in _step_models(components))
         rows = given.workload.batch_sizes if isinstance(policy, Budget) else (_ROWS,)
         given = replace(given, workload=replace(given.workload, repeated=patterns, batch_sizes=rows))
     request = PlanRequest(components, given, checkpoint=weights, device=device, disk=disk)
     prepared = prepare(replace(request, inventory=inventory, unstreamable=unstreamable))
     return start(prepared, repeats=True, **arguments)
+
+
+def _step_models(components: Components) -> list[str]:
+    return [name for name, part in components.named_children() if type(part).__module__.startswith(_STEP_MODELS)]
 
 
 def _weights(folder: Path, components: Components, options: Mapping[str, Any]) -> WeightMap:
@@ -274,10 +311,13 @@ def _weights(folder: Path, components: Components, options: Mapping[str, Any]) -
         except CheckpointError:
             continue  # pickled, for example: such weights stay in host memory, or mode 'disk' refuses them by name
         stamps += found.stamps
+        casts = {at: hook.compute_dtype for at, module in part.named_modules() if (hook := casting_of(module))}
         for key, live in part.state_dict(keep_vars=True).items():
             # PEFT wraps layers in layers with adapters, so that live names differ from those in the files.
             tensor = found.tensors.get(without_lora(key))
-            if tensor is not None and tensor.shape == tuple(live.shape):
+            # Through the dtype of compute some are rounded twice, which a conversion of the file's bytes would not do.
+            exact = tensor is not None and tensor.dtype in (live.dtype, casts.get(key.rpartition(".")[0], tensor.dtype))
+            if tensor is not None and exact and tensor.shape == tuple(live.shape):
                 tensors[f"{name}.{key}"] = tensor
                 sources[f"{name}.{key}"] = replace(TensorSource.of(tensor), dtype=live.dtype)
     return WeightMap(Checkpoint(folder.absolute(), tensors, tuple(stamps)), sources)
@@ -304,7 +344,8 @@ def _refuse_hooks(pipe: DiffusionPipeline, components: nn.Module) -> None:
             how = "diffusers' group offloading" if is_grouped else "accelerate (enable_model_cpu_offload and the like)"
             raise StateError(
                 f"{name} ({type(module).__name__}) is moved by {how}: expected a pipeline that nothing else offloads; "
-                f"load it without (or remove accelerate's hooks first: pipe.remove_all_hooks())"
+                f"load it without (or remove accelerate's hooks first: pipe.remove_all_hooks(), or "
+                f"disable_auto_cpu_offload() of a ComponentsManager)"
             )
 
 
@@ -323,15 +364,14 @@ def _refuse_upcast(pipe: Any) -> None:
 # -- the class of an offloaded pipeline ----------------------------------------------------------------------------
 
 
-def _offloaded_class(base: type[DiffusionPipeline]) -> type[DiffusionPipeline]:
+def _offloaded_class(base: type[Any]) -> type[Any]:
     """A class like ``base``, with its name, whose calls and changes go through ``_headrace``, the handle."""
     made: dict[str, Any] = {"__module__": base.__module__, "__doc__": base.__doc__}
     made["__call__"] = _through(base.__call__, lambda handle, run: handle.call(run))
-    for name in _MOVERS:
-        made[name] = _through(getattr(base, name), functools.partial(_refuse, name))
-    for name in _CHANGES:
-        if hasattr(base, name):
-            made[name] = _through(getattr(base, name), functools.partial(_change, name))
+    around: dict[str, Callable[[PipelineHandle, Callable[[], Any]], Any]] = dict.fromkeys(_ADAPTS, _adapt)
+    around |= {name: functools.partial(_refuse, name) for name in _MOVERS}
+    around |= {name: functools.partial(_change, name) for name in _CHANGES}
+    made |= {name: _through(getattr(base, name), call) for name, call in around.items() if hasattr(base, name)}
     return type(base.__name__, (base,), made)
 
 
@@ -346,6 +386,13 @@ def _through(original: Callable[..., Any], around: Callable[[PipelineHandle, Cal
         return run() if handle is None else around(handle, run)
 
     return method
+
+
+def _adapt(handle: PipelineHandle, run: Callable[[], Any]) -> Any:
+    try:
+        return run()
+    finally:
+        handle.count_adapters()
 
 
 def _change(name: str, handle: PipelineHandle, run: Callable[[], Any]) -> Any:

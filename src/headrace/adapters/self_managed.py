@@ -7,6 +7,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from headrace.adapters.layerwise_casting import casting_of, why_not_cast
 from headrace.errors import OptionError
 
 __all__ = ["reject_self_managed_weights"]
@@ -35,10 +36,16 @@ def _self_managed(module: nn.Module, device: torch.device) -> tuple[str, str] | 
     packed = getattr(state, "packing_format_for_cpu", False)
     hook: Any = getattr(module, "_hf_hook", None)
     hooks = " ".join(getattr(getattr(module, "_diffusers_hook", None), "hooks", ()))
-    if "layerwise_casting" in hooks or "offload" in hooks:
-        how = "has its weights rounded, cast or moved by diffusers (layerwise casting or group offloading)"
+    if "offload" in hooks:
+        how = "has its weights moved by diffusers (group offloading)"
         return how, "build or load it anew without that, and offload it instead: a budget saves the memory"
-    if any(getattr(each, "offload", False) for each in getattr(hook, "hooks", (hook,))):
+    if casting_of(module) is not None and (why := why_not_cast(module)) is not None:
+        return why, "build or load it anew, and enable layerwise casting last, with enable_layerwise_casting()"
+    each_hook = getattr(hook, "hooks", (hook,))
+    if any(hasattr(each, "storage_dtype") for each in each_hook):
+        how = "has its weights cast by accelerate (attach_layerwise_casting_hooks) in every forward"
+        return how, "build or load it anew without that, and use diffusers.hooks.apply_layerwise_casting instead"
+    if any(getattr(each, "offload", False) for each in each_hook):
         how = "is given its weights anew by accelerate (device_map and the like) in every forward"
         removed = "accelerate.hooks.remove_hook_from_module(model, recurse=True)"
         return how, f"load it with headrace's load(), or without a device_map, or call {removed} first"

@@ -558,8 +558,8 @@ class StateGuard(NotCopyable):
     def _apply(self, module: nn.Module, fn: Callable[..., Any], recurse: bool = True) -> nn.Module:
         """``module._apply(fn)``, unless ``fn`` would change an offloaded tensor in it, or the dtype of a resident.
 
-        ``fn`` is asked with a small tensor of the same dtype, device and number of dimensions. A forward may cast
-        residents, since nothing moves those.
+        ``fn`` is asked with a small tensor of the same dtype, device and number of dimensions. A module may cast its
+        residents in its forward, since nothing moves those.
         """
         inside = set(module.modules())
         for bound in self._bound:
@@ -574,14 +574,25 @@ class StateGuard(NotCopyable):
                     f"again; if the model does it in its forward, {_fix(bound)}"
                 )
         held = () if torch.compiler.is_compiling() else (*module.parameters(recurse), *module.buffers(recurse))
-        for dtype in {tensor.dtype for tensor in held}:
-            if fn(torch.empty(1, dtype=dtype)).dtype != dtype and not is_on_stack(nn.Module._call_impl, self._modules):
+        for dtype, ndim in {(tensor.dtype, tensor.ndim) for tensor in held}:
+            if fn(torch.empty([1] * ndim, dtype=dtype)).dtype != dtype and not self._casts_itself(module):
                 raise ModelChangedError(
                     f"to(), half() and the like would change {dtype} of a {type(module).__name__} in a model that is "
                     f"offloaded, of which parts cannot be cast: call handle.remove() first, cast, then offload again"
                 )
         apply: Any = type(module)._apply
         return cast(nn.Module, apply(module, lambda tensor: tensor if place_of(tensor) else fn(tensor), recurse))
+
+    def _casts_itself(self, module: nn.Module) -> bool:
+        """Whether ``module`` is being cast by a forward of its own, of a module around it, or of its parent the root.
+
+        Callbacks run in the root's forward, too, and what casts there layer by layer would stop half-way.
+        """
+        is_child = any(module is child for child in self._model.children())
+        around = [
+            m for m in self._modules if (m is not self._model or m is module or is_child) and module in m.modules()
+        ]
+        return is_on_stack(nn.Module._call_impl, around)
 
     def _put_true_tensors(
         self, module: nn.Module, state: dict[str, torch.Tensor], prefix: str, local_metadata: object

@@ -1,0 +1,148 @@
+"""Layerwise casting of diffusers: weights that are stored in 8 bits, and cast where their module runs.
+
+diffusers casts a module's parameters before its forward and back behind it, in place. Offloaded ones stay as they are
+stored, in their slots, and the forward runs on casts of them: the same values in the same kernels.
+"""
+
+from __future__ import annotations
+
+import types
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import torch
+from torch import nn
+
+from headrace.errors import OptionError, OptionTypeError
+
+__all__ = ["CastsAtUse", "casting_of", "store_in", "why_not_cast"]
+
+_HOOK = "layerwise_casting"  # of diffusers.hooks
+_NEW = object()
+
+
+def casting_of(module: nn.Module) -> Any:
+    """diffusers' hook that casts the weights of ``module`` (``storage_dtype``, ``compute_dtype``), or ``None``."""
+    registry: Any = getattr(module, "_diffusers_hook", None)
+    return None if registry is None else registry.hooks.get(_HOOK)
+
+
+def why_not_cast(module: nn.Module) -> str | None:
+    """Why the weights of ``module``, which diffusers casts, cannot be cast while they are offloaded, as a clause."""
+    hook = casting_of(module)
+    forward = hook.fn_ref.forward
+    if next(module.children(), None) is not None:
+        return "diffusers casts together with the modules inside it"
+    if getattr(forward, "__self__", None) is not module or not isinstance(forward, types.MethodType):
+        return "had its forward wrapped before diffusers' layerwise casting was enabled"
+    stored, computed = torch.finfo(hook.storage_dtype), torch.finfo(hook.compute_dtype)
+    if computed.eps > stored.eps or computed.max < stored.max or computed.tiny > stored.tiny:
+        return f"diffusers rounds in each forward, from {stored.dtype} to {computed.dtype} and back"
+    return None
+
+
+class CastsAtUse:
+    """Casts, beside the stored weights, in the modules of an offloaded model that layerwise casting was enabled on."""
+
+    counts = None
+    notes: tuple[str, ...] = ()
+
+    def __init__(self, model: nn.Module) -> None:
+        self._hooks = [(module, hook) for module in model.modules() if (hook := casting_of(module)) is not None]
+        self._changed: list[tuple[Any, dict[str, Any]]] = []
+
+    def attach(self) -> None:
+        """Put the casts in place of diffusers'; an interrupt leaves what :meth:`remove` takes off."""
+        for module, hook in self._hooks:
+            reference = hook.fn_ref
+            self._changed.append((reference, dict(vars(reference))))
+            reference.forward = _cast_forward(module, hook.compute_dtype, reference.forward.__func__)
+            reference.pre_forward, reference.post_forward = _unchanged_arguments, _unchanged_output
+
+    def check(self) -> None:
+        """Have nothing that a step may invalidate."""
+
+    def remove(self) -> None:
+        """Give diffusers' hooks back."""
+        for reference, attributes in self._changed:
+            vars(reference).update(attributes)
+
+
+def _unchanged_arguments(module: nn.Module, *args: Any, **kwargs: Any) -> tuple[Any, Any]:
+    return args, kwargs
+
+
+def _unchanged_output(module: nn.Module, output: Any) -> Any:
+    return output
+
+
+def _cast_forward(module: nn.Module, dtype: torch.dtype, original: Callable[..., Any]) -> Callable[..., Any]:
+    def cast(tensors: Mapping[str, torch.Tensor | None]) -> dict[str, torch.Tensor | None]:
+        return {
+            name: tensor.to(dtype) if tensor is not None and tensor.is_floating_point() else tensor
+            for name, tensor in tensors.items()
+        }
+
+    def forward(*args: Any, **kwargs: Any) -> Any:
+        # A stand-in, because other threads and our own hooks look into the module meanwhile. Dynamo traces it.
+        stand_in = object.__new__(type(module))
+        before = dict(vars(module))
+        stand_in.__dict__ = {**before, "_parameters": cast(module._parameters), "_buffers": cast(module._buffers)}
+        if torch.compiler.is_compiling():
+            return original(stand_in, *args, **kwargs)
+        try:
+            return original(stand_in, *args, **kwargs)
+        finally:
+            left = ((name, value) for name, value in vars(stand_in).items() if name not in ("_parameters", "_buffers"))
+            vars(module).update((name, value) for name, value in left if before.get(name, _NEW) is not value)
+
+    return forward
+
+
+def store_in(pipe: Any, storage_dtype: torch.dtype | Mapping[str, torch.dtype], step_models: tuple[str, ...]) -> None:
+    """Enable layerwise casting on components of ``pipe``, as diffusers does, in the dtype that each computes in.
+
+    Args:
+        storage_dtype: a dtype for the models that every step runs, or one for each of the components that it names.
+        step_models: names of the components that every step runs.
+
+    Raises:
+        OptionError, OptionTypeError: with nothing changed.
+    """
+    if isinstance(storage_dtype, torch.dtype):
+        storage_dtype = dict.fromkeys(step_models, storage_dtype)
+    elif not isinstance(storage_dtype, Mapping):
+        raise OptionTypeError(
+            f"storage_dtype: expected a dtype, such as torch.float8_e4m3fn, or dtypes by names of components, found "
+            f"{type(storage_dtype).__name__} {storage_dtype!r}"
+        )
+    if not storage_dtype:
+        raise OptionError("storage_dtype: expected a component to store in it, found none; leave it out")
+    casts = [each for name, dtype in storage_dtype.items() if (each := _to_cast(pipe, name, dtype)) is not None]
+    for part, dtype, compute_dtype in casts:
+        part.enable_layerwise_casting(storage_dtype=dtype, compute_dtype=compute_dtype)
+
+
+def _to_cast(pipe: Any, name: str, dtype: torch.dtype) -> tuple[Any, torch.dtype, torch.dtype] | None:
+    """The component ``name``, its dtype to store and to compute in; ``None``: it is stored so already."""
+    own = {key: getattr(part, "_orig_mod", part) for key, part in pipe.components.items()}
+    own = {key: part for key, part in own.items() if hasattr(part, "enable_layerwise_casting")}
+    if (part := own.get(name)) is None:
+        # Pipelines take the dtype of embeddings from models of transformers, which give the one of storage.
+        raise OptionError(f"storage_dtype: expected components of diffusers' own ({', '.join(own)}), found {name!r}")
+    if active := {hook.storage_dtype for module in part.modules() if (hook := casting_of(module)) is not None}:
+        if active == {dtype}:
+            return None
+        raise OptionError(
+            f"storage_dtype: diffusers' layerwise casting stores {name} in {', '.join(map(str, active))} already: "
+            f"expected that dtype, found {dtype}; build or load it anew to store it otherwise"
+        )
+    if getattr(part, "hf_quantizer", None) is not None or getattr(part, "is_quantized", False):
+        raise OptionError(f"storage_dtype: {name} is quantised: expected weights in one dtype; leave it out for {name}")
+    compute_dtype = part.dtype
+    if not isinstance(dtype, torch.dtype) or not dtype.is_floating_point or dtype.itemsize >= compute_dtype.itemsize:
+        raise OptionError(
+            f"storage_dtype: expected a floating dtype smaller than {compute_dtype}, in which {name} computes, such as "
+            f"torch.float8_e4m3fn, found {dtype}"
+        )
+    return part, dtype, compute_dtype

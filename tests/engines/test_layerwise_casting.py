@@ -1,0 +1,341 @@
+"""The promise: weights that diffusers casts at use are stored and copied as they are stored, with the same images.
+
+The reference is always the resident pipeline with diffusers' own layerwise casting.
+"""
+
+from __future__ import annotations
+
+import importlib.util
+import threading
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import pytest
+import torch
+from torch import nn
+
+import headrace
+from headrace.errors import BudgetError, HeadraceError, OptionError, OptionTypeError
+from headrace.model.inventory import take_inventory
+from headrace.testing import assert_same_bits
+
+if importlib.util.find_spec("diffusers") is None or importlib.util.find_spec("peft") is None:
+    pytest.skip("diffusers and peft are not installed", allow_module_level=True)
+
+import pipelines
+
+if TYPE_CHECKING:
+    from headrace.adapters.diffusers import PipelineHandle
+
+pytestmark = [
+    pytest.mark.filterwarnings("ignore::FutureWarning"),
+    pytest.mark.filterwarnings("ignore::DeprecationWarning"),
+    pytest.mark.filterwarnings("ignore::UserWarning:peft"),
+    pytest.mark.filterwarnings("error::headrace.HeadraceWarning"),
+]
+FP8, BF16 = torch.float8_e4m3fn, torch.bfloat16
+STEPS = ("unet", "controlnet", "transformer", "transformer_2")
+
+
+@pytest.fixture(autouse=True)
+def _compiled_anew() -> Iterator[None]:
+    yield
+    torch._dynamo.reset()
+
+
+def build(name: str, dtype: torch.dtype = BF16) -> Any:
+    return pipelines.build(name).to(dtype)
+
+
+def cast(pipe: Any, storage: torch.dtype = FP8, compute: torch.dtype = BF16) -> Any:
+    """``pipe`` with diffusers' layerwise casting on what every step runs."""
+    for name in STEPS:
+        if (part := getattr(pipe, name, None)) is not None:
+            part.enable_layerwise_casting(storage_dtype=storage, compute_dtype=compute)
+    return pipe
+
+
+def num_bytes(pipe: Any) -> int:
+    from headrace.adapters.diffusers import Components
+
+    return take_inventory(Components(pipe)).num_bytes
+
+
+def load(pipe: Any, policy: Any, **options: Any) -> PipelineHandle:
+    from headrace.adapters import diffusers
+
+    return diffusers.load(pipe, policy, **options)[1]
+
+
+def moved_by(handle: headrace.Handle, run: Callable[[], Any], expected: torch.Tensor) -> int:
+    before = handle.stats().bytes_moved
+    assert_same_bits(run(), expected)
+    assert handle.stats().notes == (), "nothing was promoted"
+    return handle.stats().bytes_moved - before
+
+
+# -- one budget ----------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("enabled", ["by load", "before"])
+@pytest.mark.parametrize(
+    ("name", "storage", "compute"),
+    [
+        ("stable diffusion", FP8, BF16), ("controlnet", torch.float8_e5m2, torch.float16), ("flux", FP8, BF16),
+        ("wan", FP8, BF16), ("flux", FP8, torch.float32), ("wan", BF16, torch.float32),
+    ],
+)  # fmt: skip
+def test_the_images_of_the_resident_pipeline(
+    name: str, storage: torch.dtype, compute: torch.dtype, enabled: str
+) -> None:
+    pipe, twin = build(name, compute), cast(build(name, compute), storage, compute)
+    plain, expected = pipelines.call(pipe), pipelines.call(twin)
+    assert not torch.equal(plain, expected)
+    budget = int(0.5 * num_bytes(twin))
+    handle = load(cast(pipe, storage, compute), budget) if enabled == "before" else None
+    handle = handle or load(pipe, budget, storage_dtype=storage)
+    assert handle.plan.weight_bytes == num_bytes(twin)
+    assert handle.plan.device_bytes <= budget
+    for _ in range(2):
+        assert moved_by(handle, lambda: pipelines.call(pipe), expected) > 0
+    state, reference = (
+        dict(getattr(p, "unet", None or p.components.get("transformer")).state_dict()) for p in (pipe, twin)
+    )
+    assert storage in {tensor.dtype for tensor in state.values()}
+    assert_same_bits(state, reference)
+    handle.remove()
+    assert_same_bits(pipelines.call(pipe), expected)
+
+
+@pytest.mark.parametrize("name", ["stable diffusion", "flux", "wan"])
+def test_bytes_of_one_component(name: str) -> None:
+    """Offloaded alone with all weights, it moves 8 bits where bf16 moves 16, but for the few that diffusers skips."""
+    moved, offloaded = [], []
+    for pipe, twin in ((build(name), build(name)), (cast(build(name)), cast(build(name)))):
+        part = getattr(pipe, "unet", None) or pipe.transformer
+        handle = headrace.offload(part, headrace.Prefetch(params=[headrace.config.ALL_MODEL_PARAMS]))
+        moved.append(moved_by(handle, lambda pipe=pipe: pipelines.call(pipe), pipelines.call(twin)))
+        offloaded.append(handle.plan.offloaded_bytes)
+    stored = sum(parameter.numel() for parameter in part.parameters() if parameter.dtype == FP8)
+    assert offloaded[0] - offloaded[1] == pytest.approx(stored, rel=0.06), "but for what is too small to move"
+    assert moved[1] / moved[0] == pytest.approx(offloaded[1] / offloaded[0], rel=0.01)
+
+
+def test_components_by_name() -> None:
+    pipe, twin = build("flux"), build("flux")
+    twin.vae.enable_layerwise_casting(storage_dtype=torch.float8_e5m2, compute_dtype=BF16)
+    expected, plain = pipelines.call(twin), pipelines.call(pipe)
+    stored = {"vae": torch.float8_e5m2}
+    handle = load(pipe, int(0.4 * num_bytes(twin)), storage_dtype=stored)
+    assert moved_by(handle, lambda: pipelines.call(pipe), expected) > 0
+    assert not torch.equal(plain, expected)
+    assert FP8 not in {parameter.dtype for parameter in pipe.transformer.parameters()}
+    handle.remove()
+    handle = load(pipe, int(0.4 * num_bytes(twin)), storage_dtype=stored)
+    assert moved_by(handle, lambda: pipelines.call(pipe), expected) > 0, "what is stored so already is taken as such"
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("name", "how"),
+    [("flux", "regional"), ("wan", "in place")],
+)
+def test_compiled(name: str, how: str) -> None:
+    """In whole graphs, where diffusers' own casts break a graph at every layer."""
+
+    pipe, expected = cast(build(name)), pipelines.call(cast(build(name)))
+    handle = load(pipe, int(0.5 * num_bytes(pipe)))
+    if how == "regional":
+        pipe.transformer.compile_repeated_blocks(backend="aot_eager", fullgraph=True)
+    else:
+        pipe.transformer.compile(backend="aot_eager")
+    for _ in range(2):
+        assert moved_by(handle, lambda: pipelines.call(pipe), expected) > 0
+
+
+def test_an_adapter() -> None:
+    """Added before, as diffusers needs it: later ones would be in 8 bits, in which no product is computed."""
+    from peft import LoraConfig
+
+    pipe, twin = build("flux"), build("flux")
+    for p in (pipe, twin):
+        torch.manual_seed(5)
+        config = LoraConfig(r=4, init_lora_weights=False, target_modules=["to_q", "to_v"])
+        p.transformer.add_adapter(config, adapter_name="one")
+    cast(twin)
+    handle = load(pipe, int(0.5 * num_bytes(twin)), storage_dtype=FP8)
+    expected = pipelines.call(twin)
+    for _ in range(2):
+        assert moved_by(handle, lambda: pipelines.call(pipe), expected) > 0
+    for p in (pipe, twin):
+        p.transformer.set_adapters("one", 0.5)
+    assert moved_by(handle, lambda: pipelines.call(pipe), pipelines.call(twin)) > 0
+    assert not torch.equal(pipelines.call(twin), expected)
+
+
+@pytest.mark.parametrize("stored", [BF16, torch.float32])
+def test_a_folder(stored: torch.dtype, tmp_path: Path) -> None:
+    """Read from the files at each use; not where the dtype of compute lies between those of the files and the store."""
+    from diffusers import DiffusionPipeline
+
+    build("flux", stored).save_pretrained(tmp_path)
+    twin = cast(DiffusionPipeline.from_pretrained(tmp_path, dtype=BF16))
+    from headrace.adapters import diffusers
+
+    options = {"dtype": BF16, "storage_dtype": FP8}
+    in_files = headrace.Prefetch(params=[headrace.config.ALL_MODEL_PARAMS], mode="disk")
+    pipe, handle = diffusers.load(tmp_path, in_files, **options)
+    for p in (pipe, twin):
+        p.set_progress_bar_config(disable=True)
+    for _ in range(2):
+        assert moved_by(handle, lambda: pipelines.call(pipe), pipelines.call(twin)) > 0
+    live = dict(diffusers.Components(pipe).named_parameters())
+    streamed = {name for name in handle.plan.offloaded_names if live[name].dtype == FP8}
+    assert bool(streamed) is (stored is BF16)
+    assert handle.plan.reads_files
+
+
+# -- what goes wrong -----------------------------------------------------------------------------------------------
+
+
+class Falls(nn.Linear):
+    """Raises in its forward when told to, and remembers its calls."""
+
+    falls, calls, dtype = False, 0, None
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        self.calls, self.dtype = self.calls + 1, self.weight.dtype
+        if self.falls:
+            raise ValueError("it fell")
+        return super().forward(x)
+
+
+def layers(storage: torch.dtype = FP8) -> nn.Module:
+    from diffusers.hooks import apply_layerwise_casting
+
+    torch.manual_seed(1)
+    model = nn.Sequential(*(nn.Sequential(Falls(256, 256), nn.Linear(256, 256)) for _ in range(4))).eval()
+    apply_layerwise_casting(model, storage_dtype=storage, compute_dtype=torch.float32)
+    return model
+
+
+EVERYTHING = headrace.Prefetch(1, 1, 1, params=[headrace.config.ALL_MODEL_PARAMS])
+
+
+@torch.no_grad()
+def test_an_error_in_a_forward() -> None:
+    """Diffusers would leave the weights of the module cast."""
+    model, twin, x = layers(), layers(), torch.randn(4, 256)
+    handle = headrace.offload(model, EVERYTHING)
+    model[1][0].falls = True
+    with pytest.raises(ValueError, match="it fell"):
+        model(x)
+    model[1][0].falls = False
+    for _ in range(2):
+        assert moved_by(handle, lambda: model(x), twin(x)) > 0
+    assert (model[1][0].calls, model[1][0].dtype) == (3, torch.float32), "what a forward sets stays set"
+    assert {parameter.dtype for parameter in model.parameters()} == {FP8}
+    handle.remove()
+    assert_same_bits(model(x), twin(x))
+
+
+def test_threads() -> None:
+    model, twin = layers(), layers()
+    inputs = [torch.randn(4, 256) for _ in range(4)]
+    with torch.no_grad():
+        expected = [twin(x) for x in inputs]
+    found: dict[int, torch.Tensor] = {}
+
+    def run(index: int) -> None:
+        with torch.no_grad():
+            for _ in range(20):
+                found[index] = model(inputs[index])
+
+    with headrace.offload(model, EVERYTHING) as handle:
+        threads = [threading.Thread(target=run, args=(index,)) for index in range(4)]
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join()
+        assert handle.stats().bytes_moved > 0
+    assert_same_bits([found[index] for index in range(4)], expected)
+
+
+@torch.no_grad()
+def test_used_outside_of_the_forward_of_its_block() -> None:
+    """It is promoted like other weights, in 8 bits."""
+    model, twin, x = layers(), layers(), torch.randn(4, 256)
+    with headrace.offload(model, headrace.Prefetch(1, 1, 1)) as handle:
+        with pytest.warns(headrace.HeadraceWarning, match="resident from now"):
+            assert_same_bits(model[2][1](x), twin[2][1](x))
+        assert model[2][1].weight.dtype == FP8
+        assert_same_bits(model(x), twin(x))
+        assert handle.stats().bytes_moved > 0
+
+
+def _around(model: nn.Module) -> None:
+    from diffusers.hooks import apply_layerwise_casting_hook
+
+    apply_layerwise_casting_hook(model[1], FP8, torch.float32, False)
+
+
+def _wrapped(model: nn.Module) -> None:
+    from diffusers.hooks import apply_layerwise_casting
+
+    plain = model[1][1].forward
+    model[1][1].forward = lambda x: plain(x)
+    apply_layerwise_casting(model, FP8, torch.float32)
+
+
+def _rounds(model: nn.Module) -> None:
+    from diffusers.hooks import apply_layerwise_casting
+
+    apply_layerwise_casting(model, torch.float16, BF16)
+
+
+@pytest.mark.parametrize(
+    ("enable", "message"),
+    [
+        (_around, r"'1' \(Sequential\): .*casts together with the modules inside"),
+        (_wrapped, r"'1\.1' \(Linear\): .*had its forward wrapped before"),
+        (_rounds, r"'0\.0' \(Linear\): .*rounds in each forward, from float16 to bfloat16 and back"),
+    ],
+    ids=["around others", "wrapped", "rounds"],
+)
+def test_casts_that_are_refused(enable: Callable[[nn.Module], None], message: str) -> None:
+    model = nn.Sequential(*(nn.Sequential(nn.Linear(256, 256), nn.Linear(256, 256)) for _ in range(3))).eval()
+    enable(model)
+    with pytest.raises(OptionError, match=message + r".*; build or load it anew, and enable layerwise casting last"):
+        headrace.offload(model, EVERYTHING)
+
+
+@pytest.mark.parametrize(
+    ("given", "error", "message"),
+    [
+        ("fp8", OptionTypeError, r"expected a dtype, such as torch\.float8_e4m3fn, .* found str 'fp8'"),
+        ({"unets": FP8}, OptionError, r"components of diffusers' own \(vae, unet\), found 'unets'"),
+        ({"text_encoder": FP8}, OptionError, "components of diffusers' own .* found 'text_encoder'"),
+        ({}, OptionError, "expected a component to store in it, found none"),
+        (torch.int8, OptionError, r"expected a floating dtype smaller than torch\.bfloat16, .* found torch\.int8"),
+        ({"unet": FP8, "vae": torch.float32}, OptionError, r"in which vae computes, .* found torch\.float32"),
+        ({"unet": "fp8"}, OptionError, "found fp8"),
+    ],
+)
+def test_wrong_storage_dtypes(given: Any, error: type[HeadraceError], message: str) -> None:
+    pipe = build("stable diffusion")
+    with pytest.raises(error, match=f"storage_dtype: .*{message}"):
+        load(pipe, "9MiB", storage_dtype=given)
+    assert {parameter.dtype for parameter in pipe.unet.parameters()} == {BF16}
+    assert "_headrace" not in vars(pipe)
+
+
+def test_another_storage_dtype_than_before() -> None:
+    pipe = cast(build("stable diffusion"))
+    with pytest.raises(OptionError, match=r"stores unet in torch\.float8_e4m3fn .*found torch\.float8_e5m2"):
+        load(pipe, "9MiB", storage_dtype=torch.float8_e5m2)
+    with pytest.raises(BudgetError):
+        load(pipe, 1, storage_dtype=FP8)
+    expected = pipelines.call(cast(build("stable diffusion")))
+    assert_same_bits(pipelines.call(pipe), expected)
+    assert moved_by(load(pipe, int(0.5 * num_bytes(pipe))), lambda: pipelines.call(pipe), expected) > 0
