@@ -23,6 +23,8 @@ from headrace.planning.checks import needs_of
 from headrace.planning.context import PlanContext, not_in_files
 from headrace.planning.request import PlanRequest, Target, compute_device, require_kinds
 
+GIB = 1 << 30
+
 if TYPE_CHECKING:
     import torch
     from torch import nn
@@ -138,10 +140,12 @@ class PlanResult:
         """Host memory that the plan needs beside a GPU."""
         on_gpu, given = self.context.target.device.type == "cuda", self.context.request.given
         num_bytes = needs_of(self.plan, on_gpu=True).host_bytes if on_gpu else 0
+        tables = sum(size for name, size in self.plan.uva.items() if self.context.inventory.by_name[name].is_lookup)
         limited = isinstance(given, Budget) and given.host_memory is None and self.context.target.rates is not None
         limited = limited and not self.plan.coded_units  # no codes in files
         less = "; where there is less, --host-memory SIZE leaves the rest in files" if limited else ""
-        return f"{format_size(num_bytes)} in host memory{less}" if num_bytes else ""
+        pinned = f", of which {format_size(tables)} are tables that stay there in any plan" if tables > GIB << 3 else ""
+        return f"{format_size(num_bytes)} in host memory{pinned}{less}" if num_bytes else ""
 
     @cached_property
     def prediction(self) -> PlanPrediction:
@@ -170,10 +174,12 @@ class PlanResult:
             return ()
         if request.engine is not None or request.speculation is not None or budget.workload.repeated:
             return ()
-        from headrace.plan.engines import EngineStep, step_in_vllm
+        from headrace.plan.engines import EngineStep, step_in_vllm, why_not_generate
 
-        command = f"headrace generate {shlex.quote(name)} --device-memory {size}"
-        return EngineStep("generate", rows_per_s, command), step_in_vllm(self.planner, budget, name, device_bytes)
+        own = EngineStep("generate", rows_per_s, f"headrace generate {shlex.quote(name)} --device-memory {size}")
+        if reason := why_not_generate(context.inventory):
+            own = EngineStep("generate", None, note=reason)
+        return own, step_in_vllm(self.planner, budget, name, device_bytes)
 
     def with_prediction(self) -> Plan:
         """The plan with its predictions; it prints both."""
@@ -289,6 +295,10 @@ def _read_folder(request: PlanRequest, target: Target) -> FolderFacts:
                 f"dtype: {folder} is known by name in its own alone; leave --dtype out, or fetch its config"
             )
         return known_facts(folder, context)
+    if (folder / "model_index.json").is_file():
+        from headrace.adapters.pipeline_folder import pipeline_facts
+
+        return pipeline_facts(folder, dtype)
     options = f"{dtype} {device} {may_have_gpu() if is_quantised(folder) else ''}"
     if context:  # the caches measured for it are kept, too
         options += " with caches"

@@ -61,7 +61,7 @@ def measured(report: str, table: str) -> Iterator[dict[str, Any]]:
 
 
 def planner_of(shape: str, form: str, layers: int, machine: str, folder: Path) -> Planner:
-    config = {**SHAPES[shape], "num_hidden_layers": layers}
+    config = {**SHAPES[shape], "num_hidden_layers": layers, "torch_dtype": "bfloat16"}
     if FORMATS[form]:
         config["quantization_config"] = FORMATS[form]
     (folder / "config.json").write_text(json.dumps(config))

@@ -20,7 +20,7 @@ from headrace.formatting import format_rate
 from headrace.model.records import Inventory
 from headrace.plan.build import Planner
 from headrace.plan.cost_model import experts_in
-from headrace.plan.plan import assemble
+from headrace.plan.plan import Plan, assemble
 
 Engine = Literal["generate", "vllm"]
 ENGINES: tuple[Engine, ...] = ("generate", "vllm")
@@ -32,7 +32,7 @@ GIB = 2**30
 # 2026-11-26-vllm-experts-h200 (GLM-4.5-Air in AWQ), 2026-11-26-vllm-budgets-h100 (DeepSeek-V2-Lite in fp8) and
 # 2026-11-21-vllm-h200 (the same, and Qwen3-8B, in bf16).
 _LAYER_S = {
-    ("MXFP4", True): 30e-6,
+    ("MXFP4", True): 65e-6,
     ("int4", True): 80e-6,
     ("fp8", True): 67e-6,
     ("bf16", True): 68e-6,
@@ -42,7 +42,7 @@ MOST_ROWS = 16  # sequences of those steps
 # Classes of layers that none of these models has.
 _OTHER_LAYERS = re.compile(r"Mamba|DeltaNet|LightningAttention|LinearAttention|ShortConv|Indexer|HyperConnection|PLE")
 # What vLLM takes beside weights and KV cache: graphs, workspaces, the context of CUDA.
-_BESIDE_BYTES = GIB
+BESIDE_BYTES = GIB
 
 
 def weight_format(inventory: Inventory) -> str:
@@ -66,6 +66,13 @@ def _format_of(attr: str, shape: tuple[int, ...], dtype: str) -> str:
         return "MXFP4"
     nvfp4 = "uint8" in dtype and "packed" in attr
     return "NVFP4" if nvfp4 or "float4" in dtype else "bitsandbytes" if shape[-1] == 1 else dtype.split(".")[-1]
+
+
+def why_not_generate(inventory: Inventory) -> str:
+    """Why ``headrace generate`` cannot run the weights, which engines can; empty: it can."""
+    forms = (s.tensors[0].locations[0].attr for s in inventory.storages if experts_in(inventory, s) > 1)
+    apart = any(attr.endswith("qweight") for attr in forms)
+    return "headrace generate runs no experts in GPTQ or AWQ, and vLLM does" if apart else ""
 
 
 def vllm_planner(planner: Planner) -> Planner:
@@ -117,15 +124,13 @@ def step_in_vllm(planner: Planner, budget: Budget, model: str, device_bytes: int
         return EngineStep("vllm", None, note=f"no measurement for vLLM with more than {MOST_ROWS} sequences")
     try:
         theirs = vllm_planner(planner)
-        beside = theirs.profile.workload_bytes(max(budget.workload.batch_sizes), context)
-        weights = budget.num_bytes - beside - _BESIDE_BYTES
-        plan = assemble(theirs.inventory, [], 0, "cpu")
-        if plan.device_bytes > weights:
-            plan = theirs.plan(replace(budget, device_memory=max(1, weights + beside), codec="none"))
+        plan = plan_in_vllm(theirs, budget)
     except OptionError as error:
         return EngineStep("vllm", None, note=f"vLLM: {error}" if isinstance(error, BudgetError) else str(error))
     command = f"headrace serve {shlex.quote(model)} --engine vllm"
-    command += f" --device-memory {weights >> 20}MiB" if plan.offloaded_bytes else ""
+    beside = theirs.profile.workload_bytes(max(budget.workload.batch_sizes), context)
+    weights = (budget.num_bytes - beside - BESIDE_BYTES) >> 20
+    command += f" --device-memory {weights}MiB" if plan.offloaded_bytes else ""
     command += f" --max-model-len {context}" if context else ""
     if device_bytes is not None:
         command += f" --gpu-memory-utilization {min(95, budget.num_bytes * 100 // device_bytes) / 100:g}"
@@ -133,11 +138,26 @@ def step_in_vllm(planner: Planner, budget: Budget, model: str, device_bytes: int
     return EngineStep("vllm", theirs.forecast(plan, rows, context).rows_per_s, command, note)
 
 
+def plan_in_vllm(theirs: Planner, budget: Budget) -> Plan:
+    """The plan of ``theirs``, a :func:`vllm_planner`, within ``budget`` less what the engine itself takes.
+
+    Raises:
+        BudgetError: too little is left.
+    """
+    plan = assemble(theirs.inventory, [], 0, "cpu")
+    left = budget.num_bytes - BESIDE_BYTES
+    if plan.device_bytes <= left - theirs.profile.workload_bytes(
+        max(budget.workload.batch_sizes), budget.workload.context
+    ):
+        return plan
+    return theirs.plan(replace(budget, device_memory=max(1, left), codec="none"))
+
+
 def faster_engine(steps: Sequence[EngineStep]) -> str:
     """A sentence on which of the engines is faster, with its command; why there is no comparison; or nothing."""
     known = sorted((step for step in steps if step.rows_per_s), key=lambda step: -(step.rows_per_s or 0.0))
     notes = [step.note for step in steps if step.note]
-    if len(known) < 2:
+    if not known or (known[0].engine == "generate" and len(known) < len(steps)):
         return "; ".join(notes)
     rates = ", ".join(f"{_NAMES[step.engine]} {format_rate(step.rows_per_s or 0.0)}" for step in known)
-    return f"tokens/s: {rates} ({'; '.join(notes)}). The faster: {known[0].command}"
+    return f"tokens/s: {rates} ({'; '.join(notes)}). {'The faster' if len(known) > 1 else 'Run'}: {known[0].command}"
