@@ -174,6 +174,8 @@ class PlanResult:
             return ()
         if request.engine is not None or request.speculation is not None or budget.workload.repeated:
             return ()
+        if not isinstance(request.model, str | os.PathLike):  # a verb runs it already, in one of the engines
+            return ()
         from headrace.plan.engines import EngineStep, step_in_vllm, why_not_generate
 
         own = EngineStep("generate", rows_per_s, f"headrace generate {shlex.quote(name)} --device-memory {size}")
