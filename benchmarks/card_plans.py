@@ -44,25 +44,20 @@ HOST_GB, BESIDE = (32, 64, 128), "4090"
 README_MODELS = (
     "Qwen/Qwen3.5-9B",
     "openai/gpt-oss-20b",
+    "Qwen/Qwen3-32B-AWQ",
     "Qwen/Qwen3.6-27B",
-    "Qwen/Qwen3.5-27B-GPTQ-Int4",
     "Qwen/Qwen3-30B-A3B-GPTQ-Int4",
     "Qwen/Qwen3.6-35B-A3B",
-    "zai-org/GLM-4.7-Flash",
-    "QuantTrio/GLM-4.5-Air-AWQ-FP16Mix",
     "openai/gpt-oss-120b",
+    "Qwen/Qwen3-Next-80B-A3B-Instruct",
     "Qwen/Qwen3.5-122B-A10B",
     "Qwen/Qwen3-235B-A22B-GPTQ-Int4",
-    "MiniMaxAI/MiniMax-M2.5",
 )
 MODELS = (
     *README_MODELS,
     "Qwen/Qwen3-8B",
-    "Qwen/Qwen3-32B-AWQ",
     "unsloth/Llama-3.3-70B-Instruct-bnb-4bit",
     "Qwen/Qwen3-30B-A3B",
-    "Qwen/Qwen3-Next-80B-A3B-Instruct",
-    "Qwen/Qwen3.8-Flash-Next",
     "meta-llama/Llama-4-Scout-17B-16E-Instruct",
 )
 

@@ -27,20 +27,13 @@ from diffusers.pipelines.ltx2.vocoder import LTX2Vocoder
 from torch import nn
 
 from configs_2026 import (
-    DEEPSEEK_V3_2,
     EXPERTS_GPTQ,
-    GLM_4_7,
-    GLM_4_7_FLASH,
-    GLM_5,
-    GLM_AWQ,
     LLAMA_4_SCOUT,
-    MINIMAX_M2,
     QWEN3_5_9B,
     QWEN3_5_27B,
     QWEN3_5_35B,
     QWEN3_5_122B,
     QWEN3_5_397B,
-    QWEN3_8_FLASH_NEXT,
     VISION_GPTQ,
     kimi_k2_5,
 )
@@ -216,19 +209,7 @@ MODELS = {
         {**QWEN3_5_122B, "quantization_config": EXPERTS_GPTQ}, 122, "73 GiB in the same table", 78.9
     ),
     "Qwen/Qwen3.5-397B-A17B": Known(QWEN3_5_397B, 397),
-    # 125 billion, and 51 in a table of n-grams, as its ports on GitHub say.
-    "Qwen/Qwen3.8-Flash-Next": Known(QWEN3_8_FLASH_NEXT, 176, "ports on GitHub"),
-    "QuantTrio/GLM-4.5-Air-AWQ-FP16Mix": Known({**GLM_4_5_AIR, "quantization_config": GLM_AWQ}, 106),
-    "zai-org/GLM-4.7-Flash": Known(GLM_4_7_FLASH, 30),
-    "zai-org/GLM-4.7": Known(GLM_4_7, 355),
-    "QuantTrio/GLM-4.7-AWQ": Known(
-        {**GLM_4_7, "quantization_config": GLM_AWQ}, 355, "a guide for GH200 on GitHub: ~181 GB", 181
-    ),
-    "zai-org/GLM-5-FP8": Known({**GLM_5, "quantization_config": FP8}, 744),
-    "MiniMaxAI/MiniMax-M2": Known({**MINIMAX_M2, "quantization_config": FP8}, 230),
-    "MiniMaxAI/MiniMax-M2.5": Known({**MINIMAX_M2, "quantization_config": FP8}, 230),
     "deepseek-ai/DeepSeek-V3.1": Known(DEEPSEEK_V3, 671),
-    "deepseek-ai/DeepSeek-V3.2": Known({**DEEPSEEK_V3_2, "quantization_config": FP8}, 671),
     "moonshotai/Kimi-K2.5": Known(
         kimi_k2_5(DEEPSEEK_V3), 1027, "the Hub's count of Kimi-K2, and its vision tower", 595
     ),

@@ -46,7 +46,7 @@ def test_leaves_a_gibibyte_and_room_for_the_cache() -> None:
     assert planned.plan.context == 8192
     text = "auto: 22.500 GiB of device memory, which leaves 1.000 GiB of what is free; "
     assert planned.prediction.notes[0].startswith(text)
-    assert "in host memory; where there is less, --host-memory" in planned.prediction.notes[-1]
+    assert "in host memory; where there is less, --host-memory" in planned.prediction.notes[-2]
 
 
 def test_a_model_that_fits_is_not_offloaded() -> None:
