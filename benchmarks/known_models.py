@@ -22,8 +22,21 @@ from typing import Any
 import diffusers
 import torch
 import transformers
+from diffusers.pipelines.ltx2.connectors import LTX2TextConnectors
+from diffusers.pipelines.ltx2.vocoder import LTX2Vocoder
 from torch import nn
 
+from configs_2026 import (
+    EXPERTS_GPTQ,
+    LLAMA_4_SCOUT,
+    QWEN3_5_9B,
+    QWEN3_5_27B,
+    QWEN3_5_35B,
+    QWEN3_5_122B,
+    QWEN3_5_397B,
+    VISION_GPTQ,
+    kimi_k2_5,
+)
 from headrace.adapters.transformers.load_folder import build_meta_model
 from headrace.adapters.transformers.opened_model import open_model
 from headrace.checkpoint.metadata_cache import KNOWN_MODELS, FolderFacts, body_text
@@ -32,10 +45,12 @@ from headrace.model.inventory import take_inventory
 from headrace.model.records import ModelProfile
 from other_offloaders import SHAPES
 from published_configs import (
+    AWQ,
     DEEPSEEK_V2_LITE,
     GLM_4_5_AIR,
     GPT_OSS_20B,
     GPT_OSS_120B,
+    GPTQ,
     LLAMA_3_3_70B,
     QWEN3_8B,
     QWEN3_30B_A3B,
@@ -54,11 +69,15 @@ _CONTEXT = 1024  # caches are measured by two short forwards, whatever it is
 
 @dataclass(frozen=True)
 class Known:
-    """A published config; ``billions``: parameters as its publisher states them, ``source``: where."""
+    """A published config; ``billions``: parameters as its publisher states them, ``source``: where.
+
+    ``gigabytes``: of its files, where someone states them; with heads of multi-token prediction, which are not counted.
+    """
 
     config: dict[str, Any]
     billions: float
     source: str = "its model card"
+    gigabytes: float | None = None
 
 
 def qwen3(hidden: int, layers: int, heads: int, intermediate: int, *, tied: bool = False) -> dict[str, Any]:
@@ -173,6 +192,28 @@ MODELS = {
     "mistralai/Mistral-Small-24B-Instruct-2501": Known(MISTRAL_SMALL, 23.6, "the Hub's count of its files"),
     "microsoft/phi-4": Known(PHI_4, 14.7),
     "google/gemma-3-27b-it": Known(GEMMA_3_27B, 27.4, "the Hub's count of its files"),
+    "Qwen/Qwen3-32B-AWQ": Known({**qwen3(5120, 64, 64, 25600), "quantization_config": AWQ}, 32.8),
+    "Qwen/Qwen3-30B-A3B-GPTQ-Int4": Known({**QWEN3_30B_A3B, "quantization_config": GPTQ}, 30.5),
+    "Qwen/Qwen3-235B-A22B-GPTQ-Int4": Known({**QWEN3_235B, "quantization_config": GPTQ}, 235),
+    "Qwen/Qwen3.5-9B": Known(QWEN3_5_9B, 9),
+    "Qwen/Qwen3.5-27B": Known(QWEN3_5_27B, 27),
+    "Qwen/Qwen3.5-27B-GPTQ-Int4": Known({**QWEN3_5_27B, "quantization_config": VISION_GPTQ}, 27),
+    "Qwen/Qwen3.6-27B": Known(QWEN3_5_27B, 27),
+    "Qwen/Qwen3.5-35B-A3B": Known(QWEN3_5_35B, 35),
+    "Qwen/Qwen3.6-35B-A3B": Known(QWEN3_5_35B, 35),
+    "Qwen/Qwen3.5-35B-A3B-GPTQ-Int4": Known(
+        {**QWEN3_5_35B, "quantization_config": EXPERTS_GPTQ}, 35, "22.8 GiB in a table of servers on GitHub", 24.5
+    ),
+    "Qwen/Qwen3.5-122B-A10B": Known(QWEN3_5_122B, 122),
+    "Qwen/Qwen3.5-122B-A10B-GPTQ-Int4": Known(
+        {**QWEN3_5_122B, "quantization_config": EXPERTS_GPTQ}, 122, "73 GiB in the same table", 78.9
+    ),
+    "Qwen/Qwen3.5-397B-A17B": Known(QWEN3_5_397B, 397),
+    "deepseek-ai/DeepSeek-V3.1": Known(DEEPSEEK_V3, 671),
+    "moonshotai/Kimi-K2.5": Known(
+        kimi_k2_5(DEEPSEEK_V3), 1027, "the Hub's count of Kimi-K2, and its vision tower", 595
+    ),
+    "meta-llama/Llama-4-Scout-17B-16E-Instruct": Known(LLAMA_4_SCOUT, 109),
 }
 
 _T5 = {"d_model": 4096, "d_kv": 64, "d_ff": 10240, "num_layers": 24, "num_heads": 64, "feed_forward_proj": "gated-gelu"}
@@ -197,6 +238,29 @@ def transformer_of(shape: str) -> Any:
     return getattr(diffusers, str(found.model))(**found.config)
 
 
+def qwen2_5_vl() -> Any:
+    text = {"hidden_size": 3584, "num_hidden_layers": 28, "num_attention_heads": 28, "num_key_value_heads": 4}
+    vision = {"depth": 32, "hidden_size": 1280, "intermediate_size": 3420, "out_hidden_size": 3584}
+    text |= {"intermediate_size": 18944, "vocab_size": 152064}
+    config = transformers.Qwen2_5_VLConfig(text_config={**text, "tie_word_embeddings": False}, vision_config=vision)
+    return transformers.Qwen2_5_VLForConditionalGeneration(config)
+
+
+def mistral_small_3() -> Any:
+    vision = {"model_type": "pixtral", "hidden_size": 1024, "num_hidden_layers": 24, "num_attention_heads": 16}
+    vision |= {"intermediate_size": 4096, "head_dim": 64}
+    config = transformers.Mistral3Config(text_config=MISTRAL_SMALL, vision_config=vision)
+    return transformers.Mistral3ForConditionalGeneration(config)
+
+
+def gemma3_12b() -> Any:
+    text = {**GEMMA_3_27B["text_config"], "hidden_size": 3840, "intermediate_size": 15360, "num_hidden_layers": 48}
+    text |= {"num_attention_heads": 16, "num_key_value_heads": 8, "head_dim": 256}
+    config = transformers.Gemma3Config(text_config=text, vision_config=GEMMA_3_27B["vision_config"])
+    return transformers.Gemma3ForConditionalGeneration(config)
+
+
+_IMAGE = "; its step is a call with one step of the transformer, for an image of 1024 x 1024"
 PIPELINES = {
     "black-forest-labs/FLUX.1-dev": Pipeline(
         {
@@ -209,7 +273,27 @@ PIPELINES = {
         },
         12,
         4608,
-        "; its step is a call with one step of the transformer, for an image of 1024 x 1024",
+        _IMAGE,
+    ),
+    "black-forest-labs/FLUX.2-dev": Pipeline(
+        {
+            "text_encoder": mistral_small_3,
+            "transformer": lambda: diffusers.Flux2Transformer2DModel(),
+            "vae": lambda: diffusers.AutoencoderKLFlux2(),
+        },
+        32,
+        4608,
+        _IMAGE,
+    ),
+    "Qwen/Qwen-Image": Pipeline(
+        {
+            "text_encoder": qwen2_5_vl,
+            "transformer": lambda: diffusers.QwenImageTransformer2DModel(),
+            "vae": lambda: diffusers.AutoencoderKLQwenImage(),
+        },
+        20,
+        4352,
+        _IMAGE,
     ),
     "Wan-AI/Wan2.2-T2V-A14B-Diffusers": Pipeline(
         {
@@ -221,6 +305,19 @@ PIPELINES = {
         14,
         32760,
         "; its step is a call with one step of each transformer, for 81 frames of 480 x 832",
+    ),
+    "Lightricks/LTX-2": Pipeline(
+        {
+            "text_encoder": gemma3_12b,
+            "connectors": lambda: LTX2TextConnectors(),
+            "transformer": lambda: diffusers.LTX2VideoTransformer3DModel(),
+            "vae": lambda: diffusers.AutoencoderKLLTX2Video(),
+            "audio_vae": lambda: diffusers.AutoencoderKLLTX2Audio(),
+            "vocoder": lambda: LTX2Vocoder(),
+        },
+        19,
+        6144,
+        "; its step is a call with one step of the transformer, for 121 frames of 512 x 768",
     ),
 }
 

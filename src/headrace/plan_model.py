@@ -7,13 +7,14 @@ its top: a folder that was planned before needs neither.
 from __future__ import annotations
 
 import os
+import shlex
 from collections.abc import Collection
 from dataclasses import dataclass, replace
 from functools import cached_property, partial
 from typing import TYPE_CHECKING
 
 from headrace.checkpoint.model_folder import is_quantised, model_name, model_to_plan
-from headrace.config import SHARDED_MODES, Budget, Policy, Workload, count
+from headrace.config import SHARDED_MODES, Budget, Policy, Workload, count, one_of
 from headrace.errors import LimitError, OptionError, OptionTypeError, warn_user
 from headrace.formatting import format_size
 from headrace.memory.system import gc_paused
@@ -21,6 +22,8 @@ from headrace.plan.plan import Plan
 from headrace.planning.checks import needs_of
 from headrace.planning.context import PlanContext, not_in_files
 from headrace.planning.request import PlanRequest, Target, compute_device, require_kinds
+
+GIB = 1 << 30
 
 if TYPE_CHECKING:
     import torch
@@ -31,6 +34,7 @@ if TYPE_CHECKING:
     from headrace.checkpoint.weight_map import WeightMap
     from headrace.model.records import Inventory
     from headrace.plan.build import Planner
+    from headrace.plan.engines import Engine, EngineStep
     from headrace.plan.plan import DeviceName
     from headrace.plan.prediction import PlanPrediction
     from headrace.plan.routing_traces import ExpertHits
@@ -50,6 +54,7 @@ def make_plan(
     disk: DiskOptions | None = None,
     num_ranks: int = 1,
     expert_trace: str | os.PathLike[str] | None = None,
+    engine: Engine | None = None,
 ) -> Plan:
     """The plan that :func:`headrace.offload` or ``load`` would carry out, and its predicted cost; allocates nothing.
 
@@ -74,6 +79,8 @@ def make_plan(
         disk: how files are read.
         num_ranks: over how many ranks the modes ``sharded_cpu`` and ``sharded_gpu`` split units (``group=``).
         expert_trace: a file of ``headrace generate --expert-trace``, from which hits of cached experts are predicted.
+        engine: ``"vllm"`` plans and predicts for the kernels of vLLM, where they were measured; ``"generate"`` for
+            headrace's own alone. Default: for these, and of a budget a comparison with vLLM.
 
     Returns:
         the plan. What ``machine``, or this one, has no room for is a warning, and printed with the plan.
@@ -84,7 +91,7 @@ def make_plan(
         CheckpointError: no model in the folder, or files for another one.
     """
     options = (workload, machine, checkpoint, dtype, device, disk, num_ranks, expert_trace)
-    planned = plan_model(PlanRequest(model, policy, *options))
+    planned = plan_model(PlanRequest(model, policy, *options, engine=engine))
     if planned.shortage:
         warn_user(f"the plan {planned.shortage}")
     return planned.with_prediction()
@@ -133,18 +140,48 @@ class PlanResult:
         """Host memory that the plan needs beside a GPU."""
         on_gpu, given = self.context.target.device.type == "cuda", self.context.request.given
         num_bytes = needs_of(self.plan, on_gpu=True).host_bytes if on_gpu else 0
+        tables = sum(size for name, size in self.plan.uva.items() if self.context.inventory.by_name[name].is_lookup)
         limited = isinstance(given, Budget) and given.host_memory is None and self.context.target.rates is not None
         limited = limited and not self.plan.coded_units  # no codes in files
         less = "; where there is less, --host-memory SIZE leaves the rest in files" if limited else ""
-        return f"{format_size(num_bytes)} in host memory{less}" if num_bytes else ""
+        pinned = f", of which {format_size(tables)} are tables that stay there in any plan" if tables > GIB << 3 else ""
+        return f"{format_size(num_bytes)} in host memory{pinned}{less}" if num_bytes else ""
 
     @cached_property
     def prediction(self) -> PlanPrediction:
         """Predictions; for a budget also alternatives."""
         prediction = self.planner.predict(self.context.request.given, self.plan, self.workload)
+        engines = self._engines(prediction.forecasts[0].rows_per_s)
         notes = (self.context.automatic, *prediction.notes, self._host_memory, str(self.speculation or ""))
+        if engines:
+            from headrace.plan.engines import faster_engine
+
+            notes = (*notes, faster_engine(engines))
         notes = tuple(note for note in notes if note)
-        return replace(prediction, shortage=self.shortage, notes=notes)
+        return replace(prediction, shortage=self.shortage, notes=notes, engines=engines)
+
+    def _engines(self, rows_per_s: float) -> tuple[EngineStep, ...]:
+        """Steps of ``generate``, which decodes ``rows_per_s`` tokens per second, and of vLLM for the same budget."""
+        context, name, device_bytes = self.context, self.plan.model_name, self.context.target.machine.device_bytes
+        request, budget = context.request, context.request.given
+        size = f"{budget.num_bytes >> 20}MiB" if isinstance(budget, Budget) and not context.automatic else "auto"
+        if isinstance(budget, Plan) and context.automatic and device_bytes is not None:  # which fits the GPU
+            budget = Budget(device_bytes, workload=self.workload)
+        is_plain = isinstance(budget, Budget) and budget == Budget(
+            budget.device_memory, workload=budget.workload, host_memory=budget.host_memory
+        )
+        if not isinstance(budget, Budget) or not is_plain or context.target.device.type != "cuda" or name is None:
+            return ()
+        if request.engine is not None or request.speculation is not None or budget.workload.repeated:
+            return ()
+        if not isinstance(request.model, str | os.PathLike):  # a verb runs it already, in one of the engines
+            return ()
+        from headrace.plan.engines import EngineStep, step_in_vllm, why_not_generate
+
+        own = EngineStep("generate", rows_per_s, f"headrace generate {shlex.quote(name)} --device-memory {size}")
+        if reason := why_not_generate(context.inventory):
+            own = EngineStep("generate", None, note=reason)
+        return own, step_in_vllm(self.planner, budget, name, device_bytes)
 
     def with_prediction(self) -> Plan:
         """The plan with its predictions; it prints both."""
@@ -156,6 +193,10 @@ def plan_model(request: PlanRequest) -> PlanResult:
     from headrace.stores.file_reads import File
 
     require_kinds(request.device, request.disk)
+    if request.engine is not None:
+        from headrace.plan.engines import ENGINES
+
+        one_of(ENGINES)("engine", request.engine)
     workload, policy = request.workload, request.policy
     if workload is not None and not isinstance(workload, Workload):
         raise OptionTypeError(f"workload: expected a headrace.Workload, found {type(workload).__name__} {workload!r}")
@@ -256,6 +297,10 @@ def _read_folder(request: PlanRequest, target: Target) -> FolderFacts:
                 f"dtype: {folder} is known by name in its own alone; leave --dtype out, or fetch its config"
             )
         return known_facts(folder, context)
+    if (folder / "model_index.json").is_file():
+        from headrace.adapters.pipeline_folder import pipeline_facts
+
+        return pipeline_facts(folder, dtype)
     options = f"{dtype} {device} {may_have_gpu() if is_quantised(folder) else ''}"
     if context:  # the caches measured for it are kept, too
         options += " with caches"

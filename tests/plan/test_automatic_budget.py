@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import warnings
 from dataclasses import replace
 from pathlib import Path
@@ -15,7 +16,7 @@ from commands import error_of, succeed, tiny_model
 from headrace.adapters.transformers import opened_model
 from headrace.adapters.transformers.opened_model import open_model
 from headrace.config import Budget, Workload
-from headrace.errors import HeadraceWarning, OptionError, SizeError
+from headrace.errors import CheckpointError, HeadraceWarning, OptionError, SizeError
 from headrace.flags import OffloadFlags, engine_surface
 from headrace.memory.system import Limits
 from headrace.model import memory_profile
@@ -45,7 +46,7 @@ def test_leaves_a_gibibyte_and_room_for_the_cache() -> None:
     assert planned.plan.context == 8192
     text = "auto: 22.500 GiB of device memory, which leaves 1.000 GiB of what is free; "
     assert planned.prediction.notes[0].startswith(text)
-    assert "in host memory; where there is less, --host-memory" in planned.prediction.notes[-1]
+    assert "in host memory; where there is less, --host-memory" in planned.prediction.notes[-2]
 
 
 def test_a_model_that_fits_is_not_offloaded() -> None:
@@ -226,3 +227,31 @@ def test_engines_take_a_size() -> None:
 def test_flags_need_it(model: Path) -> None:
     done = succeed("plan", model, "--machine", "3060", "--device-memory", "auto", "--batch", "2", "--context", "64")
     assert "2 x 64 tokens" in " ".join(done.stdout.split())
+
+
+@pytest.mark.slow
+def test_a_pipeline_in_a_folder(tmp_path: Path) -> None:
+    """Planned from its configs, and with the sizes that its components have."""
+    diffusers = pytest.importorskip("diffusers")
+    transformers = pytest.importorskip("transformers")
+    sizes = {"num_layers": 2, "num_single_layers": 2, "attention_head_dim": 64, "num_attention_heads": 8}
+    encoder = transformers.CLIPTextModel(transformers.CLIPTextConfig(num_hidden_layers=2))
+    transformer = diffusers.FluxTransformer2DModel(**sizes, joint_attention_dim=512, axes_dims_rope=(8, 28, 28))
+    index = {"_class_name": "FluxPipeline", "_diffusers_version": "0.42.1", "scheduler": ["diffusers", "DDIMScheduler"]}
+    index |= {
+        "text_encoder": ["transformers", "CLIPTextModel"],
+        "transformer": ["diffusers", type(transformer).__name__],
+    }
+    (tmp_path / "model_index.json").write_text(json.dumps(index))
+    encoder.config.save_pretrained(tmp_path / "text_encoder")
+    transformer.save_config(tmp_path / "transformer")
+    with pytest.warns(headrace.HeadraceWarning, match="planned from the configs of its components in bfloat16"):
+        plan = headrace.make_plan(tmp_path, "30MB", machine="4090")
+    parameters = [*encoder.parameters(), *transformer.parameters()]
+    assert plan.weight_bytes == pytest.approx(2 * sum(each.numel() for each in parameters), rel=0.001)
+    assert plan.moved_bytes > 0
+    assert plan.prediction.is_pipeline
+    (tmp_path / "transformer" / "config.json").write_text("{}")
+    (tmp_path / "text_encoder" / "config.json").write_text('{"hidden_size": "many"}')
+    with pytest.raises(CheckpointError, match="CLIPTextModel of transformers cannot be made of its config"):
+        headrace.make_plan(tmp_path, "30MB", machine="4090")

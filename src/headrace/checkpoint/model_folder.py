@@ -75,8 +75,11 @@ def model_folder(path: str | os.PathLike[str]) -> Path:
 def model_to_plan(path: str | os.PathLike[str]) -> Path | str:
     """:func:`model_folder`, or else the name of a model that is known without any file, which is enough to plan it.
 
-    Such a name may lack its organisation, and its case does not matter.
+    Such a name may lack its organisation, and its case does not matter. A folder may also be that of a pipeline of
+    diffusers.
     """
+    if (Path(path) / "model_index.json").is_file():
+        return Path(path)
     known = None if Path(path).exists() else _known_name(os.fspath(path))
     if known is None:
         return model_folder(path)

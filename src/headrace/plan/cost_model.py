@@ -243,8 +243,9 @@ def stages_compute_s(
             if len(tensor.shape) > 1 and tensor.shape[-1] > 1:  # inputs and outputs of the product with it
                 active = min(profile.experts_per_token or experts, experts) if experts > 1 else 1
                 activation_bytes += rows * active * part * sum(tensor.shape[-2:]) * tensor.dtype.itemsize
+        kernels_s = kernels * rates.kernel_s if rates.layer_s is None else rates.layer_s * stage.is_layer
         passes_s = ACTIVATION_PASSES * activation_bytes / rates.device_bytes_per_s
-        found.append(kernels * rates.kernel_s + passes_s + attention_s * stage.is_layer)
+        found.append(kernels_s + passes_s + attention_s * stage.is_layer)
     if counted is not None:
         found[-1] += BETWEEN_TOKENS_S
     return found

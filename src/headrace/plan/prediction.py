@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from headrace.plan.alternatives import Alternative
     from headrace.plan.cost_model import Forecast
+    from headrace.plan.engines import EngineStep
 
 
 @dataclass(frozen=True)
@@ -60,6 +61,7 @@ class PlanPrediction:
         shortage: why the machine has no room for it: ``"does not fit ..."``; ``None``: it has, or nothing was asked.
         notes: sentences for people.
         is_pipeline: the steps are of a pipeline of diffusers, whose rows are no tokens.
+        engines: the first batch size in ``generate`` and in vLLM, within the same budget; empty: not compared.
     """
 
     machine: str
@@ -74,6 +76,7 @@ class PlanPrediction:
     notes: tuple[str, ...] = ()
     caches: tuple[CachePoint, ...] = ()
     is_pipeline: bool = False
+    engines: tuple[EngineStep, ...] = ()
 
     def to_json(self) -> dict[str, Any]:
         """Plain numbers and strings; bytes and seconds."""
@@ -88,4 +91,5 @@ class PlanPrediction:
             "shortage": self.shortage,
             "notes": list(self.notes),
             "caches": [asdict(cache) for cache in self.caches],
+            "engines": [asdict(engine) for engine in self.engines],
         }

@@ -75,6 +75,8 @@ class Rates:
         coded_share: bytes on the link of a byte that is copied.
         decode_s_per_byte: seconds per byte of compute, to decode a byte of a unit.
         copies_take_cores: a copy keeps the cores busy that compute needs (reading out of a CPU's page cache).
+        layer_s: the kernels of a layer beside the reading of its weights, inside an engine that fuses them
+            (:mod:`headrace.plan.engines`); ``None``: as many as its tensors and the profile say.
         is_measured: false for nominal rates, where no probe was run.
     """
 
@@ -94,6 +96,7 @@ class Rates:
     fetch_bytes_per_s: float | None = None
     coded_share: float = 1.0
     decode_s_per_byte: float = 0.0
+    layer_s: float | None = None
 
     @property
     def file_s_per_byte(self) -> float:

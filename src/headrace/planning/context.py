@@ -82,6 +82,10 @@ class PlanContext:
         facts = (self.inventory, self.read_profile(), target.device, self.weights, target.rates, request.unstreamable)
         in_group = request.num_ranks > 1 or (request.ranks is not None and request.ranks.size > 1)
         planner = make_planner(*facts, request.disk, request.num_ranks if request.splits_units else 1, in_group)
+        if request.engine == "vllm":
+            from headrace.plan.engines import vllm_planner
+
+            planner = vllm_planner(planner)
         return planner if self.hits is None else replace(planner, hits=self.hits)
 
     def sized(self, guesser_bytes: int = 0) -> PlanContext:

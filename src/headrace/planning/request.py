@@ -26,6 +26,7 @@ if TYPE_CHECKING:
 
     from headrace.checkpoint.safetensors_header import Checkpoint
     from headrace.checkpoint.weight_map import WeightMap
+    from headrace.plan.engines import Engine
     from headrace.plan.rates import Rates
     from headrace.plan.speculation import Speculation
     from headrace.ranks.group import RankGroup
@@ -41,6 +42,7 @@ class PlanRequest:
         unstreamable: storages that the files do not hold in this form (:func:`not_in_files`).
         ranks: ranks that share the weights.
         speculation: what guesses tokens while the model generates; its draft is part of a budget.
+        engine: the engine whose kernels predictions are about; ``None``: ``generate``, compared with vLLM.
     """
 
     model: Any
@@ -57,6 +59,7 @@ class PlanRequest:
     unstreamable: Collection[str] = ()
     ranks: RankGroup | None = None
     speculation: Speculation | None = None
+    engine: Engine | None = None
 
     @cached_property
     def given(self) -> Policy | Plan | None:

@@ -58,9 +58,18 @@ def _in_groups(stated: Mapping[str, Any], rows: int, columns: int) -> _Tensors:
     return {"qweight": (shape, torch.int32), **found, "g_idx": ((columns,), torch.int32)}
 
 
+def _int4(stated: Mapping[str, Any], rows: int, columns: int) -> _Tensors:
+    """``pack-quantized`` of compressed-tensors: symmetric integers of four bits."""
+    weights = next(iter(stated["config_groups"].values()))["weights"]
+    size = weights.get("group_size") if weights.get("strategy") == "group" else columns
+    packed = (rows, ceil(columns / 8)), torch.int32
+    return {"packed": packed, "scale": ((rows, columns // size), torch.bfloat16)}
+
+
 _LAYOUTS: Mapping[str, Callable[[Mapping[str, Any], int, int], _Tensors]] = {
     "awq": _in_groups,
     "bitsandbytes": _bitsandbytes,
+    "compressed-tensors": _int4,
     "fp8": _fp8,
     "gptq": _in_groups,
     "mxfp4": _mxfp4,
@@ -74,12 +83,15 @@ def use_packed_layout(folder: Path, model: PreTrainedModel, stated: Mapping[str,
         CheckpointError: a format whose sizes do not follow from config.json, or one that quantises nothing here.
     """
     method = method_of(stated)
-    if method not in _LAYOUTS:
+    if method not in _LAYOUTS or (method == "compressed-tensors" and not _keeps_int4(stated)):
+        form = stated.get("format") or stated.get("quant_algo")
         raise CheckpointError(
-            f"{folder}/config.json: expected a quantization whose sizes follow from it ({', '.join(_LAYOUTS)}), found "
-            f"{method}; its files have headers that say them: download the model first"
+            f"{folder}/config.json: expected a quantization whose sizes follow from it ({', '.join(_LAYOUTS)} with "
+            f"symmetric int4 alone), found {method}{f' with {form}' if form else ''}; its files have headers that say "
+            f"them: download the model first, or take a release in one of these"
         )
     skipped = [*(stated.get("modules_to_not_convert") or ()), *(stated.get("llm_int8_skip_modules") or ())]
+    skipped += [key.removeprefix("-:") for key in (stated.get("dynamic") or {}) if key.startswith("-:")]  # of GPTQ
     kept = [*skipped, *get_keys_to_not_convert(model)]
     weights = [
         (module, attr, tensor)
@@ -97,11 +109,20 @@ def use_packed_layout(folder: Path, model: PreTrainedModel, stated: Mapping[str,
             module.register_parameter(_attr(attr, ending), nn.Parameter(empty, requires_grad=False))
 
 
+def _keeps_int4(stated: Mapping[str, Any]) -> bool:
+    """Whether headrace's experts keep the integers of the files."""
+    groups = list((stated.get("config_groups") or {}).values())
+    weights = (groups[0].get("weights") or {}) if len(groups) == 1 else {}
+    is_int4 = (weights.get("num_bits"), weights.get("type"), weights.get("symmetric")) == (4, "int", True)
+    return is_int4 and stated.get("format") == "pack-quantized" and not weights.get("actorder")
+
+
 def _is_quantised(module: nn.Module, path: str, tensor: torch.Tensor, method: str) -> bool:
     """Whether it is the weight of a linear layer, or of all experts of a layer together."""
     if path.endswith(".experts"):
         return tensor.ndim == 3
-    return method != "mxfp4" and type(module) is nn.Linear and tensor.ndim == 2
+    # Linear layers of compressed-tensors run decompressed, and gpt-oss has none that are quantised.
+    return method not in ("mxfp4", "compressed-tensors") and type(module) is nn.Linear and tensor.ndim == 2
 
 
 def _attr(attr: str, ending: str) -> str:

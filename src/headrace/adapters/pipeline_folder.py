@@ -1,0 +1,62 @@
+"""A pipeline of diffusers in a folder as planning needs it, from its configs alone; nothing is loaded."""
+
+from __future__ import annotations
+
+from importlib import import_module
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import nn
+
+from headrace.checkpoint.metadata_cache import FolderFacts
+from headrace.checkpoint.safetensors_header import read_json
+from headrace.checkpoint.weight_map import WeightMap
+from headrace.errors import CheckpointError
+from headrace.model.inventory import take_inventory
+from headrace.model.records import ModelProfile
+
+INDEX = "model_index.json"
+_LIBRARIES = ("diffusers", "transformers")
+_ROWS = 4096  # tokens of an image of 1024 x 1024, as headrace.adapters.diffusers counts a step
+_NOTE = (
+    "{folder}: planned from the configs of its components in {dtype}, which headrace.adapters.diffusers.load runs; its "
+    "step is a call with one step of each transformer, of {rows} tokens (an image of 1024 x 1024; --batch for others)"
+)
+
+
+def pipeline_facts(folder: Path, dtype: torch.dtype | str | None) -> FolderFacts:
+    """Facts of all components together, in the order in which a call runs them.
+
+    Raises:
+        CheckpointError: an index or a component that diffusers and transformers cannot build.
+    """
+    wanted = getattr(torch, dtype) if isinstance(dtype, str) else dtype or torch.bfloat16
+    parts = {name: made for name, stated in read_json(folder / INDEX).items() if (made := _part(folder, name, stated))}
+    if not parts:
+        raise CheckpointError(f"{folder}/{INDEX}: expected components of {' or '.join(_LIBRARIES)}, found none")
+    components = nn.Module()
+    for name in sorted(parts, key=lambda each: (not each.startswith("text"), each.startswith("vae"))):
+        components.add_module(name, parts[name].to(wanted).eval())
+    inventory = take_inventory(components)
+    note = _NOTE.format(folder=folder, dtype=str(wanted).removeprefix("torch."), rows=_ROWS)
+    return FolderFacts(inventory, ModelProfile(), WeightMap.expected(inventory, folder), (note,), _ROWS)
+
+
+def _part(folder: Path, name: str, stated: Any) -> nn.Module | None:
+    """The component on ``meta``; ``None`` for what has no weights: a scheduler, a tokenizer."""
+    library, named = stated if isinstance(stated, list) and len(stated) == 2 else (None, None)
+    if library not in _LIBRARIES or not isinstance(named, str):
+        return None
+    kind: Any = getattr(import_module(library), named, None)
+    if not isinstance(kind, type) or not issubclass(kind, nn.Module):
+        return None
+    try:
+        config = read_json(folder / name / "config.json")
+        with torch.device("meta"):
+            made: nn.Module = (
+                kind.from_config(config) if library == "diffusers" else kind(kind.config_class.from_dict(config))
+            )
+    except Exception as error:  # of any type, for values that a class does not expect
+        raise CheckpointError(f"{folder / name}: {named} of {library} cannot be made of its config: {error}") from error
+    return made
