@@ -31,6 +31,7 @@ if TYPE_CHECKING:
     from headrace.checkpoint.weight_map import WeightMap
     from headrace.model.records import Inventory
     from headrace.plan.build import Planner
+    from headrace.plan.cpu_share import CpuShareForecast
     from headrace.plan.plan import DeviceName
     from headrace.plan.prediction import PlanPrediction
     from headrace.plan.routing_traces import ExpertHits
@@ -50,6 +51,7 @@ def make_plan(
     disk: DiskOptions | None = None,
     num_ranks: int = 1,
     expert_trace: str | os.PathLike[str] | None = None,
+    host_bandwidth: float | None = None,
 ) -> Plan:
     """The plan that :func:`headrace.offload` or ``load`` would carry out, and its predicted cost; allocates nothing.
 
@@ -74,6 +76,8 @@ def make_plan(
         disk: how files are read.
         num_ranks: over how many ranks the modes ``sharded_cpu`` and ``sharded_gpu`` split units (``group=``).
         expert_trace: a file of ``headrace generate --expert-trace``, from which hits of cached experts are predicted.
+        host_bandwidth: GB/s of the host memory of ``machine``, such as 89.6 for two channels of DDR5-5600: predicts
+            what the CPU's share in missed experts (``load(cpu_experts=True)``) gains there.
 
     Returns:
         the plan. What ``machine``, or this one, has no room for is a warning, and printed with the plan.
@@ -84,7 +88,7 @@ def make_plan(
         CheckpointError: no model in the folder, or files for another one.
     """
     options = (workload, machine, checkpoint, dtype, device, disk, num_ranks, expert_trace)
-    planned = plan_model(PlanRequest(model, policy, *options))
+    planned = plan_model(PlanRequest(model, policy, *options, host_bandwidth=host_bandwidth))
     if planned.shortage:
         warn_user(f"the plan {planned.shortage}")
     return planned.with_prediction()
@@ -139,10 +143,19 @@ class PlanResult:
         return f"{format_size(num_bytes)} in host memory{less}" if num_bytes else ""
 
     @cached_property
+    def cpu_share(self) -> CpuShareForecast | str:
+        """What the CPU's share in missed experts gains, for the first batch size; a text: why that is not known."""
+        from headrace.plan.cpu_share import forecast_cpu_share
+
+        return forecast_cpu_share(self.planner, self.plan, self.workload.batch_sizes[0], self.workload.context)
+
+    @cached_property
     def prediction(self) -> PlanPrediction:
         """Predictions; for a budget also alternatives."""
         prediction = self.planner.predict(self.context.request.given, self.plan, self.workload)
         notes = (self.context.automatic, *prediction.notes, self._host_memory, str(self.speculation or ""))
+        if self.context.request.host_bandwidth is not None and isinstance(self.cpu_share, str):
+            notes += (f"nothing about the CPU's share in missed experts: {self.cpu_share}",)
         notes = tuple(note for note in notes if note)
         return replace(prediction, shortage=self.shortage, notes=notes)
 
@@ -283,11 +296,14 @@ def _hits_of(expert_trace: str | os.PathLike[str], inventory: Inventory) -> Expe
 
 
 def _target(request: PlanRequest, module: nn.Module | None = None) -> Target:
+    from headrace.plan.nominal_rates import with_host_memory
     from headrace.plan.plan import DeviceName
     from headrace.transfer.machine_probe import may_have_gpu, named_machine
 
     device, disk = request.device, request.disk
     if request.machine is None:
+        if request.host_bandwidth is not None:
+            raise OptionError("host_bandwidth has no effect without machine: `headrace probe` measures the CPU here")
         here: torch.device | DeviceName = DeviceName("cpu")
         if module is not None or (may_have_gpu() if device is None else device != "cpu"):
             here = compute_device(module, device)
@@ -295,4 +311,6 @@ def _target(request: PlanRequest, module: nn.Module | None = None) -> Target:
     if device is not None:
         raise OptionError("machine and device contradict each other: the machine has its device; leave device out")
     made_for, rates = named_machine(request.machine, disk is not None and bool(disk.direct))
+    if request.host_bandwidth is not None:
+        rates = with_host_memory(rates, request.host_bandwidth)
     return Target(DeviceName("cpu" if made_for.device == "cpu" else "cuda"), made_for, rates)

@@ -41,6 +41,7 @@ class PlanRequest:
         unstreamable: storages that the files do not hold in this form (:func:`not_in_files`).
         ranks: ranks that share the weights.
         speculation: what guesses tokens while the model generates; its draft is part of a budget.
+        host_bandwidth: GB/s of the memory of ``machine``.
     """
 
     model: Any
@@ -57,6 +58,7 @@ class PlanRequest:
     unstreamable: Collection[str] = ()
     ranks: RankGroup | None = None
     speculation: Speculation | None = None
+    host_bandwidth: float | None = None
 
     @cached_property
     def given(self) -> Policy | Plan | None:
