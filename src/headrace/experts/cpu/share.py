@@ -87,8 +87,8 @@ class Doorbell:
         if at is None:
             raise StateError("experts on the CPU: the system has no memory for another thread, or refused it")
         # Also when the process exits or nothing refers to this any more: threads read memory that would be gone.
-        kept = (self.memory, self._layers, kept)
-        self._stop = weakref.finalize(self, _stop, pool._library, at, OwnProcess(), kept)
+        self._process, kept = OwnProcess(), (self.memory, self._layers, kept)
+        self._stop = weakref.finalize(self, _stop, pool._library, at, self._process, kept)
 
     def stop(self) -> None:
         """End the threads; the device asks for nothing any more. Idempotent."""
@@ -98,9 +98,10 @@ class Doorbell:
         """Check, before anything of a step of ``num_ids`` experts changes, that outputs so far were computed in time.
 
         Raises:
-            StateError: they were not, and are not to be used.
+            StateError: they were not, and are not to be used; this process is a fork.
             OptionError: there is no room for so many experts.
         """
+        self._process.require_own_process()  # nobody in a fork answers
         if self._words[CODE.value] or self._words[GIVEN_UP.value]:
             why = "a thread is dead or stopped" if self._words[CODE.value] else "there was no answer for seconds"
             raise StateError(
