@@ -8,6 +8,7 @@ measured ones. Against the rows of docs/benchmarks/2026-11-29-shared-experts-h20
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from math import comb
 from typing import TYPE_CHECKING
@@ -92,12 +93,15 @@ def shares(cpu_s: float, link_s: float, most: int) -> list[int]:
     return found
 
 
-def expected_s(cpu_s: float, link_s: float, in_use: int, missed: float) -> tuple[float, float]:
-    """Expected seconds for the missing experts of a layer that uses ``in_use``: by the link alone, and with the CPU.
+def expected_s(cpu_s: float, link_s: float, missed: float, divided: Sequence[int]) -> tuple[float, float]:
+    """Expected seconds for the missing experts of a layer: by the link alone, and with the CPU.
 
-    ``missed``: the probability that one of them is.
+    Args:
+        cpu_s, link_s: see :func:`shares`.
+        missed: the probability that an expert in use is missing.
+        divided: shares of 0 missing experts up to all that the layer uses.
     """
-    alone, shared, divided = 0.0, 0.0, shares(cpu_s, link_s, in_use)
+    alone, shared, in_use = 0.0, 0.0, len(divided) - 1
     for missing, share in enumerate(divided):
         probability = comb(in_use, missing) * missed**missing * (1 - missed) ** (in_use - missing)
         alone += probability * missing * link_s
@@ -119,8 +123,8 @@ def _seconds(planner: Planner, layer: CachedLayer, rows: int) -> tuple[float, fl
     top_k = profile.experts_per_token or layer.num_experts
     hit = planner.hits(layer.num_slots, layer.num_experts, top_k, in_use)
     size = layer.num_bytes / layer.num_experts
-    cpu_s = size / rates.cpu_bytes_per_s[_form_of(planner.inventory, layer)]
-    return expected_s(cpu_s, size / rates.expert_bytes_per_s, round(in_use), 1 - hit)
+    cpu_s, link_s = size / rates.cpu_bytes_per_s[_form_of(planner.inventory, layer)], size / rates.expert_bytes_per_s
+    return expected_s(cpu_s, link_s, 1 - hit, shares(cpu_s, link_s, round(in_use)))
 
 
 def _form_of(inventory: Inventory, layer: CachedLayer) -> str:
