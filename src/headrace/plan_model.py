@@ -144,10 +144,8 @@ class PlanResult:
 
     @cached_property
     def cpu_share(self) -> CpuShareForecast | str:
-        """What the CPU's share in missed experts gains, for the first batch size; a text: why that is not known."""
-        from headrace.plan.cpu_share import forecast_cpu_share
-
-        return forecast_cpu_share(self.planner, self.plan, self.workload.batch_sizes[0], self.workload.context)
+        """Gain by the CPU's share in missed experts, for the first batch size; a text: why that is not known."""
+        return self.planner.forecast_cpu_share(self.plan, self.workload.batch_sizes[0], self.workload.context)
 
     @cached_property
     def prediction(self) -> PlanPrediction:
@@ -296,7 +294,6 @@ def _hits_of(expert_trace: str | os.PathLike[str], inventory: Inventory) -> Expe
 
 
 def _target(request: PlanRequest, module: nn.Module | None = None) -> Target:
-    from headrace.plan.nominal_rates import with_host_memory
     from headrace.plan.plan import DeviceName
     from headrace.transfer.machine_probe import may_have_gpu, named_machine
 
@@ -312,5 +309,7 @@ def _target(request: PlanRequest, module: nn.Module | None = None) -> Target:
         raise OptionError("machine and device contradict each other: the machine has its device; leave device out")
     made_for, rates = named_machine(request.machine, disk is not None and bool(disk.direct))
     if request.host_bandwidth is not None:
+        from headrace.plan.cpu_share import with_host_memory
+
         rates = with_host_memory(rates, request.host_bandwidth)
     return Target(DeviceName("cpu" if made_for.device == "cpu" else "cuda"), made_for, rates)

@@ -18,8 +18,8 @@ from headrace import Budget, Workload
 from headrace.errors import OptionError, OptionTypeError
 from headrace.plan import cpu_share
 from headrace.plan.cost_model import CACHED_LAYER_S
-from headrace.plan.cpu_share import CpuShareForecast, expected_s, forecast_cpu_share, shares
-from headrace.plan.nominal_rates import NOMINAL_GPU, with_host_memory
+from headrace.plan.cpu_share import CpuShareForecast, expected_s, shares, with_host_memory
+from headrace.plan.nominal_rates import NOMINAL_GPU
 from headrace.plan.routing_traces import ExpertHits
 from headrace.plan_model import plan_model
 from headrace.planning.request import PlanRequest
@@ -127,7 +127,7 @@ class TestPlans:
         assert "run `headrace probe`" in planned().cpu_share
         result = planned(host_bandwidth=89.6)
         planner = replace(result.planner, rates=replace(result.planner.rates, cpu_bytes_per_s={"bf16": 1e9}))
-        assert forecast_cpu_share(planner, result.plan, 1) == "no rate of the CPU for experts in mxfp4 is known"
+        assert planner.forecast_cpu_share(result.plan, 1) == "no rate of the CPU for experts in mxfp4 is known"
         uncached = plan_model(PlanRequest("Qwen/Qwen3-8B", "6GiB", machine="4090", host_bandwidth=89.6))
         assert uncached.cpu_share == "the plan caches no experts"
 

@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-import math
 from dataclasses import replace
 
-from headrace.errors import OptionError, OptionTypeError
 from headrace.plan.rates import Curve, Rates
 
 # A PCIe 4.0 x16 link and a device of 1 TB/s and 150 TFLOP/s: the order of the workstation cards that most people have.
@@ -49,35 +47,6 @@ def nominal_rates(device: str, link_bytes_per_s: float, memory_bytes_per_s: floa
         kernel_s=1.1e-6,
         fetch_bytes_per_s=_FETCH_SHARE * link,
     )
-
-
-# What CPU and link together read of memory's rate: an assumption, 72 GB/s of two channels of DDR5-5600 (89.6).
-_READ_SHARE = 0.8
-_CPU_FORMS = ("bf16", "mxfp4", "int4", "fp8")
-
-
-def with_host_memory(rates: Rates, gb_per_s: float) -> Rates:
-    """``rates`` with those of a CPU of eight cores or more, which computes experts as fast as it reads them.
-
-    Args:
-        rates: of a machine whose CPU was not measured.
-        gb_per_s: of all channels of its memory, by the names of its modules: 51.2 for two of DDR4-3200.
-
-    Raises:
-        OptionError, OptionTypeError: no number; a CPU that was measured; the link alone takes as much.
-    """
-    if isinstance(gb_per_s, bool) or not isinstance(gb_per_s, int | float):
-        raise OptionTypeError(f"host_bandwidth: expected GB/s of host memory, such as 89.6, found {gb_per_s!r}")
-    if rates.cpu_bytes_per_s:
-        raise OptionError(f"--host-bandwidth {gb_per_s:g}: the CPU of {rates.machine} was measured; leave it out")
-    left = _READ_SHARE * gb_per_s * 1e9 - rates.expert_bytes_per_s
-    if not 0 < left < math.inf:
-        raise OptionError(
-            f"--host-bandwidth {gb_per_s:g}: expected GB/s of host memory, more than the "
-            f"{rates.expert_bytes_per_s / _READ_SHARE / 1e9:.1f} that copies to the GPU take, such as 89.6 for two "
-            f"channels of DDR5-5600"
-        )
-    return replace(rates, cpu_bytes_per_s=dict.fromkeys(_CPU_FORMS, left))
 
 
 _NOMINAL_CPU_PRODUCT = Curve.of({1: 50e-12, 16: 60e-12, 256: 500e-12, 2048: 4e-9})

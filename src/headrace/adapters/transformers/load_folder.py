@@ -62,7 +62,7 @@ from headrace.graphs.decoding import decode_in_graphs
 from headrace.memory.system import gc_paused
 from headrace.model.live_tensors import BoundStorage
 from headrace.model.torch_private import storage_id
-from headrace.plan.cpu_share import CpuShareForecast, forecast_cpu_share
+from headrace.plan.cpu_share import CpuShareForecast
 from headrace.plan.plan import Plan
 from headrace.plan.speculation import Speculation
 from headrace.planning.context import not_in_files
@@ -197,7 +197,7 @@ def _share_of_cpu(request: PlanRequest, found: Match, device: torch.device) -> C
     """The forecast of the CPU's share in missed experts, or why there is none."""
     context = module_context(_with_files(request, found), Target.of(device)).sized()
     workload = request.expected
-    return forecast_cpu_share(context.planner, context.plan(), workload.batch_sizes[0], workload.context)
+    return context.planner.forecast_cpu_share(context.plan(), workload.batch_sizes[0], workload.context)
 
 
 def _with_files(request: PlanRequest, found: Match) -> PlanRequest:
