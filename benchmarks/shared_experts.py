@@ -7,6 +7,8 @@ Models have seeded weights of published shapes; routers follow a seeded trace (`
 ``--slots`` says how many experts of a layer are on the device, so how many are hits. By turns: the link alone, then the
 CPU with so many threads; with the link free, and with copies of other streams on it (``held``, ``--copy-streams``).
 
+    python benchmarks/shared_experts.py --layers 12 --slots 24 --steps 10000    compares bits alone
+
 ``bit_equal``: logits equal those of the resident model, all tokens.
 """
 
@@ -152,6 +154,55 @@ def rows_of(
     free_memory(device)
 
 
+@contextmanager
+def changing(shares: torch.Tensor, is_random: bool) -> Iterator[None]:
+    """Within, every millisecond others: of n missing experts the CPU computes any number."""
+    ended, made = threading.Event(), torch.Generator().manual_seed(0)
+
+    def run() -> None:
+        while not ended.wait(1e-3):
+            shares.copy_((torch.rand(len(shares), generator=made) * torch.arange(1, len(shares) + 1)).long())
+
+    thread = threading.Thread(target=run)
+    if is_random:
+        thread.start()
+    try:
+        yield
+    finally:
+        ended.set()
+        if is_random:
+            thread.join()
+
+
+def long_rows(rehearsal: Rehearsal, slots: Sequence[int], steps: int) -> Iterator[dict[str, Any]]:
+    """Logits of ``steps`` steps in each way beside those of the link alone, which equal the resident model's."""
+    device, tiny = rehearsal.device, rehearsal.tiny
+    if tiny:
+        ordered.LAUNCHES.update(dict.fromkeys(ordered.LAUNCHES, (Launch(256, 1, 1), Launch(128, 1, 1))))
+    model = build(rehearsal)
+    tokens = min(steps, 32 if tiny else 128)
+    runs = -(-steps // tokens)
+    sequence, cores = _Sequence(model, 8 if tiny else 128, tokens, device), physical_cores()
+    resident = sequence.run().logits
+    rest_on_host(model)
+    for count in slots:
+        with headrace.offload(model, headrace.Rules([("experts", "cache")], expert_slots=count), device=device):
+            for name, shares in {**FORCED, "random": list(range(65))}.items():
+                share = share_experts(model, cores[1:] or cores, shares)
+                graphs = headrace.decode_in_graphs(model) if device.type == "cuda" else None
+                different, began = 0, time.perf_counter()
+                with changing(share.doorbell.shares, name == "random"):
+                    for _ in range(runs):
+                        different += int((sequence.run().logits != resident).any(-1).sum())
+                if graphs is not None:
+                    graphs.remove()
+                share.remove()
+                row = {"table": "shared-experts", "model": rehearsal.name, "case": "steps", "way": name, "slots": count}
+                row |= {"steps": runs * tokens, "different": different, "computed": share.doorbell.computed}
+                yield row | {"ms": (time.perf_counter() - began) / runs / tokens * 1e3, "bit_equal": not different}
+    free_memory(device)
+
+
 def doorbell_us(model: Any, share: Any, device: torch.device) -> float:
     """One way and back, in a graph, for a request without experts."""
     config = model.config
@@ -182,6 +233,11 @@ def doorbell_us(model: Any, share: Any, device: torch.device) -> float:
 def describe(row: dict[str, Any]) -> str:
     """One line about a result."""
     bits = "same bits" if row["bit_equal"] else "OTHER BITS"
+    if row["case"] == "steps":
+        return (
+            f"{row['model']:<14} {row['slots']:>3} slots, forced {row['way']:<6} {row['computed']:6} computed, "
+            f"{row['different']} of {row['steps']} steps differ, {row['ms']:.1f} ms each"
+        )
     if row["case"] == "bits":
         return (
             f"{row['model']:<14} {row['slots']:>3} slots, forced {row['way']:<5} {row['computed']:6} computed  {bits}"
@@ -203,11 +259,13 @@ def main() -> None:
         "--copy-streams", type=lambda text: [int(word) for word in text.split(",")], default=[0, 1, 3],
         help="other streams that copy meanwhile: none leaves the link free",
     )  # fmt: skip
+    parser.add_argument("--steps", type=int, help="compare the bits of so many steps in each way, and measure nothing")
     add_card_arguments(parser)
     given = parser.parse_args()
     results = []
     for rehearsal in rehearsals(given, ["graphs"]):
-        for row in rows_of(rehearsal, given.slots, given.threads, given.copy_streams, given.rounds):
+        rows = rows_of(rehearsal, given.slots, given.threads, given.copy_streams, given.rounds)
+        for row in long_rows(rehearsal, given.slots, given.steps) if given.steps else rows:
             results.append(row)
             append(row, given.out)
             print(describe(row), flush=True)

@@ -34,6 +34,7 @@ if TYPE_CHECKING:
     from headrace.checkpoint.weight_map import WeightMap
     from headrace.model.records import Inventory
     from headrace.plan.build import Planner
+    from headrace.plan.cpu_share import CpuShareForecast
     from headrace.plan.engines import Engine, EngineStep
     from headrace.plan.plan import DeviceName
     from headrace.plan.prediction import PlanPrediction
@@ -55,6 +56,7 @@ def make_plan(
     num_ranks: int = 1,
     expert_trace: str | os.PathLike[str] | None = None,
     engine: Engine | None = None,
+    host_bandwidth: float | None = None,
 ) -> Plan:
     """The plan that :func:`headrace.offload` or ``load`` would carry out, and its predicted cost; allocates nothing.
 
@@ -81,6 +83,8 @@ def make_plan(
         expert_trace: a file of ``headrace generate --expert-trace``, from which hits of cached experts are predicted.
         engine: ``"vllm"`` plans and predicts for the kernels of vLLM, where they were measured; ``"generate"`` for
             headrace's own alone. Default: for these, and of a budget a comparison with vLLM.
+        host_bandwidth: GB/s of the host memory of ``machine``, such as 89.6 for two channels of DDR5-5600: predicts
+            what the CPU's share in missed experts (``load(cpu_experts=True)``) gains there.
 
     Returns:
         the plan. What ``machine``, or this one, has no room for is a warning, and printed with the plan.
@@ -91,7 +95,7 @@ def make_plan(
         CheckpointError: no model in the folder, or files for another one.
     """
     options = (workload, machine, checkpoint, dtype, device, disk, num_ranks, expert_trace)
-    planned = plan_model(PlanRequest(model, policy, *options, engine=engine))
+    planned = plan_model(PlanRequest(model, policy, *options, engine=engine, host_bandwidth=host_bandwidth))
     if planned.shortage:
         warn_user(f"the plan {planned.shortage}")
     return planned.with_prediction()
@@ -148,6 +152,11 @@ class PlanResult:
         return f"{format_size(num_bytes)} in host memory{pinned}{less}" if num_bytes else ""
 
     @cached_property
+    def cpu_share(self) -> CpuShareForecast | str:
+        """Gain by the CPU's share in missed experts, for the first batch size; a text: why that is not known."""
+        return self.planner.forecast_cpu_share(self.plan, self.workload.batch_sizes[0], self.workload.context)
+
+    @cached_property
     def prediction(self) -> PlanPrediction:
         """Predictions; for a budget also alternatives."""
         prediction = self.planner.predict(self.context.request.given, self.plan, self.workload)
@@ -157,6 +166,8 @@ class PlanResult:
             from headrace.plan.engines import faster_engine
 
             notes = (*notes, faster_engine(engines))
+        if self.context.request.host_bandwidth is not None and isinstance(self.cpu_share, str):
+            notes += (f"nothing about the CPU's share in missed experts: {self.cpu_share}",)
         notes = tuple(note for note in notes if note)
         return replace(prediction, shortage=self.shortage, notes=notes, engines=engines)
 
@@ -333,6 +344,8 @@ def _target(request: PlanRequest, module: nn.Module | None = None) -> Target:
 
     device, disk = request.device, request.disk
     if request.machine is None:
+        if request.host_bandwidth is not None:
+            raise OptionError("host_bandwidth has no effect without machine: `headrace probe` measures the CPU here")
         here: torch.device | DeviceName = DeviceName("cpu")
         if module is not None or (may_have_gpu() if device is None else device != "cpu"):
             here = compute_device(module, device)
@@ -340,4 +353,8 @@ def _target(request: PlanRequest, module: nn.Module | None = None) -> Target:
     if device is not None:
         raise OptionError("machine and device contradict each other: the machine has its device; leave device out")
     made_for, rates = named_machine(request.machine, disk is not None and bool(disk.direct))
+    if request.host_bandwidth is not None:
+        from headrace.plan.cpu_share import with_host_memory
+
+        rates = with_host_memory(rates, request.host_bandwidth)
     return Target(DeviceName("cpu" if made_for.device == "cpu" else "cuda"), made_for, rates)

@@ -62,8 +62,8 @@ GUESSES = ["--speculate", "--guesses", "--accepted", "--accepted-from"]
 FLAGS = {
     "demo": ["--folder", "--keep", "-v", "--verbose"],
     "plan": [
-        *GUESSES, "--json", "--save", "--machine", "--link", "--dtype", "--expert-trace", "--num-ranks", *OFFLOAD_FLAGS,
-        "-v", "--verbose",
+        *GUESSES, "--json", "--save", "--machine", "--link", "--host-bandwidth", "--dtype", "--expert-trace",
+        "--num-ranks", *OFFLOAD_FLAGS, "-v", "--verbose",
     ],
     "generate": [
         "--prompt", "--chat", "--no-chat", *GUESSES, "--system", "--max-new-tokens", "--temperature", "--top-p",

@@ -6,11 +6,16 @@ Kernels run in Triton's interpreter, the doorbell and its pool as on a machine w
 from __future__ import annotations
 
 import ctypes
+import gc
 import os
+import signal
+import subprocess
+import sys
 import threading
 import time
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -21,10 +26,15 @@ from torch import nn
 import headrace
 from cpu_experts import variant
 from headrace.adapters.transformers import load
-from headrace.adapters.transformers.shared_experts import CpuShare, share_experts
-from headrace.errors import OptionError, StateError
+from headrace.adapters.transformers.shared_experts import CpuShare, NoShare, share_experts
+from headrace.errors import OptionError, OptionTypeError, StateError
+from headrace.experts import cache
 from headrace.experts.cpu import native, pool, share
+from headrace.plan import cpu_share
+from headrace.plan.nominal_rates import NOMINAL_CPU
+from headrace.plan.rates import Curve
 from headrace.testing import assert_same_bits
+from headrace.transfer import machine_probe
 from moe_models import cached, gpt_oss, qwen
 from quantised_checkpoints import FORMATS, resident
 
@@ -40,6 +50,23 @@ static void lose_now(void) { // once: a process has one library of one text
     for (;;) pause();
 }
 static void take_tiles(pool *p) {"""
+EXIT = """
+import os
+os.environ["TRITON_INTERPRET"] = "1"
+import torch
+import headrace
+from headrace.adapters.transformers.shared_experts import share_experts
+from headrace.experts import ordered
+from moe_models import cached, qwen
+ordered.LAUNCHES.update(dict.fromkeys(ordered.LAUNCHES, (ordered.Launch(256, 1, 1), ordered.Launch(128, 1, 1))))
+model = qwen("headrace").bfloat16()
+handle = headrace.offload(model, cached(3))
+share = share_experts(model, [0, 1], list(range(65)))
+with torch.inference_mode():
+    model(torch.ones(1, 1, dtype=torch.int64))
+print("computed", share.doorbell.computed > 0, flush=True)
+raise SystemExit(7)
+"""
 DIVIDE = """
 int64_t share_of(int64_t missing, double cpu_s, double link_s) {
     mail box = {0};
@@ -153,6 +180,84 @@ class TestDivision:
     )
     def test_by_times(self, cpu_us: float, link_us: float, shares: dict[int, int], library: Any) -> None:
         assert {n: library.share_of(n, cpu_us * 1e-6, link_us * 1e-6) for n in shares} == shares
+        planned = cpu_share.shares(cpu_us, link_us, 32)
+        assert {n: planned[n] for n in shares} == shares
+
+    def test_the_plan_has_the_same_rule(self, library: Any) -> None:
+        for cpu_us in (37, 91, 143, 210, 370, 900):
+            planned = cpu_share.shares(cpu_us, 101, 16)
+            assert planned == [0, *(library.share_of(n, cpu_us * 1e-6, 101e-6) for n in range(1, 17))]
+
+
+@pytest.mark.slow
+class TestCores:
+    """A core is left to Python."""
+
+    @pytest.mark.parametrize(("cores", "threads"), [([0], 0), ([0, 1], 1), ([0, 1, 2], 2)])
+    def test_default(self, cores: list[int], threads: int, monkeypatch: pytest.MonkeyPatch) -> None:
+        monkeypatch.setattr(pool, "physical_cores", lambda: cores)
+        model, steps, before = qwen("headrace").bfloat16(), inputs(1), len(os.listdir("/proc/self/task"))
+        expected = run(model, steps)
+        with headrace.offload(model, cached(3)) as handle:
+            each = share_experts(model)
+            assert len(os.listdir("/proc/self/task")) == before + threads
+            assert_same_bits(run(model, steps), expected)
+            assert handle.stats().bytes_moved > 0
+            notes = " ".join(handle.stats().notes)
+            assert ("experts on the CPU: off: this process may run on one physical core" in notes) is (threads == 0)
+            each.remove()
+            assert "experts on the CPU" not in " ".join(handle.stats().notes)
+
+    def test_one_processor(self) -> None:
+        own = os.sched_getaffinity(0)
+        try:
+            os.sched_setaffinity(0, {min(own)})
+            assert pool.spare_cores() == []
+        finally:
+            os.sched_setaffinity(0, own)
+
+
+@pytest.mark.slow
+class TestAuto:
+    """``cpu_experts="auto"``: as the plan expects, with a line that says why."""
+
+    @pytest.fixture
+    def folder(self, tmp_path: Path) -> Path:
+        qwen("headrace").bfloat16().save_pretrained(tmp_path)
+        return tmp_path
+
+    def notes(self, folder: Path, **options: Any) -> tuple[list[type], str]:
+        how = {"device": "cpu", "experts_implementation": "headrace", "cpu_experts": "auto", **options}
+        _, handle = load(folder, cached(3), **how)
+        with handle:
+            return [type(each) for each in handle._session.attachments], " ".join(handle.stats().notes)
+
+    def test_no_rate(self, folder: Path) -> None:
+        kinds, notes = self.notes(folder)
+        assert kinds == [NoShare]
+        assert "off: no rate of the CPU of a nominal CPU (no probe was run) is known: run `headrace probe`" in notes
+
+    @pytest.mark.parametrize(("gb_per_s", "kind"), [(100.0, CpuShare), (0.01, NoShare)])
+    def test_by_rate(self, gb_per_s: float, kind: type, folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+        rates = replace(NOMINAL_CPU, cpu_bytes_per_s={"bf16": gb_per_s * 1e9}, copy_bytes_per_s=Curve.of({1: 1e8}))
+        monkeypatch.setattr(machine_probe, "NOMINAL_CPU", rates)
+        monkeypatch.setattr(pool, "physical_cores", lambda: [0, 1])
+        kinds, notes = self.notes(folder)
+        assert kinds == [kind]
+        assert "tokens/s expected with the CPU's share in missed experts" in notes
+        assert ("experts on the CPU: off: " in notes) is (kind is NoShare)
+
+    def test_it_cannot_be(self, folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+        """What ``True`` raises is the reason."""
+        rates = replace(NOMINAL_CPU, cpu_bytes_per_s={"bf16": 1e11}, copy_bytes_per_s=Curve.of({1: 1e8}))
+        monkeypatch.setattr(machine_probe, "NOMINAL_CPU", rates)
+        kinds, notes = self.notes(folder, experts_implementation="grouped_mm")
+        assert kinds == [NoShare]
+        assert "off: share_experts: expected experts_implementation='headrace', found 'grouped_mm'" in notes
+
+    def test_refused(self, folder: Path) -> None:
+        with pytest.raises(OptionTypeError, match="cpu_experts: expected True, False or 'auto', found 'on'"):
+            self.notes(folder, cpu_experts="on")
 
 
 @pytest.mark.slow
@@ -209,13 +314,114 @@ class TestFaults:
         each.remove()
 
     def test_a_forked_child(self) -> None:
-        model = qwen("headrace").bfloat16()
-        with shared(model) as each:
+        """Nobody answers it: it is refused, and ends without a word to the threads of the parent, which go on."""
+        model, steps = qwen("headrace").bfloat16(), inputs(1)
+        expected = run(model, steps)
+        with shared(model, SHARES["all"]) as each:
+            assert_same_bits(run(model, steps), expected)
             child = os.fork()
             if child == 0:
-                each.remove()
-                os._exit(0)
+                try:
+                    run(model, steps)
+                except StateError as error:
+                    each.remove()
+                    each.doorbell.stop()
+                    os._exit(0 if "this process is a fork" in str(error) else 2)
+                finally:
+                    os._exit(1)
             assert os.waitpid(child, 0)[1] == 0
+            assert_same_bits(run(model, steps), expected)
+            assert each.doorbell.computed >= 8
+
+    def test_an_interrupt_within_a_step(self) -> None:
+        """At any moment of it, in kernels too: the next step is right."""
+        model, steps = qwen("headrace").bfloat16(), inputs(1, 2, 1)
+        expected = run(model, steps)
+
+        def interrupt(*_: object) -> None:
+            raise KeyboardInterrupt
+
+        kept, count = signal.signal(signal.SIGALRM, interrupt), 0
+        try:
+            with shared(model, SHARES["a third"]) as each:
+                run(model, steps)
+                for delay_ms in range(5, 155, 25):
+                    with suppress(KeyboardInterrupt):
+                        try:
+                            signal.setitimer(signal.ITIMER_REAL, delay_ms / 1e3)
+                            run(model, steps)
+                        except KeyboardInterrupt:
+                            count += 1
+                        finally:
+                            signal.setitimer(signal.ITIMER_REAL, 0)
+                    assert_same_bits(run(model, steps), expected)
+                assert count >= 3
+                assert each.doorbell.computed > 0
+        finally:
+            signal.signal(signal.SIGALRM, kept)
+
+    def test_an_interrupt_between_an_admission_and_its_copy(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        """What was admitted is not in its slot: the next step fetches it again."""
+        model, steps = qwen("headrace").bfloat16(), inputs(1, 1)
+        expected = run(model, steps)
+
+        class Interrupted:
+            def __getitem__(self, _: object) -> Any:
+                raise KeyboardInterrupt
+
+        with headrace.offload(model, cached(4)) as handle:
+            with monkeypatch.context() as patch:
+                patch.setattr(cache, "fetch_kernel", Interrupted())
+                with pytest.raises(KeyboardInterrupt):
+                    run(model, steps)
+            assert_same_bits(run(model, steps), expected)
+            assert handle.stats().experts[0].fetched > 0
+
+    def test_nobody_removes_it(self) -> None:
+        """Threads end with the last reference, or would read memory that is gone."""
+        model, before = qwen("headrace").bfloat16(), len(os.listdir("/proc/self/task"))
+        handle = headrace.offload(model, cached(3))
+        each = share_experts(model, [0, 1], SHARES["all"])
+        run(model, inputs(1))
+        assert len(os.listdir("/proc/self/task")) == before + 2
+        del model, handle, each
+        gc.collect()
+        assert len(os.listdir("/proc/self/task")) == before
+
+    def test_exit(self) -> None:
+        """With threads that nobody has ended, and with the code that the process chose."""
+        command = [sys.executable, "-c", EXIT]
+        done = subprocess.run(command, capture_output=True, text=True, check=False, timeout=300)
+        assert (done.returncode, done.stdout.splitlines()) == (7, ["computed True"]), done.stderr
+
+    def test_cores_taken_away(self) -> None:
+        """All threads on one processor, as a control group may have it from some moment on: slower, and right."""
+        model, steps, own = qwen("headrace").bfloat16(), inputs(1, 2, 1), os.sched_getaffinity(0)
+        expected = run(model, steps)
+        with shared(model, SHARES["all"]) as each:
+            assert_same_bits(run(model, steps), expected)
+            tasks = [int(task) for task in os.listdir("/proc/self/task")]
+            try:
+                for task in tasks:
+                    os.sched_setaffinity(task, {min(own)})
+                assert_same_bits(run(model, steps), expected)
+            finally:
+                for task in tasks:
+                    os.sched_setaffinity(task, own)
+            assert each.doorbell.computed > 0
+
+    def test_processes_on_the_same_cores(self) -> None:
+        model, steps = qwen("headrace").bfloat16(), inputs(1, 2, 1)
+        expected = run(model, steps)
+        others = [subprocess.Popen([sys.executable, "-c", "while True: pass"]) for _ in range(3)]
+        try:
+            with shared(model, SHARES["all"]) as each:
+                assert_same_bits(run(model, steps), expected)
+                assert each.doorbell.computed > 0
+        finally:
+            for other in others:
+                other.kill()
+                other.wait()
 
 
 class TestRefused:

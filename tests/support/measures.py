@@ -26,7 +26,7 @@ OUTSIDE = {"adapters", "cli", "serving", "experts", "offloaders", "graphs", "cod
 WINGS = OUTSIDE | {
     "checkpoint", "kinds", "lifetime", "ranks", "plan_model.py", "memory/pages.py", "memory/pinned.py",
     "memory/shared.py", "memory/split_range.py", "plan/alternatives.py", "plan/build.py", "plan/candidates.py",
-    "plan/codec_choice.py", "plan/engines.py",
+    "plan/codec_choice.py", "plan/cpu_share.py", "plan/engines.py",
     "plan/cost_model.py", "plan/prediction.py", "plan/routing_traces.py", "plan/speculation.py", "plan/staging_ring.py",
     "plan/tables.py", "plan/units.py", "runtime/debug.py", "stores/checkpoint_files.py", "stores/coded_host.py",
     "stores/expert_ranges.py", "stores/file_reads.py", "stores/no_bytes.py", "stores/peer.py", "stores/product_bits.py",

@@ -18,20 +18,23 @@ from rich.console import Console
 from headrace.checkpoint.model_folder import NotFetchedError, model_folder, name_on_hub
 from headrace.checkpoint.safetensors_header import read_json
 from headrace.cli.terminal import log_lines, print_line
-from headrace.config import Policy, count, one_of
+from headrace.config import AUTO, Policy, count, one_of
 from headrace.errors import CheckpointError, HeadraceError, OptionError
 from headrace.flags import COMMAND_LINE, OffloadFlags, Surface, flag_of, row
 
 if TYPE_CHECKING:
     import torch
 
+    from headrace.plan.cpu_share import CpuShareForecast
     from headrace.plan.plan import DeviceName, Plan
     from headrace.plan.speculation import Speculation
+    from headrace.plan_model import PlanResult
     from headrace.stores.file_reads import DiskOptions
 
 DTYPE_HELP = "bfloat16, float16 or float32 (default the checkpoint's own)."
 EXPERTS_HELP = "Experts of transformers: grouped_mm, ... (default headrace on a GPU, where it runs the model)"
-CPU_EXPERTS_HELP = "The CPU computes a share of the cached experts that a step misses; same bits"
+CPU_EXPERTS_HELP = "The CPU computes a share of the cached experts that a step misses, same bits; auto: if it pays"
+check_cpu_experts = one_of(("on", AUTO))
 LIGER_HELP = "RMSNorm of the package liger-kernel, on a GPU: faster, other bits than transformers' own"
 check_dtype = one_of(("bfloat16", "float16", "float32"))
 
@@ -265,6 +268,14 @@ def require_packages(verb: str, extra: str, *names: str) -> None:
             f"headrace {verb} needs packages that are not installed ({', '.join(missing)}): "
             f"pip install 'headrace[{extra}]'"
         )
+
+
+def asked_of_cpu(cpu_experts: str | None, planned: PlanResult, notes: Console) -> CpuShareForecast | str | bool:
+    """``--cpu-experts`` for ``load_matched``; prints what ``auto`` decides by."""
+    if cpu_experts != AUTO:
+        return cpu_experts is not None
+    print_line(notes, f"--cpu-experts auto: {planned.cpu_share}")
+    return planned.cpu_share
 
 
 def refuse_idle(flags: Mapping[str, object], why: str) -> None:

@@ -26,6 +26,8 @@ from headrace.cli.arguments import (
     EXPERTS_HELP,
     LIGER_HELP,
     SpeculationFlags,
+    asked_of_cpu,
+    check_cpu_experts,
     check_dtype,
     disk_options,
     folder_or_download,
@@ -102,7 +104,7 @@ class GenerateOptions(SpeculationFlags):
     dtype: str | None = row("NAME", DTYPE_HELP, check_dtype)
     attn_implementation: str | None = row("NAME", "Attention of transformers: sdpa, eager, ... (default the model's).")
     experts_implementation: str | None = row("NAME", f"{EXPERTS_HELP}.")
-    cpu_experts: bool = row("", f"{CPU_EXPERTS_HELP}.", off=False)
+    cpu_experts: str | None = row("on|auto", f"{CPU_EXPERTS_HELP}.", check_cpu_experts)
     use_liger_kernel: bool = row("", f"{LIGER_HELP}.", off=False)
     no_graphs: bool = row("", "Launch each kernel from Python instead of replaying CUDA graphs.", off=False)
     download: bool = row("", "Download a model that is not there, without a question.", off=False)
@@ -237,10 +239,10 @@ def _run(model: str, text: str | None, chat: bool | None, options: GenerateOptio
     _print_plan(notes, planned, is_whole, is_predicted)
     if text is None:
         print_line(notes, "/help lists commands; Ctrl-C ends an answer, Ctrl-D or /exit the chat")
-    meter = PeakMeter()
+    share, meter = asked_of_cpu(options.cpu_experts, planned, notes), PeakMeter()
     with byte_bar("loading", notes) as progress, open_ranks(group) as ranks, timed(_log, "weights"):
         request = replace(request, model=module, policy=plan, ranks=ranks, speculation=speculation)
-        handle = load_matched(folder, request, opened.match, progress, graphs, options.cpu_experts)
+        handle = load_matched(folder, request, opened.match, progress, graphs, share)
     # The handle is not removed at the end: that would make all weights resident, which may not fit.
     recorder = None if options.expert_trace is None else RoutingRecorder(module, device)
 

@@ -47,6 +47,9 @@ class PlanOptions(SpeculationFlags):
         "NAME", "Plan for h200 (measured), a nominal card (4090, 5080, ...), or a file of a probe."
     )
     link: str | None = row("NAME", "PCIe of that card, if not its own: pcie3, pcie4x8, ...")
+    host_bandwidth: float | None = row(
+        "GB/S", "Of that machine's host memory, e.g. 89.6: what the CPU's share in missed experts gains."
+    )
     dtype: str | None = row("NAME", DTYPE_HELP, check_dtype)
     expert_trace: Path | None = row("FILE", "Predict hits of cached experts from a file of `headrace generate`.")
     num_ranks: int | None = row("N", "Processes that share the weights in mode sharded_cpu or sharded_gpu.")
@@ -65,8 +68,10 @@ def plan(
     weights and the smallest budget that runs the model. Exit code 1 if the plan does not fit the machine.
     """
     folder, machine, num_ranks, save = model_to_plan(model), options.machine, options.num_ranks, options.save
+    if machine is None:
+        others = {"--link": options.link, "--host-bandwidth": options.host_bandwidth}
+        refuse_idle(others, "without --machine: it is another machine's")
     if options.link is not None:
-        refuse_idle({"--link": options.link if machine is None else None}, "without --machine: it is a card's")
         machine = f"{machine}@{options.link}"
     device = _planned_device(flags, machine)
     chosen = _by_default(flags, machine)
@@ -79,7 +84,8 @@ def plan(
         )
     if policy is None:
         reads = {"--disk-direct": flags.disk_direct, "--disk-drop-cache": flags.disk_drop_cache}
-        idle = {"--save": save, **reads, "--expert-trace": options.expert_trace}
+        idle = {"--expert-trace": options.expert_trace, "--host-bandwidth": options.host_bandwidth}
+        idle |= {"--save": save, **reads}
         refuse_idle(idle, "without a plan: nothing would be offloaded; add --device-memory, for example")
     from headrace.plan.tables import plan_table
     from headrace.plan_model import plan_model
@@ -90,6 +96,7 @@ def plan(
     request = PlanRequest(folder, policy, machine=machine, dtype=options.dtype, device=here, disk=disk_options(flags))
     ranks, speculation = 1 if num_ranks is None else num_ranks, options.speculation()
     request = replace(request, num_ranks=ranks, expert_trace=options.expert_trace, speculation=speculation)
+    request = replace(request, host_bandwidth=options.host_bandwidth)
     try:
         planned = plan_model(request)
     except OptionError as error:
@@ -197,6 +204,8 @@ def rates_of(values: dict[str, object]) -> list[tuple[str, str]]:
         value = values[key]
         by_size: dict[int, Any] = value if isinstance(value, dict) else {0: value}
         rows += [(name.format(int(size) // 1024), f"{rate / 1e9:.1f} GB/s") for size, rate in by_size.items() if rate]
+    forms: Any = values["cpu_bytes_per_s"]
+    rows += [(f"experts in {form} by the CPU", f"{rate / 1e9:.1f} GB/s") for form, rate in forms.items()]
     gathers: Any = values["gather_bytes_per_s"]
     rows += [(f"into each of {n} devices from all others at once", f"{r / 1e9:.1f} GB/s") for n, r in gathers.items()]
     products: Any = values["product_s_per_byte"]

@@ -19,6 +19,8 @@ from headrace.cli.arguments import (
     LIGER_HELP,
     VERB_FLAGS,
     SpeculationFlags,
+    asked_of_cpu,
+    check_cpu_experts,
     check_dtype,
     disk_options,
     refuse_idle,
@@ -91,7 +93,7 @@ class _ServeOptions(SpeculationFlags):
     )
     dtype: str | None = row("NAME", DTYPE_HELP)
     experts_implementation: str | None = row("NAME", f"{EXPERTS_HELP}; not in vLLM.")
-    cpu_experts: bool = row("", f"{CPU_EXPERTS_HELP}; not in vLLM.", off=False)
+    cpu_experts: str | None = row("on|auto", f"{CPU_EXPERTS_HELP}; not in vLLM.", check_cpu_experts)
     use_liger_kernel: bool = row("", f"{LIGER_HELP}; not in vLLM.", off=False)
     additional_config: str | None = row("JSON", "vLLM's; headrace's flags are added to it.")
     dry_run: bool = row("", "Print the plan, or the command of vLLM, and start nothing.", off=False)
@@ -224,8 +226,8 @@ def _run_server(model: str, flags: OffloadFlags, options: _ServeOptions) -> None
     bound = bind(options.host or "127.0.0.1", 8000 if options.port is None else options.port)
     with byte_bar("loading", stderr) as progress:
         request = replace(request, model=opened.module, policy=planned.plan)
-        has_draft, on = speculation is not None, options.cpu_experts  # graphs are the draft's
-        handle = load_matched(folder, request, opened.match, progress, has_draft, on)
+        has_draft, share = speculation is not None, asked_of_cpu(options.cpu_experts, planned, stderr)
+        handle = load_matched(folder, request, opened.match, progress, has_draft, share)  # graphs are the draft's
     module: Any = opened.module
     module.generation_config = settings
     names = options.served_model_name or [model]

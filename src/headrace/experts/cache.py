@@ -156,10 +156,21 @@ class ExpertCache:
             ``shift`` so that they are no row either: a kernel that reads them then fails, as without the cache.
         """
         self._check()
-        rows, overflow_rows = torch.empty_like(ids), self._overflow_rows
+        rows = torch.empty_like(ids)
         share = self.share if inputs is not None else None
         if share is not None:
             share.check(ids.numel())
+        try:
+            self._launch(ids, rows, inputs, share)
+        except BaseException:  # an interrupt between the admission of experts and their copy
+            self.reset()
+            raise
+        return rows
+
+    def _launch(
+        self, ids: torch.Tensor, rows: torch.Tensor, inputs: torch.Tensor | None, share: LayerShare | None
+    ) -> None:
+        overflow_rows = self._overflow_rows
         with torch.cuda.device_of(self._home):  # Triton launches on the current device, whatever the tensors' one is
             admit_kernel[(1,)](
                 ids,
@@ -194,7 +205,6 @@ class ExpertCache:
                     BLOCK=_BLOCK,
                     num_warps=8,
                 )
-        return rows
 
     def reset(self) -> None:
         """No expert is in a slot: memory of the slots is new, or the store has other bytes."""

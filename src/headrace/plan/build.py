@@ -44,6 +44,7 @@ from headrace.plan.cached_experts import cache_bytes, cached_layers, with_slots
 from headrace.plan.candidates import CandidateTable, Family, MappedFiles, Spill, mean_log
 from headrace.plan.codec_choice import faster_codec
 from headrace.plan.cost_model import Forecast, Forecaster, experts_in
+from headrace.plan.cpu_share import CpuShareForecast, slowdown
 from headrace.plan.kinds import HOST, StoreKind, kind_of
 from headrace.plan.nominal_rates import NOMINAL_CPU, NOMINAL_GPU
 from headrace.plan.plan import Plan, assemble, with_code
@@ -261,6 +262,15 @@ class Planner:
         """A step of ``rows`` rows under ``plan``, with ``context`` tokens per sequence in the KV cache."""
         return self._forecaster(plan, rows, context, self.hits)(plan)
 
+    def forecast_cpu_share(self, plan: Plan, rows: int, context: int = 0) -> CpuShareForecast | str:
+        """A step of ``rows`` rows with the CPU's share in missed experts; a text: why there is no forecast."""
+        factor = slowdown(plan.cached, self.inventory, self.rates, self.profile, self.hits, rows)
+        if isinstance(factor, str):
+            return factor
+        # As if the link fetched in that time.
+        other = replace(self, rates=replace(self.rates, fetch_bytes_per_s=self.rates.expert_bytes_per_s / factor))
+        return CpuShareForecast(*(each.forecast(plan, rows, context).rows_per_s for each in (other, self)))
+
     def _kind_of_units(self, codec: Codec, mode: Mode) -> StoreKind:
         """The kind of store that most units are in: the code ``codec``, or that of ``mode``."""
         return kind_of(mode if codec in ("none", "auto") else codec)
@@ -300,7 +310,7 @@ class Planner:
             plan.device_bytes,
             tuple(self.alternatives(budget, plan)) if budget is not None and plan.offloaded_bytes else (),
             self.least_budget_bytes(workload) if policy is None else None,
-            notes=(*self._notes(plan, context), *self._advice(policy, plan, workload)),
+            notes=(*self._notes(plan, workload), *self._advice(policy, plan, workload)),
             caches=tuple(self._caches(plan, workload.batch_sizes[0], context)) if plan.cached else (),
             is_pipeline=bool(workload.repeated),
         )
@@ -346,20 +356,26 @@ class Planner:
             other = replace(plan, cached=tuple(with_slots(plan.cached, max(1, round(share * most)))))
             layer, top_k = other.cached[0], self.profile.experts_per_token or 1
             expected, *at_hits = (forecaster(other).rows_per_s for forecaster in forecasters)
+            shared = self.forecast_cpu_share(other, rows, context)
             yield CachePoint(
                 layer.num_slots,
                 other.device_bytes,
                 self.hits(layer.num_slots, layer.num_experts, top_k, top_k),
                 expected,
                 tuple(zip(_SHOWN_HITS, at_hits, strict=True)),
+                shared.rows_per_s if isinstance(shared, CpuShareForecast) else None,
             )
 
-    def _notes(self, plan: Plan, context: int) -> Iterator[str]:
-        """Sentences on the KV cache, the expected hits of cached experts, and experts read in place in files."""
+    def _notes(self, plan: Plan, workload: Workload) -> Iterator[str]:
+        """Sentences on the KV cache, cached experts, and experts read in place in files."""
+        context = workload.context
         if context and not self.profile.cache_bytes(1, context):
             yield "no KV cache is counted: the model's forward returns none"
         if plan.cached:
             yield f"expected hit rate of cached experts from {self.hits.source}; misses are fetched before use"
+            shared = self.forecast_cpu_share(plan, workload.batch_sizes[0], context)
+            if isinstance(shared, CpuShareForecast):
+                yield f"{shared}: --cpu-experts {'on' if shared.is_worthwhile else 'gains too little'}"
         if self.mapped is not None and plan.kind.in_files:
             yield from self._notes_on_files(plan, self.mapped)
 

@@ -168,7 +168,7 @@ def storage_cost(storage: StorageInfo, experts: int, rows: int, rates: Rates, pr
         resident_s = touched / rates.device_bytes_per_s
         in_place = rates.in_place_s_per_byte
         return StorageCost(resident_s, resident_s if in_place is None else touched * in_place(1))
-    share, rows_each = _share_in_use(experts, rows, profile)
+    share, rows_each = share_in_use(experts, rows, profile)
     touched = storage.num_bytes * share
     resident, in_place = rates.product_s_per_byte, rates.in_place_s_per_byte
     if experts > 1:
@@ -193,7 +193,7 @@ def storage_cost(storage: StorageInfo, experts: int, rows: int, rates: Rates, pr
     return StorageCost(resident_s, max(resident_s, alone_s))
 
 
-def _share_in_use(experts: int, rows: int, profile: ModelProfile) -> tuple[float, float]:
+def share_in_use(experts: int, rows: int, profile: ModelProfile) -> tuple[float, float]:
     """The share of a layer's experts that a step reads, and rows per expert that it reads."""
     if experts == 1 or profile.experts_per_token is None or profile.experts_per_token >= experts:
         return 1.0, float(rows)
@@ -205,7 +205,7 @@ def cached_cost(
     layer: CachedLayer, rows: int, rates: Rates, profile: ModelProfile, hits: ExpertHits | FixedHits
 ) -> tuple[float, float]:
     """Seconds that caching the experts of ``layer`` adds to its compute, and that it occupies the link."""
-    share, rows_each = _share_in_use(layer.num_experts, rows, profile)
+    share, rows_each = share_in_use(layer.num_experts, rows, profile)
     in_use, top_k = share * layer.num_experts, profile.experts_per_token or layer.num_experts
     held = min(in_use * hits(layer.num_slots, layer.num_experts, top_k, in_use), layer.num_slots)
     fetched = min(in_use - held, layer.num_slots - held)
@@ -214,7 +214,7 @@ def cached_cost(
     in_place = rates.in_place_grouped_s_per_byte
     beyond_s = rates.copy_s(beyond_bytes) if in_place is None else beyond_bytes * in_place(rows_each)
     resident_s = beyond_bytes * rates.grouped_s_per_byte(rows_each)
-    fetch_s = fetched * expert_bytes / (rates.fetch_bytes_per_s or rates.copy_bytes_per_s.points[-1][1])
+    fetch_s = fetched * expert_bytes / rates.expert_bytes_per_s
     return fetch_s + max(0.0, beyond_s - resident_s) + CACHED_LAYER_S, fetch_s + beyond_s
 
 

@@ -35,6 +35,7 @@ class CachePoint:
         hits: expected share of the experts of one row that are on the device.
         rows_per_s: tokens per second of the first batch size.
         at_hits: (share, tokens per second) for other shares.
+        cpu_rows_per_s: ``rows_per_s`` with the CPU's share in missed experts; ``None``: its rate is not known.
     """
 
     num_slots: int
@@ -42,6 +43,7 @@ class CachePoint:
     hits: float
     rows_per_s: float
     at_hits: tuple[tuple[float, float], ...]
+    cpu_rows_per_s: float | None = None
 
 
 @dataclass(frozen=True)

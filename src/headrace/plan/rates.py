@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import cached_property
 
 import numpy as np
@@ -72,6 +72,8 @@ class Rates:
             number; ``None``: as fast as from one other device.
         fetch_bytes_per_s: of experts, by kernels that copy many at once into slots; ``None``: not known, and a budget
             caches no experts unless a rule says so.
+        cpu_bytes_per_s: at which the CPU computes experts while the link copies, by format (``"bf16"``, ``"mxfp4"``,
+            ...); empty: not known.
         coded_share: bytes on the link of a byte that is copied.
         decode_s_per_byte: seconds per byte of compute, to decode a byte of a unit.
         copies_take_cores: a copy keeps the cores busy that compute needs (reading out of a CPU's page cache).
@@ -94,6 +96,7 @@ class Rates:
     peer_bytes_per_s: Curve | None = None
     gather_bytes_per_s: Curve | None = None
     fetch_bytes_per_s: float | None = None
+    cpu_bytes_per_s: Mapping[str, float] = field(default_factory=dict)
     coded_share: float = 1.0
     decode_s_per_byte: float = 0.0
     layer_s: float | None = None
@@ -102,6 +105,11 @@ class Rates:
     def file_s_per_byte(self) -> float:
         """Seconds to read a byte of a file before the link copies it; 0 where nothing is read first."""
         return 0.0 if self.file_bytes_per_s is None else 1 / self.file_bytes_per_s
+
+    @property
+    def expert_bytes_per_s(self) -> float:
+        """``fetch_bytes_per_s``, or if that is not known, that of the largest copies."""
+        return self.fetch_bytes_per_s or self.copy_bytes_per_s.points[-1][1]
 
     def copy_s(self, num_bytes: float) -> float:
         """Seconds of one copy over the link."""

@@ -261,9 +261,12 @@ def _caches(caches: Sequence[CachePoint]) -> Table:
     """Tokens per second by slots for experts, with the expected hit rate and with others."""
     unit = size_unit(max(cache.device_bytes for cache in caches))
     given = [f"{share:.0%}" for share, _ in caches[0].at_hits]
-    table = titled_table("Cached experts, tokens/s", "slots", f"device {unit}", "hits", "tokens/s", *given)
+    shared = [] if caches[0].cpu_rows_per_s is None else ["with CPU"]
+    table = titled_table("Cached experts, tokens/s", "slots", f"device {unit}", "hits", "tokens/s", *shared, *given)
     for cache in caches:
-        rates = (format_rate(rows_per_s) for _, rows_per_s in cache.at_hits)
+        rates = [format_rate(rows_per_s) for _, rows_per_s in cache.at_hits]
+        if shared:  # none where all experts have slots
+            rates.insert(0, format_rate(cache.cpu_rows_per_s) if cache.cpu_rows_per_s else "")
         size, expected = in_unit(cache.device_bytes, unit), format_rate(cache.rows_per_s)
         table.add_row(str(cache.num_slots), size, f"{cache.hits:.0%}", expected, *rates)
     return table

@@ -43,6 +43,7 @@ class PlanRequest:
         ranks: ranks that share the weights.
         speculation: what guesses tokens while the model generates; its draft is part of a budget.
         engine: the engine whose kernels predictions are about; ``None``: ``generate``, compared with vLLM.
+        host_bandwidth: GB/s of the memory of ``machine``.
     """
 
     model: Any
@@ -60,6 +61,7 @@ class PlanRequest:
     ranks: RankGroup | None = None
     speculation: Speculation | None = None
     engine: Engine | None = None
+    host_bandwidth: float | None = None
 
     @cached_property
     def given(self) -> Policy | Plan | None:

@@ -56,6 +56,8 @@ class Probe:
         peer_bytes_per_s: from one other GPU's memory, by bytes of one copy. Empty, as the next one, where no two GPUs
             can address each other's memory, and in probes from before it was measured.
         gather_bytes_per_s: into each of so many GPUs while each copies from all the others, by their number.
+        cpu_bytes_per_s: at which the CPU computes experts while the link copies, by format. Empty without a GPU, with
+            one core, without a C compiler, and in probes from before it was measured.
     """
 
     machine: dict[str, str]
@@ -71,6 +73,7 @@ class Probe:
     cached_read_bytes_per_s: float = 0.0
     peer_bytes_per_s: dict[int, float] = field(default_factory=dict)
     gather_bytes_per_s: dict[int, float] = field(default_factory=dict)
+    cpu_bytes_per_s: dict[str, float] = field(default_factory=dict)
 
     def to_json(self) -> dict[str, Any]:
         """Plain numbers and strings."""
@@ -128,6 +131,7 @@ class Probe:
             peer_bytes_per_s=Curve.of(self.peer_bytes_per_s) if self.peer_bytes_per_s else None,
             gather_bytes_per_s=Curve.of(self.gather_bytes_per_s) if self.gather_bytes_per_s else None,
             fetch_bytes_per_s=self.fetch_bytes_per_s,
+            cpu_bytes_per_s=self.cpu_bytes_per_s,
         )
 
     def cpu_rates(self, direct: bool = False) -> Rates:

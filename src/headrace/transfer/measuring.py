@@ -8,7 +8,7 @@ from __future__ import annotations
 import mmap
 import os
 import tempfile
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 from pathlib import Path
@@ -17,7 +17,7 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 
-from headrace.errors import OptionError, warn_user
+from headrace.errors import OptionError, StateError, warn_user
 from headrace.memory.pinned import device_view, pinned_region
 from headrace.memory.system import num_cores
 from headrace.plan.cached_experts import CachedLayer
@@ -42,6 +42,9 @@ _PRODUCT_ROWS = (1, 4, 16, 64, 128, 256, 512, 1024, 2048, 4096, 8192)
 _EXPERTS_SHAPE = (64, 2816, 2048)
 _EXPERT_ROWS = (1, 4, 16, 64, 128, 256, 1024)
 _CPU_PRODUCT_ROWS = (1, 16, 256)
+# Experts of Qwen3-30B-A3B and gpt-oss-120b: inputs and inner width.
+_CPU_BYTES, _CPU_LAYERS = 512 * MIB, {"bf16": (2048, 768), "mxfp4": (2880, 2880)}
+_CPU_FORMS = {"bf16": 2, "mxfp4": 17 / 32}  # bytes of a weight
 
 
 def measure(folder: Path | None = None, num_bytes: int = 1024 * MIB) -> Probe:
@@ -109,6 +112,7 @@ def _cuda(device: torch.device, num_bytes: int) -> dict[str, Any]:
         "h2d_bytes_per_s": {size: copy_rate(slot, host, size, [device]) for size in COPY_SIZES},
         "device_copy_bytes_per_s": 2 * num_bytes / _timed(lambda: other.copy_(slot)),
         **_products(device, device_view(host, device)),
+        "cpu_bytes_per_s": cpu_rates(lambda: slot.copy_(host, non_blocking=True)),
         "kernel_s": _timed(_graph(lambda: [small.add_(1.0) for _ in range(500)])) / 500,
     }
 
@@ -133,6 +137,56 @@ def _fetch_rate(device: torch.device) -> float | None:
     before = cache.counts().fetched
     run()
     return (cache.counts().fetched - before) * layer.row_bytes("") / _timed(run)
+
+
+def cpu_rates(
+    copies: Callable[[], object], num_bytes: int = _CPU_BYTES, layers: Mapping[str, tuple[int, int]] = _CPU_LAYERS
+) -> dict[str, float]:
+    """Bytes per second at which all cores but one compute two experts at a time, by format, beside ``copies``.
+
+    Two, since a step misses few of a layer. Empty with one core or without a compiler.
+
+    Args:
+        copies: starts copies over the link, which the host does not wait for.
+        num_bytes: of experts, more than caches hold.
+        layers: inputs and inner width by format.
+    """
+    from headrace.experts.cpu.pool import Pool, run, spare_cores
+
+    if not (cores := spare_cores()):
+        return {}
+    try:
+        pool = Pool(cores)
+    except StateError as error:
+        warn_user(f"how fast the CPU computes experts was not measured: {error}")
+        return {}
+    found = {}
+    for form, (inputs, inner) in layers.items():
+        size = 3 * inner * inputs * _CPU_FORMS[form]  # of an expert
+        count = int(num_bytes // size)
+        first, second = _experts(form, count, 2 * inner, inputs), _experts(form, count, inputs, inner)
+        x, weights, glu = torch.randn(1, inputs).bfloat16(), torch.ones(1, 2), (1.702, 7.0) if form == "mxfp4" else ()
+        pairs = list(torch.arange(count // 2 * 2).view(-1, 1, 2))
+        two = partial(run, x, weights=weights, gate_up=first, down=second, is_interleaved=bool(glu), glu=glu, pool=pool)
+        found[form] = 2 * len(pairs) * size / median_s(partial(_each, copies, two, pairs))
+    pool.stop()
+    return found
+
+
+def _each(copies: Callable[[], object], two: Callable[[torch.Tensor], object], pairs: Sequence[torch.Tensor]) -> None:
+    copies()
+    for ids in pairs:
+        two(ids)
+
+
+def _experts(form: str, count: int, outputs: int, inputs: int) -> Any:
+    from headrace.experts.order import Projection
+
+    if form == "bf16":
+        weight = torch.empty(count, outputs, inputs, dtype=torch.bfloat16)
+        return Projection(weight.copy_(torch.randn(outputs, inputs) / inputs**0.5))
+    codes = torch.randint(0, 256, (count, outputs, inputs // 2), dtype=torch.uint8)
+    return Projection(codes, torch.full((count, outputs, inputs // 32), 118, dtype=torch.uint8))
 
 
 def _timed(run: Callable[[], object]) -> float:

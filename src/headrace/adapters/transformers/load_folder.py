@@ -18,7 +18,7 @@ from collections.abc import Callable, Iterator, Mapping
 from dataclasses import replace
 from itertools import chain, count
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Literal
 
 import torch
 import transformers
@@ -55,13 +55,14 @@ from headrace.api import Handle, start
 from headrace.checkpoint.model_folder import model_folder
 from headrace.checkpoint.safetensors_header import Checkpoint, FileTensor, read_json
 from headrace.checkpoint.weight_map import WeightMap
-from headrace.config import SHARDED_MODES, Policy, instead_of
+from headrace.config import AUTO, SHARDED_MODES, Policy, instead_of
 from headrace.errors import CheckpointError, OptionError, OptionTypeError, warn_user
 from headrace.formatting import format_size, listed
 from headrace.graphs.decoding import decode_in_graphs
 from headrace.memory.system import gc_paused
 from headrace.model.live_tensors import BoundStorage
 from headrace.model.torch_private import storage_id
+from headrace.plan.cpu_share import CpuShareForecast
 from headrace.plan.plan import Plan
 from headrace.plan.speculation import Speculation
 from headrace.planning.context import not_in_files
@@ -98,7 +99,7 @@ def load(
     group: ProcessGroup | None = None,
     graphs: bool = True,
     speculate: Speculation | str | None = None,
-    cpu_experts: bool = False,
+    cpu_experts: bool | Literal["auto"] = False,
 ) -> tuple[PreTrainedModel, Handle]:
     """Load a model and offload it in one go; memory stays within the plan while loading, too.
 
@@ -130,7 +131,8 @@ def load(
             several guesses in one pass. A draft is resident, and part of a budget; so are heads (``mtp``).
         cpu_experts: the CPU computes a share of the cached experts that a step misses, as many as it turns out to be
             fast enough for (:mod:`~headrace.adapters.transformers.shared_experts`); no bit depends on it. It needs
-            ``experts_implementation="headrace"``, the default on a GPU.
+            ``experts_implementation="headrace"``, the default on a GPU. ``"auto"``: where the plan expects it to be
+            1.05 times as fast (:mod:`~headrace.plan.cpu_share`); ``handle.stats().notes`` says why or why not.
 
     Returns:
         the model in evaluation mode, ready for ``generate``, and its handle; ``handle.remove()`` makes everything
@@ -149,6 +151,8 @@ def load(
     # First, so that a wrong folder in one rank raises in all ranks, instead of in one while the others wait.
     with open_ranks(group) as ranks:
         require_kinds(device, disk)
+        if not isinstance(cpu_experts, bool) and cpu_experts != AUTO:
+            raise OptionTypeError(f"cpu_experts: expected True, False or 'auto', found {cpu_experts!r}")
         if torch.get_default_device().type == "meta":  # what transformers computes while loading would have no values
             raise OptionError(
                 "load: expected a default device that has memory, found meta; call it outside of torch.device('meta') "
@@ -169,7 +173,8 @@ def load(
         request = PlanRequest(model, policy, device=device, disk=disk, ranks=ranks, speculation=given)
         if given is not None:
             request = _speculated(request, given, found, target)
-        return model, load_matched(folder, request, found, progress, graphs, cpu_experts)
+        share = _share_of_cpu(request, found, target) if cpu_experts == AUTO else bool(cpu_experts)
+        return model, load_matched(folder, request, found, progress, graphs, share)
 
 
 def _speculated(request: PlanRequest, speculation: Speculation, found: Match, device: torch.device) -> PlanRequest:
@@ -188,6 +193,13 @@ def _speculated(request: PlanRequest, speculation: Speculation, found: Match, de
     return replace(request, policy=plan, speculation=speculation)
 
 
+def _share_of_cpu(request: PlanRequest, found: Match, device: torch.device) -> CpuShareForecast | str:
+    """The forecast of the CPU's share in missed experts, or why there is none."""
+    context = module_context(_with_files(request, found), Target.of(device)).sized()
+    workload = request.expected
+    return context.planner.forecast_cpu_share(context.plan(), workload.batch_sizes[0], workload.context)
+
+
 def _with_files(request: PlanRequest, found: Match) -> PlanRequest:
     unstreamable = not_in_files(found.inventory, found.weights)
     return replace(request, inventory=found.inventory, checkpoint=found.weights, unstreamable=unstreamable)
@@ -195,9 +207,12 @@ def _with_files(request: PlanRequest, found: Match) -> PlanRequest:
 
 def load_matched(
     folder: Path, request: PlanRequest, found: Match, progress: Progress | None, graphs: bool = False,
-    cpu_experts: bool = False,
+    cpu_experts: CpuShareForecast | str | bool = False,
 ) -> Handle:  # fmt: skip
-    """:func:`load` for a model on ``meta`` that has been built and matched with its files; warns of nothing."""
+    """:func:`load` for a model on ``meta`` that has been built and matched with its files; warns of nothing.
+
+    ``cpu_experts``: for ``"auto"`` what is expected of the CPU's share.
+    """
     model, speculating = request.model, None
     if request.speculation is not None:  # first: what its draft takes is not free for the model
         speculating = Speculating(model, request.speculation, compute_device(model, request.device), graphs)
@@ -212,9 +227,9 @@ def load_matched(
     handle = start(prepared, progress=progress)
     move_wrappers(model)
     if cpu_experts:
-        from headrace.adapters.transformers.shared_experts import share_experts
+        from headrace.adapters.transformers.shared_experts import share_experts, share_if_worthwhile
 
-        share_experts(model)
+        share_experts(model) if cpu_experts is True else share_if_worthwhile(model, cpu_experts)
     if graphs and request.ranks is None and prepared.device.type == "cuda" and model.can_generate():
         decode_in_graphs(model, handle.plan.context, with_hooks=False)
     if speculating is not None:

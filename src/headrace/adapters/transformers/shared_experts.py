@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Sequence
 from contextlib import suppress
 from typing import TYPE_CHECKING, Any
@@ -10,19 +11,23 @@ import torch
 
 from headrace.adapters.transformers.ordered_experts import NAME, arguments_of
 from headrace.api import session_of
-from headrace.errors import OptionError
+from headrace.errors import OptionError, StateError
 from headrace.experts import order
 from headrace.experts.cpu.native import Request
-from headrace.experts.cpu.pool import matrix_of, physical_cores
+from headrace.experts.cpu.pool import matrix_of, spare_cores
 from headrace.experts.cpu.share import Doorbell, LayerShare
 from headrace.experts.rows import SHARED, CachedExperts, cached_experts
 from headrace.forks import OwnProcess
 from headrace.formatting import pluralize
 from headrace.model.memory_profile import chosen_by
+from headrace.plan.cpu_share import CpuShareForecast
 
 if TYPE_CHECKING:
     from headrace.plan.cached_experts import CachedLayer
     from headrace.runtime.session import OffloadSession
+
+_log = logging.getLogger(__name__)
+ONE_CORE = "this process may run on one physical core, which Python needs (cores= names others)"
 
 
 class CpuShare:
@@ -31,9 +36,10 @@ class CpuShare:
     Attributes:
         counts: ``None``, as it guesses no tokens.
         doorbell: by which kernels ask for experts.
+        expected: what the plan expected of it; empty: nobody asked.
     """
 
-    counts = None
+    counts, expected = None, ""
 
     def __init__(
         self, model: Any, session: OffloadSession, cores: Sequence[int], shares: Sequence[int] | None = None
@@ -81,21 +87,65 @@ class CpuShare:
     def notes(self) -> Sequence[str]:
         """A line about what the CPU does."""
         threads, (cpu_us, link_us) = pluralize(self.doorbell.threads, "thread"), self.doorbell.us_per_expert
+        expected = [f"experts on the CPU: {self.expected}"] * bool(self.expected)
         if not self.doorbell.computed:
-            return [f"experts on the CPU: none so far ({threads})"]
+            return [*expected, f"experts on the CPU: none so far ({threads})"]
         is_off = not self.doorbell.shares[1:9].any()
         return [
+            *expected,
             f"experts on the CPU: {self.doorbell.computed} computed by {threads}, {cpu_us:.0f} us each; the link takes "
-            f"{link_us:.0f} us{', so it has all of them now' if is_off else ''}"
+            f"{link_us:.0f} us{', so it has all of them now' if is_off else ''}",
         ]
 
 
-def share_experts(model: Any, cores: Sequence[int] | None = None, shares: Sequence[int] | None = None) -> CpuShare:
+class NoShare:
+    """Says in ``stats()`` why the CPU computes none of the missed experts, from :meth:`attach` to :meth:`remove`."""
+
+    counts = None
+
+    def __init__(self, session: OffloadSession, why: str) -> None:
+        self._session, self.notes = session, [f"experts on the CPU: off: {why}"]
+
+    def attach(self) -> None:
+        """Say it from here on."""
+        _log.info("%s", self.notes[0])
+        self._session.attachments.append(self)
+
+    def remove(self) -> None:
+        """Say it no more. Idempotent."""
+        with suppress(ValueError):
+            self._session.attachments.remove(self)
+
+    def check(self) -> None:
+        """Nothing can be wrong."""
+
+
+def share_if_worthwhile(model: Any, forecast: CpuShareForecast | str) -> CpuShare | NoShare:
+    """:func:`share_experts` where ``forecast`` says so and it can be; ``stats()`` has the reason either way."""
+    session, why = session_of(model), str(forecast)
+    assert session is not None  # load() has offloaded it
+    if isinstance(forecast, CpuShareForecast) and forecast.is_worthwhile:
+        try:
+            share = share_experts(model)
+            if isinstance(share, CpuShare):
+                share.expected = why
+            return share
+        except (OptionError, StateError) as error:
+            why = str(error)
+    no_share = NoShare(session, why)
+    no_share.attach()
+    return no_share
+
+
+def share_experts(
+    model: Any, cores: Sequence[int] | None = None, shares: Sequence[int] | None = None
+) -> CpuShare | NoShare:
     """Let the CPU compute a share of the cached experts that ``model`` misses, until ``remove()``.
 
     Args:
         model: offloaded, its experts cached, with ``experts_implementation="headrace"``.
-        cores: processors to compute on; default one of each core but one, which is left to Python.
+        cores: processors to compute on; default one of each core but one, which is left to Python: with one core the
+            link keeps all, and ``stats()`` says so.
         shares: of n missing experts of a layer the CPU computes ``shares[n]``; default as measured while it runs.
 
     Raises:
@@ -108,7 +158,8 @@ def share_experts(model: Any, cores: Sequence[int] | None = None, shares: Sequen
             "share_experts: expected an offloaded model with cached experts, found none: offload it with "
             "rules=[('experts', 'cache')]"
         )
-    share = CpuShare(model, session, cores or physical_cores()[:-1] or physical_cores(), shares)
+    cores = spare_cores() if cores is None else cores
+    share = CpuShare(model, session, cores, shares) if cores else NoShare(session, ONE_CORE)
     share.attach()
     return share
 

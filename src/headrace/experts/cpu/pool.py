@@ -105,6 +105,11 @@ def physical_cores(sysfs: Path = SYSFS, membership: str | None = None, groups: P
     return list(found.values())[: max(1, int(min(shares, default=len(found))))]
 
 
+def spare_cores() -> list[int]:
+    """:func:`physical_cores` but one, which is left to Python: the cores that a model's missed experts are for."""
+    return physical_cores()[:-1]
+
+
 def _share_of_time(level: Path) -> float | None:
     """Processors' time that a control group may use in a time (v2: cpu.max); ``None``: any."""
     with suppress(OSError, ValueError):

@@ -7,6 +7,8 @@ them; the second product waits for their outputs. An expert that was computed en
 
 from __future__ import annotations
 
+import ctypes
+import weakref
 from collections.abc import Sequence
 
 import torch
@@ -26,6 +28,7 @@ from headrace.experts.cpu.share_kernels import (
     ring_kernel,
     wait_kernel,
 )
+from headrace.forks import OwnProcess
 
 _MOST_MISSING, _MOST_PAIRS, _MOST_INPUTS = 64, 256, 16384
 # Of the pool, after which it is lost, and of kernels that wait for it: each poll crosses the link in about 1 us.
@@ -68,7 +71,7 @@ class Doorbell:
                     f"experts on the CPU: expected inputs in fours, at most {_MOST_INPUTS}, found {inputs}: leave them "
                     f"to the link (cpu_experts=False)"
                 )
-        self._layers, self._kept = (Request * len(layers))(*layers), kept
+        self._layers = (Request * len(layers))(*layers)
         size = OUTPUTS_AT.value + _MOST_PAIRS * max(layer.down.outputs for layer in layers) * 2
         words = torch.zeros(size, dtype=torch.uint8, pin_memory=device.type == "cuda", device="cpu")
         self.memory = [words, torch.zeros(3, dtype=torch.int64, device=device)]
@@ -77,27 +80,28 @@ class Doorbell:
         if shares is not None:
             self.shares.copy_(torch.tensor([shares[min(n, len(shares) - 1)] for n in range(_MOST_MISSING + 1)]))
         pool, address, self.threads = Pool(cores, spin_s=_SPIN_S, patience_s=_PATIENCE_S), words.data_ptr(), len(cores)
-        self._library = pool._library
-        self._at: int | None = self._library.doorbell_start(
+        at = pool._library.doorbell_start(
             pool.give(), address, address + X_AT.value, address + OUTPUTS_AT.value, self._layers, len(layers),
             shares is not None, _LOOK_S,
         )  # fmt: skip
-        if self._at is None:
+        if at is None:
             raise StateError("experts on the CPU: the system has no memory for another thread, or refused it")
+        # Also when the process exits or nothing refers to this any more: threads read memory that would be gone.
+        self._process, kept = OwnProcess(), (self.memory, self._layers, kept)
+        self._stop = weakref.finalize(self, _stop, pool._library, at, self._process, kept)
 
     def stop(self) -> None:
         """End the threads; the device asks for nothing any more. Idempotent."""
-        at, self._at = self._at, None
-        if at is not None and self._library.doorbell_stop(at):
-            _lost.append((self.memory, self._kept, self._layers))
+        self._stop()
 
     def check(self, num_ids: int = 0) -> None:
         """Check, before anything of a step of ``num_ids`` experts changes, that outputs so far were computed in time.
 
         Raises:
-            StateError: they were not, and are not to be used.
+            StateError: they were not, and are not to be used; this process is a fork.
             OptionError: there is no room for so many experts.
         """
+        self._process.require_own_process()  # nobody in a fork answers
         if self._words[CODE.value] or self._words[GIVEN_UP.value]:
             why = "a thread is dead or stopped" if self._words[CODE.value] else "there was no answer for seconds"
             raise StateError(
@@ -119,6 +123,12 @@ class Doorbell:
     def us_per_expert(self) -> tuple[float, float]:
         """Microseconds that another expert takes, as measured: on the CPU, and over the link."""
         return int(self._words[CPU_NS.value]) / 1e3, int(self._words[LINK_NS.value]) / 1e3
+
+
+def _stop(library: ctypes.CDLL, at: int, process: OwnProcess, kept: object) -> None:
+    """``kept``: what threads read and write until they have ended."""
+    if process.is_forked or library.doorbell_stop(at):
+        _lost.append(kept)
 
 
 class LayerShare:

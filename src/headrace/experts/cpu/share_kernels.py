@@ -44,9 +44,9 @@ def ring_kernel(
         tl.store(words + TOP_K, tl.zeros([], tl.int64) + top_k)
         tl.store(words + FETCHED, count.to(tl.int64))
         tl.store(state, number)
-        tl.store(state + 1, tl.zeros([], tl.int64) + 1)
         tl.debug_barrier()
         tl.atomic_xchg(words + POSTED, number, sem="release", scope="sys")
+        tl.store(state + 1, tl.zeros([], tl.int64) + 1)  # last: what was not posted is not awaited
 
 
 @triton.jit
