@@ -108,6 +108,11 @@ def share_experts(model: Any, cores: Sequence[int] | None = None, shares: Sequen
             "share_experts: expected an offloaded model with cached experts, found none: offload it with "
             "rules=[('experts', 'cache')]"
         )
+    if session.plan.kind.host_slots is not None:
+        raise OptionError(
+            f"share_experts: expected experts in host memory, found mode {session.plan.mode!r}: "
+            f"use mode 'cpu', or leave it out (cpu_experts=False)"
+        )
     share = CpuShare(model, session, cores or physical_cores()[:-1] or physical_cores(), shares)
     share.attach()
     return share
