@@ -21,6 +21,7 @@ from headrace import Budget, DiskOptions, Handle, Rules
 from headrace.adapters.transformers import load
 from headrace.errors import HeadraceWarning, OptionError, StateError, TransferError
 from headrace.memory.pages import map_file, resident_bytes
+from headrace.planning import context
 from headrace.stores import expert_files, file_reads
 from headrace.stores.file_reads import can_read_direct
 from headrace.testing import assert_same_bits, boundaries
@@ -311,6 +312,33 @@ class TestPlans:
             assert_same_bits(loaded(X, torch.arange(9)), model(X, torch.arange(9)))
         with pytest.raises(headrace.HeadraceError, match="too small"):
             headrace.offload(loaded, Budget(30 * MIB, rules=[("layers", "cache")]), checkpoint=folder)
+
+    def test_chosen_by_the_planner(self, tmp_path: Path) -> None:
+        """Where no page cache keeps the files."""
+        model = qwen(hidden_size=256, moe_intermediate_size=512, num_experts=32, num_hidden_layers=3)
+        expected = outputs(model)
+        model.save_pretrained(tmp_path)
+        loaded, handle = load(tmp_path, "90MiB", device="cpu", dtype=torch.float32, disk=DiskOptions(direct=True))
+        with handle:
+            plan = handle.plan
+            assert len(plan.cached) == 3
+            assert 80 * MIB < plan.device_bytes <= 90 * MIB
+            assert_same_bits(outputs(loaded), expected)
+            assert handle.stats().bytes_moved > 0
+        predicted = [
+            headrace.make_plan(tmp_path, size, device="cpu", disk=DiskOptions(direct=True)).prediction
+            for size in ("70MiB", "90MiB", "130MiB")
+        ]
+        rates = [each.forecasts[0].rows_per_s for each in predicted]
+        assert rates == sorted(set(rates))
+        assert any("memory" in str(each) for each in predicted[0].alternatives)
+
+    def test_files_larger_than_memory(self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+        model = qwen(hidden_size=256, moe_intermediate_size=512, num_experts=32, num_hidden_layers=3)
+        model.save_pretrained(tmp_path)
+        assert not headrace.make_plan(tmp_path, "90MiB", device="cpu").cached
+        monkeypatch.setattr(context, "_free_host_bytes", lambda *_: 100 * MIB)
+        assert headrace.make_plan(tmp_path, "90MiB", device="cpu").cached
 
     def test_without_files(self) -> None:
         with pytest.raises(OptionError, match="checkpoint=FOLDER"):

@@ -244,7 +244,7 @@ class Planner:
             mode=mode,
             kind=stored_as,
             spill=self.spill if budget.mode is None and kind is HOST and budget.codec == "none" else None,
-            cacheable=self.cacheable if kind is HOST else (),
+            cacheable=self.cacheable if mode == self.default_mode else (),
             expert_slots=budget.expert_slots,
             hits=self.hits,
             peer_bytes=budget.peer_limit_bytes,

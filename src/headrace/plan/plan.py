@@ -27,7 +27,7 @@ if TYPE_CHECKING:
     from headrace.plan.staging_ring import RingLayout
 
 # Of :meth:`Plan.to_json`, and so of plan files. Raise it with any change of a key or of its meaning.
-SCHEMA_VERSION = 8
+SCHEMA_VERSION = 7
 
 _MOST_BYTES = 1 << 30  # of a plan file
 

@@ -107,7 +107,7 @@ class ExpertFiles(Store):
 
     @cached_property
     def parts(self) -> Mapping[str, Sequence[tuple[Copy, ...]]]:
-        """By storage and expert, the ranges of the files that fill a row."""
+        """Ranges of the files that fill a row, by storage and expert."""
         found = {}
         for name, layer in self._layer_of.items():
             copies, size = self.copies(name), layer.row_bytes(name)

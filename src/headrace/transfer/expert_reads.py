@@ -14,15 +14,12 @@ import torch
 from headrace.config import debug_enabled
 from headrace.experts.counts import CacheCounts, checked
 from headrace.experts.rows import CacheStreamOrder, MakesCache
-from headrace.memory.system import reader_threads
+from headrace.memory.system import EXPERT_READERS, reader_threads
 from headrace.plan.cached_experts import CachedLayer
 from headrace.stores.expert_files import ExpertFiles
 from headrace.stores.sources import Copy, fill
 from headrace.stores.store import Load, new_buffer
 from headrace.transfer.link import ThreadLink
-
-# Requests of up to 2 MiB, of a thread each, that are under way at a time; NVMe drives need as many for their rate.
-_READERS = 16
 
 
 def open_caches(store: ExpertFiles, turn: CacheStreamOrder) -> MakesCache[FileCache]:
@@ -44,7 +41,7 @@ class ExpertReader:
     """Threads that read experts of all layers."""
 
     def __init__(self) -> None:
-        self._link = ThreadLink(reader_threads(at_least=_READERS))
+        self._link = ThreadLink(reader_threads(at_least=EXPERT_READERS))
         self._is_idle = True
         self.close = self._link.close
 
