@@ -113,6 +113,18 @@ class TestBits:
             assert {len(layer.storages) for layer in handle.plan.cached} == {4}
             assert handle.stats().bytes_moved > 0
 
+    def test_another_dtype(self, tmp_path: Path) -> None:
+        """Threads convert what they read."""
+        qwen().save_pretrained(tmp_path)
+        model = Qwen3MoeForCausalLM.from_pretrained(tmp_path, dtype=torch.bfloat16).eval()
+        model.set_experts_implementation("grouped_mm")
+        loaded, handle = load(
+            tmp_path, in_files(3), device="cpu", dtype=torch.bfloat16, experts_implementation="grouped_mm"
+        )
+        with handle:
+            assert_same_bits(outputs(loaded), outputs(model))
+            assert handle.stats().bytes_moved > 0
+
     @pytest.mark.slow
     @pytest.mark.parametrize("implementation", ["grouped_mm", "headrace"])
     def test_compiled(self, tmp_path: Path, implementation: str) -> None:
@@ -339,6 +351,22 @@ class TestPlans:
         assert not headrace.make_plan(tmp_path, "90MiB", device="cpu").cached
         monkeypatch.setattr(context, "_free_host_bytes", lambda *_: 100 * MIB)
         assert headrace.make_plan(tmp_path, "90MiB", device="cpu").cached
+
+    def test_an_alias_is_refused(self, folder: Path) -> None:
+        """A write to it would not reach the slots."""
+        model = Layers().eval()
+        alias = model.layers[1].up.detach()
+        with pytest.raises(OptionError, match=r"layers\.1\.up .*another user"):
+            headrace.offload(model, RULE, checkpoint=folder, device="cpu")
+        assert_same_bits(alias, Layers().layers[1].up.detach())
+        del alias
+        with headrace.offload(model, RULE, checkpoint=folder, device="cpu"):
+            assert_same_bits(model(X, torch.arange(5)), Layers()(X, torch.arange(5)))
+
+    def test_a_gpu_is_refused(self, tmp_path: Path) -> None:
+        qwen().save_pretrained(tmp_path)
+        with pytest.raises(OptionError, match="stay in the files"):
+            headrace.make_plan(tmp_path, in_files(3), machine="4090")
 
     def test_without_files(self) -> None:
         with pytest.raises(OptionError, match="checkpoint=FOLDER"):

@@ -16,8 +16,10 @@ from typing import Protocol, cast
 import numpy as np
 import torch
 
+from headrace.errors import OptionError
 from headrace.formatting import listed
 from headrace.memory.pages import Bytes, drop_pages, map_again, map_pages
+from headrace.model.live_tensors import resident_rule
 from headrace.plan.cached_experts import CachedLayer, overflow_memories
 from headrace.stats import ReadStats
 from headrace.stores.checkpoint_files import DiskStore, open_units
@@ -54,6 +56,12 @@ def open_experts(request: StoreRequest) -> ExpertFiles:
             )
     files = open_units(replace(request, disk=disk), (), bound).store
     try:
+        if adopted := [name for name in bound if files.adopts(name)]:  # a write there would not reach the slots
+            raise OptionError(
+                f"the memory of {adopted[0]} (of {len(adopted)} weights) has another user (an alias such as .detach() "
+                f"or a state_dict()), and experts are to be cached from the files, so that a write there would be "
+                f"lost: drop it first (del), use experts=prefetch, or keep it resident ({resident_rule(adopted[0])})"
+            )
         return ExpertFiles(layers, cast(DiskStore, files), tuple(notes))
     except BaseException:
         files.close()
