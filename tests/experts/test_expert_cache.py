@@ -19,7 +19,8 @@ from hypothesis import strategies as st
 
 from checks import entering
 from headrace.errors import RaceError
-from headrace.experts.cache import CacheCounts, CountsReader, ExpertCache
+from headrace.experts.cache import ExpertCache
+from headrace.experts.counts import CacheCounts, CountsReader
 from headrace.plan.cached_experts import CachedLayer
 from headrace.plan.routing_traces import Trace, lru_hits, seeded_trace
 from headrace.transfer import measuring

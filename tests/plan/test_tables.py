@@ -101,6 +101,9 @@ OTHER_FIELDS = {
         "shared-experts": "model layers case way slots ms bit_equal device cores",
         "ordered-kernels": "shape way us",
         "ordered-launches ordered-orders": "shape product lanes chunk outputs chunks warps us",
+        "expert-files": "case requests ms plain_ms gb_per_s plain_gb_per_s ratio rounds bytes_moved read_ratio "
+        "page_cache_mib bit_equal load_average",
+        "expert-tiers": "case experts top_k texts gpu_slots host_slots gpu lru aged_16 aged_64",
         "expected-rates": "case tokens expected_tokens_per_s tokens_per_s link_gb_per_s",
     }.items()
     for table in tables.split()
@@ -109,7 +112,7 @@ OTHER_FIELDS = {
 
 # Nothing was computed there, or the run ended before bits were compared, which the report says.
 NOTHING_COMPARED = {
-    "policies", "host-memory", "ranges", "cards", "two-four", "two-four-power",
+    "policies", "expert-tiers", "host-memory", "ranges", "cards", "two-four", "two-four-power",
     "experts-launch", "experts-launch-small", "experts-vllm-memory", "experts-vllm-starts", "pipelines",
     "admission", "experts-vllm-prompt-memory", "experts-vllm-rounding", "ranks-dp-compiled",
     "smallest", "coded-start", "starts-wan", "starts-flux", "start-phases", "card-start", "card-fetch", "card-between",

@@ -52,7 +52,7 @@ def generate(seed: int) -> CaseSpec:
     if seed % 3 and model.dtype == "bfloat16" and policy.kind != "uva" and policy.mode != "disk":
         policy = dataclasses.replace(policy, codec="exp3")
     if seed % 4 == 1:
-        model, policy = _with_cached_experts(random.Random(seed), model)
+        model, policy = _with_cached_experts(random.Random(seed), model, checkpoint)
     return CaseSpec(
         seed,
         model,
@@ -64,13 +64,15 @@ def generate(seed: int) -> CaseSpec:
     )
 
 
-def _with_cached_experts(rng: random.Random, model: ModelSpec) -> tuple[ModelSpec, PolicySpec]:
+def _with_cached_experts(rng: random.Random, model: ModelSpec, checkpoint: bool) -> tuple[ModelSpec, PolicySpec]:
     """Some layers have experts of which a part is in slots; one may read them in an odd way."""
     layers = [(("Routed", option) if rng.random() < 0.6 else (kind, option)) for kind, option in model.layers]
     layers[rng.randrange(len(layers))] = ("RoutedOddly" if rng.random() < 0.3 else "Routed", rng.randrange(100))
     others = rng.choice([(), (("ALL_MODEL_PARAMS", "prefetch"),), (("re:.*gate.*", "uva"),)])
     rules = (("re:.*(bank|scale)", "cache"), *others)
     policy = PolicySpec("rules", prefetch_step=rng.randint(1, 2), rules=rules, expert_slots=rng.choice([1, 2, 3, 4, 6]))
+    if checkpoint and rng.random() < 0.7:
+        policy = dataclasses.replace(policy, mode="disk")
     return dataclasses.replace(model, layers=tuple(layers)), policy
 
 

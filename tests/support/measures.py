@@ -27,13 +27,14 @@ WINGS = OUTSIDE | {
     "checkpoint", "kinds", "lifetime", "ranks", "plan_model.py", "memory/pages.py", "memory/pinned.py",
     "memory/shared.py", "memory/split_range.py", "plan/alternatives.py", "plan/build.py", "plan/candidates.py",
     "plan/codec_choice.py", "plan/cpu_share.py", "plan/engines.py",
-    "plan/cost_model.py", "plan/prediction.py", "plan/routing_traces.py", "plan/speculation.py", "plan/staging_ring.py",
-    "plan/tables.py", "plan/units.py", "runtime/debug.py", "stores/checkpoint_files.py", "stores/coded_host.py",
-    "stores/expert_ranges.py", "stores/file_reads.py", "stores/no_bytes.py", "stores/peer.py", "stores/product_bits.py",
-    "stores/rank_stores.py", "stores/sharded.py", "stores/shared_host.py", "transfer/cards.py",
-    "transfer/cuda_stream.py", "transfer/decoded_units.py", "transfer/link_rates.py", "transfer/machine_probe.py",
-    "transfer/measuring.py", "transfer/ring.py", "transfer/ring_process.py", "transfer/ring_readers.py",
-    "transfer/ring_streams.py", "transfer/sharded_copy.py",
+    "plan/cost_model.py", "plan/prediction.py", "plan/routing_traces.py", "plan/speculation.py",
+    "plan/staging_ring.py", "plan/tables.py", "plan/units.py", "runtime/debug.py", "stores/checkpoint_files.py",
+    "stores/coded_host.py", "stores/expert_files.py", "stores/expert_ranges.py", "stores/file_reads.py",
+    "stores/no_bytes.py", "stores/peer.py", "stores/product_bits.py", "stores/rank_stores.py", "stores/sharded.py",
+    "stores/shared_host.py", "transfer/cards.py", "transfer/cuda_stream.py", "transfer/decoded_units.py",
+    "transfer/expert_reads.py", "transfer/link_rates.py", "transfer/machine_probe.py", "transfer/measuring.py",
+    "transfer/ring.py", "transfer/ring_process.py", "transfer/ring_readers.py", "transfer/ring_streams.py",
+    "transfer/sharded_copy.py",
 }  # fmt: skip
 # Values that tell kinds of store apart, and names of groups of them.
 KINDS = {"cpu", "disk", "peer", "meta", "shm_cpu", "sharded_cpu", "sharded_gpu", "exp3"}

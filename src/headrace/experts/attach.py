@@ -3,16 +3,17 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from typing import TypeVar
 
 import torch
 from torch import nn
 
-from headrace.config import debug_enabled
-from headrace.experts.cache import ExpertCache
-from headrace.experts.packed import read_by_rows
-from headrace.experts.rows import CacheStreamOrder, ExpertHook, ReadsRows
+from headrace.experts.rows import CachedExperts, ExpertHook, MakesCache, ReadsRows, RowMap
 from headrace.model.live_tensors import BoundStorage, OnAccess
+from headrace.model.memory_profile import is_routed
 from headrace.plan.cached_experts import CachedLayer
+
+_Cache = TypeVar("_Cache", bound=RowMap)
 
 
 def cached_hook(
@@ -20,23 +21,19 @@ def cached_hook(
     layer: CachedLayer,
     bound: Mapping[str, BoundStorage],
     rows: Mapping[str, torch.Tensor],
-    turn: CacheStreamOrder,
+    make_cache: MakesCache[_Cache],
     factory: ReadsRows | None,
     on_outside_access: OnAccess | None,
-) -> tuple[ExpertHook, ExpertCache]:
+) -> tuple[ExpertHook, _Cache]:
     """Have the module of ``layer`` read its experts by rows; its own tensors become placeholders.
 
     Args:
         rows: rows of each storage: those on the device and those that are stored.
-        turn: stream order of all layers of the model.
+        make_cache: makes the cache of the layer.
         factory: makes the hook; default that of transformers' experts.
     """
-    memory, first = list(rows.values()), layer.first_overflow_row
-    home = layer.first_row + torch.arange(layer.num_experts, device=memory[0].device)
-    overflow_rows = range(first, first + layer.overflow_rows)
     # Kernels of engines take what is no expert for padding.
-    num_rows = layer.num_experts if factory else len(memory[0])
-    shift = num_rows - layer.num_experts
+    num_rows = layer.num_experts if factory else len(next(iter(rows.values())))
     # Engines keep tensors of their own.
     tensors_in_place = [] if factory else [bound[name].tensors[0] for name in layer.storages]
 
@@ -44,10 +41,19 @@ def cached_hook(
         for tensor in tensors_in_place:
             tensor.require_in_place()
 
-    cache = ExpertCache(memory, home, layer.num_slots, overflow_rows, turn, shift, debug_enabled(), check)
+    cache = make_cache(layer, rows, num_rows - layer.num_experts, check)
     tensors = {}
     for name, row in rows.items():
         (tensor,) = bound[name].tensors
         bound[name].point_at_slot(row.view(-1)[: layer.storages[name]], on_outside_access)
         tensors[tensor.info.locations[0].attr] = row.view(tensor.info.dtype).view(-1, *tensor.info.shape[1:])
     return (factory or read_by_rows)(model.get_submodule(layer.module_fqn), tensors, cache), cache
+
+
+def read_by_rows(module: nn.Module, tensors: Mapping[str, torch.Tensor], cache: RowMap) -> CachedExperts:
+    """Run experts of transformers by rows; see :data:`headrace.experts.rows.ReadsRows`."""
+    if not is_routed(module):
+        return CachedExperts(module, tensors, cache)
+    from headrace.experts.packed import PackedExperts  # imports Triton
+
+    return PackedExperts(module, tensors, cache)

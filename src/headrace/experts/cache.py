@@ -6,17 +6,17 @@ Kernels that index weights by the number of an expert get rows in place of numbe
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING
 
 import torch
 import triton
 import triton.language as tl
 
-from headrace.errors import RaceError
+from headrace.config import debug_enabled
+from headrace.experts.counts import CacheCounts, checked
 from headrace.experts.kernels import admit_kernel, compare_kernel, fetch_kernel
-from headrace.experts.rows import CacheStreamOrder
+from headrace.experts.rows import CacheStreamOrder, MakesCache
 from headrace.plan.cached_experts import CachedLayer
 
 if TYPE_CHECKING:
@@ -58,23 +58,18 @@ def _constants(num_experts: int, num_slots: int) -> dict[str, int]:
     }
 
 
-@dataclass(frozen=True)
-class CacheCounts:
-    """Counts since the cache was made.
+def open_caches(store: object, turn: CacheStreamOrder) -> MakesCache[ExpertCache]:
+    """A function that makes the cache of each layer; ``turn``: stream order of all of them."""
 
-    Attributes:
-        steps: calls of :meth:`ExpertCache.admit`.
-        hits: experts that a step found in slots; each counts once per step.
-        fetched: experts that were copied into slots.
-        in_place: experts without a free slot: kernels read them in host memory, or in an overflow row.
-        evicted: experts whose slot was given to another one.
-    """
+    def make(
+        layer: CachedLayer, rows: Mapping[str, torch.Tensor], shift: int, check: Callable[[], None]
+    ) -> ExpertCache:
+        memory, first = list(rows.values()), layer.first_overflow_row
+        home = layer.first_row + torch.arange(layer.num_experts, device=memory[0].device)
+        overflow_rows = range(first, first + layer.overflow_rows)
+        return ExpertCache(memory, home, layer.num_slots, overflow_rows, turn, shift, debug_enabled(), check)
 
-    steps: int
-    hits: int
-    fetched: int
-    in_place: int
-    evicted: int
+    return make
 
 
 class ExpertCache:
@@ -85,6 +80,7 @@ class ExpertCache:
         num_slots: rows of slots; at most as many as there are experts here.
         turn: stream order of all layers that share memory with this one.
         share: the CPU's part in what is missing; ``None``: it has none.
+        counters: int64 [6]: :class:`CacheCounts`, and words that differ.
     """
 
     def __init__(
@@ -125,7 +121,7 @@ class ExpertCache:
         self._expert_in = torch.full((max(num_slots, overflow_rows.stop),), -1, dtype=torch.int32, device=device)
         self._last_used = torch.zeros(num_slots, dtype=torch.int64, device=device)
         self._fetched = torch.zeros(1 + num_slots + len(overflow_rows), dtype=torch.int32, device=device)
-        self._counters = torch.zeros(6, dtype=torch.int64, device=device)  # of steps, and words that differ
+        self.counters = torch.zeros(6, dtype=torch.int64, device=device)
         self._chosen = torch.zeros(home.numel(), dtype=torch.int64, device=device)
         self._missing = torch.zeros(home.numel(), dtype=torch.int32, device=device)
         # By the bytes of a word: only small rows do not begin at multiples of 16 bytes; they are copied byte by byte.
@@ -182,7 +178,7 @@ class ExpertCache:
                 self._expert_in,
                 self._last_used,
                 self._fetched,
-                self._counters,
+                self.counters,
                 self._chosen,
                 self._missing,
                 self.num_slots,
@@ -233,7 +229,7 @@ class ExpertCache:
                     row_of,
                     self._home,
                     table,
-                    self._counters[5:],
+                    self.counters[5:],
                     NUM_EXPERTS=self._num_experts,
                     NUM_TENSORS=len(table),
                     WORD=word,
@@ -247,38 +243,4 @@ class ExpertCache:
         Raises:
             RaceError: see :meth:`compare`.
         """
-        return _checked(self._counters)
-
-
-class CountsReader:
-    """Reads the sums of the counts of several caches without making the host wait."""
-
-    def __init__(self, caches: Sequence[ExpertCache]) -> None:
-        """``caches``: at least one, all on one device."""
-        self._counters = [cache._counters for cache in caches]
-        on_gpu = caches[0].location.is_cuda
-        self._totals = torch.zeros(len(self._counters[0]), dtype=torch.int64, pin_memory=on_gpu, device="cpu")
-        self._copied = torch.cuda.Event() if on_gpu else None
-
-    def begin(self) -> None:
-        """Start to read the counts, after the pending work of the current stream."""
-        self._totals.copy_(torch.stack(self._counters).sum(0), non_blocking=True)
-        if self._copied is not None:
-            self._copied.record(torch.cuda.current_stream(self._counters[0].device))
-
-    def result(self) -> CacheCounts | None:
-        """The counts of the last :meth:`begin`; ``None``: not read yet. Raises as :meth:`ExpertCache.counts` does."""
-        if self._copied is not None and not self._copied.query():
-            return None
-        return _checked(self._totals)
-
-
-def _checked(counters: torch.Tensor) -> CacheCounts:
-    *counts, differing = counters.tolist()
-    if differing:
-        raise RaceError(
-            f"cached experts: {differing} words in rows that a kernel read differ from the store: rows were "
-            f"overwritten before they were read, or hold other experts; this is a bug in headrace: report it, and read "
-            f"experts in place meanwhile (experts=uva)"
-        )
-    return CacheCounts(*counts)
+        return checked(self.counters)

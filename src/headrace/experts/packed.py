@@ -21,7 +21,6 @@ from torch import nn
 
 from headrace.experts.kernels import tiles_of_rows_kernel
 from headrace.experts.rows import CachedExperts, RowMap
-from headrace.model.memory_profile import is_routed
 
 # Of transformers' experts in MXFP4: weights, and what has their scales.
 PROJECTIONS = {name: f"{name}_precision_config" for name in ("gate_up_proj", "down_proj")}
@@ -114,11 +113,6 @@ class PackedExperts(CachedExperts):
         output = getattr(type(self._module), self.entry)(self.twin, hidden_states, routed, *others)
         self.cache.compare(*admitted)
         return output
-
-
-def read_by_rows(module: nn.Module, tensors: Mapping[str, torch.Tensor], cache: RowMap) -> CachedExperts:
-    """Run experts of transformers by rows; see :data:`headrace.experts.rows.ReadsRows`."""
-    return (PackedExperts if is_routed(module) else CachedExperts)(module, tensors, cache)
 
 
 def _held(storage: Any, holder: Mapping[str, Any], name: str) -> Any:

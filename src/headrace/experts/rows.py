@@ -12,7 +12,7 @@ import threading
 import weakref
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from typing import Any, Protocol
+from typing import TYPE_CHECKING, Any, Protocol, TypeVar
 
 import torch
 from torch import nn
@@ -24,6 +24,9 @@ from headrace.model.live_tensors import Saved, own_forward
 from headrace.model.memory_profile import ROW_IMPLEMENTATIONS, chosen_implementation
 from headrace.model.torch_private import leave_to_python
 from headrace.model.tracing import refuse_export, refuse_tracers, traced_graph
+
+if TYPE_CHECKING:
+    from headrace.plan.cached_experts import CachedLayer
 
 _CACHED = "_headrace_cached_experts"
 SHARED = "_headrace_shared"  # at a twin
@@ -153,6 +156,23 @@ class ExpertHook(Protocol):
     def attach(self) -> None: ...
 
     def remove(self) -> None: ...
+
+
+_Made = TypeVar("_Made", bound=RowMap, covariant=True)
+
+
+class MakesCache(Protocol[_Made]):
+    """Makes the cache of a layer.
+
+    Args:
+        rows: by storage, uint8 [rows, bytes of a row]; their memory has to stay where it is.
+        shift: added to numbers above those of experts, which are no rows then.
+        check: called before each admission; it raises where the model no longer has the tensors of the rows.
+    """
+
+    def __call__(
+        self, layer: CachedLayer, rows: Mapping[str, torch.Tensor], shift: int, check: Callable[[], None]
+    ) -> _Made: ...
 
 
 # (module, its tensors by attribute with all rows, the map to rows) -> the hook.

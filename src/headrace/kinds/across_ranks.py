@@ -31,6 +31,7 @@ class Shared(StoreKind):
     takes_writes = False
     remark = _remark("shm_cpu")
     store_module = "headrace.stores.rank_stores"
+    experts_module = None
 
     def host_bytes(
         self, plan: PlacedUnits, units: Sequence[Unit], sizes: Mapping[str, int], on_meta: Collection[str]
@@ -59,6 +60,7 @@ class Split(StoreKind):
     state_is_store = False
     takes_writes = False
     store_module = "headrace.stores.rank_stores"
+    experts_module = None
     link_module = "headrace.transfer.sharded_copy"
 
     def __init__(self, name: StoreName, label: str, on_host: bool) -> None:

@@ -28,6 +28,7 @@ class Coded(StoreKind):
     state_is_store = False
     takes_writes = False
     store_module = "headrace.stores.coded_host"
+    experts_module = None
 
     def link_bytes(self, unit: Unit) -> int:
         """The expected length of its code."""

@@ -21,6 +21,9 @@ class InFiles(StoreKind):
     takes_writes = False
     store_module = "headrace.stores.checkpoint_files"
     link_module = "headrace.transfer.ring_streams"
+    experts_module = "headrace.stores.expert_files"
+    caches_module = "headrace.transfer.expert_reads"
+    host_slots = 0
 
     def read_s(self, rates: Rates, num_bytes: Floats) -> Floats | float:
         return num_bytes * rates.file_s_per_byte

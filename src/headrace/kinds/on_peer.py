@@ -18,6 +18,7 @@ class OnPeer(StoreKind):
     on_host = False
     state_is_store = False
     store_module = "headrace.stores.peer"
+    experts_module = None
 
     def copy_s(self, rates: Rates, num_bytes: Floats) -> Floats:
         return num_bytes / rates.from_peer_bytes_per_s.over(num_bytes)

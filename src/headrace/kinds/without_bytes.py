@@ -21,6 +21,7 @@ class WithoutBytes(StoreKind):
     takes_writes = False
     remark = "Mode meta has sizes and no bytes: this plan cannot be carried out."
     store_module = "headrace.stores.no_bytes"
+    experts_module = None
 
     def pinned_bytes(self, plan: PlacedUnits, units: Sequence[Unit], in_place_bytes: int) -> int:
         return 0

@@ -152,9 +152,8 @@ def _check_place(
             f"update(): {name} or a module around it was replaced, or its data was set, since it was offloaded; "
             f"nothing was changed. Set it in the model itself"
         )
-    mechanism, _, _ = placement = session.plan.placements[storage]
-    kind = placement.kind
-    if mechanism != "cache" and kind is not None and not (kind.on_host and not kind.needs_ranks):
+    kind = session.plan.placements[storage].kind
+    if kind is not None and not (kind.on_host and not kind.needs_ranks):
         raise OptionError(
             f"update(): {name} is stored in mode {kind.name!r}, which takes no new values; nothing was changed. Keep "
             f"it resident or in host memory (mode 'cpu'), or call remove(), change the model, and offload it again"

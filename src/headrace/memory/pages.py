@@ -42,11 +42,15 @@ HUGE_PAGE_BYTES = 2 << 20  # of x86-64, and of arm64 with pages of 4 KiB
 _MADV_POPULATE_WRITE = 23
 _MADV_COLLAPSE = 25
 _MAP_FIXED = 0x10
+_MREMAP_TO = 0x3  # MREMAP_MAYMOVE | MREMAP_FIXED
+_MADV_REMOVE = 9
 _MAP_FAILED = ctypes.c_void_p(-1).value
 
 _libc = ctypes.CDLL(None, use_errno=True)
 _libc.mmap.restype = ctypes.c_void_p
 _libc.mmap.argtypes = (ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int, ctypes.c_int, ctypes.c_int, ctypes.c_int64)
+_libc.mremap.restype = ctypes.c_void_p
+_libc.mremap.argtypes = (ctypes.c_void_p, ctypes.c_size_t, ctypes.c_size_t, ctypes.c_int, ctypes.c_void_p)
 _libc.munmap.argtypes = (ctypes.c_void_p, ctypes.c_size_t)
 _libc.madvise.argtypes = (ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int)
 # Keeps the interpreter lock, for a call that returns at once: getting the lock back from many readers takes longer.
@@ -190,6 +194,26 @@ def map_parts(parts: Sequence[tuple[int, int, int]], *, at_random: bool = False)
     if at_random:
         _advise(memory, mmap.MADV_RANDOM)
     return memory[head:]
+
+
+def map_again(memory: Bytes, over: Bytes) -> None:
+    """Map the pages of ``memory``, a shared mapping, in place of those of ``over``, which are as many (mremap(2)).
+
+    Raises:
+        BudgetError: no further mapping is left (``vm.max_map_count``).
+    """
+    found = _libc.mremap(memory.ctypes.data, 0, memory.size, _MREMAP_TO, over.ctypes.data)
+    if found == _MAP_FAILED:
+        raise _out_of_memory(memory.size)
+
+
+def drop_pages(memory: Bytes, *, shared: bool = False) -> None:
+    """Give the whole pages of ``memory`` back; they are zeros when they are used next.
+
+    ``shared``: those of a shared mapping, wherever else they are mapped.
+    """
+    if memory.size:
+        _advise(memory, _MADV_REMOVE if shared else mmap.MADV_DONTNEED)
 
 
 def resident_bytes(memory: Bytes) -> int:

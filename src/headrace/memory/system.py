@@ -68,6 +68,10 @@ def reader_threads(at_least: int = 1, at_most: int | None = None, spare_one_in: 
     return max(at_least, cores if at_most is None else min(cores, at_most))
 
 
+# Requests of up to 2 MiB, of a thread each, by which experts are read: NVMe drives need as many for their rate.
+EXPERT_READERS = 16
+
+
 def touch_threads(at_least: int = 1) -> int:
     """Threads that touch or fill host memory, see :func:`reader_threads`; more than sixteen are no faster."""
     return min(_MOST_TOUCHING, reader_threads(at_least))

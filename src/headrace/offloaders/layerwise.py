@@ -43,7 +43,7 @@ from headrace.runtime.session import OffloadSession, SessionOptions
 from headrace.stats import Stats
 
 if TYPE_CHECKING:
-    from headrace.experts.cache import CountsReader
+    from headrace.experts.counts import CountsReader
 
 EnginePolicy = Prefetch | UVA | Budget
 

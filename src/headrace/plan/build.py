@@ -144,7 +144,8 @@ class Planner:
             forced = resolve_rules(self.inventory, policy.rules, self._fixed(policy.mode), self._refused(policy.mode))
             moving, uva = ([s for s in storages if forced.get(s.name) == how] for how in ("prefetch", "uva"))
             names = {name for name, how in forced.items() if how == "cache"}
-            cached = cached_layers(self.inventory, names, policy.expert_slots or 0)
+            host_slots = kind_of(policy.mode).host_slots
+            cached = cached_layers(self.inventory, names, policy.expert_slots or 0, host_slots)
             specs = unit_specs(self.inventory, moving)
             if not specs and not uva and not cached:
                 raise RuleError(
@@ -244,7 +245,7 @@ class Planner:
             mode=mode,
             kind=stored_as,
             spill=self.spill if budget.mode is None and kind is HOST and budget.codec == "none" else None,
-            cacheable=self.cacheable if kind is HOST else (),
+            cacheable=self.cacheable if mode == self.default_mode else (),
             expert_slots=budget.expert_slots,
             hits=self.hits,
             peer_bytes=budget.peer_limit_bytes,
@@ -494,7 +495,8 @@ def _with_more_experts(plan: Plan, left: int) -> Plan:
     fitting = bisect_right(counts, room, key=lambda count: cache_bytes(with_slots(plan.cached, count)))
     layers = with_slots(plan.cached, counts[max(0, fitting - 1)])
     left = room - cache_bytes(layers)
-    for index, layer in enumerate(layers):
+    # Overflow rows of layers of files are one memory only while they are as many.
+    for index, layer in enumerate(layers) if layers[0].host_slots is None else ():
         larger = replace(layer, num_slots=min(layer.num_slots + 1, layer.num_experts))
         more = larger.device_bytes - layer.device_bytes
         if more <= left:

@@ -44,6 +44,9 @@ class CachedLayer:
         num_slots: experts that the device holds, at most ``num_experts``.
         storages: names of the tensors, each with the bytes of all experts.
         overflow_rows: experts beyond the slots that a step copies to the device, until the next layer does.
+        host_slots: experts that are stored in files and that host memory holds beside the slots: 0, where a CPU
+            computes, whose slots are host memory. All that have no slot have an overflow row then. ``None``: host
+            memory stores all experts.
     """
 
     module_fqn: str
@@ -51,6 +54,7 @@ class CachedLayer:
     num_slots: Positive
     storages: Mapping[str, Positive]
     overflow_rows: int = 0
+    host_slots: int | None = None
 
     def row_bytes(self, storage: str) -> int:
         """Bytes of one expert in ``storage``."""
@@ -104,6 +108,8 @@ class CachedLayer:
     @property
     def num_rows(self) -> int:
         """Rows of each tensor's range, those between slots and host memory included."""
+        if self.host_slots is not None:
+            return self.first_overflow_row + self.overflow_rows
         return self.first_row + self.num_experts
 
     def slots_bytes(self, storage: str) -> int:
@@ -128,6 +134,8 @@ class CachedLayer:
     @property
     def host_bytes(self) -> int:
         """Host memory of all tensors. Those that are wholly on the device have a copy there, for ``state_dict()``."""
+        if self.host_slots is not None:
+            return 0
         return sum(
             self.range_bytes(name) - self.host_start(name) if self.is_split(name) else size
             for name, size in self.storages.items()
@@ -136,6 +144,8 @@ class CachedLayer:
     @property
     def most_host_bytes(self) -> int:
         """The most of :attr:`host_bytes` with any number of slots, by which expert 0 begins elsewhere in a piece."""
+        if self.host_slots is not None:
+            return 0
         whole = (PIECE_BYTES // math.gcd(row, PIECE_BYTES) for row in self.split_row_bytes)
         inside = sum(rows > _MOST_ROWS for rows in whole)  # tensors of which it does not begin a piece
         sizes = (round_up(size, PIECE_BYTES) if self.is_split(name) else size for name, size in self.storages.items())
@@ -147,7 +157,9 @@ class CachedLayer:
         return sum(self.storages.values())
 
 
-def cached_layers(inventory: Inventory, names: Collection[str], num_slots: int) -> list[CachedLayer]:
+def cached_layers(
+    inventory: Inventory, names: Collection[str], num_slots: int, host_slots: int | None = None
+) -> list[CachedLayer]:
     """The layers of the storages ``names``, for which :func:`why_not_cached` gives no reason, in model order."""
     found: dict[str, dict[str, int]] = {}
     num_experts = {}
@@ -156,7 +168,7 @@ def cached_layers(inventory: Inventory, names: Collection[str], num_slots: int) 
             tensor = storage.tensors[0]
             found.setdefault(tensor.locations[0].module, {})[storage.name] = storage.num_bytes
             num_experts[tensor.locations[0].module] = tensor.shape[0]
-    layers = [CachedLayer(fqn, num_experts[fqn], 1, sizes) for fqn, sizes in found.items()]
+    layers = [CachedLayer(fqn, num_experts[fqn], 1, sizes, host_slots=host_slots) for fqn, sizes in found.items()]
     return with_slots(layers, num_slots)
 
 
@@ -169,6 +181,8 @@ def with_slots(layers: Iterable[CachedLayer], num_slots: int) -> list[CachedLaye
 
 def _overflow_rows(layer: CachedLayer, room: int) -> int:
     split = layer.split_row_bytes
+    if layer.host_slots is not None:
+        return layer.num_experts - layer.num_slots
     if not split:
         return 0
     fitting = (room - 3 * PIECE_BYTES * len(split)) // sum(split)  # each memory has up to three pieces more

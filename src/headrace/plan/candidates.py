@@ -291,7 +291,7 @@ class CandidateTable:
             for more in (experts, frozenset[str]())
         )
         none, every = np.zeros_like(high), np.tile(np.arange(len(patterns)), len(lows))
-        cached = cached_layers(self.inventory, names, 1)
+        cached = self._layers_of(names)
         return [
             family.with_some_cached(cached, device_bytes)
             for how, uva in self._outside_ways()
@@ -301,7 +301,7 @@ class CandidateTable:
     @cached_property
     def cached_reads(self) -> tuple[list[int], list[Floats]]:
         """Numbers of slots, and by step :meth:`StepModel.read_in_place` of all experts in each of them."""
-        layers = cached_layers(self.inventory, self._cached_by_choice(), 1)
+        layers = self._layers_of(self._cached_by_choice())
         most = max(layer.num_experts for layer in layers)
         counts = sorted({max(1, round(share * most)) for share in _TIMED_SHARES})
         sized = [[replace(layer, num_slots=min(count, layer.num_experts)) for layer in layers] for count in counts]
@@ -326,10 +326,13 @@ class CandidateTable:
 
     def _caches(self, names: Collection[str]) -> list[tuple[CachedLayer, ...]]:
         """The experts ``names`` with several numbers of slots."""
-        most = max(layer.num_experts for layer in cached_layers(self.inventory, names, 1))
+        most = max(layer.num_experts for layer in self._layers_of(names))
         counts = {max(1, round(share * most)) for share in _CACHED_SHARES}
         counts = {self.expert_slots} if self.expert_slots is not None else counts
-        return [tuple(cached_layers(self.inventory, names, count)) for count in sorted(counts)]
+        return [tuple(self._layers_of(names, count)) for count in sorted(counts)]
+
+    def _layers_of(self, names: Collection[str], num_slots: int = 1) -> list[CachedLayer]:
+        return cached_layers(self.inventory, names, num_slots, kind_of(self.mode).host_slots)
 
     def _uncached_families(self) -> Iterator[Family]:
         experts = {role: storages for role, storages in self._experts.items() if not role.endswith(_REFUSED)}

@@ -208,7 +208,9 @@ def cached_cost(
     share, rows_each = share_in_use(layer.num_experts, rows, profile)
     in_use, top_k = share * layer.num_experts, profile.experts_per_token or layer.num_experts
     held = min(in_use * hits(layer.num_slots, layer.num_experts, top_k, in_use), layer.num_slots)
-    fetched = min(in_use - held, layer.num_slots - held)
+    fetched = in_use - held
+    if layer.host_slots is None:  # else overflow rows have room for all others
+        fetched = min(fetched, layer.num_slots - held)
     expert_bytes = layer.num_bytes / layer.num_experts
     beyond_bytes = (in_use - held - fetched) * expert_bytes  # no slot is free: read in place
     in_place = rates.in_place_grouped_s_per_byte

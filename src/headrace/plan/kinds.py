@@ -109,6 +109,9 @@ class StoreKind:
         remark: a sentence below a plan of this mode.
         store_module: module whose ``open_units`` opens the store (:mod:`headrace.stores.open_store`).
         link_module: module whose ``open_link`` opens the link that a plan with such units needs; ``None``: any does.
+        experts_module: module whose ``open_experts`` opens the store of cached experts; ``None``: it holds none.
+        caches_module: module whose ``open_caches`` makes their caches.
+        host_slots: see :class:`headrace.plan.cached_experts.CachedLayer`.
     """
 
     name: StoreName = "cpu"
@@ -126,6 +129,9 @@ class StoreKind:
     remark = ""
     store_module = "headrace.stores.plain_host"
     link_module: str | None = None
+    experts_module: str | None = "headrace.stores.expert_ranges"
+    caches_module = "headrace.experts.cache"
+    host_slots: int | None = None
 
     # -- bytes and seconds of a unit -----------------------------------------------------------------------------------
 

@@ -59,6 +59,7 @@ NOMINAL_CPU = Rates(
     in_place_grouped_s_per_byte=_NOMINAL_CPU_PRODUCT,  # out of the page cache, which is memory as any other
     kernel_s=10e-6,
     device_bytes_per_s=10e9,
+    fetch_bytes_per_s=2e9,
     copies_take_cores=True,
     is_measured=False,
 )

@@ -350,15 +350,17 @@ class Plan:
 
     def _check_cached(self, inventory: Inventory) -> None:
         for layer in self.cached:
-            if self.kind is not HOST:
+            if self.kind.experts_module is None:
                 raise OptionError(
-                    f"experts of {layer.module_fqn} are cached and stored in {self.mode!r}; expected 'cpu', the only "
-                    f"store that a cache of experts is filled from (--offload-mode cpu)"
+                    f"experts of {layer.module_fqn} are cached and stored in {self.mode!r}; expected 'cpu', or on a "
+                    f"CPU 'disk', the stores that a cache of experts is filled from (--offload-mode cpu)"
                 )
             for name, why in why_not_cached(inventory, layer.storages).items():
                 raise OptionError(f"the plan caches {name}, which cannot be: {why}; {_REPLAN}")
-            there = cached_layers(inventory, layer.storages, layer.num_slots)
-            if [layer] != [replace(each, overflow_rows=layer.overflow_rows) for each in there]:
+            there = cached_layers(inventory, layer.storages, layer.num_slots, self.kind.host_slots)
+            if self.kind.host_slots is None:  # else every expert without a slot has one
+                there = [replace(each, overflow_rows=layer.overflow_rows) for each in there]
+            if [layer] != there:
                 raise OptionError(f"the plan caches experts at {layer.module_fqn!r} that are not there; {_REPLAN}")
 
     def _misplaced_units(self, inventory: Inventory) -> Iterator[str]:

@@ -70,10 +70,10 @@ class Rates:
         peer_bytes_per_s: from the memory of one other device (a peer), by bytes of one copy; ``None``: not known.
         gather_bytes_per_s: into each of so many devices that copy from all the others at once, large copies, by their
             number; ``None``: as fast as from one other device.
-        fetch_bytes_per_s: of experts, by kernels that copy many at once into slots; ``None``: not known, and a budget
-            caches no experts unless a rule says so.
         cpu_bytes_per_s: at which the CPU computes experts while the link copies, by format (``"bf16"``, ``"mxfp4"``,
             ...); empty: not known.
+        fetch_bytes_per_s: of experts, by kernels that copy many at once into slots, or on a CPU from files by many
+            requests at a time; ``None``: not known, and a budget caches no experts unless a rule says so.
         coded_share: bytes on the link of a byte that is copied.
         decode_s_per_byte: seconds per byte of compute, to decode a byte of a unit.
         copies_take_cores: a copy keeps the cores busy that compute needs (reading out of a CPU's page cache).

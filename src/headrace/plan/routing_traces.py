@@ -109,8 +109,8 @@ class ExpertHits:
 
     def __call__(self, num_slots: int, num_experts: int, top_k: int, touched: float) -> float:
         """The share in a step that uses ``touched`` different experts of ``num_experts``, ``top_k`` for each row."""
-        if num_slots >= num_experts:
-            return 1.0
+        if num_slots >= num_experts or top_k >= num_experts:  # all are in use, and a cache hits what it holds
+            return min(1.0, num_slots / num_experts)
         alone = self._of_one_row(num_slots, num_experts, top_k)
         # Rows of one step share no history: with all experts in use, a cache hits what it holds.
         crowd = (touched - top_k) / max(1, num_experts - top_k)

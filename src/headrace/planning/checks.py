@@ -79,10 +79,16 @@ def require_one_process(ranks: RankGroup | None) -> None:
 
 def _require_kernels(plan: Plan, device: torch.device | DeviceName) -> None:
     """Refuse cached experts and codes where their kernels do not run."""
-    if plan.cached and device.type == "cpu" and os.environ.get("TRITON_INTERPRET") != "1":
+    from_files = bool(plan.cached) and plan.kind.host_slots is not None
+    if from_files and device.type != "cpu":
+        raise OptionError(
+            f"experts of {plan.cached[0].module_fqn} are cached and stay in the files (mode {plan.mode!r}), which a "
+            f"GPU's kernels cannot read; expected mode 'cpu' (--offload-mode cpu), or a CPU (--device cpu)"
+        )
+    if plan.cached and not from_files and device.type == "cpu" and os.environ.get("TRITON_INTERPRET") != "1":
         raise OptionError(
             f"experts of {plan.cached[0].module_fqn} are cached, and the device is a CPU; expected a CUDA device, "
-            f"which has memory of its own (on a CPU use experts=uva)"
+            f"which has memory of its own, or files below the cache (mode 'disk'; or use experts=uva)"
         )
     if not has_triton(device):
         raise OptionError(

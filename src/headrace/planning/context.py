@@ -337,9 +337,16 @@ def make_planner(
         free_bytes = None if rates is not None else _free_host_bytes(device, inventory)
         spill = Spill(frozenset(not_readable.union(unstreamable)), free_bytes)
     in_place, triton = on_gpu and can_read_in_place(device), has_triton(device)
-    rates = rates or planning_rates(device, disk is not None and bool(disk.direct), in_group)
-    readers = set(profile.row_readers) if in_place and triton and rates.fetch_bytes_per_s is not None else set()
+    past_cache = disk is not None and bool(disk.direct)
+    if not on_gpu and weights is not None and rates is None:  # files that the page cache cannot keep
+        free_bytes = _free_host_bytes(device, inventory)
+        past_cache |= free_bytes is not None and inventory.num_bytes > free_bytes
+    rates = rates or planning_rates(device, past_cache, in_group)
+    can_cache = in_place and triton if on_gpu else weights is not None
+    readers = set(profile.row_readers) if can_cache and rates.fetch_bytes_per_s is not None else set()
     experts = {s.name for s in inventory.storages if not readers.isdisjoint(s.modules)}
+    if not on_gpu and not experts.isdisjoint(unstreamable):  # a CPU's caches read the files
+        experts = set()
     return Planner(
         inventory,
         rates,

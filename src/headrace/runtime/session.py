@@ -40,9 +40,11 @@ from headrace.stores.store import Progress, Store, new_buffer
 from headrace.transfer.link import Link, ThreadLink
 
 if TYPE_CHECKING:
-    from headrace.experts.cache import CountsReader, ExpertCache
+    from headrace.experts.cache import ExpertCache
+    from headrace.experts.counts import CountsReader
     from headrace.experts.rows import ExpertHook, ReadsRows
     from headrace.runtime.debug import AddressGuard
+    from headrace.stores.expert_files import ExpertFiles
     from headrace.stores.expert_ranges import ExpertRanges
 
     Hook = UnitHook | ForwardHook | StateGuard | TableGuard | ExpertHook | AddressGuard
@@ -116,7 +118,7 @@ class OffloadSession(NotCopyable):
         self._promoter = Promoter(prepared.plan, self._bound, self._device, options.never_promotes)
         self._hooks: list[Hook | RemovableHandle | AroundForward] = []  # empty once they are taken off
         self._caches: list[tuple[CachedLayer, ExpertCache]] = []
-        self._ranges: ExpertRanges | None = None
+        self._ranges: ExpertRanges | ExpertFiles | None = None
         self.prefetcher: Prefetcher | None = None
         self._reads = ReadStats()
         self._link = options.link
@@ -208,7 +210,7 @@ class OffloadSession(NotCopyable):
 
     def counts_reader(self) -> CountsReader | None:
         """Reader of the counts of all cached experts; ``None``: there are none."""
-        from headrace.experts.cache import CountsReader
+        from headrace.experts.counts import CountsReader
 
         return CountsReader([cache for _, cache in self._caches]) if self._caches else None
 
@@ -423,9 +425,10 @@ class OffloadSession(NotCopyable):
         assert self._ranges is not None  # there are cached layers
         turn, factory = CacheStreamOrder(self._device), self._options.expert_kernel_factory
         on_access = None if self._options.keeps_addresses else self._promoter.on_outside_access
+        make_cache = import_module(self.plan.kind.caches_module or "").open_caches(self._ranges, turn)
         for layer in self.plan.cached:
             rows = {name: self._ranges.rows(name) for name in layer.storages}
-            hook, cache = cached_hook(self._model, layer, self._bound, rows, turn, factory, on_access)
+            hook, cache = cached_hook(self._model, layer, self._bound, rows, make_cache, factory, on_access)
             self._caches.append((layer, cache))
             self._hook(hook)
         turn.follow(self._device)  # the first forward may run on another stream than what made the caches
@@ -503,6 +506,7 @@ class OffloadSession(NotCopyable):
             from headrace.model.memory_profile import notes_on_experts
 
             notes += notes_on_experts(self._model, self.plan.uva)
+        notes += self._ranges.notes if self._ranges is not None else ()
         for what, names in (
             ("resident since they were used outside of their module's forward", self._promoter.promoted),
             ("copied for every use outside of their module's forward, for want of room", self._promoter.copied),

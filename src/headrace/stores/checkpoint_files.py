@@ -15,6 +15,7 @@ from headrace.memory.pages import map_parts
 from headrace.memory.pinned import pinned_region
 from headrace.model.live_tensors import BoundStorage, resident_rule
 from headrace.plan.kinds import Unit
+from headrace.stats import ReadStats
 from headrace.stores.file_reads import ConvertedFile, DiskOptions, File, ReadCounter
 from headrace.stores.product_bits import rounds_in_place
 from headrace.stores.sources import TENSOR_ALIGN_BYTES, ByteRange, Copy, fill_in_threads
@@ -118,7 +119,7 @@ class DiskStore(Store):
         paths = {part.tensor.path for source in self._sources.values() for part in source.parts}
         # Of the files that the plan was made from: offsets of their headers are not valid in others.
         expected = {stamp.path: stamp for stamp in stamps}
-        counter = counter or ReadCounter()
+        self._counter = counter = counter or ReadCounter()
         self._files = {path: File(path, options, expected.get(path), counter) for path in sorted(paths)}
         self._lookups = frozenset(lookups)
         self._adopted = dict(adopted or {})
@@ -126,6 +127,11 @@ class DiskStore(Store):
         self._mapped_paths: dict[str, set[Path]] = {}
         self._pin_in_place = pin_in_place
         self._pinned: dict[str, torch.Tensor] = {}
+
+    @property
+    def reads(self) -> ReadStats:
+        """Counts of what was read."""
+        return self._counter.stats
 
     def adopts(self, storage: str) -> bool:
         return storage in self._adopted

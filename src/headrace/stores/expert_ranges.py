@@ -14,10 +14,15 @@ import torch
 from headrace.memory.split_range import MappedMemory, SplitRange
 from headrace.plan.cached_experts import CachedLayer, overflow_memories
 from headrace.stores.sources import ByteRange, Copy
-from headrace.stores.store import AlreadyPinned, Destinations, Store, new_buffer
+from headrace.stores.store import AlreadyPinned, Destinations, Store, StoreRequest, new_buffer
 
 # The driver makes host memory at 4.3 GB/s in one thread, at 5.9 in four, at 6.0 in sixteen (H200).
 _THREADS = 4
+
+
+def open_experts(request: StoreRequest) -> ExpertRanges:
+    """The store of the cached experts of a plan; raises as :class:`ExpertRanges` does."""
+    return ExpertRanges(request.plan.cached, request.device, request.pooled)
 
 
 class ExpertRanges(Store):

@@ -306,6 +306,18 @@ def _open(path: Path, options: DiskOptions, descriptors: set[int]) -> tuple[int,
         return fd, None
 
 
+def can_read_direct(path: Path) -> bool:
+    """Whether ``path`` can be read past the page cache."""
+    descriptors = set[int]()
+    try:
+        _open_direct(path, descriptors)
+    except OSError:
+        return False
+    finally:
+        _close_all(descriptors)
+    return True
+
+
 def _open_direct(path: Path, descriptors: set[int]) -> int:
     """A descriptor for direct reads; tried out, since some systems refuse the first read and not the opening."""
     fd = _open_file(path, _FLAGS | os.O_DIRECT, descriptors)

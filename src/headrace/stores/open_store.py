@@ -13,6 +13,7 @@ import torch
 from headrace.stores.store import Opened, StoreRequest, Stores
 
 if TYPE_CHECKING:
+    from headrace.stores.expert_files import ExpertFiles
     from headrace.stores.expert_ranges import ExpertRanges
 
 
@@ -21,10 +22,10 @@ class OpenedStore(Opened):
     """The store of everything that a plan offloads, before it is filled.
 
     Attributes:
-        ranges: ranges of cached experts.
+        ranges: rows of cached experts.
     """
 
-    ranges: ExpertRanges | None = None
+    ranges: ExpertRanges | ExpertFiles | None = None
 
 
 def open_store(request: StoreRequest) -> OpenedStore:
@@ -64,9 +65,7 @@ def open_store(request: StoreRequest) -> OpenedStore:
             on_device |= opened.on_device
         ranges = None
         if plan.cached:
-            from headrace.stores.expert_ranges import ExpertRanges
-
-            ranges = ExpertRanges(plan.cached, device, request.pooled)
+            ranges = import_module(plan.kind.experts_module or "").open_experts(request)
             stores.add(ranges, [name for layer in plan.cached for name in layer.storages])
             on_host.append(cast("dict[str, torch.Tensor]", ranges.destinations))
         undo.pop_all()

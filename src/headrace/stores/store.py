@@ -135,9 +135,11 @@ class Store(ABC):
 
     Attributes:
         is_split: this process holds only a part of every unit.
+        notes: sentences for ``stats()`` about how it reads.
     """
 
     is_split: ClassVar[bool] = False
+    notes: tuple[str, ...] = ()
 
     # -- filling ------------------------------------------------------------------------------------------------------
 

@@ -292,6 +292,11 @@ class ThreadLink(Link):
     def last_stall_s(self, unit: int) -> float | None:
         return self._stalls_s.get(unit)
 
+    def join(self) -> None:
+        """Block until no copy is under way, also none that an interrupted caller has lost sight of."""
+        for transfer in [*self._latest.values()]:
+            transfer.join()
+
     def close(self) -> None:
         self._finish()
         end_threads(self._jobs, len(self._workers))  # once more: an interrupt may have cut the first time short

@@ -52,6 +52,7 @@ class Probe:
         fetch_bytes_per_s: of experts that a cache fetches; ``None`` without a GPU, where device and host memory cannot
             be mapped into one range, and in probes from before it was measured.
         disk_read_bytes_per_s: reading a file past the page cache, with as many threads as cores.
+        expert_read_bytes_per_s: the same with as many requests at a time as experts are read by.
         cached_read_bytes_per_s: bytes per second out of the page cache.
         peer_bytes_per_s: from one other GPU's memory, by bytes of one copy. Empty, as the next one, where no two GPUs
             can address each other's memory, and in probes from before it was measured.
@@ -70,6 +71,7 @@ class Probe:
     kernel_s: float | None = None
     fetch_bytes_per_s: float | None = None
     disk_read_bytes_per_s: float | None = None
+    expert_read_bytes_per_s: float | None = None
     cached_read_bytes_per_s: float = 0.0
     peer_bytes_per_s: dict[int, float] = field(default_factory=dict)
     gather_bytes_per_s: dict[int, float] = field(default_factory=dict)
@@ -146,6 +148,7 @@ class Probe:
             product_s_per_byte=product,
             grouped_s_per_byte=product,
             in_place_grouped_s_per_byte=None if direct else product,  # mapped pages are those of the page cache
+            fetch_bytes_per_s=self.expert_read_bytes_per_s or self.disk_read_bytes_per_s,
             copies_take_cores=read is None,
             is_measured=True,
         )

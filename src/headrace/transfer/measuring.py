@@ -19,7 +19,7 @@ import torch.nn.functional as F
 
 from headrace.errors import OptionError, StateError, warn_user
 from headrace.memory.pinned import device_view, pinned_region
-from headrace.memory.system import num_cores
+from headrace.memory.system import EXPERT_READERS, num_cores
 from headrace.plan.cached_experts import CachedLayer
 from headrace.plan.rates import Rates
 from headrace.ranks.group import this_host
@@ -83,10 +83,11 @@ def _disk(folder: Path | None, num_bytes: int) -> dict[str, float | None]:
         return {
             "cached_read_bytes_per_s": _read_rate(path, num_bytes, DiskOptions()),
             "disk_read_bytes_per_s": _read_rate(path, num_bytes, DiskOptions(direct=True)),
+            "expert_read_bytes_per_s": _read_rate(path, num_bytes, DiskOptions(direct=True), EXPERT_READERS),
         }
 
 
-def _read_rate(path: Path, num_bytes: int, options: DiskOptions) -> float | None:
+def _read_rate(path: Path, num_bytes: int, options: DiskOptions, num_threads: int | None = None) -> float | None:
     try:
         source = File(path, options)
     except ValueError:  # no direct I/O on this file system
@@ -97,7 +98,7 @@ def _read_rate(path: Path, num_bytes: int, options: DiskOptions) -> float | None
     def read(start: int) -> None:
         source.read(start, into[start : start + piece])
 
-    with ThreadPoolExecutor(num_cores()) as pool:
+    with ThreadPoolExecutor(num_threads or num_cores()) as pool:
         seconds = median_s(lambda: list(pool.map(read, range(0, num_bytes, piece))), 3)
     source.close()
     return num_bytes / seconds

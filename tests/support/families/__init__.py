@@ -6,5 +6,5 @@ compares, ``sweep.py`` does that for all families in processes of their own. ``t
 rules get wrong.
 """
 
-WAYS = ("load", "convert", "budget", "prefetch", "cached")
+WAYS = ("load", "convert", "budget", "prefetch", "cached", "cached in files")
 BAD = frozenset({"differs", "crashed", "timeout"})

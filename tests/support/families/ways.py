@@ -200,9 +200,13 @@ def offloaded(reference: Reference, outcome: Outcome, share: float = SHARE) -> t
     budget = int(share * reference.num_bytes)
     outcome.share = share
     try:
-        if outcome.way in ("load", "convert"):
+        if outcome.way in ("load", "convert", "cached in files"):
             from headrace.adapters.transformers import load
 
+            if outcome.way == "cached in files":
+                outcome.share = 0.0
+                in_files = headrace.Rules([(name, "cache") for name in cacheable(reference.model)], 2, "disk", 2)
+                return load(reference.folder, in_files, model_class=type(reference.model))
             folder = reference.folder if outcome.way == "load" else reference.doubled()
             dtype = None if outcome.way == "load" else reference.model.dtype
             return load(folder, budget, model_class=type(reference.model), dtype=dtype)
@@ -290,8 +294,8 @@ def outcomes(case: Case, ways: tuple[str, ...] = WAYS) -> list[Outcome]:
             return [Outcome(case.family, "all", "cannot build", f"resident runs differ: {reference.steady}")]
         found = []
         for way in ways:
-            loads = way in ("load", "convert")
-            if (loads and not case.loads) or (way == "cached" and not cacheable(reference.model)):
+            loads = way in ("load", "convert", "cached in files")
+            if (loads and not case.loads) or ("cached" in way and not cacheable(reference.model)):
                 continue
             if loads and reference.cannot_load:
                 found.append(Outcome(case.family, way, "cannot build", f"save or read back: {reference.cannot_load}"))

@@ -158,6 +158,11 @@ def share_experts(
             "share_experts: expected an offloaded model with cached experts, found none: offload it with "
             "rules=[('experts', 'cache')]"
         )
+    if session.plan.kind.host_slots is not None:
+        raise OptionError(
+            f"share_experts: expected experts in host memory, found mode {session.plan.mode!r}: "
+            f"use mode 'cpu', or leave it out (cpu_experts=False)"
+        )
     cores = spare_cores() if cores is None else cores
     share = CpuShare(model, session, cores, shares) if cores else NoShare(session, ONE_CORE)
     share.attach()

@@ -44,7 +44,7 @@ from headrace.transfer.link_rates import COPY_SIZES
 from headrace.transfer.measuring import rates_among
 
 if TYPE_CHECKING:
-    from headrace.experts.cache import CountsReader
+    from headrace.experts.counts import CountsReader
 
 _LOG_EVERY_S = 10.0  # as vLLM's own line of statistics
 _DISCARDS = (

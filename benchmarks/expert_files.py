@@ -1,0 +1,302 @@
+"""Experts in files: reads of what steps miss beside plain reads, and hits of two tiers by replacement policy.
+
+    python benchmarks/expert_files.py --folder FOLDER [--gib 4] [--rounds 40] [--out FILE]
+    python benchmarks/expert_files.py --policies [--out FILE]
+
+*Reads.* A layer of experts of 9.4 MB each (two tensors, those of Qwen3-235B-A22B in four bits) lies in a file of
+random bytes. A step asks for some experts that are in no slot: by headrace's cache, and by plain requests, a whole
+tensor of an expert each, that 16 threads read past the page cache into memory of their own. Both take turns, and choose
+at random: neither finds what the other has read. The floor is the plain reads. ``bit_equal``: rows hold the bytes of
+the file.
+
+*Policies.* Seeded traces of headrace's own (plan/routing_traces.py), a token a step, of one text and of texts of 128
+tokens with popular experts of their own. The GPU's slots are LRU; the tier below is asked for what they miss. ``lru``
+and ``aged`` (the least often used leaves; uses are halved every 16 or 64 tokens) keep what they are asked for;
+``lru_exclusive`` gives up what the GPU takes, and takes what the GPU gives up.
+"""
+
+from __future__ import annotations
+
+import json
+import mmap
+import os
+import statistics
+import time
+from collections import OrderedDict
+from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from functools import partial
+from itertools import product
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from torch import nn
+
+import headrace
+from harness import append, finish, parser_of, writable_folder
+from headrace import Rules
+from headrace.checkpoint.safetensors_header import Checkpoint
+from headrace.memory.pages import map_file, resident_bytes
+from headrace.plan.routing_traces import Trace, seeded_trace
+
+ROWS = {"gate_up": (3072, 2048), "down": (4096, 768)}  # bytes of an expert: int4 [3072, 4096] and [4096, 1536]
+EXPERT_BYTES = sum(rows * columns for rows, columns in ROWS.values())
+MISSES, THREADS, ALIGN = (2, 8, 32), 16, 4096
+
+
+class Layer(nn.Module):
+    """Experts without products."""
+
+    def __init__(self, num_experts: int) -> None:
+        super().__init__()
+        for name, shape in ROWS.items():
+            weight = torch.empty(num_experts, *shape, dtype=torch.uint8, device="meta")
+            self.register_parameter(name, nn.Parameter(weight, requires_grad=False))
+
+    def forward(self, ids: torch.Tensor) -> torch.Tensor:
+        rows: torch.Tensor = headrace.expert_rows(self, ids)[1]
+        return rows
+
+
+class Model(nn.Module):
+    def __init__(self, num_experts: int) -> None:
+        super().__init__()
+        self.layer = Layer(num_experts)
+
+    def forward(self, ids: torch.Tensor) -> Any:
+        return self.layer(ids)
+
+
+def write_folder(folder: Path, num_experts: int) -> Path:
+    """A folder with the experts; one that is there already is taken."""
+    path = folder / "model.safetensors"
+    sizes = {f"layer.{name}": (num_experts, *shape) for name, shape in ROWS.items()}
+    places, at = {}, 0
+    for name, shape in sizes.items():
+        places[name] = {"dtype": "U8", "shape": shape, "data_offsets": [at, at := at + int(np.prod(shape))]}
+    header = json.dumps(places).encode()
+    header += b" " * (-len(header) % 8)
+    if not path.exists() or path.stat().st_size != 8 + len(header) + at:
+        chooser = np.random.default_rng(0)
+        with path.open("wb") as file:
+            file.write(len(header).to_bytes(8, "little") + header)
+            for start in range(0, at, 64 << 20):
+                file.write(chooser.bytes(min(64 << 20, at - start)))
+            os.fsync(file.fileno())
+            os.posix_fadvise(file.fileno(), 0, 0, os.POSIX_FADV_DONTNEED)
+    return path
+
+
+class PlainReads:
+    """Threads that each read one range at a time into memory of their own."""
+
+    def __init__(self, path: Path) -> None:
+        self._fd = os.open(path, os.O_RDONLY | os.O_DIRECT)
+        self._pool = ThreadPoolExecutor(THREADS)
+        self._buffers = [
+            mmap.mmap(-1, max(rows * columns for rows, columns in ROWS.values()) + 2 * ALIGN) for _ in range(THREADS)
+        ]
+        for buffer in self._buffers:
+            buffer[:: mmap.PAGESIZE] = bytes(len(buffer) // mmap.PAGESIZE)
+
+    def __call__(self, ranges: Sequence[tuple[int, int]]) -> float:
+        free, left = list(self._buffers), list(ranges)
+
+        def read(each: tuple[int, int]) -> int:
+            buffer = free.pop()
+            start, end = each[0] // ALIGN * ALIGN, -(-(each[0] + each[1]) // ALIGN) * ALIGN
+            found = os.preadv(self._fd, [memoryview(buffer)[: end - start]], start)
+            free.append(buffer)
+            return found
+
+        begin = time.perf_counter()
+        found = sum(self._pool.map(read, left))
+        seconds = time.perf_counter() - begin
+        if found < sum(size for _, size in ranges):
+            raise OSError("a short read")
+        return seconds
+
+
+def reads(folder: Path, num_experts: int, rounds: int, out: Path | None) -> list[dict[str, Any]]:
+    path = write_folder(folder, num_experts)
+    tensors = Checkpoint.open(path).tensors
+    plain, chooser, rows = PlainReads(path), np.random.default_rng(1), []
+    with path.open("rb") as file:
+        os.posix_fadvise(file.fileno(), 0, 0, os.POSIX_FADV_DONTNEED)
+        mapped = map_file(file.fileno(), 0, path.stat().st_size, read_only=True)
+    model, policy = Model(num_experts), Rules([("layer", "cache")], expert_slots=max(MISSES), mode="disk")
+    with headrace.offload(model, policy, checkpoint=folder, device="cpu") as handle:
+        model(torch.arange(max(MISSES)))  # pages of the slots are there
+        cached_before = resident_bytes(mapped)
+        for misses in MISSES:
+            times: dict[str, list[float]] = {"plain": [], "headrace": []}
+            read_bytes, bit_equal = 0, True
+            for turn in range(rounds):
+                for way in ("plain", "headrace")[:: -1 if turn % 2 else 1]:
+                    ids = chooser.choice(num_experts - max(MISSES), misses, replace=False) + max(MISSES)
+                    if way == "plain":
+                        parts = [tensors[f"layer.{name}"] for name in ROWS]
+                        sizes = [part.num_bytes // num_experts for part in parts]
+                        at = [
+                            (part.offset + int(i) * size, size)
+                            for part, size in zip(parts, sizes, strict=True)
+                            for i in ids
+                        ]
+                        times[way].append(plain(at))
+                        continue
+                    handle._session._caches[0][1].reset()
+                    before, begin = disk_bytes(), time.perf_counter()
+                    found = model(torch.from_numpy(ids))
+                    times[way].append(time.perf_counter() - begin)
+                    read_bytes += disk_bytes() - before
+                    bit_equal &= turn % 8 > 0 or same_bytes(handle, tensors, found.tolist(), ids.tolist(), num_experts)
+            medians = {way: statistics.median(found) for way, found in times.items()}
+            moved = misses * EXPERT_BYTES
+            rows.append({
+                "table": "expert-files", "case": f"{misses} experts", "requests": misses * len(ROWS),
+                "ms": 1e3 * medians["headrace"], "plain_ms": 1e3 * medians["plain"],
+                "gb_per_s": moved / medians["headrace"] / 1e9, "plain_gb_per_s": moved / medians["plain"] / 1e9,
+                "ratio": medians["plain"] / medians["headrace"], "rounds": rounds, "bytes_moved": moved,
+                "read_ratio": read_bytes / rounds / moved,
+                "page_cache_mib": (resident_bytes(mapped) - cached_before) / 2**20, "bit_equal": bit_equal,
+            })  # fmt: skip
+            print(rows[-1], flush=True)
+            append(rows[-1], out)
+    return rows
+
+
+def same_bytes(handle: Any, tensors: Any, rows: list[int], ids: list[int], num_experts: int) -> bool:
+    for name in ROWS:
+        part, memory = tensors[f"layer.{name}"], handle._session._ranges.rows(f"layer.{name}")
+        size = part.num_bytes // num_experts
+        with part.path.open("rb") as file:
+            for row, expert in zip(rows, ids, strict=True):
+                file.seek(part.offset + expert * size)
+                if file.read(size) != memory[row].numpy().tobytes():
+                    return False
+            os.posix_fadvise(file.fileno(), 0, 0, os.POSIX_FADV_DONTNEED)
+    return True
+
+
+def disk_bytes() -> int:
+    return int(Path("/proc/self/io").read_text().split("read_bytes: ")[1].split()[0])
+
+
+# -- policies ----------------------------------------------------------------------------------------------------------
+
+
+class Lru:
+    """The least recently used leaves."""
+
+    def __init__(self, num_slots: int) -> None:
+        self.num_slots, self.held = num_slots, OrderedDict[int, None]()
+
+    def use(self, used: Sequence[int]) -> list[int]:
+        """Keep ``used``, of which those that are held are hits; returns the others."""
+        missing = [each for each in used if each not in self.held]
+        for each in used:
+            self.held[each] = None
+            self.held.move_to_end(each)
+        while len(self.held) > self.num_slots:
+            self.held.popitem(last=False)
+        return missing
+
+
+class Aged:
+    """The least often used leaves; uses are halved every ``half_life`` tokens."""
+
+    def __init__(self, half_life: int, num_slots: int) -> None:
+        self.num_slots, self.half_life, self.tokens = num_slots, half_life, 0
+        self.held, self.uses = set[int](), dict[int, float]()
+
+    def use(self, used: Sequence[int]) -> list[int]:
+        missing = [each for each in used if each not in self.held]
+        self.tokens += 1
+        if self.tokens % self.half_life == 0:
+            self.uses = {each: count / 2 for each, count in self.uses.items()}
+        for each in used:
+            self.uses[each] = self.uses.get(each, 0) + 1
+        self.held.update(missing)
+        while len(self.held) > self.num_slots:
+            others = self.held.difference(used) or self.held
+            self.held.remove(min(others, key=lambda each: self.uses[each]))
+        return missing
+
+
+def tiers(
+    trace: Trace, gpu_slots: int, host_slots: int, policy: Callable[[int], Any], exclusive: bool
+) -> tuple[float, float]:
+    """Hits of the GPU's slots, and of both tiers together, as shares of all choices."""
+    gpu, host, counted = Lru(gpu_slots), policy(host_slots), [0, 0]
+    warm_up = len(trace) // 5
+    for token, row in enumerate(trace.tolist()):
+        before = set(gpu.held)
+        missing = gpu.use(row) if gpu_slots else row
+        if exclusive:
+            read = [each for each in missing if each not in host.held]
+            for each in missing:
+                host.held.pop(each, None)
+            host.use([each for each in before if each not in gpu.held])
+        else:
+            read = host.use(missing) if missing else []
+        if token >= warm_up:
+            counted[0] += len(missing)
+            counted[1] += len(read)
+    total = trace[warm_up:].size
+    return 1 - counted[0] / total, 1 - counted[1] / total
+
+
+SHAPES = {"Qwen3-235B-A22B, GLM-4.7": (128, 8), "DeepSeek-V3": (256, 8), "Kimi-K2": (384, 8), "512, top 10": (512, 10)}
+SHARES = [(0.0, 0.2), (0.0, 0.4), (0.0, 0.7), (0.1, 0.2), (0.1, 0.4), (0.1, 0.7), (0.25, 0.4)]
+
+
+POLICIES: list[tuple[str, Callable[[int], Any], bool]] = [
+    ("lru", Lru, False), ("aged_16", partial(Aged, 16), False), ("aged_64", partial(Aged, 64), False),
+    ("lru_exclusive", Lru, True),
+]  # fmt: skip
+
+
+def policies(out: Path | None, layers: int = 4, tokens: int = 1024) -> list[dict[str, Any]]:
+    rows = []
+    for shape, (experts, top_k) in SHAPES.items():
+        one = [seeded_trace(seed, tokens, experts, top_k) for seed in range(layers)]
+        seeds = np.arange(layers * tokens // 128).reshape(layers, -1)
+        several = [np.concatenate([seeded_trace(int(s), 128, experts, top_k) for s in each]) for each in seeds]
+        for (gpu, host), (text, traces) in product(SHARES, (("one", one), ("several", several))):
+            found, sizes = {}, (round(gpu * experts), round(host * experts))
+            for name, policy, exclusive in POLICIES:
+                if exclusive and not gpu:
+                    continue
+                each = [tiers(trace, *sizes, policy, exclusive) for trace in traces]
+                found["gpu"], found[name] = (statistics.mean(column) for column in zip(*each, strict=True))
+            row = {
+                "table": "expert-tiers",
+                "case": shape,
+                "experts": experts,
+                "top_k": top_k,
+                "texts": text,
+                "gpu_slots": sizes[0],
+                "host_slots": sizes[1],
+            }
+            rows.append(row | {name: round(hits, 4) for name, hits in found.items()})
+            print(rows[-1], flush=True)
+            append(rows[-1], out)
+    return rows
+
+
+def main() -> None:
+    parser = parser_of(__doc__, rounds=40)
+    parser.add_argument("--folder", type=writable_folder, default=Path("/tmp"), help="on the disk to measure")
+    parser.add_argument("--gib", type=float, default=4, help="size of the file, which stays in the folder")
+    parser.add_argument("--policies", action="store_true", help="hits by policy, and no reads")
+    given = parser.parse_args()
+    if given.policies:
+        return finish("expert_files policies", policies(given.out))
+    num_experts = int(given.gib * 2**30) // EXPERT_BYTES
+    finish("expert_files", reads(given.folder, num_experts, given.rounds, given.out))
+
+
+if __name__ == "__main__":
+    main()
