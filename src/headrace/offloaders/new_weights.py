@@ -96,9 +96,13 @@ class NewWeights:
         finally:
             for tensor, data in before:
                 tensor.data = data
-            for bound in self._life.session._bound.values():
-                for each in bound.tensors:
-                    each.note_version()
+            self._note_versions()
+
+    def _note_versions(self) -> None:
+        """Writes to the tensors until now were meant, and nothing is lost."""
+        for bound in self._life.session._bound.values():
+            for each in bound.tensors:
+                each.note_version()
 
     def take_over(self) -> int:
         """Make what the copies have the weights of the model; returns bytes written.
@@ -111,7 +115,10 @@ class NewWeights:
             for tensor, value in self._others:
                 tensor.data.copy_(value)
 
-        return update(self._life, self._values, write_others)
+        try:
+            return update(self._life, self._values, write_others)
+        finally:
+            self._note_versions()
 
 
 def _why_not(life: Lifetime) -> str | None:
