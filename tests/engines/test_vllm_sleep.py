@@ -1,7 +1,7 @@
 """The promise inside vLLM: after sleep and wake-up a model has the weights that it had, and new weights reach it whole.
 
-Here over a stand-in whose memory of weights holds NaN where vLLM's allocator would have unmapped it. vLLM itself runs in
-``test_vllm_cpu.py``, and on a GPU in ``tests/gpu/test_vllm_sleep_gpu.py``.
+Here over a stand-in whose memory of weights holds NaN where vLLM's allocator would have unmapped it. vLLM itself runs
+in ``test_vllm_cpu.py``, and on a GPU in ``tests/gpu/test_vllm_sleep_gpu.py``.
 """
 
 from __future__ import annotations

@@ -13,6 +13,8 @@ import tomllib
 from pathlib import Path
 from typing import Any
 
+import headrace
+
 ROOT = Path(__file__).resolve().parents[2]
 LAYERS, WIDTH = 8, 256
 # Flags of SGLang, and HEADRACE_SGLANG; without it headrace is installed and not asked for.
@@ -59,9 +61,9 @@ def make_model(folder: Path, moe: bool) -> Path:
 def install(folder: Path) -> Path:
     """A folder whose metadata declare the entry points of this tree, as an installed package's do."""
     declared = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
-    metadata = folder / "installed" / f"headrace-{declared['version']}.dist-info"
+    metadata = folder / "installed" / f"headrace-{headrace.__version__}.dist-info"
     metadata.mkdir(parents=True, exist_ok=True)
-    (metadata / "METADATA").write_text(f"Metadata-Version: 2.1\nName: headrace\nVersion: {declared['version']}\n")
+    (metadata / "METADATA").write_text(f"Metadata-Version: 2.1\nName: headrace\nVersion: {headrace.__version__}\n")
     points = declared["entry-points"]["sglang.srt.plugins"]
     lines = ["[sglang.srt.plugins]", *(f"{name} = {target}" for name, target in points.items())]
     (metadata / "entry_points.txt").write_text("\n".join(lines))

@@ -14,6 +14,7 @@ import weakref
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, nullcontext
 from datetime import timedelta
+from functools import partial
 from itertools import chain
 from typing import TYPE_CHECKING, Any
 
@@ -29,7 +30,7 @@ from vllm.model_executor.layers.vocab_parallel_embedding import ParallelLMHead, 
 from vllm.model_executor.offloader.base import get_offloader, set_offloader
 from vllm.v1.worker import gpu_worker
 
-from headrace.adapters.engine_interface import version_number
+from headrace.adapters.engine_interface import all_or_none, version_number
 from headrace.adapters.vllm.interface import NEWEST, OLDEST_WITH_CACHE, require_supported
 from headrace.adapters.vllm.options import read_options, refuse_unsupported
 from headrace.adapters.vllm.sleep import loading_allowed, not_saved, own_allocations, refuse_loading
@@ -332,10 +333,10 @@ class OffloadingWorker(_Base):  # type: ignore[misc,unused-ignore]
         if self._offloader is None:
             yield
             return
-        new, model = self._offloader.new_weights(call), self.model_runner.get_model()
-        with new.written(), loading_allowed(model, self.vllm_config.model_config.quantization is not None):
+        is_quantised = self.vllm_config.model_config.quantization is not None
+        gather = partial(_gathered, group=get_world_group())
+        with all_or_none(self._offloader, call, gather), loading_allowed(self.model_runner.get_model(), is_quantised):
             yield
-        logger.info(f"headrace: {call}: {format_size(new.take_over())} of new weights")
 
     def save_tensorized_model(self, *args: Any, **kwargs: Any) -> None:
         """Like vLLM's; refused while weights are offloaded, because it reads parameters, and not ``state_dict()``."""
