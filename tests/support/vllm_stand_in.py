@@ -22,6 +22,7 @@ from torch.nn import functional
 
 import vllm_experts
 from engines import VOCABULARY, WIDTH, Head, Layer, Linear, Table
+from vllm_pool import Pool
 
 NUM_LAYERS = 8
 PROFILED = torch.zeros(2, 3, dtype=torch.long)
@@ -264,9 +265,7 @@ def get_layerwise_info(layer: nn.Module) -> LayerReloadingInfo:
     return vars(layer).setdefault("reloading", LayerReloadingInfo())  # type: ignore[no-any-return]
 
 
-class CuMemAllocator:
-    """``instance``: a :class:`vllm_pool.Pool`, where a test has one."""
-
+class CuMemAllocator(Pool):
     instance: Any = None
 
 
@@ -603,6 +602,7 @@ _MODULES: dict[str, list[Any]] = {
     ],
     "vllm.device_allocator.cumem": [CuMemAllocator],
     "vllm.model_executor.model_loader.reload.layerwise": [get_layerwise_info],
+    "vllm.model_executor.model_loader.reload.types": [LayerReloadingInfo],
     "vllm.model_executor.model_loader.utils": [device_loading_context, process_weights_after_loading],
     "vllm.model_executor.models.utils": [make_layers, PPMissingLayer],
     "vllm.model_executor.layers.vocab_parallel_embedding": [VocabParallelEmbedding, ParallelLMHead],

@@ -82,6 +82,8 @@ class NewWeights:
             for tensor, view in (*self._views, *self._others):
                 tensor.data = view
             yield
+            if self._life.device.type == "cuda":
+                torch.cuda.synchronize(self._life.device)  # the device writes to the copies, and the host reads them
             now = {id(tensor) for tensor in (*self._model.parameters(), *self._model.buffers())}
             if not now >= {id(tensor) for tensor, _ in before}:
                 raise ModelChangedError(
