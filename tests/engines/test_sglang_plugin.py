@@ -395,7 +395,11 @@ def test_a_session_of_new_weights(start: Callable[..., Any], fields: dict[str, A
     fresh = outputs(plain)
     runner = start("1", **fields)
     manager = manager_of(runner)
-    write = getattr(manager, f"update_weights_from_{source}")
+
+    def write(weights: list[Any]) -> Any:
+        asked = sglang.SimpleNamespace(tensors=weights, flush_cache=weights[0][0].endswith("lm_head.weight"))
+        return getattr(manager, f"update_weights_from_{source}")(asked)
+
     for fails in (True, False, False):
         assert manager.begin_weight_update(None).success
         assert not manager.begin_weight_update(None).success
@@ -412,9 +416,23 @@ def test_a_session_of_new_weights(start: Callable[..., Any], fields: dict[str, A
         assert answer.success is not fails
         assert ("nothing was changed, because rank 0 has failed" in answer.message) == fails
         assert not manager.end_weight_update(None).success
+        assert (sglang.state.log[-1] == "flush") is not fails, "forwards since have filled the cache"
+        sglang.state.log.clear()
         old = old if fails else fresh
         require_equal(outputs(runner), old)
     assert figures(runner)["bytes_moved"] > 0
+
+
+def test_a_cache_that_is_not_flushed_is_said(start: Callable[..., Any]) -> None:
+    runner = start("1", **GROUP)
+    manager = manager_of(runner)
+    manager.flush_cache = lambda: False
+    for flush in (False, True):
+        manager.begin_weight_update(None)
+        manager.update_weights_from_tensor(sglang.SimpleNamespace(tensors=[], flush_cache=flush))
+        answer = manager.end_weight_update(None)
+        assert answer.success is not flush
+        assert ("the cache was not flushed" in answer.message) == flush
 
 
 def test_new_weights_that_cannot_be_taken_are_refused_with_a_message(start: Callable[..., Any]) -> None:

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import pytest
@@ -17,6 +18,7 @@ from torch import nn
 import vllm_stand_in as vllm
 import vllm_workers
 from headrace.errors import LimitError, ModelChangedError, OptionError, StateError
+from vllm_experts import Experts, OAITritonExperts, TritonExperts
 from vllm_pool import Pool, pool_of
 from vllm_workers import GROUP, RUNNERS, SOME, another_process, ids, loaded, require_same_outputs, resident
 
@@ -28,6 +30,7 @@ WAYS: dict[str, tuple[dict[str, Any] | None, dict[str, Any] | None]] = {
     "in place": ({"cpu_offload_gb": 0.002}, None),
     "budget": (None, SOME),
 }
+CACHED = {"device_memory": "54MiB", "rules": ["experts=cache"], "expert_slots": 3}
 MOVES = [way for way in WAYS if way != "in place"]
 Start = Callable[..., tuple[Any, Pool]]
 
@@ -37,7 +40,7 @@ def start(monkeypatch: pytest.MonkeyPatch) -> Start:
     """A worker, and the pool that its weights are in."""
 
     def given(way: str, **kwargs: Any) -> tuple[Any, Pool]:
-        worker = loaded(*WAYS[way], **kwargs)
+        worker = loaded(*{**WAYS, "cached": (None, CACHED)}[way], **kwargs)
         pool = pool_of(worker)
         monkeypatch.setattr(vllm.CuMemAllocator, "instance", pool)
         monkeypatch.setattr(torch.cuda, "memory_snapshot", pool.snapshot)
@@ -166,6 +169,25 @@ def test_too_little_host_memory_leaves_it_awake(start: Start, monkeypatch: pytes
     with pytest.raises(LimitError):
         worker.sleep(1)
     assert not any(data.is_asleep for data in pool.pointer_to_data.values())
+    require_same_outputs(worker, plain)
+
+
+@pytest.mark.parametrize("kernel", [TritonExperts, OAITritonExperts])
+def test_cached_experts_are_fetched_again(start: Start, kernel: type[TritonExperts]) -> None:
+    """New weights would meet another kernel, made while they are loaded."""
+    mlp = partial(Experts, experts_cls=kernel)
+    plain, (worker, _) = resident(mlp=mlp), start("cached", mlp=mlp)
+    for level in (1, 2):
+        require_same_outputs(worker, plain)
+        before = [layer["fetched"] for layer in worker.headrace_stats()["experts"]]
+        worker.sleep(level)
+        worker.wake_up()
+        require_same_outputs(worker, plain)
+        after = [layer["fetched"] for layer in worker.headrace_stats()["experts"]]
+        assert all(now > then for now, then in zip(after, before, strict=True))
+    what = "objects of its own" if kernel is OAITritonExperts else "its kernels of cached experts anew"
+    with pytest.raises(OptionError, match=rf"reload_weights is refused: .*{what}.*nothing was changed"):
+        worker.reload_weights([])
     require_same_outputs(worker, plain)
 
 

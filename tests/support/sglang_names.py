@@ -70,7 +70,12 @@ NAMES = (
     ),
     # Both write between the two ends of a session, which begin_weight_update opens.
     *(
-        Name(_UPDATES, f"SchedulerWeightUpdaterManager.update_weights_from_{name}", mentions=("_session",))
+        Name(
+            _UPDATES,
+            f"SchedulerWeightUpdaterManager.update_weights_from_{name}",
+            ("self", "recv_req"),
+            mentions=("_session",),
+        )
         for name in ("distributed", "tensor")
     ),
     Name(_EXPORT, "WeightExporter.get_weights_by_name", ("self", "name")),

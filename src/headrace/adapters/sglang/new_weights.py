@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable
+from dataclasses import dataclass
 from typing import Any
 
 import torch.distributed as dist
@@ -21,12 +22,29 @@ from headrace.offloaders.new_weights import NewWeights
 
 logger = logging.getLogger("sglang.headrace")
 
-_SESSION = "headrace_new_weights"  # at a runner whose session is open
-_FAILURE = "headrace_failure"  # there, too: the first one of the session
+_SESSION = "headrace_session"  # at a runner
+
+
+@dataclass
+class _Session:
+    """An update in pieces.
+
+    Attributes:
+        failure: of the first piece that had one.
+        flushes: a piece asks for a flush of the cache, which forwards may have filled until the end.
+    """
+
+    new: NewWeights
+    failure: str = ""
+    flushes: bool = False
 
 
 def _offloader_of(runner: Any) -> EngineOffloader | None:
     return getattr(runner, "headrace_offloader", None)
+
+
+def _session_of(runner: Any) -> _Session | None:
+    return getattr(runner, _SESSION, None)
 
 
 def _gathered(value: Any) -> list[Any]:
@@ -69,7 +87,7 @@ def begin_update(original: Callable[..., Any], manager: Any, recv_req: Any) -> A
     """SGLang's; all weights are copied to host memory, where the session writes."""
     runner, call = manager.tp_worker.model_runner, "begin_weight_update"
     offloader = _offloader_of(runner)
-    if offloader is None or getattr(runner, _SESSION, None) is not None:
+    if offloader is None or _session_of(runner) is not None:
         return original(manager, recv_req)
     failure, new = "", None
     try:
@@ -84,45 +102,54 @@ def begin_update(original: Callable[..., Any], manager: Any, recv_req: Any) -> A
             answer = original(manager, recv_req)
     except StateError as error:
         return _failed("BeginWeightUpdateReqOutput", str(error))
-    setattr(runner, _SESSION, new)
-    setattr(runner, _FAILURE, "")
+    setattr(runner, _SESSION, _Session(new))
     return answer
+
+
+def note_flush(original: Callable[..., Any], manager: Any, recv_req: Any) -> Any:
+    """SGLang's, for a piece of a session."""
+    if (session := _session_of(manager.tp_worker.model_runner)) is not None:
+        session.flushes |= recv_req.flush_cache
+    return original(manager, recv_req)
 
 
 def write_in_session(original: Callable[..., Any], updater: Any, *args: Any, **kwargs: Any) -> tuple[bool, str]:
     """SGLang's; of a session that has failed nothing is taken over."""
-    runner = updater.get_model_runner()
-    new: NewWeights | None = getattr(runner, _SESSION, None)
-    if new is None:
+    session = _session_of(updater.get_model_runner())
+    if session is None:
         return original(updater, *args, **kwargs)  # type: ignore[no-any-return]
     try:
-        with new.written():
+        with session.new.written():
             success, message = original(updater, *args, **kwargs)
     except Exception as error:
         success, message = False, f"{type(error).__name__}: {error}"
     if not success:
-        setattr(runner, _FAILURE, getattr(runner, _FAILURE) or message)
+        session.failure = session.failure or message
     return success, message
 
 
 def end_update(original: Callable[..., Any], manager: Any, recv_req: Any) -> Any:
     """SGLang's; the new weights are taken over, or none of them."""
     runner, call = manager.tp_worker.model_runner, "end_weight_update"
-    new: NewWeights | None = getattr(runner, _SESSION, None)
-    if new is None:
+    session = _session_of(runner)
+    if session is None:
         return original(manager, recv_req)
-    failure = getattr(runner, _FAILURE)
     setattr(runner, _SESSION, None)
     try:
-        with new.written():
+        with session.new.written():
             answer = original(manager, recv_req)
     except Exception as error:
-        manager._session, failure = None, failure or str(error)
+        manager._session, session.failure = None, session.failure or str(error)
     try:
-        require_no_failure(call, _gathered(failure))
-        new.take_over()
+        require_no_failure(call, _gathered(session.failure))
+        session.new.take_over()
     except Exception as error:
         return _failed("EndWeightUpdateReqOutput", str(error))
+    if session.flushes and not manager.flush_cache():
+        message = (
+            "weights were updated, but the cache was not flushed, because requests run: end them, then /flush_cache"
+        )
+        return _failed("EndWeightUpdateReqOutput", message)
     return answer
 
 

@@ -311,6 +311,8 @@ _HOOKS: Mapping[str, tuple[Callable[..., Any], HookType]] = {
     f"{_BREAKABLE}.replay": (_replay, HookType.AROUND),
     f"{_UPDATES}.begin_weight_update": (new_weights.begin_update, HookType.AROUND),
     f"{_UPDATES}.end_weight_update": (new_weights.end_update, HookType.AROUND),
+    f"{_UPDATES}.update_weights_from_tensor": (new_weights.note_flush, HookType.AROUND),
+    f"{_UPDATES}.update_weights_from_distributed": (new_weights.note_flush, HookType.AROUND),
     f"{_UPDATES}.update_weights_from_ipc": (new_weights.refuse_ipc, HookType.AROUND),
     f"{_WRITER}.update_weights_from_disk": (new_weights.update_from_disk, HookType.AROUND),
     f"{_WRITER}.update_weights_from_tensor": (new_weights.write_in_session, HookType.AROUND),
