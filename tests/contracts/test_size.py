@@ -13,10 +13,10 @@ import pytest
 import measures
 
 BOUNDS = {
-    "lines of src": 26165,
+    "lines of src": 26593,
     "lines of the core": 15823,
-    "files of src": 188,
-    "lines of tests": 45622,
+    "files of src": 192,
+    "lines of tests": 46294,
     "longest class": 347,
     "Prefetcher": 298,
     "branches on a kind of store": 4,

@@ -27,7 +27,7 @@ from torch import nn
 from torch.distributed import FileStore, PrefixStore, ProcessGroup  # type: ignore[attr-defined,unused-ignore]
 
 from headrace.adapters.engine_interface import require_hooks, version_number
-from headrace.adapters.sglang import new_weights
+from headrace.adapters.sglang import weight_updates
 from headrace.adapters.sglang.keys import VARIABLE, parse_keys, read_options
 from headrace.config import Budget
 from headrace.errors import OptionError, StateError
@@ -309,14 +309,14 @@ _HOOKS: Mapping[str, tuple[Callable[..., Any], HookType]] = {
     f"{_FULL}.replay": (_replay, HookType.AROUND),
     f"{_BREAKABLE}.capture_one": (_capture_one, HookType.AROUND),
     f"{_BREAKABLE}.replay": (_replay, HookType.AROUND),
-    f"{_UPDATES}.begin_weight_update": (new_weights.begin_update, HookType.AROUND),
-    f"{_UPDATES}.end_weight_update": (new_weights.end_update, HookType.AROUND),
-    f"{_UPDATES}.update_weights_from_tensor": (new_weights.note_flush, HookType.AROUND),
-    f"{_UPDATES}.update_weights_from_distributed": (new_weights.note_flush, HookType.AROUND),
-    f"{_UPDATES}.update_weights_from_ipc": (new_weights.refuse_ipc, HookType.AROUND),
-    f"{_WRITER}.update_weights_from_disk": (new_weights.update_from_disk, HookType.AROUND),
-    f"{_WRITER}.update_weights_from_tensor": (new_weights.write_in_session, HookType.AROUND),
-    f"{_WRITER}.load_weights_from_distributed": (new_weights.write_in_session, HookType.AROUND),
+    f"{_UPDATES}.begin_weight_update": (weight_updates.begin_update, HookType.AROUND),
+    f"{_UPDATES}.end_weight_update": (weight_updates.end_update, HookType.AROUND),
+    f"{_UPDATES}.update_weights_from_tensor": (weight_updates.note_flush, HookType.AROUND),
+    f"{_UPDATES}.update_weights_from_distributed": (weight_updates.note_flush, HookType.AROUND),
+    f"{_UPDATES}.update_weights_from_ipc": (weight_updates.refuse_ipc, HookType.AROUND),
+    f"{_WRITER}.update_weights_from_disk": (weight_updates.update_from_disk, HookType.AROUND),
+    f"{_WRITER}.update_weights_from_tensor": (weight_updates.write_in_session, HookType.AROUND),
+    f"{_WRITER}.load_weights_from_distributed": (weight_updates.write_in_session, HookType.AROUND),
     f"{_REQUESTS}.release_memory_occupation": (_refuse_memory, HookType.AROUND),
     f"{_REQUESTS}.resume_memory_occupation": (_refuse_memory, HookType.AROUND),
     f"{_EXPORT}.get_weights_by_name": (_get_weights_by_name, HookType.AROUND),
