@@ -95,12 +95,26 @@ def test_without_the_variable_nothing_is_imported_or_changed(engine: Engine) -> 
     assert found["stats"] is None
 
 
-def test_new_weights_and_reads_of_slots_are_refused_and_the_server_goes_on(engine: Engine) -> None:
+@pytest.mark.parametrize("case", sglang_cpu_engine.UPDATED)
+def test_new_weights_are_those_of_a_fresh_engine(engine: Engine, case: str) -> None:
+    """By disk, and by tensors in a session; after an error the weights are the old ones."""
+    found, fresh = engine(case), engine("fresh")
+    old, new = ({key: each[key] for key in ("tokens", "logprobs")} for each in (found, fresh))
+    assert old["logprobs"] != new["logprobs"]
+    for name, expected in (("no folder", old), ("wrong", old), ("disk", new), ("tensors", old)):
+        assert {key: found[name][key] for key in old} == expected, name
+        assert found[name]["answer"][0] == (name in ("disk", "tensors"))
+    assert "the weights are the ones from before" in found["no folder"]["answer"][1]
+    assert "nothing was changed, because rank 0 has failed" in found["wrong"]["answer"][1]
+    assert found["in a session"] == new, "until its end it answers as before"
+
+
+def test_what_would_read_slots_or_free_them_is_refused_and_the_server_goes_on(engine: Engine) -> None:
     found = engine("prefetch")
-    for answer in ("update", "begun", "checked"):
-        assert found[answer][0] is False
-        assert "headrace offloads this model" in found[answer][1]
+    assert found["checked"][0] is False
+    assert "headrace offloads this model" in found["checked"][1]
     assert found["read"] is None
+    assert "release_memory_occupation is refused: it needs --enable-memory-saver" in found["released"]
     assert found["again"]["tokens"] == found["tokens"]
 
 

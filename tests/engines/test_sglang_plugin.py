@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import importlib
 import os
 import subprocess
@@ -342,13 +343,122 @@ def test_contradictions_are_refused(
 # -- what would write or read slots ------------------------------------------------------------------------------------
 
 
-def test_new_weights_are_refused_with_a_message(start: Callable[..., Any]) -> None:
+UPDATED = [GROUP, {"cpu_offload_gb": 1}, {"offload_group_size": 1}]
+
+
+def manager_of(runner: Any) -> Any:
+    return module("sglang.srt.managers.scheduler_components.weight_updater").SchedulerWeightUpdaterManager(runner)
+
+
+def new_weights(runner: Any) -> dict[str, torch.Tensor]:
+    torch.manual_seed(3)
+    return {name: torch.randn(weight.shape) / 8 for name, weight in runner.model.named_parameters()}
+
+
+@pytest.mark.parametrize("fields", UPDATED, ids=str)
+def test_new_weights_from_disk_are_those_of_a_fresh_start(start: Callable[..., Any], fields: dict[str, Any]) -> None:
+    plain = start(None)
+    old, weights = outputs(plain), new_weights(plain)
+    plain.model.load_state_dict(weights, strict=False)
+    fresh = outputs(plain)
+    runner = start("1", **fields)
+    updater = manager_of(runner).updater
+    updater.files |= {"new": weights, "wrong": {**weights, "model.layers.3.mlp.down_proj.weight": torch.zeros(5)}}
+    for path, message in (("nowhere", "weights iterator"), ("wrong", "size")):
+        success, found = updater.update_weights_from_disk(path, "auto")
+        assert not success
+        assert message in found
+        assert found.endswith("(headrace: the weights are the ones from before)")
+        assert updater.model_config.model_path == "first"
+        require_equal(outputs(runner), old)
+    assert updater.update_weights_from_disk("new", "auto", recapture_cuda_graph=True) == (True, SUCCEEDED)
+    assert sglang.state.log[-1] == "recapture False"  # over the copies
+    require_equal(outputs(runner), fresh)
+    assert figures(runner)["bytes_moved"] > 0
+
+
+SUCCEEDED = "Succeeded to update model weights."
+
+
+def require_equal(found: list[torch.Tensor], expected: list[torch.Tensor]) -> None:
+    for one, other in zip(found, expected, strict=True):
+        assert torch.equal(one, other)
+
+
+@pytest.mark.parametrize("source", ["tensor", "distributed"])
+@pytest.mark.parametrize("fields", UPDATED, ids=str)
+def test_a_session_of_new_weights(start: Callable[..., Any], fields: dict[str, Any], source: str) -> None:
+    """Until its end, and after one that has failed, the weights are the old ones."""
+    plain = start(None)
+    old, weights = outputs(plain), new_weights(plain)
+    plain.model.load_state_dict(weights, strict=False)
+    fresh = outputs(plain)
+    runner = start("1", **fields)
+    manager = manager_of(runner)
+
+    def write(weights: list[Any]) -> Any:
+        asked = sglang.SimpleNamespace(tensors=weights, flush_cache=weights[0][0].endswith("lm_head.weight"))
+        return getattr(manager, f"update_weights_from_{source}")(asked)
+
+    for fails in (True, False, False):
+        assert manager.begin_weight_update(None).success
+        assert not manager.begin_weight_update(None).success
+        for name, weight in weights.items():
+            assert write([(name, weight)])[0]
+            if name.endswith("layers.3.mlp.down_proj.weight"):
+                require_equal(outputs(runner), old)
+        if fails:
+            success, message = write([("model.layers.3.mlp.down_proj.weight", torch.zeros(5))])
+            assert not success
+            assert "size" in message
+            assert write([("lm_head.weight", weights["lm_head.weight"])])[0]
+        answer = manager.end_weight_update(None)
+        assert answer.success is not fails
+        assert ("nothing was changed, because rank 0 has failed" in answer.message) == fails
+        assert not manager.end_weight_update(None).success
+        assert (sglang.state.log[-1] == "flush") is not fails, "forwards since have filled the cache"
+        sglang.state.log.clear()
+        old = old if fails else fresh
+        require_equal(outputs(runner), old)
+    assert figures(runner)["bytes_moved"] > 0
+
+
+def test_a_cache_that_is_not_flushed_is_said(start: Callable[..., Any]) -> None:
     runner = start("1", **GROUP)
-    manager = module("sglang.srt.managers.scheduler_components.weight_updater").SchedulerWeightUpdaterManager(runner)
-    for name in ("begin_weight_update", "update_weights_from_disk", "update_weights_from_ipc"):
-        answer = getattr(manager, name)(None)
-        assert not answer.success
-        assert "headrace offloads this model" in answer.message
+    manager = manager_of(runner)
+    manager.flush_cache = lambda: False
+    for flush in (False, True):
+        manager.begin_weight_update(None)
+        manager.update_weights_from_tensor(sglang.SimpleNamespace(tensors=[], flush_cache=flush))
+        answer = manager.end_weight_update(None)
+        assert answer.success is not flush
+        assert ("the cache was not flushed" in answer.message) == flush
+
+
+def test_new_weights_that_cannot_be_taken_are_refused_with_a_message(start: Callable[..., Any]) -> None:
+    runner = start("1", **GROUP)
+    before, manager = outputs(runner), manager_of(runner)
+    answer = manager.update_weights_from_ipc(None)
+    assert not answer.success
+    assert "headrace offloads this model" in answer.message
+    sglang.state.parallel.pp_size = 2
+    for answer in (manager.begin_weight_update(None), manager.updater.update_weights_from_disk("new", "auto")):
+        success, message = answer if isinstance(answer, tuple) else (answer.success, answer.message)
+        assert not success
+        assert "stages of a pipeline get new weights one by one" in message
+    require_equal(outputs(runner), before)
+
+
+@pytest.mark.parametrize("call", ["release_memory_occupation", "resume_memory_occupation"])
+def test_memory_is_not_released_in_silence(start: Callable[..., Any], call: str) -> None:
+    start("1", **GROUP)
+    requests = module("sglang.srt.managers.tokenizer_control_mixin").TokenizerControlMixin()
+    with pytest.raises(OptionError, match=f"{call} is refused: it needs --enable-memory-saver"):
+        getattr(requests, call)(None)
+    start("1")  # nothing to do
+    requests = module("sglang.srt.managers.tokenizer_control_mixin").TokenizerControlMixin()
+    asyncio.run(getattr(requests, call)(None))
+    assert sglang.state.log[-1] in ("released", "resumed")
 
 
 def test_reads_of_slots_are_refused(start: Callable[..., Any]) -> None:
@@ -362,9 +472,12 @@ def test_reads_of_slots_are_refused(start: Callable[..., Any]) -> None:
 
 def test_a_resident_model_is_written_and_read_as_always(start: Callable[..., Any]) -> None:
     runner = start("1")  # in force, and nothing to do
-    manager = module("sglang.srt.managers.scheduler_components.weight_updater").SchedulerWeightUpdaterManager(runner)
+    manager = manager_of(runner)
     exporter = module("sglang.srt.model_executor.model_runner_components.weight_exporter").WeightExporter(runner)
-    assert manager.update_weights_from_disk(None).success
+    manager.updater.files["new"] = new_weights(runner)
+    assert manager.updater.update_weights_from_disk("new", "auto")[0]
+    assert manager.begin_weight_update(None).success
+    assert manager.update_weights_from_ipc(None).success
     assert exporter.get_weights_by_name("model.layers.3.mlp.down_proj.weight")
     assert runner.check_weights("checksum") == "checksum"
 

@@ -148,3 +148,31 @@ def test_quantised_models(engine: Engine, form: str, what: str) -> None:
     assert stats["prefetched_bytes"] + stats["uva_bytes"] > 2**20
     assert (stats["bytes_moved"] > 0) == (stats["prefetched_bytes"] > 0) == (what != "uva")
     assert stats["misses"] == 0
+
+
+@pytest.mark.parametrize("case", ["prefetch", "uva", "budget"])
+def test_an_engine_that_sleeps_and_gets_new_weights(engine: Engine, case: str) -> None:
+    """What a sleep discards holds NaN; errors leave the old weights, and new ones are those of a fresh engine."""
+    resident, fresh, lived = (engine(name, "eager") for name in ("life-resident", "fresh-resident", f"life-{case}"))
+    first, last = ({key: each[key] for key in ("tokens", "logprobs")} for each in (resident, fresh))
+    assert first != last
+    assert {key: lived[key] for key in first} == first
+    slept = [name for name in lived if name.startswith("slept")]
+    failed = ["shape", "name", "part", "kernel name", "folder"]
+    assert len(slept) == 3
+    for name in (*slept, *failed):
+        assert lived[name] == first, name
+    assert [name for name in failed if f"{name}: error" not in lived] == []
+    assert "was given in part" in lived["part: error"]
+    assert resident["some"] == lived["some"] not in (first, last)
+    assert resident["new"] == lived["new"] == lived["new, slept"] == lived["iterator"] == last
+    assert resident["old"] == lived["old"] == first
+    assert 0 < lived["saved at 1"] == lived["saved at 2"] < 2**20, "norms and biases"
+    assert (lived["stats"]["bytes_moved"] > 0) == (case != "uva")
+    assert lived["stats"]["misses"] == 0
+
+
+def test_new_weights_of_a_compiled_engine(engine: Engine) -> None:
+    fresh, lived = engine("fresh-prefetch", "compiled"), engine("life-prefetch", "compiled")
+    assert lived["new"] == {key: fresh[key] for key in ("tokens", "logprobs")}
+    assert lived["stats"]["bytes_moved"] > 0

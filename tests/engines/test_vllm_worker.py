@@ -387,23 +387,7 @@ def test_where_the_compiler_cuts_the_graph_replays_are_not_relied_on() -> None:
     require_same_outputs(worker, resident())
 
 
-# -- sleep, new weights ------------------------------------------------------------------------------------------------
-
-
-def test_sleep_level_1_is_passed_on() -> None:
-    worker = loaded(GROUP)
-    worker.sleep()
-    worker.sleep(1)
-    assert worker.calls == ["sleep 1", "sleep 1"]
-
-
-def test_copies_end_before_memory_is_saved(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Those that ``prepare_next`` has started write to slots while vLLM would copy them away and unmap them."""
-    worker = loaded(GROUP)
-    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
-    monkeypatch.setattr(torch.cuda, "synchronize", lambda: worker.calls.append("synchronize"))
-    worker.sleep(1)
-    assert worker.calls == ["synchronize", "sleep 1"]
+# -- what reaches weights ----------------------------------------------------------------------------------------------
 
 
 def test_checksums_are_those_of_the_stored_weights() -> None:
@@ -435,10 +419,7 @@ def test_a_discard_of_the_cache_is_passed_on() -> None:
 
 # What each method that is refused while weights are offloaded is called with, and what it then says.
 REFUSED_CALLS: dict[str, tuple[tuple[Any, ...], str]] = {
-    "sleep": ((2,), "sleep level 2 would free the memory of slots and resident weights.*use sleep level 1"),
-    "discard": ((("weights",),), "a discard of weights would free the memory of slots and resident weights"),
-    "reload_weights": ((), "reload_weights would write into slots.*start the engine again"),
-    "reset_weights": ((), "reset_weights would write into slots.*start the engine again"),
+    "discard": ((("weights",),), "a discard of weights would lose those that headrace does not hold; use sleep()"),
     "save_tensorized_model": (({},), "would save the current contents of slots; save_sharded_state saves the weights"),
     "checkpoint_prepare": ((), "checkpoint_prepare prepares the process for a CUDA checkpoint"),
 }
@@ -478,7 +459,7 @@ def test_new_weights_from_a_worker_extension_are_refused(second: bool) -> None:
     """Those of trainers call the model themselves: what they wrote would last until the next copy."""
     new = [("model.layers.3.mlp.down_proj.weight", torch.zeros(())), ("lm_head.weight", torch.zeros(()))]
     worker, plain = loaded(GROUP, second=second), resident()
-    with pytest.raises(StateError, match=r"load_weights would write into slots.*start the engine again"):
+    with pytest.raises(StateError, match=r"load_weights would write into slots.*call reload_weights"):
         worker.model_runner.get_model().load_weights(new)
     require_same_outputs(worker, plain)
     another_process()

@@ -13,11 +13,14 @@ import tomllib
 from pathlib import Path
 from typing import Any
 
+import headrace
+
 ROOT = Path(__file__).resolve().parents[2]
 LAYERS, WIDTH = 8, 256
 # Flags of SGLang, and HEADRACE_SGLANG; without it headrace is installed and not asked for.
 CASES: dict[str, tuple[dict[str, Any], str | None]] = {
     "resident": ({}, None),
+    "fresh": ({}, None),
     "moe-resident": ({}, None),
     "prefetch": ({"offload_group_size": 4}, "1"),
     "several": ({"offload_group_size": 4, "offload_num_in_group": 3, "offload_prefetch_step": 2}, "1"),
@@ -29,15 +32,16 @@ CASES: dict[str, tuple[dict[str, Any], str | None]] = {
     "nothing": ({}, "1"),
     "invalid": ({}, '{"device_memroy": "6MiB"}'),
 }
+UPDATED = ("prefetch", "limited", "budget")
 PROMPTS = [[1, 2, 3, 4], [5, 6, 7], list(range(20, 60))]
 
 
-def make_model(folder: Path, moe: bool) -> Path:
-    """A tiny checkpoint of random bf16 weights, once."""
+def make_model(folder: Path, moe: bool, is_new: bool = False) -> Path:
+    """A tiny checkpoint of random bf16 weights, once; ``is_new``: another one."""
     import torch
     import transformers
 
-    model = folder / ("moe" if moe else "dense")
+    model = folder / ("moe" if moe else "new" if is_new else "dense")
     if (model / "config.json").exists():
         return model
     sizes: dict[str, Any] = {
@@ -50,7 +54,7 @@ def make_model(folder: Path, moe: bool) -> Path:
         )
     else:
         config = transformers.Qwen3Config(**sizes, intermediate_size=512)
-    torch.manual_seed(0)
+    torch.manual_seed(is_new)
     made = transformers.AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16)
     made.save_pretrained(model)
     return model
@@ -59,9 +63,9 @@ def make_model(folder: Path, moe: bool) -> Path:
 def install(folder: Path) -> Path:
     """A folder whose metadata declare the entry points of this tree, as an installed package's do."""
     declared = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
-    metadata = folder / "installed" / f"headrace-{declared['version']}.dist-info"
+    metadata = folder / "installed" / f"headrace-{headrace.__version__}.dist-info"
     metadata.mkdir(parents=True, exist_ok=True)
-    (metadata / "METADATA").write_text(f"Metadata-Version: 2.1\nName: headrace\nVersion: {declared['version']}\n")
+    (metadata / "METADATA").write_text(f"Metadata-Version: 2.1\nName: headrace\nVersion: {headrace.__version__}\n")
     points = declared["entry-points"]["sglang.srt.plugins"]
     lines = ["[sglang.srt.plugins]", *(f"{name} = {target}" for name, target in points.items())]
     (metadata / "entry_points.txt").write_text("\n".join(lines))
@@ -80,13 +84,42 @@ def generate(engine: Any) -> dict[str, Any]:
     }
 
 
+def update(engine: Any, folder: Path) -> dict[str, Any]:
+    """What the engine answers to each update, and after it; at the end it has the weights that it came with."""
+    import torch
+    from safetensors.torch import load_file
+
+    found: dict[str, Any] = {}
+    old = load_file(make_model(folder, False) / "model.safetensors")
+    new = load_file(make_model(folder, False, is_new=True) / "model.safetensors")
+    wrong = [("model.layers.3.mlp.down_proj.weight", torch.zeros(5, dtype=torch.bfloat16))]
+
+    def session(weights: list[tuple[str, Any]]) -> Any:
+        engine.begin_weight_update()
+        for first in range(0, len(weights), 20):
+            engine.update_weights_from_tensor(weights[first : first + 20])
+        found["in a session"] = generate(engine)
+        return engine.end_weight_update()
+
+    for name, act in {
+        "no folder": lambda: engine.update_weights_from_disk(str(folder / "no such folder")),
+        "wrong": lambda: session([*new.items(), *wrong]),
+        "disk": lambda: engine.update_weights_from_disk(str(folder / "new")),
+        "tensors": lambda: session([*old.items()]),
+    }.items():
+        answer = act()
+        found[name] = {"answer": answer, **generate(engine)}
+    return found
+
+
 def main(folder: Path, case: str) -> None:
     import sglang
     from sglang.srt.managers.io_struct import CheckWeightsReqInput
 
     flags, _ = CASES[case]
+    model = make_model(folder, case.startswith("moe"), case == "fresh")
     engine = sglang.Engine(
-        model_path=str(make_model(folder, moe=case.startswith("moe"))), device="cpu", attention_backend="torch_native",
+        model_path=str(model), device="cpu", attention_backend="torch_native",
         skip_tokenizer_init=True, disable_cuda_graph=True, max_total_tokens=2048, max_running_requests=8,
         skip_server_warmup=True, log_level="info", **flags,
     )  # fmt: skip
@@ -94,11 +127,15 @@ def main(folder: Path, case: str) -> None:
     found["stats"] = engine.get_server_info()["internal_states"][0].get("headrace")
     found["imported"] = sorted(name for name in sys.modules if name.partition(".")[0] == "headrace")
     if case == "prefetch":
-        found["update"] = engine.update_weights_from_disk(str(folder / "dense"))
-        found["begun"] = engine.begin_weight_update()
         checked = engine.tokenizer_manager.check_weights(CheckWeightsReqInput(action="checksum"))
         found["checked"] = engine.loop.run_until_complete(checked)
         found["read"] = engine.get_weights_by_name("model.layers.3.mlp.down_proj.weight")
+        try:
+            engine.release_memory_occupation()
+        except Exception as error:
+            found["released"] = str(error)
+    if case in UPDATED:
+        found |= update(engine, folder)
     if case in ("prefetch", "resident"):
         saved = folder / f"{case}-saved"
         saved.mkdir(exist_ok=True)

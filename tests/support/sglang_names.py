@@ -51,11 +51,31 @@ NAMES = (
     Name(_BREAKABLE, "BreakableCUDAGraphCapture._end_current_segment", mentions=("_current_graph",)),
     *(
         Name(_UPDATES, f"SchedulerWeightUpdaterManager.{name}", ("self", "recv_req"))
-        for name in ("begin_weight_update", "update_weights_from_disk", "update_weights_from_ipc")
+        for name in ("begin_weight_update", "end_weight_update", "update_weights_from_ipc")
+    ),
+    # Of each runner: whether it succeeded, and why not.
+    *(
+        Name(f"{_EXPORT.rpartition('.')[0]}.weight_updater", f"WeightUpdater.{name}", given)
+        for name, given in (
+            ("update_weights_from_disk", ("self", "model_path", "load_format")),
+            ("update_weights_from_tensor", ("self", "named_tensors")),
+            ("load_weights_from_distributed", ("self", "named_tensors")),
+        )
+    ),
+    *(
+        Name(
+            "sglang.srt.managers.tokenizer_control_mixin", f"TokenizerControlMixin.{name}_memory_occupation", ("self",)
+        )
+        for name in ("release", "resume")
     ),
     # Both write between the two ends of a session, which begin_weight_update opens.
     *(
-        Name(_UPDATES, f"SchedulerWeightUpdaterManager.update_weights_from_{name}", mentions=("_session",))
+        Name(
+            _UPDATES,
+            f"SchedulerWeightUpdaterManager.update_weights_from_{name}",
+            ("self", "recv_req"),
+            mentions=("_session",),
+        )
         for name in ("distributed", "tensor")
     ),
     Name(_EXPORT, "WeightExporter.get_weights_by_name", ("self", "name")),

@@ -389,29 +389,93 @@ def _output(name: str) -> type:
 
 OUTPUTS = [
     _output(name)
-    for name in ("BeginWeightUpdateReqOutput", "UpdateWeightFromDiskReqOutput", "UpdateWeightsFromIPCReqOutput")
+    for name in ("BeginWeightUpdateReqOutput", "EndWeightUpdateReqOutput", "UpdateWeightsFromIPCReqOutput")
 ]
+
+
+class WeightUpdater:
+    """Of one runner. ``files``: weights by path."""
+
+    def __init__(self, runner: ModelRunner) -> None:
+        self.get_model_runner = lambda: runner
+        self.model_config = SimpleNamespace(model_path="first")
+        self.files: dict[str, dict[str, torch.Tensor]] = {}
+
+    def update_weights_from_disk(
+        self, model_path: str, load_format: str, weight_name_filter: Any = None, recapture_cuda_graph: bool = False
+    ) -> tuple[bool, str]:
+        """After an error SGLang loads again, and from the new path."""
+        self.model_config.model_path = model_path
+        if model_path not in self.files:
+            return False, "Failed to get weights iterator"
+        self.load(self.files[model_path])
+        state.log.append(f"recapture {recapture_cuda_graph}")
+        return True, "Succeeded to update model weights."
+
+    def begin_weight_update(self) -> None:
+        state.log.append("restore")
+
+    def end_weight_update(self, *, run_post_load: bool) -> None:
+        state.log.append("postprocess")
+
+    def load_weights_from_distributed(self, named_tensors: Any) -> tuple[bool, str]:
+        self.load(dict(named_tensors))
+        return True, "Succeeded"
+
+    def update_weights_from_tensor(self, named_tensors: Any, load_format: str | None = None) -> tuple[bool, str]:
+        self.load(dict(named_tensors))
+        return True, "Success"
+
+    def load(self, weights: dict[str, torch.Tensor]) -> None:
+        for name, weight in weights.items():
+            self.get_model_runner().model.get_parameter(name).data.copy_(weight)
 
 
 class SchedulerWeightUpdaterManager:
     def __init__(self, runner: ModelRunner) -> None:
         self.tp_worker = SimpleNamespace(model_runner=runner)
-        self._session = None
+        self.updater = WeightUpdater(runner)
+        self._session: Any = None
+        self.flush_cache: Any = lambda: state.log.append("flush") or True
 
     def begin_weight_update(self, recv_req: Any) -> Any:
+        if self._session is not None:
+            return OUTPUTS[0](False, "a weight-update session is already open")
+        self.updater.begin_weight_update()
+        self._session = "open"
         return OUTPUTS[0](True, "begun")
 
-    def update_weights_from_disk(self, recv_req: Any) -> Any:
-        return OUTPUTS[1](True, "updated")
+    def end_weight_update(self, recv_req: Any) -> Any:
+        if self._session is None:
+            return OUTPUTS[1](False, "no weight-update session is open")
+        self.updater.end_weight_update(run_post_load=False)
+        self._session = None
+        return OUTPUTS[1](True, "ended")
 
     def update_weights_from_ipc(self, recv_req: Any) -> Any:
         return OUTPUTS[2](True, "updated")
 
     def update_weights_from_distributed(self, recv_req: Any) -> Any:
-        return self._session
+        return self._session and self.updater.load_weights_from_distributed(recv_req.tensors)
 
     def update_weights_from_tensor(self, recv_req: Any) -> Any:
-        return self._session
+        return self._session and self.updater.update_weights_from_tensor(recv_req.tensors)
+
+
+class _ServerArgs:
+    def __getattr__(self, name: str) -> Any:
+        return get_context().config_leaf(name)
+
+
+class TokenizerControlMixin:
+    def __init__(self) -> None:
+        self.server_args = _ServerArgs()
+
+    async def release_memory_occupation(self, obj: Any, request: Any = None) -> None:
+        state.log.append("released")
+
+    async def resume_memory_occupation(self, obj: Any, request: Any = None) -> None:
+        state.log.append("resumed")
 
 
 class WeightExporter:
@@ -453,6 +517,8 @@ _MODULES: dict[str, list[Any]] = {
     "sglang.srt.model_executor.model_runner_components.weight_exporter": [WeightExporter],
     "sglang.srt.managers.scheduler": [Scheduler],
     "sglang.srt.managers.scheduler_components.weight_updater": [SchedulerWeightUpdaterManager],
+    "sglang.srt.managers.tokenizer_control_mixin": [TokenizerControlMixin],
+    "sglang.srt.model_executor.model_runner_components.weight_updater": [WeightUpdater],
     "sglang.srt.managers.io_struct": OUTPUTS,
 }
 
@@ -463,7 +529,9 @@ def install(monkeypatch: pytest.MonkeyPatch, plugins: Iterable[Callable[[], None
     ``plugins``: what its entry points name. ``fields``: of its configuration.
     """
     state.__dict__.update(hooks=[], log=[], plugins=list(plugins), fields=fields, offloader=NoopOffloader())
-    state.monkeypatch, state.parallel = monkeypatch, SimpleNamespace(dp_rank=0, num_dp_ranks=1)
+    one = SimpleNamespace(world_size=1, cpu_group=None)
+    state.monkeypatch = monkeypatch
+    state.parallel = SimpleNamespace(dp_rank=0, num_dp_ranks=1, pp_size=1, tp_group=one)
     for name in [name for name in sys.modules if name.startswith("headrace.adapters.sglang")]:
         monkeypatch.delitem(sys.modules, name)  # they hold what an earlier test has installed
     for name, things in _MODULES.items():

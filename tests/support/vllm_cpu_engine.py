@@ -34,7 +34,7 @@ GROUP = {"offload_group_size": 4}
 DRAFT = {"speculative_config": {"method": "draft_model", "num_speculative_tokens": 2}}
 NGRAM = {"speculative_config": {"method": "ngram", "num_speculative_tokens": 3, "prompt_lookup_max": 2}}
 NGRAM_TOKENS = 96
-RESIDENT = ("resident", "draft-resident", "ngram-resident", "one")
+RESIDENT = ("resident", "draft-resident", "ngram-resident", "one", "life-resident", "fresh-resident")
 CASES: dict[str, dict[str, Any]] = {
     "resident": {},
     "draft-resident": DRAFT,
@@ -72,6 +72,15 @@ WITH_RANKS: dict[str, dict[str, Any]] = {
     "nodes-budget": {**TWO_NODES, "additional_config": {"headrace": SMALL}},
     "ray-budget": {**ON_RAY, "additional_config": {"headrace": SMALL}},
 }
+# An engine that sleeps, wakes up and gets new weights (:func:`_live`); a fresh one has these from the start.
+LIVING: dict[str, dict[str, Any]] = {
+    "life-resident": {},
+    "life-prefetch": PAIRS,
+    "life-uva": {"cpu_offload_gb": 0.01},
+    "life-budget": {"additional_config": {"headrace": {"device_memory": "12MiB", "batch": [1, 4]}}},
+    "fresh-resident": {},
+    "fresh-prefetch": PAIRS,
+}
 _GROUP_0 = {
     "targets": ["Linear"],
     "weights": {"symmetric": True, "dynamic": False, "num_bits": 8, "type": "float", "strategy": "channel"},
@@ -103,17 +112,36 @@ WITH_TOWER: dict[str, Callable[[str], dict[str, Any]]] = {
 
 def worker_class() -> type:
     """headrace's part of a worker before vLLM's worker for CPUs, whose runner keeps no account of memory."""
+    import torch
     import vllm._custom_ops as ops
     from vllm.v1.worker.cpu_worker import CPUWorker
 
     ops._supports_onednn = False  # it would pack the weights into objects of its own, which nobody can move
     use_seeded_weights()  # in every process of an engine
-    from headrace.adapters.vllm.worker import OffloadingWorker
+    from vllm.device_allocator.cumem import CuMemAllocator
 
-    class CpuWorker(OffloadingWorker, CPUWorker):
+    from headrace.adapters.vllm.worker import OffloadingWorker
+    from vllm_pool import pool_of
+
+    class PooledWorker(CPUWorker):
+        """Sleeps as a worker on a GPU does."""
+
+        def sleep(self, level: int = 1) -> None:
+            CuMemAllocator.instance.sleep(("weights",) if level == 1 else ())
+
+        def wake_up(self, tags: list[str] | None = None) -> None:
+            CuMemAllocator.instance.wake_up(tags)
+
+    class CpuWorker(OffloadingWorker, PooledWorker):
         def load_model(self, **kwargs: Any) -> None:
             self.model_runner.model_memory_usage = 0
             super().load_model(**kwargs)
+            CuMemAllocator.instance = pool = pool_of(self)
+            torch.cuda.memory_snapshot = pool.snapshot
+
+        def saved_bytes(self) -> int:
+            """What the latest sleep has saved."""
+            return int(CuMemAllocator.instance.saved_bytes)
 
         def determine_available_memory(self) -> int:
             # A stage receives into buffers that the profile run makes, which this worker skips without a compiler.
@@ -244,9 +272,10 @@ def arguments(folder: Path, case: str, mode: str) -> dict[str, Any]:
         }
     _write_config(folder, CONFIG)
     name, _, still = case.partition(":")
-    options = {**CASES, **WITH_RANKS}[name]
-    if name in WITH_RANKS:
-        options = {**options, "model": _write_model(folder / "files"), "load_format": "auto"}
+    options = {**CASES, **WITH_RANKS, **LIVING}[name]
+    if name in WITH_RANKS or name in LIVING:
+        files = folder / ("new-files" if name.startswith("fresh-") else "files")
+        options = {**options, "model": _write_model(files), "load_format": "auto"}
     if (speculative := options.get("speculative_config")) and speculative["method"] == "draft_model":
         drafter = _write_config(folder / "draft", {**CONFIG, "num_hidden_layers": 2})
         options = {**options, "speculative_config": {**speculative, "model": drafter}}
@@ -269,7 +298,7 @@ def _write_model(folder: Path) -> str:
         import torch
         from transformers import Qwen3Config, Qwen3ForCausalLM
 
-        torch.manual_seed(0)
+        torch.manual_seed(len(folder.name))
         Qwen3ForCausalLM(Qwen3Config(**CONFIG)).save_pretrained(folder)
     return str(folder)
 
@@ -324,15 +353,67 @@ def _answer(engine: Any, folder: Path, case: str, mode: str) -> None:
         asked = vllm_towers.prompts(family)
     engine.generate(asked, given, use_tqdm=False)
     outputs = [output.outputs[0] for output in engine.generate(asked, given, use_tqdm=False)]
+    lived = _live(engine, folder, case in RESIDENT) if case.startswith("life-") else {}
     resident = (what or case.partition("/")[2] or case) in RESIDENT
     ranks = [{}] if resident else engine.collective_rpc("headrace_stats")
-    found = {**found_in(outputs), "stats": ranks[0], "ranks": ranks}
+    found = {**found_in(outputs), **lived, "stats": ranks[0], "ranks": ranks}
     if case.startswith("nodes"):
         found["nodes"] = engine.collective_rpc("node")
     if case.startswith("ray"):
         found["actors"] = engine.collective_rpc("actor")
         found["executor"] = type(engine.llm_engine.engine_core.engine_core.model_executor).__name__
     (folder / f"{case.replace('/', ' ')}-{mode}.json").write_text(json.dumps(found))
+
+
+def _live(engine: Any, folder: Path, resident: bool) -> dict[str, Any]:
+    """What the engine answers after each thing that is done to it, by a name for that."""
+    import torch
+    from safetensors.torch import load_file
+    from vllm import SamplingParams
+
+    found: dict[str, Any] = {}
+    new, old = (_write_model(folder / name) for name in ("new-files", "files"))
+    weights = load_file(Path(new) / "model.safetensors")
+    # Those that vLLM keeps as they are in files; norms begin as ones.
+    some = {name: value * 1.5 for name, value in weights.items() if "norm" in name or ".7.mlp.down_proj" in name}
+
+    def answer() -> dict[str, Any]:
+        return found_in([each.outputs[0] for each in engine.generate(prompts(), SamplingParams(**sampling()))])
+
+    def reload(what: str, **given: Any) -> None:
+        try:
+            with torch.no_grad():  # without it vLLM refuses weights in the form of its kernels
+                engine.collective_rpc("reload_weights", kwargs=given)
+        except Exception as error:
+            found[f"{what}: error"] = f"{type(error).__name__}: {error}"
+        found[what] = answer()
+
+    if not resident:
+        for level, tags in ((1, [None]), (2, [["kv_cache"], ["weights"]]), (1, [["weights"], ["kv_cache"]])):
+            engine.sleep(level=level)
+            found[f"saved at {level}"] = engine.collective_rpc("saved_bytes")[0]
+            for each in tags:
+                engine.wake_up(tags=each)
+            found[f"slept at {level}, woken by {tags}"] = answer()
+        # Refused; without an offload vLLM goes on with a part of it, or ends with the model in pieces.
+        wrong = {**weights, "lm_head.weight": torch.zeros(7, 7)}
+        parts = {name: value for name, value in weights.items() if "k_proj" not in name}
+        reload("shape", weights_iterator=[*wrong.items()])
+        reload("name", weights_iterator=[*weights.items(), ("model.layers.3.mlp.no_proj.weight", torch.zeros(1))])
+        reload("part", weights_iterator=[*parts.items()])
+        reload(
+            "kernel name", weights_iterator=[*some.items(), ("no.weight", torch.zeros(1))], is_checkpoint_format=False
+        )
+        reload("folder", weights_path=str(folder / "no-such-files"))
+    reload("some", weights_iterator=[*some.items()], is_checkpoint_format=False)
+    reload("new", weights_path=new)
+    if not resident:
+        engine.sleep(level=2)
+        engine.wake_up()
+        found["new, slept"] = answer()
+    reload("old", weights_path=old)
+    reload("iterator", weights_iterator=[*weights.items()])
+    return found
 
 
 async def main_of_two(folder: Path, mode: str) -> None:

@@ -29,6 +29,7 @@ _VLLM = (
 )  # fmt: skip
 _COMPILATION = ("mode", "splitting_ops", "use_inductor_graph_partition")
 _PREFETCH = ("offload_group_size", "offload_num_in_group", "offload_params", "offload_prefetch_step")
+_RELOAD = "vllm.model_executor.model_loader.reload"
 _TUNING = ("w1_shape", "w2_shape", "top_k", "dtype", "M", "block_shape")
 _APPLY = (
     "self", "output", "hidden_states", "w1", "w2", "topk_weights", "topk_ids", "activation", "global_num_experts",
@@ -60,7 +61,17 @@ NAMES = (
     Name(_WORKER, "Worker.execute_model", ("self", "scheduler_output")),
     Name(_WORKER, "Worker.sample_tokens", ("self",)),
     Name(_WORKER, "Worker.sleep", ("self", "level")),
+    Name(_WORKER, "Worker.wake_up", ("self", "tags")),
     Name(_WORKER, "Worker.reload_weights"),
+    # What has another tag than those that are kept is unmapped without a copy.
+    *(
+        Name("vllm.device_allocator.cumem", f"CuMemAllocator.{name}", mentions=("pointer_to_data", "tag"))
+        for name in ("sleep", "wake_up")
+    ),
+    Name("vllm.device_allocator.cumem", "CuMemAllocator.instance"),
+    # How much of a module's weights was given.
+    Name(_RELOAD + ".layerwise", "get_layerwise_info", ("layer",), since=OLDEST_WITH_CACHE),
+    Name(_RELOAD + ".types", "LayerReloadingInfo", fields=("load_numel", "load_numel_total"), since=OLDEST_WITH_CACHE),
     Name(_WORKER, "Worker.save_tensorized_model"),
     *(
         Name(runner, "GPUModelRunner.load_model", ("self", "load_dummy_weights"), mentions=("model_memory_usage",))
@@ -119,7 +130,7 @@ NAMES = (
     Name("vllm.config.compilation", "CompilationConfig", fields=_COMPILATION),
     Name("vllm.config.parallel", "ParallelConfig", fields=_PARALLEL),
     Name("vllm.config.load", "LoadConfig", fields=("load_format",)),
-    Name("vllm.config.model", "ModelConfig", fields=("multimodal_config",)),
+    Name("vllm.config.model", "ModelConfig", fields=("multimodal_config", "quantization")),
     Name("vllm.config.model", "ModelConfig.architecture"),
     Name("vllm.config.multimodal", "MultiModalConfig", fields=("mm_encoder_only",)),
     Name("vllm.config.speculative", "SpeculativeConfig", fields=("rejection_sample_method",)),

@@ -22,6 +22,7 @@ from torch.nn import functional
 
 import vllm_experts
 from engines import VOCABULARY, WIDTH, Head, Layer, Linear, Table
+from vllm_pool import Pool
 
 NUM_LAYERS = 8
 PROFILED = torch.zeros(2, 3, dtype=torch.long)
@@ -138,6 +139,7 @@ class SpeculativeConfig:
 class ModelConfig:
     architectures: list[str] = field(default_factory=lambda: ["LlamaForCausalLM"])
     multimodal_config: MultiModalConfig | None = None
+    quantization: str | None = None
 
     @property
     def architecture(self) -> str:
@@ -235,8 +237,36 @@ class Model(nn.Module):
         return functional.linear(x, self.lm_head.weight)
 
     def load_weights(self, weights: Iterable[tuple[str, torch.Tensor]]) -> set[str]:
-        parameters = dict(self.named_parameters())
-        return {name for name, weight in weights if parameters[name].data.copy_(weight) is not None}
+        """A weight may be given in rows: the first ones."""
+        loaded = set()
+        for name, weight in weights:
+            parameter = self.get_parameter(name)
+            target = parameter.data[: len(weight)] if weight.dim() else parameter.data
+            target.copy_(weight)
+            get_layerwise_info(self.get_submodule(name.rpartition(".")[0])).load_numel += target.numel()
+            loaded.add(name)
+        return loaded
+
+    def after_loading(self) -> None:
+        """What a test replaces."""
+
+
+@dataclass
+class LayerReloadingInfo:
+    load_numel: int = 0
+    load_numel_total: int | None = None
+    kernel_tensors: dict[str, nn.Parameter] | None = None
+
+    def reset(self) -> None:
+        self.load_numel, self.load_numel_total, self.kernel_tensors = 0, None, None
+
+
+def get_layerwise_info(layer: nn.Module) -> LayerReloadingInfo:
+    return vars(layer).setdefault("reloading", LayerReloadingInfo())  # type: ignore[no-any-return]
+
+
+class CuMemAllocator(Pool):
+    instance: Any = None
 
 
 @contextmanager
@@ -408,12 +438,40 @@ class Worker(WorkerBase):
 
     def sleep(self, level: int = 1) -> None:
         self.calls.append(f"sleep {level}")
+        if (pool := CuMemAllocator.instance) is not None:
+            pool.sleep(offload_tags=("weights",) if level == 1 else ())
 
-    def reload_weights(self, *args: Any, **kwargs: Any) -> None:
+    def wake_up(self, tags: list[str] | None = None) -> None:
+        self.calls.append("wake_up")
+        if (pool := CuMemAllocator.instance) is not None:
+            pool.wake_up(tags)
+
+    def reload_weights(self, weights_iterator: Iterable[tuple[str, torch.Tensor]] = ()) -> None:
+        """Each weight is loaded into a new tensor, and copied from there as soon as it is whole."""
         self.calls.append("reload_weights")
+        model = self.model_runner.get_model()
+        for module in model.modules():
+            if (info := get_layerwise_info(module)).load_numel_total is None:
+                info.load_numel_total = sum(p.numel() for p in module.parameters(recurse=False))
+                info.kernel_tensors = {**module._parameters}
+                for name, parameter in info.kernel_tensors.items():
+                    made = torch.full(parameter.shape, float("nan"))
+                    module._parameters[name] = nn.Parameter(made, requires_grad=False)
+        loaded = dict(weights_iterator)
+        model.load_weights(loaded.items())
+        for name, module in model.named_modules():
+            info = get_layerwise_info(module)
+            for attr, parameter in (info.kernel_tensors or {}).items():
+                if f"{name}.{attr}" in loaded:
+                    parameter.data.copy_(module._parameters[attr])
+                module._parameters[attr] = parameter
+            info.reset()
+        model.after_loading()
 
     def reset_weights(self) -> None:
         self.calls.append("reset_weights")
+        for parameter in self.model_runner.get_model().parameters():
+            parameter.data.zero_()
 
     def save_tensorized_model(self, tensorizer_config: dict[str, Any]) -> None:
         self.calls.append("save_tensorized_model")
@@ -542,6 +600,9 @@ _MODULES: dict[str, list[Any]] = {
         vllm_experts.triton_kernel_fused_experts,
         vllm_experts.triton_kernel_moe_forward,
     ],
+    "vllm.device_allocator.cumem": [CuMemAllocator],
+    "vllm.model_executor.model_loader.reload.layerwise": [get_layerwise_info],
+    "vllm.model_executor.model_loader.reload.types": [LayerReloadingInfo],
     "vllm.model_executor.model_loader.utils": [device_loading_context, process_weights_after_loading],
     "vllm.model_executor.models.utils": [make_layers, PPMissingLayer],
     "vllm.model_executor.layers.vocab_parallel_embedding": [VocabParallelEmbedding, ParallelLMHead],
@@ -559,6 +620,7 @@ def install(monkeypatch: pytest.MonkeyPatch, version: str = "0.33.0") -> None:
     state.second_sets_offloader = int(version.split(".")[1]) >= 28
     state.offloader, state.pipeline, state.logger = NoopOffloader(), (0, 1), Logger()
     state.data_parallel = SimpleNamespace(world_size=1, cpu_group=None)
+    monkeypatch.setattr(CuMemAllocator, "instance", None)
     state.tensor_parallel = state.world = GroupCoordinator()
     for name, things in _MODULES.items():
         put_module(monkeypatch, name)

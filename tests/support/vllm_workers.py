@@ -15,7 +15,8 @@ from engines import VOCABULARY
 
 RUNNERS = pytest.mark.parametrize("second", [True, False], ids=["second runner", "first runner"])
 GROUP = {"offload_group_size": 4}
-_IMPORTERS = ("headrace.adapters.vllm.worker", "headrace.adapters.vllm.experts")  # of the stand-in
+# Of the stand-in.
+_IMPORTERS = tuple(f"headrace.adapters.vllm.{name}" for name in ("worker", "experts", "sleep"))
 SOME = {"device_memory": "7MiB"}  # of 9 MiB
 
 

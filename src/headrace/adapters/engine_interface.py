@@ -9,14 +9,18 @@ import importlib.metadata
 import inspect
 import pkgutil
 import re
-from collections.abc import Callable, Collection, Iterable, Mapping
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import reduce
 from types import CodeType
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-from headrace.errors import OptionError, warn_user
+from headrace.errors import OptionError, StateError, warn_user
 from headrace.flags import flag_of
+
+if TYPE_CHECKING:
+    from headrace.offloaders.layerwise import EngineOffloader
 
 
 def version_number(version: str) -> tuple[int, ...] | None:
@@ -115,3 +119,37 @@ def refuse_flags(refusals: Iterable[Refusal], field: Callable[[str], Any], inste
         if value and refusal.refused(value):
             shown = f" {value}" if isinstance(value, str | int) and value is not True else ""
             raise OptionError(f"{refusal.flag}{shown} {refusal.reason}; leave it out, or {instead}")
+
+
+# -- new weights in all ranks, or in none ------------------------------------------------------------------------------
+
+# A value of this rank to those of all ranks of the engine.
+Gather = Callable[[Any], list[Any]]
+
+
+@contextmanager
+def all_or_none(offloader: EngineOffloader, call: str, gather: Gather) -> Iterator[None]:
+    """Within, the engine writes new weights to its model, which takes them over at the end if no rank has failed.
+
+    Raises:
+        StateError: another rank has failed; the weights of this one are the old ones, too.
+    """
+    error: BaseException | None = None
+    try:
+        new = offloader.new_weights(call)
+        with new.written():
+            yield
+    except BaseException as found:
+        found.add_note(f"headrace: {call} has failed, and the weights are the ones from before")
+        error = found
+    require_no_failure(call, gather("" if error is None else f"{type(error).__name__}: {error}"), error)
+    new.take_over()
+
+
+def require_no_failure(call: str, failures: list[str], error: BaseException | None = None) -> None:
+    """Raise ``error``, that of this rank, or else the first of ``failures``; the empty ones are none."""
+    if error is not None:
+        raise error
+    for rank, failure in enumerate(failures):
+        if failure:
+            raise StateError(f"{call}: nothing was changed, because rank {rank} has failed: {failure}")

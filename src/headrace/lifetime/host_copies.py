@@ -42,8 +42,8 @@ class HostCopies:
         """The copy of ``name``, if there is one, or its original is written."""
         self._prints.pop(name, None)
 
-    def make_room(self, sizes: Mapping[str, int]) -> None:
-        """Take host memory for storages of these ``sizes`` that have no copy.
+    def make_room(self, sizes: Mapping[str, int], what: str = "the residents of a parked offload") -> None:
+        """Take host memory for storages of these ``sizes`` that have no copy; errors call them ``what``.
 
         Raises:
             LimitError, BudgetError: there is not enough.
@@ -58,8 +58,8 @@ class HostCopies:
         if shortage := limits.shortage(Needs(host_bytes=num_bytes, pinned_bytes=pinned_bytes)):
             limit, needed, available, fix = shortage
             raise LimitError(
-                f"the residents need {format_size(needed)} of {limit} while the offload is parked, and "
-                f"{format_size(available)} can be had: {fix}; nothing was changed",
+                f"{what} need {format_size(needed)} of {limit}, and {format_size(available)} can be had: {fix}; "
+                f"nothing was changed",
                 limit,
                 needed,
                 available,

@@ -61,10 +61,11 @@ class Lifetime:
         copies: bytes of residents in host memory.
         parked: what resumes it: ``"call"`` of resume(), or ``"auto"``, a forward; ``None``: it is not parked.
         broken: why no forward may run; ``None``: it may.
+        in_engine: an engine owns the offload, and calls nothing beside a forward.
     """
 
-    def __init__(self, session: OffloadSession) -> None:
-        self.session, self.device = session, session._device
+    def __init__(self, session: OffloadSession, in_engine: bool = False) -> None:
+        self.session, self.device, self.in_engine = session, session._device, in_engine
         self.copies = HostCopies(self.device)
         self.parked: str | None = None
         self.broken: str | None = None
@@ -265,7 +266,8 @@ class Lifetime:
         kinds = {unit.kind for unit in session.plan.units} | {session.plan.kind}
         why = next((f"mode {kind.name!r}" for kind in kinds if kind.needs_ranks or not kind.has_bytes), None)
         why = why or ("group=" if session.has_ranks else None)
-        why = why or ("an engine" if options.keeps_addresses or options.replays_announced else None)
+        in_other = not self.in_engine and (options.keeps_addresses or options.replays_announced)
+        why = why or ("an engine" if in_other else None)
         if why is not None:
             raise OptionError(
                 f"{call}: not for an offload with {why}, whose memory is not this call's alone; nothing was changed. "
@@ -334,16 +336,24 @@ class Lifetime:
             self._waiting.discard(me)
 
 
-def free_slots(prefetcher: Prefetcher) -> None:
-    """Give up the memory of all slots, and of what is decoded."""
-    nothing = torch.empty(0, dtype=torch.uint8, device="cpu")
+def empty_slots(prefetcher: Prefetcher) -> None:
+    """Have all slots hold nothing, and no copy under way to them."""
     with prefetcher._lock:
         for slot in prefetcher.replays.live:
             if slot.transfer is not None:
                 with suppress(TransferError):
                     slot.wait_for_copy(prefetcher._link)
             slot.to_empty()
-            slot.transfer, slot.events, slot.memory = None, [], nothing
+            slot.transfer, slot.events = None, []
+
+
+def free_slots(prefetcher: Prefetcher) -> None:
+    """Give up the memory of all slots, and of what is decoded."""
+    nothing = torch.empty(0, dtype=torch.uint8, device="cpu")
+    with prefetcher._lock:
+        empty_slots(prefetcher)
+        for slot in prefetcher.replays.live:
+            slot.memory = nothing
         if prefetcher._decoding is not None:
             prefetcher._decoding.memory = nothing
 

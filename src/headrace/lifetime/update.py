@@ -33,8 +33,12 @@ if TYPE_CHECKING:
 _Writes = dict[str, list[tuple[BoundTensor, torch.Tensor]]]
 
 
-def update(life: Lifetime, given: Mapping[str, torch.Tensor] | str | os.PathLike[str]) -> int:
-    """See :meth:`headrace.api.Handle.update`."""
+def update(
+    life: Lifetime,
+    given: Mapping[str, torch.Tensor] | str | os.PathLike[str],
+    beside: Callable[[], None] = lambda: None,
+) -> int:
+    """See :meth:`headrace.api.Handle.update`; ``beside`` writes more tensors, which are part of the same whole."""
     values = given if isinstance(given, Mapping) else _read_folder(given)
     with life.alone(UPDATE):
         writes = _checked(life.session, values)
@@ -43,7 +47,7 @@ def update(life: Lifetime, given: Mapping[str, torch.Tensor] | str | os.PathLike
         for device in {value.device for pairs in writes.values() for _, value in pairs if value.is_cuda}:
             torch.cuda.synchronize(device)  # another thread reads them, on another stream
         codes = _new_codes(life, writes)
-        _to_the_end(partial(_write, life, writes, codes))
+        _to_the_end(partial(_write, life, writes, codes, beside))
     if life.parked is None:
         life.session.reset()
     return num_bytes
@@ -188,6 +192,11 @@ def _new_codes(life: Lifetime, writes: _Writes) -> _Codes:
         return {}
     prefetcher = session.prefetcher
     assert prefetcher is not None
+    if life.in_engine:
+        raise OptionError(
+            f"update(): {coded[0]} is coded, and slots and graphs of the engine have the length of its code; nothing "
+            f"was changed. Start the engine again with the new weights, or without a codec"
+        )
     if prefetcher.replays.exist and not prefetcher.replays.are_own:
         raise StateError(
             f"update(): {coded[0]} is coded, and a CUDA graph has the length of its code; nothing was changed. Delete "
@@ -215,10 +224,11 @@ def _new_codes(life: Lifetime, writes: _Writes) -> _Codes:
 # -- writing -----------------------------------------------------------------------------------------------------------
 
 
-def _write(life: Lifetime, writes: _Writes, codes: _Codes) -> None:
+def _write(life: Lifetime, writes: _Writes, codes: _Codes, beside: Callable[[], None]) -> None:
     session = life.session
     with torch.no_grad():  # this thread is another one
         life.broken = BROKEN
+        beside()
         # What the device copies by itself comes first, so that the host copies the rest meanwhile.
         for name, pairs in sorted(writes.items(), key=lambda each: session.plan.mechanism_of(each[0]) != "resident"):
             is_unit = session.plan.mechanism_of(name) == "prefetch"

@@ -44,6 +44,8 @@ from headrace.stats import Stats
 
 if TYPE_CHECKING:
     from headrace.experts.counts import CountsReader
+    from headrace.lifetime.parking import Lifetime
+    from headrace.offloaders.new_weights import NewWeights
 
 EnginePolicy = Prefetch | UVA | Budget
 
@@ -258,6 +260,7 @@ class EngineOffloader(LayerwiseOffloader):
         self._towers: list[nn.Module] = []
         self._others_replay = False
         self._all_ran = False
+        self._life: Lifetime | None = None
         self.added_device_bytes = 0
 
     def wrap_modules(self, modules_generator: Iterable[nn.Module], prefix: str = "") -> list[nn.Module]:
@@ -349,6 +352,45 @@ class EngineOffloader(LayerwiseOffloader):
                 f"device_memory: headrace.params, or headrace.rules such as '{idle[0]}=resident')"
             )
         self._all_ran = True
+
+    # -- between forwards ---------------------------------------------------------------------------------------------
+
+    @property
+    def life(self) -> Lifetime:
+        """Sleep, wake-up and new weights; after ``post_init``."""
+        from headrace.lifetime.parking import Lifetime
+
+        self._life = self._life or Lifetime(self._require_session(), in_engine=True)
+        return self._life
+
+    def require_usable(self) -> None:
+        """Check before the engine runs its model, by a replay too.
+
+        Raises:
+            StateError: the weights are asleep, or some are new and others are not.
+        """
+        if self._life is not None and (self._life.parked or self._life.broken):
+            raise StateError(
+                self._life.broken or "the weights are asleep: wake the engine first (wake_up()), then call the model"
+            )
+
+    def new_weights(self, call: str) -> NewWeights:
+        """Copies that the engine's ``call`` writes to; errors as :class:`NewWeights`."""
+        from headrace.offloaders.new_weights import NewWeights
+
+        model, hold = self._model(), self._pool.hold_packed
+        if packed := [name for name, module in model.named_modules() if hold is not None and hold(module)]:
+            raise OptionError(
+                f"{call} is refused: the engine's kernel keeps the weights of {packed[0]} in objects of its own; "
+                f"nothing was changed. Start the engine with the new weights"
+            )
+        return NewWeights(self.life, model, call)
+
+    def remove(self) -> None:
+        if self._life is not None and self._life.parked:
+            self.require_usable()
+        super().remove()
+        self._life = None
 
     def counts_reader(self) -> CountsReader | None:
         """Counts of all cached experts, read without waiting for the device; ``None``: nothing is cached."""

@@ -15,10 +15,10 @@ import pkgutil
 import tempfile
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import replace
+from functools import partial
 from typing import Any
 
 import sglang
-from sglang.srt.managers import io_struct
 from sglang.srt.model_executor.runner_backend_utils.breakable_cuda_graph import breakable_cuda_graph
 from sglang.srt.plugins.hook_registry import HookRegistry, HookType
 from sglang.srt.runtime_context import get_context, get_parallel
@@ -27,6 +27,7 @@ from torch import nn
 from torch.distributed import FileStore, PrefixStore, ProcessGroup  # type: ignore[attr-defined,unused-ignore]
 
 from headrace.adapters.engine_interface import require_hooks, version_number
+from headrace.adapters.sglang import weight_updates
 from headrace.adapters.sglang.keys import VARIABLE, parse_keys, read_options
 from headrace.config import Budget
 from headrace.errors import OptionError, StateError
@@ -219,6 +220,7 @@ def _replay(original: Callable[..., Any], backend: Any, *args: Any, **kwargs: An
     offloader = _offloader_of(backend._cuda_graph_runner.model_runner)
     if offloader is None:
         return original(backend, *args, **kwargs)
+    offloader.require_usable()
     offloader.sync_prev_onload()
     try:
         return original(backend, *args, **kwargs)
@@ -246,20 +248,14 @@ def _forward(original: Callable[..., Any], runner: Any, forward_batch: Any, *arg
 # -- calls that would write or read slots -----------------------------------------------------------------------------
 
 
-def _refuse_update(output: str) -> Callable[..., Any]:
-    """A hook of a method that would write weights: it answers with ``output``, a class of SGLang's."""
-
-    def answer(original: Callable[..., Any], manager: Any, recv_req: Any) -> Any:
-        if _offloader_of(manager.tp_worker.model_runner) is None:
-            return original(manager, recv_req)
-        message = (
-            "new weights would be written into slots, which the next copy overwrites: headrace offloads this model; "
-            "start the server again with the new weights"
-        )
-        logger.error(message)
-        return getattr(io_struct, output)(success=False, message=message)
-
-    return answer
+def _refuse_memory(original: Callable[..., Any], manager: Any, *args: Any, **kwargs: Any) -> Any:
+    """In the process that gets requests: SGLang has no answer for a scheduler that refuses this one."""
+    if read_options(_keys, partial(getattr, manager.server_args)).policy is None:
+        return original(manager, *args, **kwargs)
+    raise OptionError(
+        f"{original.__name__} is refused: it needs --enable-memory-saver, whose memory of weights headrace could not "
+        f"fill again; stop the server, or run it without {VARIABLE}"
+    )
 
 
 def _check_weights(original: Callable[..., Any], runner: Any, *args: Any, **kwargs: Any) -> Any:
@@ -300,6 +296,8 @@ _RUNNER = "sglang.srt.model_executor.model_runner.ModelRunner"
 _FULL = "sglang.srt.model_executor.runner_backend.full_cuda_graph_backend.FullCudaGraphBackend"
 _BREAKABLE = "sglang.srt.model_executor.runner_backend.breakable_cuda_graph_backend.BreakableCudaGraphBackend"
 _UPDATES = "sglang.srt.managers.scheduler_components.weight_updater.SchedulerWeightUpdaterManager"
+_WRITER = "sglang.srt.model_executor.model_runner_components.weight_updater.WeightUpdater"
+_REQUESTS = "sglang.srt.managers.tokenizer_control_mixin.TokenizerControlMixin"
 _EXPORT = "sglang.srt.model_executor.model_runner_components.weight_exporter.WeightExporter"
 _HOOKS: Mapping[str, tuple[Callable[..., Any], HookType]] = {
     "sglang.srt.utils.offloader.create_offloader": (_create_offloader, HookType.REPLACE),
@@ -311,9 +309,16 @@ _HOOKS: Mapping[str, tuple[Callable[..., Any], HookType]] = {
     f"{_FULL}.replay": (_replay, HookType.AROUND),
     f"{_BREAKABLE}.capture_one": (_capture_one, HookType.AROUND),
     f"{_BREAKABLE}.replay": (_replay, HookType.AROUND),
-    f"{_UPDATES}.begin_weight_update": (_refuse_update("BeginWeightUpdateReqOutput"), HookType.AROUND),
-    f"{_UPDATES}.update_weights_from_disk": (_refuse_update("UpdateWeightFromDiskReqOutput"), HookType.AROUND),
-    f"{_UPDATES}.update_weights_from_ipc": (_refuse_update("UpdateWeightsFromIPCReqOutput"), HookType.AROUND),
+    f"{_UPDATES}.begin_weight_update": (weight_updates.begin_update, HookType.AROUND),
+    f"{_UPDATES}.end_weight_update": (weight_updates.end_update, HookType.AROUND),
+    f"{_UPDATES}.update_weights_from_tensor": (weight_updates.note_flush, HookType.AROUND),
+    f"{_UPDATES}.update_weights_from_distributed": (weight_updates.note_flush, HookType.AROUND),
+    f"{_UPDATES}.update_weights_from_ipc": (weight_updates.refuse_ipc, HookType.AROUND),
+    f"{_WRITER}.update_weights_from_disk": (weight_updates.update_from_disk, HookType.AROUND),
+    f"{_WRITER}.update_weights_from_tensor": (weight_updates.write_in_session, HookType.AROUND),
+    f"{_WRITER}.load_weights_from_distributed": (weight_updates.write_in_session, HookType.AROUND),
+    f"{_REQUESTS}.release_memory_occupation": (_refuse_memory, HookType.AROUND),
+    f"{_REQUESTS}.resume_memory_occupation": (_refuse_memory, HookType.AROUND),
     f"{_EXPORT}.get_weights_by_name": (_get_weights_by_name, HookType.AROUND),
     f"{_EXPORT}.send_weights_to_remote_instance": (_send_weights, HookType.AROUND),
     "sglang.srt.managers.scheduler.Scheduler.get_internal_state": (_internal_state, HookType.AFTER),

@@ -14,7 +14,7 @@ _FIX = "install one of these (pip install 'vllm==0.33.0'), or leave --worker-cls
 # Methods that the worker overrides, and calls without which outputs would be wrong without any error.
 _OVERRIDDEN = (
     *("load_model", "determine_available_memory", "compile_or_warm_up_model", "execute_model", "sample_tokens"),
-    *("sleep", "reload_weights", "save_tensorized_model", "apply_model"),
+    *("sleep", "wake_up", "reload_weights", "save_tensorized_model", "apply_model"),
 )
 _GRAPHS = "vllm.v1.worker.gpu.cudagraph_utils.CudaGraphManager"
 _AROUND_CAPTURE = ("sync_prev_onload", "join_after_forward")

@@ -40,7 +40,8 @@ REFUSED = (
     Refusal("parallel_config.ubatch_size", _HALVES, lambda size: size > 1),
     Refusal(
         "weight_transfer_config",
-        "writes new weights into slots, which the next copy overwrites, and not into the store",
+        "writes new weights piece by piece into slots, which the next copy overwrites (the worker's reload_weights "
+        "takes them whole)",
     ),
     Refusal(
         "load_config.load_format",

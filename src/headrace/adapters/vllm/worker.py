@@ -14,6 +14,7 @@ import weakref
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, nullcontext
 from datetime import timedelta
+from functools import partial
 from itertools import chain
 from typing import TYPE_CHECKING, Any
 
@@ -29,12 +30,15 @@ from vllm.model_executor.layers.vocab_parallel_embedding import ParallelLMHead, 
 from vllm.model_executor.offloader.base import get_offloader, set_offloader
 from vllm.v1.worker import gpu_worker
 
-from headrace.adapters.engine_interface import version_number
+from headrace.adapters.engine_interface import all_or_none, version_number
 from headrace.adapters.vllm.interface import NEWEST, OLDEST_WITH_CACHE, require_supported
 from headrace.adapters.vllm.options import read_options, refuse_unsupported
+from headrace.adapters.vllm.sleep import loading_allowed, not_saved, own_allocations, refuse_loading
 from headrace.config import Budget, peer_timeout_s
 from headrace.errors import OptionError, OutsideAccessError, PeerError, StateError
 from headrace.experts.rows import ExpertKernels
+from headrace.formatting import format_size
+from headrace.lifetime.sleeping import fall_asleep, refillable_memory, wake_up
 from headrace.model.inventory import without_lora
 from headrace.offloaders.layerwise import EngineOffloader, EngineTraits, lookup_rule
 from headrace.plan.rates import Rates
@@ -47,14 +51,6 @@ if TYPE_CHECKING:
     from headrace.experts.counts import CountsReader
 
 _LOG_EVERY_S = 10.0  # as vLLM's own line of statistics
-_DISCARDS = (
-    "would free the memory of slots and resident weights, and the weights that vLLM loads next would not reach the "
-    "store; use sleep level 1, which keeps them"
-)
-_WRITES_SLOTS = (
-    "would write into slots, which the next copy overwrites, and not into the store; start the engine again with the "
-    "new weights"
-)
 
 logger = init_logger("vllm.headrace")  # vLLM prints records of its own loggers and their children
 
@@ -165,7 +161,7 @@ class OffloadingWorker(_Base):  # type: ignore[misc,unused-ignore]
             # that vLLM loads into.
             offloader.post_init()
             runner.model_memory_usage += offloader.added_device_bytes
-            _refuse_loading(runner.get_model())
+            refuse_loading(runner.get_model())
             # Compiled code waits for the units of the plan it was traced with. vLLM drops all guards, so with another
             # plan it would read slots that no copy has filled. The additional configuration is part of the key of
             # vLLM's compile cache, so the units are put there. Nothing else of headrace's is: a compiler chooses
@@ -240,9 +236,11 @@ class OffloadingWorker(_Base):  # type: ignore[misc,unused-ignore]
         """Like vLLM's; then the first copies of the next forward start, during sampling and scheduling.
 
         Raises:
-            StateError: another engine of this process has replaced the offloader; or the first run of the model, which
-                on a CPU is the first step, does not run an offloaded module.
+            StateError: the weights are asleep; another engine of this process has replaced the offloader; or the first
+                run of the model, which on a CPU is the first step, does not run an offloaded module.
         """
+        if self._offloader is not None:
+            self._offloader.require_usable()
         if self._offloader is not None and get_offloader() is not self._offloader:
             raise StateError(
                 "another engine of this process has replaced headrace's offloader, which vLLM asks before it replays a "
@@ -277,16 +275,29 @@ class OffloadingWorker(_Base):  # type: ignore[misc,unused-ignore]
         }
 
     def sleep(self, level: int = 1) -> None:
-        """Like vLLM's; slots and resident weights are saved and restored by ``wake_up``.
+        """Like vLLM's; level 2 keeps the weights, too, which lie in host memory anyway.
 
         Raises:
-            StateError: level 2, which discards them.
+            LimitError: the host has no memory for resident weights; nothing was changed.
         """
-        if level != 1:
-            self._refuse_while_offloaded(f"sleep level {level} {_DISCARDS}")
-        if self._offloader is not None and torch.cuda.is_available():
-            torch.cuda.synchronize()  # copies for the next forward may still write to slots, which vLLM saves now
-        super().sleep(level)
+        if self._offloader is None:
+            super().sleep(level)
+            return
+        if level > 1:
+            logger.info(f"headrace: sleep level {level} keeps the weights in host memory, as level 1 does")
+        life = self._offloader.life
+        own = own_allocations(refillable_memory(life))
+        moved = fall_asleep(life, own)
+        logger.info(f"headrace: {format_size(moved)} of resident weights were copied to host memory")
+        with not_saved(own.values()):
+            super().sleep(1)
+
+    def wake_up(self, tags: list[str] | None = None) -> None:
+        """Like vLLM's; with the weights' memory come the weights as they were before :meth:`sleep`."""
+        super().wake_up(tags)
+        if self._offloader is not None and (tags is None or "weights" in tags):
+            moved = wake_up(self._offloader.life)
+            logger.info(f"headrace: {format_size(moved)} of resident weights were copied back")
 
     def discard(self, tags: tuple[str, ...]) -> None:
         """Like vLLM's, where it has one.
@@ -295,18 +306,37 @@ class OffloadingWorker(_Base):  # type: ignore[misc,unused-ignore]
             StateError: weights are to be discarded.
         """
         if "weights" in tags:
-            self._refuse_while_offloaded(f"a discard of weights {_DISCARDS}")
+            self._refuse_while_offloaded(
+                "a discard of weights would lose those that headrace does not hold; use sleep(), which keeps them"
+            )
         super().discard(tags)
 
     def reload_weights(self, *args: Any, **kwargs: Any) -> None:
-        """Like vLLM's; refused while weights are offloaded."""
-        self._refuse_while_offloaded(f"reload_weights {_WRITES_SLOTS}")
-        super().reload_weights(*args, **kwargs)
+        """Like vLLM's; the weights are the old ones until all new ones are loaded.
+
+        Raises:
+            OptionError: they are stored in a way that takes no new values, or new ones are incomplete.
+            LimitError: the host has no memory for them beside the old ones.
+            StateError: the weights are asleep.
+        """
+        with self._new_weights("reload_weights"):
+            super().reload_weights(*args, **kwargs)
 
     def reset_weights(self) -> None:
-        """Like vLLM's, where it has one; refused while weights are offloaded."""
-        self._refuse_while_offloaded(f"reset_weights {_WRITES_SLOTS}")
-        super().reset_weights()
+        """Like vLLM's, where it has one; errors as those of :meth:`reload_weights`."""
+        with self._new_weights("reset_weights"):
+            super().reset_weights()
+
+    @contextmanager
+    def _new_weights(self, call: str) -> Iterator[None]:
+        """Within, vLLM writes to the weights of the model, which get the new values at the end, or none of them."""
+        if self._offloader is None:
+            yield
+            return
+        is_quantised = self.vllm_config.model_config.quantization is not None
+        gather = partial(_gathered, group=get_world_group())
+        with all_or_none(self._offloader, call, gather), loading_allowed(self.model_runner.get_model(), is_quantised):
+            yield
 
     def save_tensorized_model(self, *args: Any, **kwargs: Any) -> None:
         """Like vLLM's; refused while weights are offloaded, because it reads parameters, and not ``state_dict()``."""
@@ -381,17 +411,6 @@ class _HitLog:
             for found, count in (("device", hits), ("fetched", fetched), ("in_place", in_place)):
                 self._uses.labels(found).inc(count)
         self._logged, self._is_asked, self._next = now, False, time.monotonic() + _LOG_EVERY_S
-
-
-def _refuse_loading(model: nn.Module) -> None:
-    """Make ``load_weights`` of ``model`` and its modules raise: worker extensions call it past the worker."""
-
-    def refuse(*args: Any, **kwargs: Any) -> None:
-        raise StateError(f"load_weights {_WRITES_SLOTS}")
-
-    for module in model.modules():
-        if hasattr(module, "load_weights"):
-            vars(module)["load_weights"] = refuse
 
 
 class _StoredWeights:
