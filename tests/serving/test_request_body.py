@@ -62,7 +62,7 @@ def test_what_no_endpoint_carries_out(kind: type[GenerationRequest], body: dict[
 
 @pytest.mark.parametrize(("kind", "body"), KINDS)
 @pytest.mark.parametrize("name", [
-    "user", "cache_prompt", "keep_alive", "num_ctx", "prompt_cache_retention", "store", "metadata", "verbosity",
+    "user", "cache_prompt", "num_ctx", "prompt_cache_retention", "store", "metadata", "verbosity",
 ])  # fmt: skip
 def test_what_changes_no_answer(
     kind: type[GenerationRequest], body: dict[str, Any], name: str, caplog: pytest.LogCaptureFixture,

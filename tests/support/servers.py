@@ -25,6 +25,7 @@ from headrace.serving.async_engine import AsyncEngine
 from headrace.serving.endpoint import ServedModel
 from headrace.serving.engine import Engine
 from headrace.serving.listening import bind
+from headrace.serving.switch import Switch
 
 NAME = "tiny"
 # For tests of requests, to which the model is only what takes time.
@@ -75,7 +76,7 @@ def serving(
     model, handle = load(folder, policy, device="cpu")
     tokenizer = AutoTokenizer.from_pretrained(folder)
     engine = AsyncEngine(model, sequences, longest, max_waiting)
-    app = App(ServedModel(model, tokenizer, [NAME, "alias"], engine), handle, key, cors, hosts)
+    app = App(Switch.of(ServedModel(model, tokenizer, [NAME, "alias"], engine), handle), key, cors, hosts)
     bound = bind("127.0.0.1", 0)
     server = uvicorn.Server(uvicorn.Config(app, log_level="critical", lifespan="on"))
     thread = threading.Thread(target=server.run, kwargs={"sockets": [bound]})

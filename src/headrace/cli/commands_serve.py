@@ -5,13 +5,17 @@ from __future__ import annotations
 import json
 import os
 import shlex
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
+from itertools import takewhile
+from math import inf
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from headrace.checkpoint.model_folder import model_folder
+from headrace.checkpoint.model_folder import model_folder, model_name
 from headrace.cli.arguments import (
     CPU_EXPERTS_HELP,
     DTYPE_HELP,
@@ -33,10 +37,18 @@ from headrace.config import AUTO_CONTEXT, Workload, count, one_of
 from headrace.errors import CheckpointError, OptionError
 from headrace.flags import OffloadFlags, Surface, counts, row
 from headrace.formatting import format_size
+from headrace.sizes import parse_size
 
 if TYPE_CHECKING:
+    import torch
+
     from headrace.adapters.transformers.opened_model import OpenedModel
+    from headrace.api import Handle
     from headrace.plan_model import PlanResult
+    from headrace.planning.request import PlanRequest
+    from headrace.serving.endpoint import ServedModel
+    from headrace.serving.switch import Hosted
+    from headrace.stores.store import Progress
 
 _SURFACE = Surface(modes=("cpu", "disk"), inside=" of headrace serve", needs={"batch": (), "context": ()})
 _BATCH = "1,8"
@@ -59,6 +71,11 @@ def _check_port(flag: str, value: int) -> None:
         raise OptionError(f"{flag} {value}: expected a port from 1 to 65535, or 0 for a free one")
 
 
+def _check_seconds(flag: str, value: float) -> None:
+    if not 0 <= value < inf:  # NaN is neither
+        raise OptionError(f"{flag} {value:g}: expected a number of seconds, 0 or more")
+
+
 @dataclass(frozen=True)
 class _ServeOptions(SpeculationFlags):
     """The flags of the verb itself; ``None`` stands for the default of either engine."""
@@ -79,6 +96,11 @@ class _ServeOptions(SpeculationFlags):
         "NAME...", "Names of the model in requests (default MODEL).", _check_blanks
     )
     max_queue: int | None = row("N", "Requests that may wait (default 256); others are answered with 429.", count)
+    switch_after: float | None = row(
+        "SECONDS",
+        "Of several models: the turn of one, while requests wait for another, is so long (default 10); not in vLLM.",
+        _check_seconds,
+    )
     cors: bool = row("", "Allow pages of any origin (Access-Control-Allow-Origin: *); not in vLLM.", off=False)
     allowed_hosts: list[str] | None = row(
         "NAME...",
@@ -116,16 +138,16 @@ def serve(
     model: Annotated[
         str,
         typer.Argument(
-            metavar="MODEL [VLLM FLAGS]",
-            help="Folder of a causal language model, or a name in the Hub's cache; with --engine vllm as vLLM takes "
-            "it, followed by any flags of vLLM.",
+            metavar="MODEL... [VLLM FLAGS]",
+            help="Folder of a causal language model, or a name in the Hub's cache; several take turns on the device. "
+            "With --engine vllm one, as vLLM takes it, followed by any flags of vLLM.",
         ),
     ],
     *,
     options: _ServeOptions,
     flags: OffloadFlags,
 ) -> None:
-    """Serve a model that does not fit the device, with OpenAI's API.
+    """Serve models that do not fit the device, with OpenAI's API.
 
     Inside vLLM, whose flags follow MODEL (`--` may stand between), or with headrace's own server in this process, on a
     GPU or on a CPU; --engine decides.
@@ -133,15 +155,23 @@ def serve(
     if options.api_key is None and KEY_VARIABLE in os.environ:
         _check_blanks(KEY_VARIABLE, os.environ[KEY_VARIABLE])
     engine = options.engine or "auto"
+    words = [arg for arg in call.args if arg != "-v"]
+    models = [model, *takewhile(lambda word: not word.startswith("-"), words)]
+    if len(models) > 1 and engine == "vllm":
+        raise OptionError(
+            f"--engine vllm serves one model, and there are {len(models)} ({', '.join(models)}); leave it out: "
+            f"headrace's own server has several"
+        )
     if engine == "auto":
-        reason = why_not_vllm(model, vars(options), flags)
+        several = "several models take turns in it alone" if len(models) > 1 else None
+        reason = several or why_not_vllm(model, vars(options), flags)
         engine = "own" if reason else "vllm"
         why = f"headrace's own server: {reason}" if reason else "vLLM, which runs this model here (else --engine own)"
         stderr.print(f"serving with {why}", markup=False, soft_wrap=True)
     if engine == "vllm":
         serve_in_vllm(model, call.args, vars(options), flags)
         return
-    if unknown := [arg for arg in call.args if arg != "-v"]:  # no flag of the table, since vLLM has another
+    if unknown := words[len(models) - 1 :]:  # no flag of the table, since vLLM has another
         raise OptionError(
             f"{unknown[0]}: headrace serve has no such flag; flags of vLLM need --engine vllm, and "
             f"`headrace serve --help` lists the others"
@@ -156,85 +186,194 @@ def serve(
         "serve", "serve", "transformers", "starlette", "uvicorn", "pydantic", "prometheus_client", "jinja2"
     )
     os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")  # as main() does for the verbs that become no other program
-    with log_lines(len(call.args)):
-        _run_server(model, flags, replace(options, api_key=options.api_key or os.environ.get(KEY_VARIABLE)))
+    with log_lines(call.args.count("-v")):
+        _run_server(models, flags, replace(options, api_key=options.api_key or os.environ.get(KEY_VARIABLE)))
 
 
 # -- the own server ----------------------------------------------------------------------------------------------------
 
 
-def _run_server(model: str, flags: OffloadFlags, options: _ServeOptions) -> None:
-    """Load ``model`` as the flags ask for, and serve it until a signal ends the server.
+def _run_server(models: Sequence[str], flags: OffloadFlags, options: _ServeOptions) -> None:
+    """Load ``models`` as the flags ask for, and serve them until a signal ends the server.
 
     Raises:
         OptionError, CheckpointError: anything that cannot be served, before it is loaded.
     """
-    folder = model_folder(model)
+    folders = [model_folder(model) for model in models]
+    names = _names_of(models, folders, options, flags)
     device = target_device(flags.device)
-    batch = _BATCH if flags.batch is None else flags.batch
-    sequences = max(counts("--batch", batch))
     if flags.context is not None:
         count("--context", flags.context)
-    if flags.device_memory is not None:
-        flags = replace(flags, batch=batch)
-    policy, speculation = requested(flags, device, _SURFACE), options.speculation()
-    if options.speculate == "mtp":
-        raise OptionError("--speculate mtp reads hidden states, which rows do not return; use lookup or a draft")
-    from headrace.adapters.transformers.load_folder import load_matched
-    from headrace.adapters.transformers.opened_model import open_model
-    from headrace.cli.prompt import open_with_template
-    from headrace.model.memory_profile import notes_on_experts
-    from headrace.plan.tables import render
-    from headrace.plan_model import plan_model
-    from headrace.planning.request import PlanRequest
+    planned = [_Planned.of(folder, device, flags, options) for folder in folders]
+    from headrace.memory.system import read_limits
     from headrace.serving.app import App
-    from headrace.serving.async_engine import AsyncEngine
-    from headrace.serving.endpoint import ServedModel
     from headrace.serving.listening import bind, run_app
+    from headrace.serving.switch import Hosted, Switch
 
-    how: Any = {"experts_implementation": options.experts_implementation, "use_liger_kernel": options.use_liger_kernel}
-    opened = open_model(folder, options.dtype, device=device, **how)
-    tokenizer = open_with_template(folder)
-    _check_template(folder, tokenizer.chat_template)
-    settings = _default_settings(opened, tokenizer, greedy=options.generation_config == "none")
-    if policy is None and device.type == "cuda":
-        policy = opened.default_budget(sequences, int(flags.context or AUTO_CONTEXT))
-    request = PlanRequest(opened, policy, device=device, disk=disk_options(flags), speculation=speculation)
-    planned = plan_model(request)
-    longest, automatic = _longest(flags, planned), planned.context.automatic
-    _check_rows(opened, longest, speculation is not None)
-    request = replace(request, policy=planned.plan, workload=Workload([sequences], longest))
-    planned = plan_model(request)  # again, to measure the cache of that workload
-    if planned.shortage:
-        raise OptionError(f"the plan {planned.shortage}; use a smaller --batch or --context, or less --device-memory")
-    if speculation is not None and (forecast := planned.speculation) is not None:
-        forecast.require_faster()
-        request = replace(request, speculation=replace(speculation, guesses=forecast.guesses))
-    stderr.print(render(planned.plan, opened.name))
-    for line in (*filter(None, [automatic]), *notes_on_experts(opened.module, ())):
-        stderr.print(line, soft_wrap=True)
-    cache = format_size(planned.planner.profile.cache_bytes(sequences, longest))
-    stderr.print(
-        f"cache: {sequences} sequences of {longest} tokens; {cache} "
-        f"{'counted in --device-memory' if planned.plan.context else 'beside the weights'}",
-        soft_wrap=True,
-    )
+    max_waiting, hosted = options.max_queue or _MAX_QUEUE, list[Hosted]()
+    for name, each in zip(names, planned, strict=True):
+        load: Any = partial(each.load, name, max_waiting)
+        hosted.append(Hosted(name, each.longest, load, each.host_bytes if len(models) > 1 else 0))
+    limits = read_limits(device)
+    free = (limits.host_available_bytes, limits.cgroup_available_bytes)
+    limit = min((found for found in free if found is not None), default=None)
+    if flags.host_memory is not None:
+        limit = parse_size(flags.host_memory, "--host-memory")
+    switch = Switch(hosted, max_waiting, limit, 10.0 if options.switch_after is None else options.switch_after)
+    first = switch.first()
+    if len(models) > 1:
+        _print_places(hosted, first, limit)
     if options.dry_run:
         return
     bound = bind(options.host or "127.0.0.1", 8000 if options.port is None else options.port)
-    with byte_bar("loading", stderr) as progress:
-        request = replace(request, model=opened.module, policy=planned.plan)
-        has_draft, on = speculation is not None, options.cpu_experts  # graphs are the draft's
-        handle = load_matched(folder, request, opened.match, progress, has_draft, on)
-    module: Any = opened.module
-    module.generation_config = settings
-    names = options.served_model_name or [model]
-    engine = AsyncEngine(module, sequences, longest, options.max_queue or _MAX_QUEUE)
-    served = ServedModel(module, tokenizer, names, engine)
-    app = App(served, handle, options.api_key, options.cors, options.allowed_hosts)
+    for model in reversed(first):  # the first one stays on the device
+        with byte_bar("loading", stderr) as progress:
+            switch.bring(model, progress)
+    app = App(switch, options.api_key, options.cors, options.allowed_hosts)
     bound.listen()  # requests wait until the server runs
-    _print_address(bound.getsockname(), names[0], options.api_key is not None)
+    _print_address(bound.getsockname(), [name[0] for name in names], options.api_key is not None)
     run_app(app, bound)
+
+
+def _names_of(
+    models: Sequence[str], folders: Sequence[Path], options: _ServeOptions, flags: OffloadFlags
+) -> list[list[str]]:
+    """Names of each model in requests; of several, the last part of its own, and as it is written.
+
+    Raises:
+        OptionError: two have one name; flags that are for one model.
+    """
+    given = options.served_model_name
+    if len(models) == 1:
+        refuse_idle({"--switch-after": options.switch_after}, "with one model; name others behind it")
+        return [given or [*models]]
+    if flags.plan is not None:
+        raise OptionError("--plan is the plan of one model, and there are several; give --device-memory instead")
+    if options.speculate not in (None, "lookup"):
+        raise OptionError(
+            f"--speculate {options.speculate}: a draft stays on the device, which several models take in turns; use "
+            f"--speculate lookup, or leave it out"
+        )
+    if given is not None and len(given) != len(models):
+        raise OptionError(
+            f"--served-model-name: expected a name for each of the {len(models)} models, in their order, found "
+            f"{len(given)}"
+        )
+    own = given or [model_name(folder).rpartition("/")[2] for folder in folders]
+    for name in own:
+        if len(same := [model for model, other in zip(models, own, strict=True) if other == name]) > 1:
+            raise OptionError(
+                f"{' and '.join(same)} are both {name!r} in requests; tell them apart with --served-model-name and a "
+                f"name for each of the {len(models)} models, in their order"
+            )
+    if given:
+        return [[name] for name in own]
+    return [list(dict.fromkeys((name, model))) for name, model in zip(own, models, strict=True)]
+
+
+def _print_places(hosted: Sequence[Hosted], first: Sequence[Hosted], limit: int | None) -> None:
+    """Where the models are while another one runs."""
+    of = "" if limit is None else f" of {format_size(limit)}"
+    each = ", ".join(f"{model.names[0]} {format_size(model.host_bytes)}" for model in hosted)
+    stderr.print(f"host memory of stores, and of what is parked: {each}{of}", markup=False, soft_wrap=True)
+    for model in (model for model in hosted if model not in first):
+        text = "has no room there beside the others, and is loaded from its files when it is wanted (--host-memory)"
+        stderr.print(f"{model.names[0]} {text}", markup=False, soft_wrap=True)
+
+
+@dataclass
+class _Planned:
+    """One model of the server with its plan, to load as often as it takes.
+
+    Attributes:
+        opened: on ``meta``; ``None``: it has been loaded, and has to be opened again.
+        host_bytes: host memory of its stores, and of its residents while it is parked.
+    """
+
+    open: Callable[[], OpenedModel]
+    opened: OpenedModel | None
+    tokenizer: Any
+    settings: Any
+    request: PlanRequest
+    sequences: int
+    longest: int
+    cpu_experts: bool
+    host_bytes: int
+
+    @classmethod
+    def of(cls, folder: Path, device: torch.device, flags: OffloadFlags, options: _ServeOptions) -> _Planned:
+        """Plan the model in ``folder``, and print the plan.
+
+        Raises:
+            OptionError, CheckpointError: it cannot be served.
+        """
+        batch = _BATCH if flags.batch is None else flags.batch
+        sequences = max(counts("--batch", batch))
+        if flags.device_memory is not None:
+            flags = replace(flags, batch=batch)
+        policy, speculation = requested(flags, device, _SURFACE), options.speculation()
+        if options.speculate == "mtp":
+            raise OptionError("--speculate mtp reads hidden states, which rows do not return; use lookup or a draft")
+        from headrace.adapters.transformers.opened_model import open_model
+        from headrace.cli.prompt import open_with_template
+        from headrace.model.memory_profile import notes_on_experts
+        from headrace.plan.slabs import slab_bytes
+        from headrace.plan.tables import render
+        from headrace.plan_model import plan_model
+        from headrace.planning.checks import needs_of
+        from headrace.planning.request import PlanRequest
+
+        how: Any = {"experts_implementation": options.experts_implementation}
+        how["use_liger_kernel"] = options.use_liger_kernel
+        reopen = partial(open_model, folder, options.dtype, device=device, **how)
+        opened = reopen()
+        tokenizer = open_with_template(folder)
+        _check_template(folder, tokenizer.chat_template)
+        settings = _default_settings(opened, tokenizer, greedy=options.generation_config == "none")
+        if policy is None and device.type == "cuda":
+            policy = opened.default_budget(sequences, int(flags.context or AUTO_CONTEXT))
+        request = PlanRequest(opened, policy, device=device, disk=disk_options(flags), speculation=speculation)
+        planned = plan_model(request)
+        longest, automatic = _longest(flags, planned), planned.context.automatic
+        _check_rows(opened, longest, speculation is not None)
+        request = replace(request, policy=planned.plan, workload=Workload([sequences], longest))
+        planned = plan_model(request)  # again, to measure the cache of that workload
+        if planned.shortage:
+            fix = "use a smaller --batch or --context, or less --device-memory"
+            raise OptionError(f"the plan {planned.shortage}; {fix}")
+        if speculation is not None and (forecast := planned.speculation) is not None:
+            forecast.require_faster()
+            request = replace(request, speculation=replace(speculation, guesses=forecast.guesses))
+        plan = planned.plan
+        stderr.print(render(plan, opened.name))
+        for line in (*filter(None, [automatic]), *notes_on_experts(opened.module, ())):
+            stderr.print(line, soft_wrap=True)
+        cache = format_size(planned.planner.profile.cache_bytes(sequences, longest))
+        stderr.print(
+            f"cache: {sequences} sequences of {longest} tokens; {cache} "
+            f"{'counted in --device-memory' if plan.context else 'beside the weights'}",
+            soft_wrap=True,
+        )
+        on_meta = [storage.name for storage in opened.inventory.storages]
+        stores = needs_of(plan, on_gpu=device.type == "cuda", on_meta=on_meta).host_bytes
+        host_bytes = stores + slab_bytes(plan.resident.values())
+        request = replace(request, model=None, policy=plan)
+        return cls(reopen, opened, tokenizer, settings, request, sequences, longest, options.cpu_experts, host_bytes)
+
+    def load(self, names: Sequence[str], max_waiting: int, progress: Progress) -> tuple[ServedModel, Handle]:
+        """The model on its device, with an engine that has not started."""
+        from headrace.adapters.transformers.load_folder import load_matched
+        from headrace.serving.async_engine import AsyncEngine
+        from headrace.serving.endpoint import ServedModel
+
+        opened, self.opened = self.opened or self.open(), None
+        module: Any = opened.module
+        request = replace(self.request, model=module)
+        has_draft = request.speculation is not None  # graphs are the draft's
+        handle = load_matched(opened.folder, request, opened.match, progress, has_draft, self.cpu_experts)
+        module.generation_config = self.settings
+        engine = AsyncEngine(module, self.sequences, self.longest, max_waiting)
+        return ServedModel(module, self.tokenizer, names, engine), handle
 
 
 def _check_template(folder: Path, template: str | dict[str, str] | None) -> None:
@@ -292,12 +431,12 @@ def _longest(flags: OffloadFlags, planned: PlanResult) -> int:
     return asked or min(_CONTEXT, limit or _CONTEXT)
 
 
-def _print_address(address: Any, name: str, has_key: bool) -> None:
+def _print_address(address: Any, names: Sequence[str], has_key: bool) -> None:
     host, port = address[:2]
     url = f"http://{f'[{host}]' if ':' in host else host}:{port}"
-    body = json.dumps({"model": name, "prompt": "Water", "max_tokens": 16})
+    body = json.dumps({"model": names[0], "prompt": "Water", "max_tokens": 16})
     key = " -H 'Authorization: Bearer KEY'" if has_key else ""
-    lines = [f"serving {name} at {url}/v1, Ctrl-C ends it; in another terminal:"]
+    lines = [f"serving {', '.join(names)} at {url}/v1, Ctrl-C ends it; in another terminal:"]
     lines += [f"  curl {url}/v1/completions{key} -H 'Content-Type: application/json' -d {shlex.quote(body)}"]
     if not has_key and not host.startswith("127.") and host != "::1":
         lines.append(f"anyone who can reach {host} may use it; --api-key or HEADRACE_API_KEY requires a key")

@@ -1,0 +1,418 @@
+"""Models that take turns on one device: which requests run now, which wait for a switch, and the switch.
+
+A model is *running* (on the device), *parked* (its bytes are in host memory), or *unloaded* (they are in its files).
+Requests of the running model begin as they come. Where one waits for another model, a switch begins as soon as nothing
+runs. Once that one has waited for ``switch_after_s`` of the running model's turn, no further request of the running
+model begins, and the switch waits for those that run. The next model is that of the request that has waited longest,
+and all that wait for it begin with its turn. So no model waits longer than the turns of the others, each of which is
+``switch_after_s``, the longest answer, and a switch.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import gc
+import logging
+import time
+from collections import Counter
+from collections.abc import AsyncIterator, Callable, Sequence
+from contextlib import asynccontextmanager
+from dataclasses import dataclass, field
+from functools import partial
+from itertools import accumulate
+
+import torch
+
+from headrace.api import Handle
+from headrace.errors import LimitError
+from headrace.memory.system import DEVICE, trim_heap
+from headrace.serving.endpoint import Endpoint, ServedModel
+from headrace.serving.request_body import RequestError
+from headrace.stores.store import Progress
+
+_log = logging.getLogger(__name__)
+_CHECK_S = 1.0
+
+
+@dataclass(eq=False)
+class Hosted:
+    """One of the models of a server.
+
+    Attributes:
+        names: in requests; answers contain the first.
+        longest: tokens of the longest sequence, prompt and answer.
+        load: loads it onto the device from its files; ``None``: it is loaded once, and stays.
+        host_bytes: host memory of its stores, and of its residents while it is parked.
+        served, handle: ``None``: it is unloaded; a model without a handle cannot be parked.
+        error: why it could not run when it was wanted last.
+        entering: requests that have the device, and are not in its engine yet.
+        used_s: when it was used last.
+        keep_alive_s: for how long it stays on the device after its last request, by that request; ``None``: for good.
+        ended: counts of engines that it has had.
+    """
+
+    names: Sequence[str]
+    longest: int
+    load: Callable[[Progress], tuple[ServedModel, Handle]] | None = None
+    host_bytes: int = 0
+    served: ServedModel | None = None
+    handle: Handle | None = None
+    error: str | None = None
+    entering: int = 0
+    used_s: float = 0.0
+    keep_alive_s: float | None = None
+    ended: Counter[str] = field(default_factory=Counter)
+
+    @property
+    def is_busy(self) -> bool:
+        """Whether requests of it run."""
+        return self.entering > 0 or (self.served is not None and self.served.engine.is_busy)
+
+    @property
+    def has_died(self) -> bool:
+        """Whether its engine has ended, so that it has to be loaded again."""
+        return self.load is not None and self.served is not None and self.served.engine.engine.error is not None
+
+    @property
+    def problem(self) -> str | None:
+        """Why its requests fail; ``None``: they do not."""
+        return (self.served.engine.why_dead() if self.served is not None else None) or self.error
+
+    def counts(self) -> Counter[str]:
+        """Tokens, bytes moved and others, since the server began."""
+        found = Counter(self.ended)
+        if (served := self.served) is not None:
+            found.update(prompt_tokens=served.engine.prompt_tokens, generated_tokens=served.engine.generated_tokens)
+        if (handle := self.handle) is not None:
+            stats = handle.stats()
+            found.update(moved_bytes=stats.bytes_moved, stalls=stats.stalls)
+            if (guessed := stats.speculation) is not None:
+                found.update(speculation_passes=guessed.passes, speculation_tokens=guessed.tokens)
+        return found
+
+    def release(self) -> None:
+        """Give all its memory back: it is in its files."""
+        assert self.served is not None
+        self.ended = self.counts()
+        self.served.engine.engine.stop()
+        self.served = self.handle = None
+        gc.collect()  # an offload that nobody holds ends, in a cycle with its model
+        trim_heap()
+        if torch.cuda.is_available():
+            torch.cuda.empty_cache()
+
+
+@dataclass(eq=False)
+class _Ticket:
+    """A request that waits until ``model`` is running, or, if it ``parks``, until it is not."""
+
+    model: Hosted
+    parks: bool
+    num_answers: int
+    ready: list[Endpoint]
+    admitted: asyncio.Future[None]
+    since_s: float = field(default_factory=time.monotonic)
+
+
+class Switch:
+    """Lets models take turns; belongs to one event loop, once the server runs.
+
+    Args:
+        models: of which one may be loaded.
+        max_waiting: answers that may wait for each.
+        host_limit_bytes: what their ``host_bytes`` together stay within; ``None``: nothing is counted.
+        switch_after_s: see above.
+
+    Attributes:
+        running: the model on the device.
+        observe: called after a switch with its kind, ``load``, ``resume`` or ``park``, and its seconds.
+    """
+
+    def __init__(
+        self,
+        models: Sequence[Hosted],
+        max_waiting: int,
+        host_limit_bytes: int | None = None,
+        switch_after_s: float = 10.0,
+    ) -> None:
+        self.models, self._max_waiting = list(models), max_waiting
+        self._host_limit_bytes, self._switch_after_s = host_limit_bytes, switch_after_s
+        self.running = next((model for model in models if model.served is not None), None)
+        self.observe: Callable[[str, float], None] = lambda kind, seconds: None
+        self._waiting: list[_Ticket] = []
+        self._target: Hosted | None = None
+        self._task: asyncio.Task[None] | None = None  # of the switch that runs
+        self._since_s = 0.0  # when the turn began
+        self._is_stopping = False
+        if self.running is not None:
+            self._watch(self.running)
+
+    @classmethod
+    def of(cls, served: ServedModel, handle: Handle | None) -> Switch:
+        """Of one model that is loaded."""
+        model = Hosted(served.names, served.engine.longest, served=served, handle=handle)
+        return cls([model], served.engine.engine.max_waiting)
+
+    @property
+    def most_waiting(self) -> int:
+        """Answers that may wait."""
+        return self._max_waiting * len(self.models)
+
+    def first(self) -> list[Hosted]:
+        """Models for which host memory has room together, from the first one on."""
+        totals = accumulate(model.host_bytes for model in self.models)
+        limit = self._host_limit_bytes
+        return self.models[: max(1, sum(limit is None or total <= limit for total in totals))]
+
+    def find(self, name: object) -> Hosted:
+        """The model of a request that has ``name`` as its field ``model``.
+
+        Raises:
+            RequestError: there is none.
+        """
+        if len(self.models) == 1 and not isinstance(name, str):
+            return self.models[0]  # whoever reads the request refuses another type
+        names = ", ".join(repr(model.names[0]) for model in self.models)
+        if not isinstance(name, str):
+            raise RequestError(f"model: expected one of {names}, found {name!r:.200}", "model")
+        for model in self.models:
+            if name in model.names:
+                return model
+        are = "is" if len(self.models) == 1 else "are"
+        raise RequestError(f"model {name[:200]!r} is not served here, {names} {are}", "model", 404)
+
+    def state_of(self, model: Hosted) -> str:
+        """Where ``model`` is, in a word."""
+        if self._task is not None and self._target is model:
+            return "loading"
+        return "running" if self.running is model else "unloaded" if model.served is None else "parked"
+
+    def waiting_for(self, model: Hosted) -> int:
+        """Answers that wait for the turn of ``model``."""
+        return sum(ticket.num_answers for ticket in self._waiting if ticket.model is model)
+
+    def why_stuck(self) -> str | None:
+        """Why no request can run any more, whatever its model; ``None``: some can."""
+        running, problems = self.running, {model: model.problem for model in self.models}
+        if running is not None and problems[running] and not running.has_died:
+            return problems[running]
+        if all(problems.values()):
+            return "; ".join(f"{model.names[0]}: {why}" for model, why in problems.items())
+        return None
+
+    # -- waiting -------------------------------------------------------------------------------------------------------
+
+    @asynccontextmanager
+    async def turn(self, model: Hosted, ready: list[Endpoint]) -> AsyncIterator[ServedModel]:
+        """Within, requests may be given to the engine of ``model``, which is running until they have ended.
+
+        ``ready``: the request as it was read with ``model``; emptied if ``model`` is loaded again meanwhile.
+
+        Raises:
+            RequestError: too many wait (429), or the model cannot run (503).
+        """
+        await self._wait(model, ready)
+        try:
+            assert model.served is not None
+            self._drop_stale(model, ready)
+            yield model.served
+        finally:
+            model.entering -= 1
+            self._after(model)
+
+    async def park(self, model: Hosted) -> None:
+        """Return when ``model`` is not on the device: its requests that run end first.
+
+        Raises:
+            RequestError: it cannot be parked.
+        """
+        if model.handle is None and model.load is None:
+            raise RequestError(f"{model.names[0]!r} is not offloaded, and cannot be parked")
+        await self._wait(model, [], parks=True)
+
+    async def _wait(self, model: Hosted, ready: list[Endpoint], parks: bool = False) -> None:
+        num = sum(len(endpoint.answers) for endpoint in ready) or 1
+        ticket = _Ticket(model, parks, num, ready, asyncio.get_running_loop().create_future())
+        self._drop_stale(model, ready)
+        if self._is_stopping:
+            raise RequestError("the server stops", status=503)
+        if (waiting := self.waiting_for(model)) >= self._max_waiting:
+            text = f"{waiting} requests wait for {model.names[0]!r}, the limit of --max-queue; try again later"
+            raise RequestError(text, status=429)
+        self._waiting.append(ticket)
+        self._advance()
+        try:
+            while not ticket.admitted.done():
+                await asyncio.wait([ticket.admitted], timeout=_CHECK_S)
+                if not ticket.admitted.done() and (reason := self.why_stuck()):
+                    raise RequestError(reason, status=503)
+            ticket.admitted.result()
+        except BaseException:  # the client has left, perhaps just when its turn began
+            if ticket in self._waiting:
+                self._waiting.remove(ticket)
+                self._advance()
+            elif ticket.admitted.done() and ticket.admitted.exception() is None and not parks:
+                model.entering -= 1
+                self._after(model)
+            raise
+
+    def _drop_stale(self, model: Hosted, ready: list[Endpoint]) -> None:
+        if ready and ready[0].served is not model.served:
+            ready.clear()
+
+    def _fits(self, ticket: _Ticket) -> bool:
+        if ticket.parks:
+            return self.running is not ticket.model
+        return self.running is ticket.model and not ticket.model.has_died
+
+    def _admit(self) -> None:
+        """Let all that wait for the running model begin."""
+        for ticket in [ticket for ticket in self._waiting if self._fits(ticket)]:
+            self._waiting.remove(ticket)
+            if not ticket.parks:
+                ticket.model.entering += 1
+                ticket.model.used_s = time.monotonic()
+            ticket.admitted.set_result(None)
+
+    def _advance(self) -> None:
+        """Admit those that may run now; where nothing runs, switch to the model that is waited for longest."""
+        if self._task is not None:
+            return
+        others = [ticket for ticket in self._waiting if not self._fits(ticket)]
+        if not others or time.monotonic() - max(self._since_s, others[0].since_s) < self._switch_after_s:
+            self._admit()
+        if others and not (self.running is not None and self.running.is_busy):
+            self._begin(None if others[0].parks else others[0].model)
+
+    def _after(self, model: Hosted) -> None:
+        """Requests of ``model`` have ended."""
+        if not model.is_busy:
+            model.used_s = used_s = time.monotonic()
+            if model.keep_alive_s is not None and model.handle is not None:
+                asyncio.get_running_loop().call_later(model.keep_alive_s, self._expire, model, used_s)
+        self._advance()
+
+    def _expire(self, model: Hosted, used_s: float) -> None:
+        if self.running is model and model.used_s == used_s and self._task is None and not self._is_stopping:
+            self._begin(None)
+
+    def stop(self) -> None:
+        """End the engines; requests that wait fail, and so does a model that is being loaded."""
+        self._is_stopping = True
+        for ticket in self._waiting:
+            ticket.admitted.set_exception(RequestError("the server stops", status=503))
+        self._waiting.clear()
+        for model in self.models:
+            if model.served is not None:
+                model.served.engine.stop()
+
+    # -- the switch ----------------------------------------------------------------------------------------------------
+
+    def _begin(self, to: Hosted | None) -> None:
+        self._target = to
+        if to is not None:
+            to.error = None
+        self._task = asyncio.get_running_loop().create_task(self._switch(to))
+
+    async def _switch(self, to: Hosted | None) -> None:
+        kind = "park" if to is None else "load" if to.served is None or to.has_died else "resume"
+        begin_s, leaving, reason = time.perf_counter(), self.running, None
+        try:
+            await asyncio.to_thread(self.bring, to, self._on_progress)
+        except Exception as error:
+            reason = f"{type(error).__name__}: {error}"
+            _log.error("%s failed", kind, exc_info=error)
+        seconds, self._since_s = time.perf_counter() - begin_s, time.monotonic()
+        self._task = None
+        blamed = leaving if to is None else to
+        if blamed is not None:
+            blamed.error = reason and f"{kind} of {blamed.names[0]!r} failed: {reason}; the next request tries it again"
+        if reason is None:
+            self.observe(kind, seconds)
+            _log.info("%s of %s: %.3f s", kind, "all" if to is None else to.names[0], seconds)
+        else:
+            for ticket in [each for each in self._waiting if each.model is blamed and each.parks == (to is None)]:
+                self._waiting.remove(ticket)
+                ticket.admitted.set_exception(RequestError(str(blamed and blamed.error), status=503))
+        self._admit()  # whatever the others have waited
+        self._advance()
+
+    def _on_progress(self, done: int, total: int) -> None:
+        if self._is_stopping:
+            raise RequestError("the server stops", status=503)
+
+    def bring(self, to: Hosted | None, progress: Progress) -> None:
+        """Put ``to`` on the device in place of the model that is there; takes as long as it takes.
+
+        Args:
+            to: ``None``: none is to be there.
+            progress: called while weights are loaded.
+
+        Raises:
+            Exception: of any type, with no model on the device.
+        """
+        gone = self._beside(to)
+        if (leaving := self.running) is not None and leaving.served is not None:
+            leaving.served.engine.engine.rest()
+            self.running = None
+            if leaving not in gone and not self._park(leaving):
+                gone.append(leaving)
+        for model in gone:
+            self._release(model)
+        if to is None:
+            return
+        if to.served is None:
+            to.served, to.handle = self._load(to, progress)
+            self._watch(to)
+        elif to.handle is not None:
+            to.handle.resume()
+        self.running, to.used_s = to, time.monotonic()
+
+    def _park(self, model: Hosted) -> bool:
+        """Park ``model``; ``False``: it has to be loaded again, as its engine has ended, or it cannot be parked."""
+        if model.has_died:
+            return False
+        try:
+            if model.handle is not None:
+                model.handle.park()
+        except Exception as error:
+            if model.load is None:
+                raise
+            _log.warning("%s is not parked, and is loaded again when it is wanted: %s", model.names[0], error)
+            return False
+        return True
+
+    def _others(self, to: Hosted) -> list[Hosted]:
+        """Loaded models but ``to``, those first that were used least recently."""
+        held = [model for model in self.models if model.served is not None and model is not to]
+        return sorted(held, key=lambda model: model.used_s)
+
+    def _beside(self, to: Hosted | None) -> list[Hosted]:
+        """Those for which host memory has no room beside ``to``."""
+        if to is None or self._host_limit_bytes is None:
+            return []
+        gone, held = list[Hosted](), self._others(to)
+        while held and to.host_bytes + sum(model.host_bytes for model in held) > self._host_limit_bytes:
+            gone.append(held.pop(0))
+        return gone
+
+    def _load(self, to: Hosted, progress: Progress) -> tuple[ServedModel, Handle]:
+        assert to.load is not None
+        while True:
+            try:
+                return to.load(progress)
+            except LimitError as error:  # other programs may have taken memory since
+                if error.limit == DEVICE or not (held := self._others(to)):
+                    raise
+            self._release(held[0])
+
+    def _release(self, model: Hosted) -> None:
+        for ticket in self._waiting:
+            if ticket.model is model:
+                ticket.ready.clear()
+        _log.info("%s leaves host memory", model.names[0])
+        model.release()
+
+    def _watch(self, model: Hosted) -> None:
+        assert model.served is not None
+        model.served.engine.on_idle = partial(self._after, model)
