@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import os
 import shlex
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from itertools import takewhile
@@ -200,180 +200,147 @@ def _run_server(models: Sequence[str], flags: OffloadFlags, options: _ServeOptio
         OptionError, CheckpointError: anything that cannot be served, before it is loaded.
     """
     folders = [model_folder(model) for model in models]
-    names = _names_of(models, folders, options, flags)
+    names = _names_of(models, folders, flags, options)
     device = target_device(flags.device)
     if flags.context is not None:
         count("--context", flags.context)
-    planned = [_Planned.of(folder, device, flags, options) for folder in folders]
+    hosted = [_host(folder, each, device, flags, options) for folder, each in zip(folders, names, strict=True)]
     from headrace.memory.system import read_limits
     from headrace.serving.app import App
     from headrace.serving.listening import bind, run_app
-    from headrace.serving.switch import Hosted, Switch
+    from headrace.serving.switch import Switch
 
-    max_waiting, hosted = options.max_queue or _MAX_QUEUE, list[Hosted]()
-    for name, each in zip(names, planned, strict=True):
-        load: Any = partial(each.load, name, max_waiting)
-        hosted.append(Hosted(name, each.longest, load, each.host_bytes if len(models) > 1 else 0))
     limits = read_limits(device)
-    free = (limits.host_available_bytes, limits.cgroup_available_bytes)
-    limit = min((found for found in free if found is not None), default=None)
-    if flags.host_memory is not None:
-        limit = parse_size(flags.host_memory, "--host-memory")
-    switch = Switch(hosted, max_waiting, limit, 10.0 if options.switch_after is None else options.switch_after)
+    free = [limits.host_available_bytes or inf, limits.cgroup_available_bytes or inf]
+    limit = min(free) if flags.host_memory is None else parse_size(flags.host_memory, "--host-memory")
+    after_s = 10.0 if options.switch_after is None else options.switch_after
+    switch = Switch(hosted, options.max_queue or _MAX_QUEUE, limit if len(models) > 1 else inf, after_s)
     first = switch.first()
-    if len(models) > 1:
-        _print_places(hosted, first, limit)
+    for each in hosted if len(models) > 1 else []:
+        where = "parked beside others" if each in first else "loaded from its files when it is wanted (--host-memory)"
+        text = f"{each.names[0]}: {format_size(each.host_bytes)} of host memory; {where}"
+        stderr.print(text, markup=False, soft_wrap=True)
     if options.dry_run:
         return
     bound = bind(options.host or "127.0.0.1", 8000 if options.port is None else options.port)
-    for model in reversed(first):  # the first one stays on the device
+    for each in reversed(first):  # the first one stays on the device
         with byte_bar("loading", stderr) as progress:
-            switch.bring(model, progress)
+            switch.bring(each, progress)
     app = App(switch, options.api_key, options.cors, options.allowed_hosts)
     bound.listen()  # requests wait until the server runs
-    _print_address(bound.getsockname(), [name[0] for name in names], options.api_key is not None)
+    _print_address(bound.getsockname(), [each[0] for each in names], options.api_key is not None)
     run_app(app, bound)
 
 
 def _names_of(
-    models: Sequence[str], folders: Sequence[Path], options: _ServeOptions, flags: OffloadFlags
+    models: Sequence[str], folders: Sequence[Path], flags: OffloadFlags, options: _ServeOptions
 ) -> list[list[str]]:
-    """Names of each model in requests; of several, the last part of its own, and as it is written.
+    """Names of each model in requests: of several, the last part of its own, and as it is written.
 
     Raises:
-        OptionError: two have one name; flags that are for one model.
+        OptionError: two have one name; flags that are for one model, or for several.
     """
-    given = options.served_model_name
-    if len(models) == 1:
-        refuse_idle({"--switch-after": options.switch_after}, "with one model; name others behind it")
+    given, num = options.served_model_name, len(models)
+    if num == 1:
+        refuse_idle({"--switch-after": options.switch_after}, "with one model")
         return [given or [*models]]
-    if flags.plan is not None:
-        raise OptionError("--plan is the plan of one model, and there are several; give --device-memory instead")
-    if options.speculate not in (None, "lookup"):
+    if flags.plan is not None or options.speculate not in (None, "lookup"):
+        flag = "--plan" if flags.plan is not None else f"--speculate {options.speculate}"
         raise OptionError(
-            f"--speculate {options.speculate}: a draft stays on the device, which several models take in turns; use "
-            f"--speculate lookup, or leave it out"
+            f"{flag}: expected one model, found {num}, which take turns on the device (a plan is that of one, and a "
+            f"draft stays there); leave it out"
         )
-    if given is not None and len(given) != len(models):
-        raise OptionError(
-            f"--served-model-name: expected a name for each of the {len(models)} models, in their order, found "
-            f"{len(given)}"
-        )
+    each_one = f"--served-model-name with a name for each of the {num} models, in their order"
+    if given is not None and len(given) != num:
+        raise OptionError(f"expected {each_one}, found {len(given)}")
     own = given or [model_name(folder).rpartition("/")[2] for folder in folders]
     for name in own:
         if len(same := [model for model, other in zip(models, own, strict=True) if other == name]) > 1:
             raise OptionError(
-                f"{' and '.join(same)} are both {name!r} in requests; tell them apart with --served-model-name and a "
-                f"name for each of the {len(models)} models, in their order"
+                f"{' and '.join(same)} have one name in requests, {name!r}; tell them apart by {each_one}"
             )
-    if given:
-        return [[name] for name in own]
-    return [list(dict.fromkeys((name, model))) for name, model in zip(own, models, strict=True)]
+    return [[name] if given else [*dict.fromkeys((name, model))] for name, model in zip(own, models, strict=True)]
 
 
-def _print_places(hosted: Sequence[Hosted], first: Sequence[Hosted], limit: int | None) -> None:
-    """Where the models are while another one runs."""
-    of = "" if limit is None else f" of {format_size(limit)}"
-    each = ", ".join(f"{model.names[0]} {format_size(model.host_bytes)}" for model in hosted)
-    stderr.print(f"host memory of stores, and of what is parked: {each}{of}", markup=False, soft_wrap=True)
-    for model in (model for model in hosted if model not in first):
-        text = "has no room there beside the others, and is loaded from its files when it is wanted (--host-memory)"
-        stderr.print(f"{model.names[0]} {text}", markup=False, soft_wrap=True)
+def _host(
+    folder: Path, names: Sequence[str], device: torch.device, flags: OffloadFlags, options: _ServeOptions
+) -> Hosted:
+    """The model in ``folder``, planned and not loaded; prints the plan.
 
-
-@dataclass
-class _Planned:
-    """One model of the server with its plan, to load as often as it takes.
-
-    Attributes:
-        opened: on ``meta``; ``None``: it has been loaded, and has to be opened again.
-        host_bytes: host memory of its stores, and of its residents while it is parked.
+    Raises:
+        OptionError, CheckpointError: it cannot be served.
     """
+    batch = _BATCH if flags.batch is None else flags.batch
+    sequences = max(counts("--batch", batch))
+    if flags.device_memory is not None:
+        flags = replace(flags, batch=batch)
+    policy, speculation = requested(flags, device, _SURFACE), options.speculation()
+    if options.speculate == "mtp":
+        raise OptionError("--speculate mtp reads hidden states, which rows do not return; use lookup or a draft")
+    from headrace.adapters.transformers.load_folder import load_matched
+    from headrace.adapters.transformers.opened_model import open_model
+    from headrace.cli.prompt import open_with_template
+    from headrace.planning.request import PlanRequest
+    from headrace.serving.async_engine import AsyncEngine
+    from headrace.serving.endpoint import ServedModel
+    from headrace.serving.switch import Hosted
 
-    open: Callable[[], OpenedModel]
-    opened: OpenedModel | None
-    tokenizer: Any
-    settings: Any
-    request: PlanRequest
-    sequences: int
-    longest: int
-    cpu_experts: bool
-    host_bytes: int
+    how: Any = {"experts_implementation": options.experts_implementation, "use_liger_kernel": options.use_liger_kernel}
+    reopen = partial(open_model, folder, options.dtype, device=device, **how)
+    opened = [reopen()]
+    tokenizer = open_with_template(folder)
+    _check_template(folder, tokenizer.chat_template)
+    settings = _default_settings(opened[0], tokenizer, greedy=options.generation_config == "none")
+    if policy is None and device.type == "cuda":
+        policy = opened[0].default_budget(sequences, int(flags.context or AUTO_CONTEXT))
+    asked = PlanRequest(opened[0], policy, device=device, disk=disk_options(flags), speculation=speculation)
+    request, longest, host_bytes = _plan(opened[0], asked, sequences, flags)
 
-    @classmethod
-    def of(cls, folder: Path, device: torch.device, flags: OffloadFlags, options: _ServeOptions) -> _Planned:
-        """Plan the model in ``folder``, and print the plan.
+    def load(progress: Progress) -> tuple[ServedModel, Handle]:
+        found = opened.pop() if opened else reopen()  # a loaded model is held by the server alone
+        module: Any = found.module
+        has_draft, on = speculation is not None, options.cpu_experts  # graphs are the draft's
+        handle = load_matched(folder, replace(request, model=module), found.match, progress, has_draft, on)
+        module.generation_config = settings
+        engine = AsyncEngine(module, sequences, longest, options.max_queue or _MAX_QUEUE)
+        return ServedModel(module, tokenizer, names, engine), handle
 
-        Raises:
-            OptionError, CheckpointError: it cannot be served.
-        """
-        batch = _BATCH if flags.batch is None else flags.batch
-        sequences = max(counts("--batch", batch))
-        if flags.device_memory is not None:
-            flags = replace(flags, batch=batch)
-        policy, speculation = requested(flags, device, _SURFACE), options.speculation()
-        if options.speculate == "mtp":
-            raise OptionError("--speculate mtp reads hidden states, which rows do not return; use lookup or a draft")
-        from headrace.adapters.transformers.opened_model import open_model
-        from headrace.cli.prompt import open_with_template
-        from headrace.model.memory_profile import notes_on_experts
-        from headrace.plan.slabs import slab_bytes
-        from headrace.plan.tables import render
-        from headrace.plan_model import plan_model
-        from headrace.planning.checks import needs_of
-        from headrace.planning.request import PlanRequest
+    return Hosted(names, longest, load, host_bytes)
 
-        how: Any = {"experts_implementation": options.experts_implementation}
-        how["use_liger_kernel"] = options.use_liger_kernel
-        reopen = partial(open_model, folder, options.dtype, device=device, **how)
-        opened = reopen()
-        tokenizer = open_with_template(folder)
-        _check_template(folder, tokenizer.chat_template)
-        settings = _default_settings(opened, tokenizer, greedy=options.generation_config == "none")
-        if policy is None and device.type == "cuda":
-            policy = opened.default_budget(sequences, int(flags.context or AUTO_CONTEXT))
-        request = PlanRequest(opened, policy, device=device, disk=disk_options(flags), speculation=speculation)
-        planned = plan_model(request)
-        longest, automatic = _longest(flags, planned), planned.context.automatic
-        _check_rows(opened, longest, speculation is not None)
-        request = replace(request, policy=planned.plan, workload=Workload([sequences], longest))
-        planned = plan_model(request)  # again, to measure the cache of that workload
-        if planned.shortage:
-            fix = "use a smaller --batch or --context, or less --device-memory"
-            raise OptionError(f"the plan {planned.shortage}; {fix}")
-        if speculation is not None and (forecast := planned.speculation) is not None:
-            forecast.require_faster()
-            request = replace(request, speculation=replace(speculation, guesses=forecast.guesses))
-        plan = planned.plan
-        stderr.print(render(plan, opened.name))
-        for line in (*filter(None, [automatic]), *notes_on_experts(opened.module, ())):
-            stderr.print(line, soft_wrap=True)
-        cache = format_size(planned.planner.profile.cache_bytes(sequences, longest))
-        stderr.print(
-            f"cache: {sequences} sequences of {longest} tokens; {cache} "
-            f"{'counted in --device-memory' if plan.context else 'beside the weights'}",
-            soft_wrap=True,
-        )
-        on_meta = [storage.name for storage in opened.inventory.storages]
-        stores = needs_of(plan, on_gpu=device.type == "cuda", on_meta=on_meta).host_bytes
-        host_bytes = stores + slab_bytes(plan.resident.values())
-        request = replace(request, model=None, policy=plan)
-        return cls(reopen, opened, tokenizer, settings, request, sequences, longest, options.cpu_experts, host_bytes)
 
-    def load(self, names: Sequence[str], max_waiting: int, progress: Progress) -> tuple[ServedModel, Handle]:
-        """The model on its device, with an engine that has not started."""
-        from headrace.adapters.transformers.load_folder import load_matched
-        from headrace.serving.async_engine import AsyncEngine
-        from headrace.serving.endpoint import ServedModel
+def _plan(
+    opened: OpenedModel, request: PlanRequest, sequences: int, flags: OffloadFlags
+) -> tuple[PlanRequest, int, int]:
+    """``request`` with its plan, which is printed, and no model; tokens of the longest sequence; bytes in the host."""
+    from headrace.model.memory_profile import notes_on_experts
+    from headrace.plan.slabs import slab_bytes
+    from headrace.plan.tables import render
+    from headrace.plan_model import plan_model
+    from headrace.planning.checks import needs_of
 
-        opened, self.opened = self.opened or self.open(), None
-        module: Any = opened.module
-        request = replace(self.request, model=module)
-        has_draft = request.speculation is not None  # graphs are the draft's
-        handle = load_matched(opened.folder, request, opened.match, progress, has_draft, self.cpu_experts)
-        module.generation_config = self.settings
-        engine = AsyncEngine(module, self.sequences, self.longest, max_waiting)
-        return ServedModel(module, self.tokenizer, names, engine), handle
+    planned, speculation = plan_model(request), request.speculation
+    longest, automatic = _longest(flags, planned), planned.context.automatic
+    _check_rows(opened, longest, speculation is not None)
+    request = replace(request, policy=planned.plan, workload=Workload([sequences], longest))
+    planned = plan_model(request)  # again, to measure the cache of that workload
+    if planned.shortage:
+        raise OptionError(f"the plan {planned.shortage}; use a smaller --batch or --context, or less --device-memory")
+    if speculation is not None and (forecast := planned.speculation) is not None:
+        forecast.require_faster()
+        speculation = replace(speculation, guesses=forecast.guesses)
+    plan, on_gpu = planned.plan, planned.context.target.device.type == "cuda"
+    stderr.print(render(plan, opened.name))
+    for line in (*filter(None, [automatic]), *notes_on_experts(opened.module, ())):
+        stderr.print(line, soft_wrap=True)
+    cache = format_size(planned.planner.profile.cache_bytes(sequences, longest))
+    stderr.print(
+        f"cache: {sequences} sequences of {longest} tokens; {cache} "
+        f"{'counted in --device-memory' if plan.context else 'beside the weights'}",
+        soft_wrap=True,
+    )
+    on_meta = [storage.name for storage in opened.inventory.storages]
+    host_bytes = needs_of(plan, on_gpu=on_gpu, on_meta=on_meta).host_bytes + slab_bytes(plan.resident.values())
+    return replace(request, model=None, policy=plan, speculation=speculation), longest, host_bytes
 
 
 def _check_template(folder: Path, template: str | dict[str, str] | None) -> None:

@@ -105,11 +105,12 @@ class App:
         body = await asyncio.to_thread(_object, await request.body(), content_type)  # seconds for a long one
         model = self.switch.find(body.get("model"))
         ready = await self._made(kind, model, body)
-        async with self.switch.turn(model, ready) as served:
-            endpoint = ready.pop() if ready else (await self._made(kind, model, body))[0]
-            model.keep_alive_s = endpoint.request.keep_alive
-            updates = served.engine.submit(endpoint.answers)
-            request.scope["at end"].callback(served.engine.cancel, endpoint.answers)
+        async with self.switch.turn(model, ready):
+            (endpoint,) = ready or await self._made(kind, model, body)
+            ready.clear()
+            model.keep_alive_s, engine = endpoint.request.keep_alive, endpoint.served.engine
+            updates = engine.submit(endpoint.answers)
+            request.scope["at end"].callback(engine.cancel, endpoint.answers)
         if endpoint.request.stream:
             return StreamingResponse(self._events(endpoint, updates), media_type="text/event-stream")
         async for _ in updates:
@@ -145,14 +146,17 @@ class App:
 
     async def _park(self, request: Request) -> Response:
         model = self.switch.find(name := request.path_params["name"])
-        await self.switch.park(model)
-        return _json(self._entry(model, name))
+        if model.handle is None and model.load is None:
+            raise RequestError(f"{name!r} is resident, and cannot be parked")
+        async with self.switch.turn(model, [], parks=True):
+            return _json(self._entry(model, name))
 
     def _health(self, _: Request) -> Response:
-        if reason := self.switch.why_stuck():
-            raise RequestError(reason, status=503)
-        problems = {model.names[0]: model.problem for model in self.switch.models if model.problem}
-        return _json({"status": "degraded", "problems": problems} if problems else {"status": "ok"})
+        problems = {model: model.problem for model in self.switch.models if model.problem}
+        if self.switch.running in problems or len(problems) == len(self.switch.models):
+            raise RequestError("; ".join(map(str, problems.values())), status=503)
+        found = {model.names[0]: why for model, why in problems.items()}
+        return _json({"status": "degraded", "problems": found} if found else {"status": "ok"})
 
     # -- a request -----------------------------------------------------------------------------------------------------
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from functools import partial
 from typing import Any
 
@@ -12,8 +12,17 @@ from prometheus_client.registry import Collector
 from starlette.responses import Response
 
 from headrace.serving.engine import Engine
-from headrace.serving.switch import Hosted, Switch
+from headrace.serving.switch import Switch
 
+_GAUGES: dict[str, tuple[str, Callable[[Engine], int]]] = {
+    "running_requests": ("Answers that are generated.", lambda engine: engine.running),
+    "waiting_requests": ("Answers that wait for others to end.", lambda engine: engine.waiting),
+    "cache_tokens": (
+        "Tokens that the cache has room for.",
+        lambda engine: engine.rows.num_rows * engine.rows.num_tokens,
+    ),
+    "cache_used_tokens": ("Of them, those of answers that run.", lambda engine: engine.used_tokens),
+}
 _COUNTS = {
     "prompt_tokens": "Tokens of prompts of finished answers.",
     "generated_tokens": "Tokens of finished answers.",
@@ -53,34 +62,23 @@ class Metrics(Collector):
 
     def collect(self) -> Iterator[Metric]:
         """For the registry; of several models, each with its name."""
-        models = self._switch.models
-        rows = {model: model.served.engine.engine for model in models if model.served is not None}
-        counts = {model: model.counts() for model in models}
-        labels = ["model"] if len(models) > 1 else []
+        models, switch = self._switch.models, self._switch
+        label = ["model"] if len(models) > 1 else []
 
-        def metric(kind: type[Any], name: str, text: str, value: Callable[[Hosted], float]) -> Metric:
-            found: Any = kind(name, text, labels=labels)
-            for model in models:
-                found.add_metric(model.names[:1] if labels else [], value(model))
+        def family(kind: type[Any], name: str, text: str, values: Iterable[int]) -> Metric:
+            found: Any = kind(f"headrace_{name}", text, labels=label)
+            for model, value in zip(models, values, strict=True):
+                found.add_metric(model.names[: len(label)], value)
             return found  # type: ignore[no-any-return]
 
-        def of_rows(value: Callable[[Engine], float]) -> Callable[[Hosted], float]:
-            return lambda model: value(rows[model]) if model in rows else 0
-
-        def of_counts(name: str, model: Hosted) -> int:
-            return counts[model][name]
-
-        waiting, runs = of_rows(lambda engine: engine.waiting), of_rows(lambda engine: engine.running)
-        room = of_rows(lambda engine: engine.rows.num_rows * engine.rows.num_tokens)
-        gauge = partial(metric, GaugeMetricFamily)
-        yield gauge("headrace_alive", "1 while requests can run.", lambda model: model.problem is None)
-        yield gauge("headrace_running", "1 while the model is on the device.", lambda m: m is self._switch.running)
-        yield gauge("headrace_running_requests", "Answers that are generated.", runs)
-        text = "Answers that wait for others to end, or for a switch."
-        yield gauge("headrace_waiting_requests", text, lambda m: waiting(m) + self._switch.waiting_for(m))
-        yield gauge("headrace_cache_tokens", "Tokens that the cache has room for.", room)
-        text = "Of them, those of answers that run."
-        yield gauge("headrace_cache_used_tokens", text, of_rows(lambda engine: engine.used_tokens))
-        for name, text in _COUNTS.items():
-            if any(name in found for found in counts.values()):
-                yield metric(CounterMetricFamily, f"headrace_{name}", text, partial(of_counts, name))
+        gauge = partial(family, GaugeMetricFamily)
+        yield gauge("alive", "1 while requests can run.", [model.problem is None for model in models])
+        yield gauge("on_device", "1 while the model is there.", [model is switch.running for model in models])
+        text = "Answers that wait for the turn of their model."
+        yield gauge("switch_requests", text, [switch.waiting_for(model) for model in models])
+        engines = [None if model.served is None else model.served.engine.engine for model in models]
+        for name, (text, read) in _GAUGES.items():
+            yield gauge(name, text, [0 if engine is None else read(engine) for engine in engines])
+        counts = [model.counts() for model in models]
+        for name in [name for name in _COUNTS if any(name in found for found in counts)]:
+            yield family(CounterMetricFamily, name, _COUNTS[name], [found[name] for found in counts])

@@ -20,6 +20,7 @@ from contextlib import asynccontextmanager
 from dataclasses import dataclass, field
 from functools import partial
 from itertools import accumulate
+from math import inf
 
 import torch
 
@@ -41,13 +42,13 @@ class Hosted:
     Attributes:
         names: in requests; answers contain the first.
         longest: tokens of the longest sequence, prompt and answer.
-        load: loads it onto the device from its files; ``None``: it is loaded once, and stays.
+        load: loads it from its files onto the device; ``None``: it is loaded, and stays.
         host_bytes: host memory of its stores, and of its residents while it is parked.
-        served, handle: ``None``: it is unloaded; a model without a handle cannot be parked.
+        served, handle: ``None``: it is unloaded; without a handle alone, it cannot be parked.
         error: why it could not run when it was wanted last.
-        entering: requests that have the device, and are not in its engine yet.
+        entering: requests whose turn it is, and that are not in its engine yet.
         used_s: when it was used last.
-        keep_alive_s: for how long it stays on the device after its last request, by that request; ``None``: for good.
+        keep_alive_s: by its last request, for how long it stays on the device without one; ``None``: for good.
         ended: counts of engines that it has had.
     """
 
@@ -69,11 +70,6 @@ class Hosted:
         return self.entering > 0 or (self.served is not None and self.served.engine.is_busy)
 
     @property
-    def has_died(self) -> bool:
-        """Whether its engine has ended, so that it has to be loaded again."""
-        return self.load is not None and self.served is not None and self.served.engine.engine.error is not None
-
-    @property
     def problem(self) -> str | None:
         """Why its requests fail; ``None``: they do not."""
         return (self.served.engine.why_dead() if self.served is not None else None) or self.error
@@ -81,8 +77,9 @@ class Hosted:
     def counts(self) -> Counter[str]:
         """Tokens, bytes moved and others, since the server began."""
         found = Counter(self.ended)
-        if (served := self.served) is not None:
-            found.update(prompt_tokens=served.engine.prompt_tokens, generated_tokens=served.engine.generated_tokens)
+        if self.served is not None:
+            engine = self.served.engine
+            found.update(prompt_tokens=engine.prompt_tokens, generated_tokens=engine.generated_tokens)
         if (handle := self.handle) is not None:
             stats = handle.stats()
             found.update(moved_bytes=stats.bytes_moved, stalls=stats.stalls)
@@ -108,10 +105,10 @@ class _Ticket:
 
     model: Hosted
     parks: bool
-    num_answers: int
     ready: list[Endpoint]
     admitted: asyncio.Future[None]
-    since_s: float = field(default_factory=time.monotonic)
+    since_s: float
+    has_entered: bool = False
 
 
 class Switch:
@@ -119,29 +116,25 @@ class Switch:
 
     Args:
         models: of which one may be loaded.
-        max_waiting: answers that may wait for each.
-        host_limit_bytes: what their ``host_bytes`` together stay within; ``None``: nothing is counted.
+        host_limit_bytes: what their ``host_bytes`` together stay within.
         switch_after_s: see above.
 
     Attributes:
         running: the model on the device.
+        max_waiting: answers that may wait for each model.
         observe: called after a switch with its kind, ``load``, ``resume`` or ``park``, and its seconds.
     """
 
     def __init__(
-        self,
-        models: Sequence[Hosted],
-        max_waiting: int,
-        host_limit_bytes: int | None = None,
-        switch_after_s: float = 10.0,
+        self, models: Sequence[Hosted], max_waiting: int, host_limit_bytes: float = inf, switch_after_s: float = 10.0
     ) -> None:
-        self.models, self._max_waiting = list(models), max_waiting
-        self._host_limit_bytes, self._switch_after_s = host_limit_bytes, switch_after_s
+        self.models, self.max_waiting, self._switch_after_s = models, max_waiting, switch_after_s
+        self._host_limit_bytes = host_limit_bytes
         self.running = next((model for model in models if model.served is not None), None)
         self.observe: Callable[[str, float], None] = lambda kind, seconds: None
         self._waiting: list[_Ticket] = []
+        self._task: asyncio.Task[None] | None = None  # of the switch to ``_target`` that runs
         self._target: Hosted | None = None
-        self._task: asyncio.Task[None] | None = None  # of the switch that runs
         self._since_s = 0.0  # when the turn began
         self._is_stopping = False
         if self.running is not None:
@@ -153,33 +146,27 @@ class Switch:
         model = Hosted(served.names, served.engine.longest, served=served, handle=handle)
         return cls([model], served.engine.engine.max_waiting)
 
-    @property
-    def most_waiting(self) -> int:
-        """Answers that may wait."""
-        return self._max_waiting * len(self.models)
-
     def first(self) -> list[Hosted]:
         """Models for which host memory has room together, from the first one on."""
         totals = accumulate(model.host_bytes for model in self.models)
-        limit = self._host_limit_bytes
-        return self.models[: max(1, sum(limit is None or total <= limit for total in totals))]
+        return [*self.models[: max(1, sum(total <= self._host_limit_bytes for total in totals))]]
 
     def find(self, name: object) -> Hosted:
-        """The model of a request that has ``name`` as its field ``model``.
+        """The model of a request whose field ``model`` is ``name``; ``None``: the only one.
 
         Raises:
             RequestError: there is none.
         """
         if len(self.models) == 1 and not isinstance(name, str):
             return self.models[0]  # whoever reads the request refuses another type
-        names = ", ".join(repr(model.names[0]) for model in self.models)
-        if not isinstance(name, str):
-            raise RequestError(f"model: expected one of {names}, found {name!r:.200}", "model")
         for model in self.models:
             if name in model.names:
                 return model
-        are = "is" if len(self.models) == 1 else "are"
-        raise RequestError(f"model {name[:200]!r} is not served here, {names} {are}", "model", 404)
+        served = ", ".join(repr(model.names[0]) for model in self.models)
+        if not isinstance(name, str):
+            raise RequestError(f"model: expected one of {served}, found {name!r:.200}", "model")
+        text = f"model {name[:200]!r} is not served here, {served} {'are' if ', ' in served else 'is'}"
+        raise RequestError(text, "model", 404)
 
     def state_of(self, model: Hosted) -> str:
         """Where ``model`` is, in a word."""
@@ -188,90 +175,56 @@ class Switch:
         return "running" if self.running is model else "unloaded" if model.served is None else "parked"
 
     def waiting_for(self, model: Hosted) -> int:
-        """Answers that wait for the turn of ``model``."""
-        return sum(ticket.num_answers for ticket in self._waiting if ticket.model is model)
-
-    def why_stuck(self) -> str | None:
-        """Why no request can run any more, whatever its model; ``None``: some can."""
-        running, problems = self.running, {model: model.problem for model in self.models}
-        if running is not None and problems[running] and not running.has_died:
-            return problems[running]
-        if all(problems.values()):
-            return "; ".join(f"{model.names[0]}: {why}" for model, why in problems.items())
-        return None
+        """Answers that wait for the turn of ``model``, as far as their requests have been read."""
+        waiting = [ticket for ticket in self._waiting if ticket.model is model]
+        return sum(len(ticket.ready[0].answers) if ticket.ready else 1 for ticket in waiting)
 
     # -- waiting -------------------------------------------------------------------------------------------------------
 
     @asynccontextmanager
-    async def turn(self, model: Hosted, ready: list[Endpoint]) -> AsyncIterator[ServedModel]:
-        """Within, requests may be given to the engine of ``model``, which is running until they have ended.
+    async def turn(self, model: Hosted, ready: list[Endpoint], *, parks: bool = False) -> AsyncIterator[None]:
+        """Within, requests may be given to the engine of ``model``, which stays on the device until they have ended.
 
-        ``ready``: the request as it was read with ``model``; emptied if ``model`` is loaded again meanwhile.
+        Args:
+            ready: the request as it was read with the model; emptied if that is loaded again meanwhile.
+            parks: the opposite: within, ``model`` is not on the device.
 
         Raises:
             RequestError: too many wait (429), or the model cannot run (503).
         """
-        await self._wait(model, ready)
-        try:
-            assert model.served is not None
-            self._drop_stale(model, ready)
-            yield model.served
-        finally:
-            model.entering -= 1
-            self._after(model)
-
-    async def park(self, model: Hosted) -> None:
-        """Return when ``model`` is not on the device: its requests that run end first.
-
-        Raises:
-            RequestError: it cannot be parked.
-        """
-        if model.handle is None and model.load is None:
-            raise RequestError(f"{model.names[0]!r} is not offloaded, and cannot be parked")
-        await self._wait(model, [], parks=True)
-
-    async def _wait(self, model: Hosted, ready: list[Endpoint], parks: bool = False) -> None:
-        num = sum(len(endpoint.answers) for endpoint in ready) or 1
-        ticket = _Ticket(model, parks, num, ready, asyncio.get_running_loop().create_future())
-        self._drop_stale(model, ready)
         if self._is_stopping:
             raise RequestError("the server stops", status=503)
-        if (waiting := self.waiting_for(model)) >= self._max_waiting:
+        if (waiting := self.waiting_for(model)) >= self.max_waiting:
             text = f"{waiting} requests wait for {model.names[0]!r}, the limit of --max-queue; try again later"
             raise RequestError(text, status=429)
+        ticket = _Ticket(model, parks, ready, asyncio.get_running_loop().create_future(), time.monotonic())
         self._waiting.append(ticket)
-        self._advance()
         try:
+            self._advance()
             while not ticket.admitted.done():
-                await asyncio.wait([ticket.admitted], timeout=_CHECK_S)
-                if not ticket.admitted.done() and (reason := self.why_stuck()):
-                    raise RequestError(reason, status=503)
+                done, _ = await asyncio.wait([ticket.admitted], timeout=_CHECK_S)
+                if not done and self.running is not None and self.running.served is not None:
+                    self.running.served.engine.require_alive()
             ticket.admitted.result()
-        except BaseException:  # the client has left, perhaps just when its turn began
+            if ready and ready[0].served is not model.served:
+                ready.clear()
+            yield
+        finally:  # also of a client that leaves, perhaps just when its turn begins
             if ticket in self._waiting:
                 self._waiting.remove(ticket)
-                self._advance()
-            elif ticket.admitted.done() and ticket.admitted.exception() is None and not parks:
-                model.entering -= 1
-                self._after(model)
-            raise
-
-    def _drop_stale(self, model: Hosted, ready: list[Endpoint]) -> None:
-        if ready and ready[0].served is not model.served:
-            ready.clear()
+            model.entering -= ticket.has_entered
+            self._after(model)
 
     def _fits(self, ticket: _Ticket) -> bool:
-        if ticket.parks:
-            return self.running is not ticket.model
-        return self.running is ticket.model and not ticket.model.has_died
+        return (self.running is ticket.model) is not ticket.parks
 
     def _admit(self) -> None:
         """Let all that wait for the running model begin."""
         for ticket in [ticket for ticket in self._waiting if self._fits(ticket)]:
             self._waiting.remove(ticket)
-            if not ticket.parks:
-                ticket.model.entering += 1
-                ticket.model.used_s = time.monotonic()
+            ticket.has_entered = not ticket.parks
+            ticket.model.entering += ticket.has_entered
+            ticket.model.used_s = time.monotonic()
             ticket.admitted.set_result(None)
 
     def _advance(self) -> None:
@@ -285,16 +238,19 @@ class Switch:
             self._begin(None if others[0].parks else others[0].model)
 
     def _after(self, model: Hosted) -> None:
-        """Requests of ``model`` have ended."""
-        if not model.is_busy:
-            model.used_s = used_s = time.monotonic()
-            if model.keep_alive_s is not None and model.handle is not None:
-                asyncio.get_running_loop().call_later(model.keep_alive_s, self._expire, model, used_s)
+        """Requests of ``model`` may have ended."""
+        if not model.is_busy and model.keep_alive_s is not None and model.handle is not None:
+            model.used_s = time.monotonic()
+            asyncio.get_running_loop().call_later(model.keep_alive_s, self._expire, model, model.used_s)
         self._advance()
 
     def _expire(self, model: Hosted, used_s: float) -> None:
         if self.running is model and model.used_s == used_s and self._task is None and not self._is_stopping:
             self._begin(None)
+
+    def _watch(self, model: Hosted) -> None:
+        assert model.served is not None
+        model.served.engine.on_idle = partial(self._after, model)
 
     def stop(self) -> None:
         """End the engines; requests that wait fail, and so does a model that is being loaded."""
@@ -302,39 +258,32 @@ class Switch:
         for ticket in self._waiting:
             ticket.admitted.set_exception(RequestError("the server stops", status=503))
         self._waiting.clear()
-        for model in self.models:
-            if model.served is not None:
-                model.served.engine.stop()
+        for served in [model.served for model in self.models if model.served is not None]:
+            served.engine.stop()
 
     # -- the switch ----------------------------------------------------------------------------------------------------
 
     def _begin(self, to: Hosted | None) -> None:
         self._target = to
-        if to is not None:
-            to.error = None
         self._task = asyncio.get_running_loop().create_task(self._switch(to))
 
     async def _switch(self, to: Hosted | None) -> None:
-        kind = "park" if to is None else "load" if to.served is None or to.has_died else "resume"
-        begin_s, leaving, reason = time.perf_counter(), self.running, None
+        kind = "park" if to is None else "load" if to.served is None else "resume"
+        begin_s, blamed = time.perf_counter(), to or self.running
+        assert blamed is not None
+        blamed.error = None
         try:
             await asyncio.to_thread(self.bring, to, self._on_progress)
+            self.observe(kind, time.perf_counter() - begin_s)
         except Exception as error:
-            reason = f"{type(error).__name__}: {error}"
-            _log.error("%s failed", kind, exc_info=error)
-        seconds, self._since_s = time.perf_counter() - begin_s, time.monotonic()
-        self._task = None
-        blamed = leaving if to is None else to
-        if blamed is not None:
-            blamed.error = reason and f"{kind} of {blamed.names[0]!r} failed: {reason}; the next request tries it again"
-        if reason is None:
-            self.observe(kind, seconds)
-            _log.info("%s of %s: %.3f s", kind, "all" if to is None else to.names[0], seconds)
-        else:
-            for ticket in [each for each in self._waiting if each.model is blamed and each.parks == (to is None)]:
+            name, why = blamed.names[0], f"{type(error).__name__}: {error}"
+            _log.error("%s of %s failed", kind, name, exc_info=error)
+            blamed.error = f"{kind} of {name!r} failed, and its next request tries it again: {why}"
+            for ticket in [each for each in self._waiting if each.model is blamed and each.parks is (to is None)]:
                 self._waiting.remove(ticket)
-                ticket.admitted.set_exception(RequestError(str(blamed and blamed.error), status=503))
-        self._admit()  # whatever the others have waited
+                ticket.admitted.set_exception(RequestError(blamed.error, status=503))
+        self._task, self._since_s = None, time.monotonic()
+        self._admit()  # however long the others have waited
         self._advance()
 
     def _on_progress(self, done: int, total: int) -> None:
@@ -351,27 +300,32 @@ class Switch:
         Raises:
             Exception: of any type, with no model on the device.
         """
-        gone = self._beside(to)
+        held = [model for model in self.models if model.served is not None and model is not to]
+        held.sort(key=lambda model: model.used_s)
+        gone = list[Hosted]()
+        while to is not None and held and sum(each.host_bytes for each in (to, *held)) > self._host_limit_bytes:
+            gone.append(held.pop(0))
         if (leaving := self.running) is not None and leaving.served is not None:
             leaving.served.engine.engine.rest()
-            self.running = None
-            if leaving not in gone and not self._park(leaving):
-                gone.append(leaving)
+            try:
+                if leaving not in gone and not self._is_parked(leaving):
+                    gone.append(leaving)
+                    held.remove(leaving)
+            finally:
+                self.running = None
         for model in gone:
             self._release(model)
         if to is None:
             return
         if to.served is None:
-            to.served, to.handle = self._load(to, progress)
+            to.served, to.handle = self._load(to, held, progress)
             self._watch(to)
         elif to.handle is not None:
             to.handle.resume()
         self.running, to.used_s = to, time.monotonic()
 
-    def _park(self, model: Hosted) -> bool:
-        """Park ``model``; ``False``: it has to be loaded again, as its engine has ended, or it cannot be parked."""
-        if model.has_died:
-            return False
+    def _is_parked(self, model: Hosted) -> bool:
+        """Park ``model``; ``False``: it cannot be, and has to be loaded again."""
         try:
             if model.handle is not None:
                 model.handle.park()
@@ -382,37 +336,18 @@ class Switch:
             return False
         return True
 
-    def _others(self, to: Hosted) -> list[Hosted]:
-        """Loaded models but ``to``, those first that were used least recently."""
-        held = [model for model in self.models if model.served is not None and model is not to]
-        return sorted(held, key=lambda model: model.used_s)
-
-    def _beside(self, to: Hosted | None) -> list[Hosted]:
-        """Those for which host memory has no room beside ``to``."""
-        if to is None or self._host_limit_bytes is None:
-            return []
-        gone, held = list[Hosted](), self._others(to)
-        while held and to.host_bytes + sum(model.host_bytes for model in held) > self._host_limit_bytes:
-            gone.append(held.pop(0))
-        return gone
-
-    def _load(self, to: Hosted, progress: Progress) -> tuple[ServedModel, Handle]:
+    def _load(self, to: Hosted, held: list[Hosted], progress: Progress) -> tuple[ServedModel, Handle]:
         assert to.load is not None
         while True:
             try:
                 return to.load(progress)
-            except LimitError as error:  # other programs may have taken memory since
-                if error.limit == DEVICE or not (held := self._others(to)):
+            except LimitError as error:  # other programs have taken memory meanwhile
+                if error.limit == DEVICE or not held:
                     raise
-            self._release(held[0])
+            self._release(held.pop(0))
 
     def _release(self, model: Hosted) -> None:
-        for ticket in self._waiting:
-            if ticket.model is model:
-                ticket.ready.clear()
+        for ticket in [ticket for ticket in self._waiting if ticket.model is model]:
+            ticket.ready.clear()  # it holds the model
         _log.info("%s leaves host memory", model.names[0])
         model.release()
-
-    def _watch(self, model: Hosted) -> None:
-        assert model.served is not None
-        model.served.engine.on_idle = partial(self._after, model)
