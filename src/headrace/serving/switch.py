@@ -137,8 +137,8 @@ class Switch:
         self._target: Hosted | None = None
         self._since_s = 0.0  # when the turn began
         self._is_stopping = False
-        if self.running is not None:
-            self._watch(self.running)
+        for model in models:
+            self._watch(model)
 
     @classmethod
     def of(cls, served: ServedModel, handle: Handle | None) -> Switch:
@@ -249,8 +249,8 @@ class Switch:
             self._begin(None)
 
     def _watch(self, model: Hosted) -> None:
-        assert model.served is not None
-        model.served.engine.on_idle = partial(self._after, model)
+        if model.served is not None:
+            model.served.engine.on_idle = partial(self._after, model)
 
     def stop(self) -> None:
         """End the engines; requests that wait fail, and so does a model that is being loaded."""
