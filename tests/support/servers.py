@@ -114,13 +114,13 @@ def serving(
 @contextmanager
 def serving_several(
     folders: Mapping[str, Path], policy: Policy | str, *, host_bytes: int = 0, limit: float = inf,
-    after_s: float = 10.0, longest: int = 256, max_waiting: int = 64, key: str | None = None,
+    after_s: float = 10.0, longest: int = 256, max_waiting: int = 64, key: str | None = None, device: str = "cpu",
 ) -> Iterator[Several]:  # fmt: skip
     """A server of the models in ``folders``, by name, of which the first is on the device."""
 
     def host(name: str, folder: Path) -> Hosted:
         def load_it(progress: Progress) -> tuple[ServedModel, Handle]:
-            model, handle = load(folder, policy, device="cpu", progress=progress)
+            model, handle = load(folder, policy, device=device, progress=progress)
             engine = AsyncEngine(model, 4, longest, max_waiting)
             return ServedModel(model, AutoTokenizer.from_pretrained(folder), [name], engine), handle
 
