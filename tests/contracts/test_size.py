@@ -13,15 +13,15 @@ import pytest
 import measures
 
 BOUNDS = {
-    "lines of src": 26165,
-    "lines of the core": 15823,
-    "files of src": 188,
-    "lines of tests": 45622,
+    "lines of src": 26559,
+    "lines of the core": 15827,
+    "files of src": 189,
+    "lines of tests": 46239,
     "longest class": 347,
     "Prefetcher": 298,
     "branches on a kind of store": 4,
     "files that headrace.api loads": 36,
-    "lines that headrace.api loads": 6362,
+    "lines that headrace.api loads": 6366,
     "lines of the spine": 5057,
     "files of the spine": 53,
     "files to the first copy": 42,
