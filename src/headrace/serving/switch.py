@@ -142,7 +142,7 @@ class Switch:
 
     @classmethod
     def of(cls, served: ServedModel, handle: Handle | None) -> Switch:
-        """Of one model that is loaded."""
+        """Switch of one model that is loaded."""
         model = Hosted(served.names, served.engine.longest, served=served, handle=handle)
         return cls([model], served.engine.engine.max_waiting)
 
@@ -169,7 +169,7 @@ class Switch:
         raise RequestError(text, "model", 404)
 
     def state_of(self, model: Hosted) -> str:
-        """Where ``model`` is, in a word."""
+        """State of ``model``: where it is, in a word."""
         if self._task is not None and self._target is model:
             return "loading"
         return "running" if self.running is model else "unloaded" if model.served is None else "parked"
