@@ -49,6 +49,7 @@ from headrace.serving.app import App
 from headrace.serving.async_engine import AsyncEngine
 from headrace.serving.endpoint import ServedModel
 from headrace.serving.listening import bind
+from headrace.serving.switch import Switch
 from seeded_models import write_words
 
 CASES = {"qwen3-8b": "every 4th layer", "qwen3-30b-a3b": "cache"}
@@ -97,7 +98,7 @@ class Served:
         self.engine = AsyncEngine(model, num_rows, longest, max_waiting)
         # Whole prompts run: traces of experts count the tokens that do.
         self.engine.engine._longest_prefix = lambda _: (0, 0)  # type: ignore[method-assign]
-        app = App(ServedModel(model, tokenizer, ["model"], self.engine), handle, None)
+        app = App(Switch.of(ServedModel(model, tokenizer, ["model"], self.engine), handle), None)
         self._bound = bind("127.0.0.1", 0)
         self.port = self._bound.getsockname()[1]
         self._server = uvicorn.Server(uvicorn.Config(app, log_level="error", lifespan="on"))

@@ -157,7 +157,7 @@ def test_serve(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     folder = tmp_path / "model"
     ensure_model(folder, TINY)
     handles: list[headrace.Handle] = []  # the command keeps its own until the process ends
-    monkeypatch.setattr("headrace.serving.app.App", lambda served, handle, *_: handles.append(handle))
+    monkeypatch.setattr("headrace.serving.app.App", lambda switch, *_: handles.append(switch.running.handle))
     monkeypatch.setattr("headrace.serving.listening.run_app", lambda *_: None)
     command = ("serve", folder, "--device-memory", "2MiB", "--port", "0")
     assert run(*command).exit_code == 0

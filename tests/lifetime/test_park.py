@@ -31,6 +31,7 @@ from headrace.errors import (
 from headrace.lifetime import parking
 from headrace.lifetime.host_copies import HostCopies
 from headrace.memory.system import Limits
+from headrace.model.live_tensors import _owners
 from headrace.model.torch_private import weak_memory
 from headrace.runtime.session import OffloadSession
 from headrace.testing import assert_same_bits
@@ -74,6 +75,21 @@ class TestBits:
         here.handle.park()
         here.handle.remove()
         here.check_state()
+
+    @pytest.mark.parametrize("way", WAYS)
+    def test_nothing_is_left_of_a_cycle(self, way: str, tmp_path: Path) -> None:
+        """What says to whom a storage belongs was kept for storages that are gone."""
+        here, counts = pair(way, tmp_path), []
+        here.check()
+        for _ in range(6):
+            kept = [torch.UntypedStorage(0) for _ in range(20)]  # so that addresses differ
+            here.handle.park()
+            here.handle.resume()
+            here.check()
+            gc.collect()
+            counts.append(len(_owners))
+            kept.clear()
+        assert counts[-1] <= counts[0]
 
     def test_debug_mode(self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
         monkeypatch.setenv("HEADRACE_DEBUG", "1")

@@ -94,6 +94,7 @@ OTHER_FIELDS = {
         "two-four-power": "case gpu limit_w power_w sm_clock_mhz",
         "card-between": "case layers model token_ms graph_ms between_ms",
         "served-steps": "model tokens link_gb_per_s case way at_once",
+        "switches switching": "case bit_equal model ms switch_ms bytes_moved",
         "first-tokens": "case start first_token_s command_s link_gb_per_s",
         "peers": "peer model case ms tokens_per_s",
         "lifetime": "model case call ms samples_ms link_gb_per_s",

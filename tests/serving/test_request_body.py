@@ -60,9 +60,27 @@ def test_what_no_endpoint_carries_out(kind: type[GenerationRequest], body: dict[
         assert read(kind, {**body, name: value}).model_dump(include={"prompt", "messages", "input"})
 
 
+@pytest.mark.parametrize(("given", "seconds"), [
+    (0, 0), (2.5, 2.5), (-1, None), (-0.5, None), ("5m", 300), ("1h30m", 5400), ("1.5s", 1.5), ("250ms", 0.25),
+    ("0s", 0), ("-1m", None), (None, None),
+])  # fmt: skip
+def test_keep_alive(given: Any, seconds: float | None) -> None:
+    """As Ollama has it (https://github.com/ollama/ollama/blob/main/docs/faq.md)."""
+    for kind, body in KINDS:
+        assert read(kind, {**body, "keep_alive": given}).keep_alive == seconds
+
+
+@pytest.mark.parametrize("given", ["", "5", "m", "5 m", "5m!", "forever", "--1s", True, [5], {"s": 5}, 1e400])
+def test_no_keep_alive(given: Any) -> None:
+    kind, body = KINDS[0]
+    with pytest.raises(RequestError, match="keep_alive: ") as caught:
+        read(kind, {**body, "keep_alive": given})
+    assert (caught.value.status, caught.value.field) == (400, "keep_alive")
+
+
 @pytest.mark.parametrize(("kind", "body"), KINDS)
 @pytest.mark.parametrize("name", [
-    "user", "cache_prompt", "keep_alive", "num_ctx", "prompt_cache_retention", "store", "metadata", "verbosity",
+    "user", "cache_prompt", "num_ctx", "prompt_cache_retention", "store", "metadata", "verbosity",
 ])  # fmt: skip
 def test_what_changes_no_answer(
     kind: type[GenerationRequest], body: dict[str, Any], name: str, caplog: pytest.LogCaptureFixture,

@@ -12,7 +12,7 @@ import sys
 import threading
 import time
 import urllib.request
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from importlib.util import find_spec
 from pathlib import Path
@@ -139,10 +139,89 @@ def test_a_dry_run_prints_plan_and_cache(model: Path) -> None:
     assert max(map(len, result.stderr.splitlines())) <= 120
 
 
+class TestSeveralModels:
+    @pytest.fixture
+    def other(self, model: Path, tmp_path: Path) -> Path:
+        return changed(model, tmp_path / "other", "generation_config.json")
+
+    @pytest.mark.parametrize(("flags", "message"), [
+        (["--engine", "vllm"], "--engine vllm serves one model, and there are 2 ("),
+        (["--served-model-name", "m"], "expected --served-model-name with a name for each of the 2 models, in their"),
+        (["--served-model-name", "m", "m"], "other have one name in requests, 'm'; tell them apart by --served-model-"),
+        (["--plan", "p.json"], "--plan: expected one model, found 2, which take turns on the device"),
+        (["--speculate", "/some/draft"], "--speculate /some/draft: expected one model, found 2"),
+        (["--switch-after", "-1"], "--switch-after -1: expected a number of seconds, 0 or more"),
+        (["--switch-after", "nan"], "--switch-after nan: expected a number of seconds, 0 or more"),
+        (["--tensor-parallel-size", "2"], "--tensor-parallel-size: headrace serve has no such flag; flags of"),
+    ])  # fmt: skip
+    def test_what_cannot_be_served(self, model: Path, other: Path, flags: list[str], message: str) -> None:
+        assert message in error_of("serve", model, other, *flags)
+
+    def test_two_of_one_name(self, model: Path, tmp_path: Path) -> None:
+        other = changed(model, tmp_path / model.name, "generation_config.json")
+        message = error_of("serve", model, other)
+        assert f"{model} and {other} have one name in requests, {model.name!r}; tell them apart by --served-" in message
+
+    def test_no_such_model(self, model: Path) -> None:
+        assert "no/such" in error_of("serve", model, "no/such")
+
+    def test_a_turn_of_one_model(self, model: Path) -> None:
+        assert "--switch-after has no effect with one model" in error_of("serve", model, "--switch-after", "1")
+        assert "--switch-after has no effect inside vLLM" in error_of(
+            "serve", model, "--engine", "vllm", "--switch-after", "1"
+        )
+
+    @pytest.mark.slow
+    def test_a_dry_run(self, model: Path, other: Path) -> None:
+        result = succeed("serve", model, other, "--device-memory", "2MiB", "--offload-mode", "cpu", "--dry-run")
+        assert result.stderr.count("3.26 MiB of weights in 1.94 MiB of device memory") == 2
+        assert "several models take turns in it alone" in result.stderr
+        assert re.search(r"^tiny: [\d.]+ MiB of host memory; parked beside others$", result.stderr, re.MULTILINE)
+        short = ("--host-memory", "4MiB", "--device-memory", "2MiB", "--offload-mode", "cpu", "--dry-run")
+        found = succeed("serve", model, other, *short).stderr
+        assert "of host memory; loaded from its files when it is wanted (--host-memory)" in found
+        assert "parked beside others" in found
+
+    @pytest.mark.slow
+    def test_serves_both(self, model: Path, other: Path) -> None:
+        """By the last parts of their names and as they are written; Ctrl-C between two switches is no error."""
+        with command(model, others=[other]) as (process, url):
+            texts = {name: ask(url, 8, "", name)["choices"][0]["text"] for name in ("tiny", "other", str(other))}
+            assert len({*texts.values()}) == 1  # they have the same weights
+            with urllib.request.urlopen(f"{url}/v1/models") as answer:
+                data = json.load(answer)["data"]
+            states = {each["id"]: each["state"] for each in data}
+            assert states == {"tiny": "parked", str(model): "parked", "other": "running", str(other): "running"}
+            process.send_signal(signal.SIGINT)
+            _, err = process.communicate(timeout=60)
+        assert process.returncode == 0, err
+        assert "Traceback" not in err
+
+    @pytest.mark.slow
+    def test_a_signal_in_a_switch(self, model: Path, other: Path) -> None:
+        """The switch ends, and the request that waits is answered."""
+        slow = "from headrace.api import Handle; import time; resume = Handle.resume"
+        slow += "; Handle.resume = lambda handle: [time.sleep(3), resume(handle)][1]"
+        answers: list[Any] = []
+        with command(model, "-c", IMPATIENT.format(30, 60, slow), others=[other]) as (process, url):
+            waiting = threading.Thread(target=lambda: answers.append(ask(url, 8, "", "other")))
+            waiting.start()
+            wait_for(url, 'headrace_switch_requests{model="other"} 1.0')
+            process.send_signal(signal.SIGINT)
+            waiting.join(60)
+            _, err = process.communicate(timeout=60)
+        assert process.returncode == 0, err
+        assert "Traceback" not in err
+        assert answers[0]["usage"]["completion_tokens"] == 8
+
+
 @contextmanager
-def command(model: Path, *program: str, **environment: str) -> Iterator[tuple[subprocess.Popen[str], str]]:
+def command(
+    model: Path, *program: str, others: Sequence[Path] = (), **environment: str
+) -> Iterator[tuple[subprocess.Popen[str], str]]:
     """The running command and its address, found in what it prints; ``program``: what Python runs instead of it."""
-    words = ["serve", str(model), "--device-memory", "2MiB", "--port", "0", "--served-model-name", "m"]
+    words = ["serve", str(model), *map(str, others), "--device-memory", "2MiB", "--port", "0"]
+    words += [] if others else ["--served-model-name", "m"]
     package = Path(sys.modules["headrace"].__file__ or "").parent.parent
     with subprocess.Popen(
         [sys.executable, *(program or ("-m", "headrace")), *words],
@@ -158,15 +237,15 @@ def command(model: Path, *program: str, **environment: str) -> Iterator[tuple[su
                 line = process.stderr.readline()
                 assert line, printed
                 printed += line
-            found = re.search(r"serving m at (http://127\.0\.0\.1:\d+)/v1, Ctrl-C ends it", printed)
+            found = re.search(r"serving \S.* at (http://127\.0\.0\.1:\d+)/v1, Ctrl-C ends it", printed)
             assert found is not None, printed
             yield process, found[1]
         finally:
             process.kill()
 
 
-def ask(url: str, tokens: int, key: str) -> Any:
-    body = json.dumps({"model": "m", "prompt": "Water", "max_tokens": tokens}).encode()
+def ask(url: str, tokens: int, key: str, model: str = "m") -> Any:
+    body = json.dumps({"model": model, "prompt": "Water", "max_tokens": tokens}).encode()
     headers = {"Content-Type": "application/json", "Authorization": f"Bearer {key}"}
     with urllib.request.urlopen(urllib.request.Request(f"{url}/v1/completions", body, headers), timeout=120) as answer:
         return json.load(answer)

@@ -43,7 +43,7 @@ _OWN_FLAGS = tuple(name for name in FLAG_OF_KEY.values() if name not in _VLLM_FL
 # Flags of headrace's own server alone: of the verb, and of all verbs.
 _SERVER_FLAGS = (
     "max_queue", "cors", "allowed_hosts", "experts_implementation", "cpu_experts", "use_liger_kernel", "speculate",
-    "guesses", "accepted", "accepted_from",
+    "guesses", "accepted", "accepted_from", "switch_after",
 )  # fmt: skip
 _IDLE_FLAGS = tuple(name for name in VERB_FLAGS if name not in (*_VLLM_FLAGS, *_OWN_FLAGS, "device"))
 

@@ -214,14 +214,17 @@ class Rows:
         self.has_states, self.continues = _has_states(config), True
         if self.has_states and "update_recurrent_state" in (code := _code_of(model)):  # many scans begin with zeros
             self.continues = re.search(r"initial_states?=recurrent_state", code) is not None
-        num_states = [getattr(layer, "number_of_states", 1) for layer in layers]
-        self._layers = [_RowsLayer(num_rows, length, num, self._reach) for num in num_states]
-        self._cache = Cache(layers=self._layers)  # type: ignore[arg-type]
+        self._num_states = [getattr(layer, "number_of_states", 1) for layer in layers]
+        self._make_cache()
         self._indices = torch.arange(num_rows, device=model.device)
         self._takes_number = "logits_to_keep" in inspect.signature(type(model).forward).parameters
         on_gpu = model.device.type in GRAPH_DEVICES
         self._graphs = CapturedSteps(model, session) if on_gpu else None
         self._is_first = True
+
+    def _make_cache(self) -> None:
+        self._layers = [_RowsLayer(self.num_rows, self._length, num, self._reach) for num in self._num_states]
+        self._cache = Cache(layers=self._layers)  # type: ignore[arg-type]
 
     @property
     def replays(self) -> int:
@@ -232,6 +235,11 @@ class Rows:
         """Free the graphs; the next steps make new ones."""
         if self._graphs is not None:
             self._graphs.drop()
+
+    def clear(self) -> None:
+        """Free the graphs and the memory of all rows; the next prompts take new memory."""
+        self.release()
+        self._make_cache()
 
     @torch.no_grad()
     def prompts(

@@ -708,6 +708,13 @@ _STATISTICS = ("running_mean", "running_var")
 _owners: weakref.WeakValueDictionary[int, BoundTensor] = weakref.WeakValueDictionary()
 
 
+def _own(tensor: torch.Tensor, owner: BoundTensor) -> None:
+    """Note the owner of the storage of ``tensor``, for as long as there is that storage."""
+    if _owners.get(key := storage_id(tensor)) is not owner:
+        _owners[key] = owner
+        weakref.finalize(tensor.untyped_storage(), _owners.pop, key, None).atexit = False
+
+
 class _PlaceholderStorage(torch.UntypedStorage):
     """Storage without bytes: what copied it would copy nothing, and find nothing wrong."""
 
@@ -744,7 +751,7 @@ def placeholder_like(tensor: torch.Tensor, owner: BoundTensor) -> torch.Tensor:
     placeholder.untyped_storage().__class__ = _PlaceholderStorage
     # Code that asks for the pointer gets an error of torch instead of the null pointer of an empty storage.
     torch_private.refuse_pointer(placeholder)
-    _owners[storage_id(placeholder)] = owner
+    _own(placeholder, owner)
     return placeholder
 
 
@@ -785,7 +792,7 @@ def _marked_view(tensor: torch.Tensor, owner: BoundTensor, *marks: str) -> torch
     # `set_` itself is declared as a write of `view`, which the guard would refuse.
     with torch.no_grad(), read_pinned(), torch_private.excluding(_GUARDED_KEYS):
         view.set_(tensor.untyped_storage(), tensor.storage_offset(), tensor.shape, tensor.stride())
-    _owners[storage_id(view)] = owner
+    _own(view, owner)
     return view
 
 

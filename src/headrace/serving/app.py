@@ -24,16 +24,16 @@ from starlette.responses import Response, StreamingResponse
 from starlette.routing import Route, Router
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
-from headrace.api import Handle
 from headrace.errors import MORE_THREADS
 from headrace.serving.async_engine import Updates
 from headrace.serving.chat_completions import ChatCompletions
 from headrace.serving.completions import Completions
-from headrace.serving.endpoint import Endpoint, ServedModel
+from headrace.serving.endpoint import Endpoint
 from headrace.serving.messages import Messages
 from headrace.serving.metrics import Metrics
 from headrace.serving.request_body import RequestError
 from headrace.serving.responses import Responses
+from headrace.serving.switch import Hosted, Switch
 
 _log = logging.getLogger(__name__)
 RECEIVE_S = 30  # for the head of a request, and then for its body
@@ -44,7 +44,7 @@ _GENERATE: dict[str, type[Endpoint]] = {
     "/v1/responses": Responses,
     "/v1/messages": Messages,
 }
-_ROUTES = (*_GENERATE, "/v1/models", "/health", "/metrics")
+_ROUTES = (*_GENERATE, "/v1/models", "/v1/models/NAME/park", "/health", "/metrics")
 # More than texts of that many tokens have (an escaped emoji: 12), so that longer ones are neither read nor tokenised.
 _BYTES_PER_TOKEN = 32
 _BODY_BYTES = 2**18
@@ -54,38 +54,34 @@ class App:
     """The outermost application: checks the key and the length of a request, counts it, and cancels it.
 
     Attributes:
-        engine: runs the requests; stopped when the application stops.
+        switch: runs the requests; stopped when the application stops.
     """
 
     def __init__(
         self,
-        served: ServedModel,
-        handle: Handle | None,
+        switch: Switch,
         key: str | None,
         cors: bool = False,
         hosts: Collection[str] | None = None,
     ) -> None:
         """Args:
-        served: the model, and what runs it.
-        handle: the handle of its offload, for metrics; ``None``: it is resident.
+        switch: the models, and what runs them.
         key: requests to ``/v1`` need ``Authorization: Bearer KEY``; ``None``: they need none.
         cors: whether pages of any origin may send requests.
         hosts: names of the server in requests, besides those of this machine; ``*``: any.
         """
-        self.engine, self._served, self._key = served.engine, served, key
-        self._metrics = Metrics(served.engine, handle)
+        self.switch, self._key, self._created = switch, key, int(time.time())
+        self._metrics = Metrics(switch)
         self._hosts = {host.lower() for host in hosts or ()}
-        self._longest_body = _BODY_BYTES + _BYTES_PER_TOKEN * served.engine.longest
+        self._longest_body = _BODY_BYTES + _BYTES_PER_TOKEN * max(model.longest for model in switch.models)
         self._body_timeouts: set[asyncio.Timeout] = set()
-        entry = {"object": "model", "created": int(time.time()), "owned_by": "headrace"}
-        entry["max_model_len"] = served.engine.longest
-        self._models = {name: {"id": name, **entry} for name in served.names}
         routes = [Route(path, partial(self._generate, kind), methods=["POST"]) for path, kind in _GENERATE.items()]
         for path, get in (
             ("/v1/models", self._list), ("/v1/models/{name:path}", self._model), ("/health", self._health),
             ("/metrics", lambda _: self._metrics.answer()),
         ):  # fmt: skip
             routes.append(Route(path, get))
+        routes.append(Route("/v1/models/{name:path}/park", self._park, methods=["POST"]))
         self._router = Router(routes, lifespan=self._lifespan)
         # Outside the check of the key, which the preflight requests of browsers do not carry.
         cors_options: Any = {"allow_origins": ["*"], "allow_methods": ["*"], "allow_headers": ["*"]}
@@ -94,7 +90,7 @@ class App:
     @asynccontextmanager
     async def _lifespan(self, _: object) -> AsyncIterator[None]:
         yield
-        self.engine.stop()
+        self.switch.stop()
 
     def refuse_unread(self) -> None:
         """Refuse requests whose bodies are incomplete."""
@@ -105,17 +101,26 @@ class App:
     # -- routes --------------------------------------------------------------------------------------------------------
 
     async def _generate(self, kind: type[Endpoint], request: Request) -> Response:
-        body = await request.body()
         content_type = request.headers.get("content-type", "")
-        read = lambda: kind(self._served, _object(body, content_type))  # noqa: E731 - seconds for a long body
-        endpoint = await asyncio.to_thread(read)
-        updates = self.engine.submit(endpoint.answers)
-        request.scope["at end"].callback(self.engine.cancel, endpoint.answers)
+        body = await asyncio.to_thread(_object, await request.body(), content_type)  # seconds for a long one
+        model = self.switch.find(body.get("model"))
+        ready = await self._made(kind, model, body)
+        async with self.switch.turn(model, ready):
+            (endpoint,) = ready or await self._made(kind, model, body)
+            ready.clear()
+            model.keep_alive_s, engine = endpoint.request.keep_alive, endpoint.served.engine
+            updates = engine.submit(endpoint.answers)
+            request.scope["at end"].callback(engine.cancel, endpoint.answers)
         if endpoint.request.stream:
             return StreamingResponse(self._events(endpoint, updates), media_type="text/event-stream")
         async for _ in updates:
             pass
         return _json(endpoint.whole())
+
+    async def _made(self, kind: type[Endpoint], model: Hosted, body: dict[str, Any]) -> list[Endpoint]:
+        """The request; nothing while its model is unloaded."""
+        served = model.served
+        return [] if served is None else [await asyncio.to_thread(kind, served, body)]
 
     async def _events(self, endpoint: Endpoint, updates: Updates) -> AsyncIterator[str]:
         try:
@@ -127,16 +132,31 @@ class App:
             yield _sent(endpoint.failure(_body_of(_refusal("", error))["error"]))
 
     def _list(self, _: Request) -> Response:
-        return _json({"object": "list", "data": list(self._models.values())})
+        data = [self._entry(model, name) for model in self.switch.models for name in model.names]
+        return _json({"object": "list", "data": data})
 
     def _model(self, request: Request) -> Response:
         name = request.path_params["name"]
-        self._served.require_name(name)
-        return _json(self._models[name])
+        return _json(self._entry(self.switch.find(name), name))
+
+    def _entry(self, model: Hosted, name: str) -> dict[str, Any]:
+        about = {"id": name, "object": "model", "created": self._created, "owned_by": "headrace"}
+        error = {} if model.problem is None else {"error": model.problem}
+        return {**about, "max_model_len": model.longest, "state": self.switch.state_of(model), **error}
+
+    async def _park(self, request: Request) -> Response:
+        model = self.switch.find(name := request.path_params["name"])
+        if model.handle is None and model.load is None:
+            raise RequestError(f"{name!r} is resident, and cannot be parked")
+        async with self.switch.turn(model, [], parks=True):
+            return _json(self._entry(model, name))
 
     def _health(self, _: Request) -> Response:
-        self.engine.require_alive()
-        return _json({"status": "ok"})
+        problems = {model: model.problem for model in self.switch.models if model.problem}
+        if self.switch.running in problems or len(problems) == len(self.switch.models):
+            raise RequestError("; ".join(map(str, problems.values())), status=503)
+        found = {model.names[0]: why for model, why in problems.items()}
+        return _json({"status": "degraded", "problems": found} if found else {"status": "ok"})
 
     # -- a request -----------------------------------------------------------------------------------------------------
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator, Sequence
+from collections.abc import AsyncIterator, Callable, Sequence
 from contextlib import suppress
 from typing import Any
 
@@ -29,6 +29,7 @@ class AsyncEngine:
     Attributes:
         engine: the thread that runs the model.
         prompt_tokens, generated_tokens: of answers that have ended without an error.
+        on_idle: called when all answers have ended.
     """
 
     def __init__(self, model: Any, num_rows: int, longest: int, max_waiting: int) -> None:
@@ -37,11 +38,17 @@ class AsyncEngine:
         self._running: dict[Request, tuple[Answer, asyncio.Queue[Any]]] = {}
         self._loop: asyncio.AbstractEventLoop | None = None
         self._error: str | None = None
+        self.on_idle: Callable[[], None] = lambda: None
 
     @property
     def longest(self) -> int:
         """Tokens of the longest sequence, prompt and answer."""
         return self.engine.rows.num_tokens
+
+    @property
+    def is_busy(self) -> bool:
+        """Whether answers run or wait."""
+        return bool(self._running)
 
     def submit(self, answers: Sequence[Answer]) -> Updates:
         """Queue the requests of answers.
@@ -68,9 +75,11 @@ class AsyncEngine:
 
     def cancel(self, answers: Sequence[Answer]) -> None:
         """End answers and free their rows; those that have ended are ignored."""
-        for answer in answers:
-            if self._running.pop(answer.request, None) is not None:
-                self.engine.cancel(answer.request)
+        ended = [answer for answer in answers if self._running.pop(answer.request, None) is not None]
+        for answer in ended:
+            self.engine.cancel(answer.request)
+        if ended and not self._running:
+            self.on_idle()
 
     async def _updates(self, left: set[Answer], news: asyncio.Queue[Any]) -> Updates:
         while left:
@@ -108,6 +117,7 @@ class AsyncEngine:
             except BaseException as found:  # of the request alone, or of the engine
                 is_dead = found is self.engine.error
                 queue.put_nowait((answer, RequestError(self.why_dead() or "", status=503) if is_dead else found))
+                self.cancel([answer])  # now, and not when its client has read that
             if answer.finish_reason is not None:
                 self.prompt_tokens += len(request.prompt)
                 self.generated_tokens += answer.num_tokens

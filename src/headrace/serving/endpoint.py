@@ -36,12 +36,6 @@ class ServedModel:
     names: Sequence[str]
     engine: AsyncEngine
 
-    def require_name(self, name: str) -> None:
-        """Raise a RequestError if it is no name of the model."""
-        if name not in self.names:
-            text = f"model {name[:200]!r} is not served here, {self.names[0]!r} is"
-            raise RequestError(text, "model", 404)
-
     @cached_property
     def template(self) -> ChatTemplate:
         """The chat template."""
@@ -85,8 +79,6 @@ class Endpoint(ABC):
                 text = f"{field}: {len(items)} items are more than the {longest} tokens of a sequence here (--context)"
                 raise RequestError(text, field)
         self.request = read(self.kind, body)
-        if self.request.model is not None:
-            served.require_name(self.request.model)
         self.id, self.created = f"{self.prefix}{uuid.uuid4().hex}", int(time.time())
         sampling = read_sampling(self.request, served.model.generation_config)
         self._bad_words = token_sequences(self.request.bad_words or [], tokenizer)

@@ -196,6 +196,16 @@ class Engine:
         if self._thread.is_alive():
             self._thread.join(timeout_s)
 
+    def rest(self) -> None:
+        """Return when no forward runs, those of cancelled requests included, with the memory of all rows freed."""
+        while not self._is_stopping:
+            with self._changed:
+                if not (self._active or self._prompts):
+                    self._held = [[] for _ in self._held]
+                    self.rows.clear()
+                    return
+            time.sleep(0.001)
+
     def why_dead(self) -> str | None:
         """Why no request can run; ``None``: the thread is alive."""
         if self.error is not None:

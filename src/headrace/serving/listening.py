@@ -87,7 +87,7 @@ class _Server(uvicorn.Server):
     async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:
         app: App = self.config.app  # type: ignore[assignment]
         app.refuse_unread()
-        asyncio.get_running_loop().call_later(_STOP_S, app.engine.stop)
+        asyncio.get_running_loop().call_later(_STOP_S, app.switch.stop)
         # A forward that hangs does not end.
         faulthandler.dump_traceback_later(2 * _STOP_S, exit=True)
         await super().shutdown(sockets)
@@ -98,7 +98,10 @@ def run_app(app: App, bound: socket.socket) -> None:
     LOGGING_CONFIG["handlers"]["access"]["stream"] = "ext://sys.stderr"
     settings = uvicorn.Config(app, http=_Connection, lifespan="on", server_header=False)
     settings.timeout_graceful_shutdown = _STOP_S + 5  # for clients that do not read their answers, complete by then
-    most, (soft, hard) = _CONNECTIONS + app.engine.engine.max_waiting, resource.getrlimit(resource.RLIMIT_NOFILE)
+    most, (soft, hard) = (
+        _CONNECTIONS + len(app.switch.models) * app.switch.max_waiting,
+        resource.getrlimit(resource.RLIMIT_NOFILE),
+    )
     soft = max(soft, min(hard, 4 * most))
     resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
     # A quarter of the limit: connections are accepted that many at a time, and a new one has to be read before it is

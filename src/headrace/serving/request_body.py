@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import json
 import logging
+import re
 from collections.abc import Collection, Mapping
 from difflib import get_close_matches
 from functools import cache
@@ -53,7 +54,7 @@ _NEUTRAL: dict[str, tuple[object, ...]] = {
 }
 # Labels, and hints for other servers: their caches, their queues, and how wordy their models are.
 _IGNORED = (
-    "cache_prompt", "keep_alive", "metadata", "num_ctx", "priority", "prompt_cache_key", "prompt_cache_retention",
+    "cache_prompt", "metadata", "num_ctx", "priority", "prompt_cache_key", "prompt_cache_retention",
     "request_id", "safety_identifier", "service_tier", "store", "timings_per_token", "user", "verbosity",
 )  # fmt: skip
 # In messages and their parts: what answers of servers hold, and clients send back with them. Reasoning that has
@@ -201,11 +202,24 @@ _NumAnswers = Annotated[int, Field(ge=1, le=128)]
 _NumTop = Annotated[int, Field(ge=0, le=20)]
 
 
+_UNITS = {"ms": 0.001, "s": 1, "m": 60, "h": 3600}
+
+
+def _seconds(given: Any) -> float:
+    """A number of seconds, or, as Ollama has it, a text such as "5m" or "1h30m"; negative: without end."""
+    if isinstance(given, int | float) and not isinstance(given, bool):
+        return float(given)
+    parts = re.findall(r"(\d+(?:\.\d+)?)(ms|[smh])", str(given))
+    if not parts or str(given).removeprefix("-") != "".join(map("".join, parts)):
+        raise ValueError('expected seconds, or a text such as "5m"; 0: none, -1: without end')
+    return sum(float(number) * _UNITS[unit] for number, unit in parts) * (-1 if str(given).startswith("-") else 1)
+
+
 class GenerationRequest(BaseModel):
     """Fields of every endpoint; ``None``: the model's own.
 
-    ``temperature`` of 0 is greedy; ``top_k`` of 0 or -1: all tokens; with ``seed`` the answer does not depend on other
-    requests.
+    ``keep_alive``: seconds until the idle model is parked, ``None``: it is not; ``temperature`` of 0 is greedy;
+    ``top_k`` of 0 or -1: all tokens; with ``seed`` the answer does not depend on other requests.
     """
 
     model_config = _STRICT
@@ -233,6 +247,9 @@ class GenerationRequest(BaseModel):
     ] = None
     stream_options: _StreamOptions | None = None
     max_tokens: Annotated[int, Field(ge=1, lt=2**31)] | None = Field(None, validation_alias=AliasChoices(*_LENGTHS))
+    keep_alive: Annotated[float | None, AfterValidator(lambda s: s if s >= 0 else None), BeforeValidator(_seconds)] = (
+        None
+    )
 
     @model_validator(mode="after")
     def _check(self) -> GenerationRequest:
