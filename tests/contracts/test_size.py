@@ -13,15 +13,15 @@ import pytest
 import measures
 
 BOUNDS = {
-    "lines of src": 26410,
-    "lines of the core": 15988,
+    "lines of src": 26412,
+    "lines of the core": 15990,
     "files of src": 189,
     "lines of tests": 45960,
     "longest class": 347,
     "Prefetcher": 298,
     "branches on a kind of store": 4,
     "files that headrace.api loads": 36,
-    "lines that headrace.api loads": 6363,
+    "lines that headrace.api loads": 6365,
     "lines of the spine": 5069,
     "files of the spine": 53,
     "files to the first copy": 42,

@@ -103,6 +103,8 @@ class Probe:
         probe: Probe = decode(cls, {name: value for name, value in data.items() if value is not None})
         total = probe.machine.get("device_bytes", "0")
         require(total.isdecimal(), "machine.device_bytes", "a whole number", total)
+        forms = probe.cpu_bytes_per_s
+        require(forms.keys() <= {"bf16", "mxfp4"}, "cpu_bytes_per_s", "rates by 'bf16' and 'mxfp4'", forms)
         # What plans for its device need.
         key, needed = "cpu", ["product_s_per_byte", "cached_read_bytes_per_s"]
         if probe.h2d_bytes_per_s:
