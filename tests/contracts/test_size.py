@@ -22,10 +22,10 @@ BOUNDS = {
     "branches on a kind of store": 4,
     "files that headrace.api loads": 36,
     "lines that headrace.api loads": 6400,
-    "lines of the spine": 5065,
+    "lines of the spine": 5075,
     "files of the spine": 53,
     "files to the first copy": 42,
-    "functions to the first copy": 386,
+    "functions to the first copy": 387,
 }
 # What a measure may lie below its bound, so that not every small change edits the table.
 SLACK = dict.fromkeys(["lines of src", "lines of the core", "lines that headrace.api loads", "lines of the spine"], 60)
