@@ -13,9 +13,9 @@ import pytest
 import measures
 
 BOUNDS = {
-    "lines of src": 26165,
-    "lines of the core": 15823,
-    "files of src": 188,
+    "lines of src": 26373,
+    "lines of the core": 15971,
+    "files of src": 190,
     "lines of tests": 45622,
     "longest class": 347,
     "Prefetcher": 298,
