@@ -8,6 +8,7 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
+import torch
 import torch.distributed as dist
 from transformers import AutoModelForCausalLM, Qwen3Config, Qwen3Model
 
@@ -18,12 +19,14 @@ from headrace.adapters.transformers.opened_model import open_model
 from headrace.config import Budget, Workload
 from headrace.errors import CheckpointError, HeadraceWarning, OptionError, SizeError
 from headrace.flags import OffloadFlags, engine_surface
+from headrace.formatting import format_size
 from headrace.memory.system import Limits
 from headrace.model import memory_profile
 from headrace.plan.plan import DeviceName, Machine
 from headrace.plan.speculation import Speculation
 from headrace.plan_model import plan_model
 from headrace.planning import context as planning_context
+from headrace.planning.checks import needs_of
 from headrace.planning.request import PlanRequest, Target
 from headrace.runtime.prepare import open_ranks
 from headrace.transfer.machine_probe import named_machine
@@ -255,3 +258,15 @@ def test_a_pipeline_in_a_folder(tmp_path: Path) -> None:
     (tmp_path / "text_encoder" / "config.json").write_text('{"hidden_size": "many"}')
     with pytest.raises(CheckpointError, match="CLIPTextModel of transformers cannot be made of its config"):
         headrace.make_plan(tmp_path, "30MB", machine="4090")
+
+
+def test_tables_of_n_grams_count_in_host_memory() -> None:
+    """A token reads a few rows of them, and no plan has them anywhere else."""
+    with torch.device("meta"):
+        layers = torch.nn.Sequential(*(torch.nn.Linear(4096, 4096, bias=False) for _ in range(4)))
+        model = torch.nn.ModuleDict({"table": torch.nn.Embedding(80_000_000, 160), "layers": layers}).bfloat16()
+    plan = headrace.make_plan(model, headrace.Budget("100MB", codec="none"), machine="4090")
+    size = 80_000_000 * 160 * 2
+    assert needs_of(plan, on_gpu=True).host_bytes >= size
+    (note,) = (each for each in plan.prediction.notes if "in host memory" in each)
+    assert f"of which {format_size(size)} are tables that stay there in any plan" in note

@@ -49,7 +49,7 @@ def _part(folder: Path, name: str, stated: Any) -> nn.Module | None:
     if library not in _LIBRARIES or not isinstance(named, str):
         return None
     kind: Any = getattr(import_module(library), named, None)
-    if not isinstance(kind, type) or not issubclass(kind, nn.Module):
+    if not _is_module(kind):
         return None
     try:
         config = read_json(folder / name / "config.json")
@@ -60,3 +60,7 @@ def _part(folder: Path, name: str, stated: Any) -> nn.Module | None:
     except Exception as error:  # of any type, for values that a class does not expect
         raise CheckpointError(f"{folder / name}: {named} of {library} cannot be made of its config: {error}") from error
     return made
+
+
+def _is_module(kind: object) -> bool:
+    return isinstance(kind, type) and issubclass(kind, nn.Module)
