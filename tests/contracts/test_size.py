@@ -14,7 +14,7 @@ import measures
 
 BOUNDS = {
     "lines of src": 26593,
-    "lines of the core": 15823,
+    "lines of the core": 15894,
     "files of src": 192,
     "lines of tests": 46294,
     "longest class": 347,
