@@ -35,6 +35,7 @@ WORDS = {instead: re.compile(rf"(?<![\w-])(?:{pattern})(?!\w)", re.IGNORECASE) f
 # (end of the file's name, text): a word of another library, or of the reader's own language.
 ALLOWED = {
     ("transfer/ring.py", "thread has to be woken"),
+    *((f"{name}.py", "wake_up(") for name in ("vllm/worker", "offloaders/layerwise", "lifetime/sleeping")),
 }
 
 PAGES = [
