@@ -35,6 +35,8 @@ WORDS = {instead: re.compile(rf"(?<![\w-])(?:{pattern})(?!\w)", re.IGNORECASE) f
 # (end of the file's name, text): a word of another library, or of the reader's own language.
 ALLOWED = {
     ("transfer/ring.py", "thread has to be woken"),
+    ("vllm/worker.py", "wake up"),
+    *((f"{name}.py", "wake_up(") for name in ("offloaders/layerwise", "lifetime/sleeping")),
 }
 
 PAGES = [

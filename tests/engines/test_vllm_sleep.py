@@ -86,7 +86,9 @@ def test_weights_are_back_after_it(start: Start, way: str, level: int, second: b
         worker.sleep(level)
         assert pool.saved_bytes == small
         assert worker.model_runner.get_model().lm_head.weight.isnan().all()
-        with pytest.raises(StateError, match=r"the weights are asleep: wake the engine first \(wake_up\(\)\)"):
+        with pytest.raises(
+            StateError, match=r"the weights are asleep: end the sleep of the engine first \(wake_up\(\)\)"
+        ):
             worker.execute_model(ids())
         worker.wake_up()
         require_same_outputs(worker, plain)

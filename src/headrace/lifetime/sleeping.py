@@ -1,4 +1,4 @@
-"""Sleep and wake-up of an offload inside an engine, whose allocator takes device memory away, and maps it again later.
+"""Sleep of an offload inside an engine, whose allocator takes device memory away, and maps it again later.
 
 Unlike a parked offload this one keeps its tensors and slots: graphs of the engine hold their addresses, at which the
 allocator maps other memory. Stores have the bytes of all but residents, and :class:`HostCopies` those.
@@ -13,11 +13,11 @@ import torch
 from headrace.lifetime.parking import Lifetime, empty_slots
 from headrace.plan.slabs import slab_bytes
 
-_ASLEEP = "the model was called while its weights are asleep: wake the engine first (wake_up())"
+_ASLEEP = "the model was called while its weights are asleep: end the sleep of the engine first (wake_up())"
 
 
 def refillable_memory(life: Lifetime) -> dict[int, int]:
-    """Allocations in which nothing lies but slots and residents, so that a wake-up fills them: size by address."""
+    """Allocations in which nothing lies but slots and residents, which :func:`end_sleep` fills: size by address."""
     session, found, used = life.session, dict[int, int](), dict[int, int]()
     for name in session.plan.resident:
         memory = session._bound[name].current_bytes().untyped_storage()
@@ -35,7 +35,7 @@ def refillable_memory(life: Lifetime) -> dict[int, int]:
 def fall_asleep(life: Lifetime, lost: Collection[int]) -> int:
     """Have the allocations at the addresses ``lost``, some of :func:`refillable_memory`, hold nothing that is needed.
 
-    From here to :func:`wake_up` no forward begins, no copy is under way, and cached experts have no device memory.
+    From here to :func:`end_sleep` no forward begins, no copy is under way, and cached experts have no device memory.
 
     Returns:
         bytes that were copied to host memory.
@@ -55,7 +55,7 @@ def fall_asleep(life: Lifetime, lost: Collection[int]) -> int:
         life.parked, life.names = "call", set(residents)
         if session.prefetcher is not None:
             session.prefetcher.forwards.parked = _ASLEEP
-            session.prefetcher.stop(graphs_released=True)  # none of them is replayed until wake_up()
+            session.prefetcher.stop(graphs_released=True)  # none of them is replayed until end_sleep()
             empty_slots(session.prefetcher)
         if session._ranges is not None:
             session._ranges.free_slots()
@@ -64,7 +64,7 @@ def fall_asleep(life: Lifetime, lost: Collection[int]) -> int:
     return moved
 
 
-def wake_up(life: Lifetime) -> int:
+def end_sleep(life: Lifetime) -> int:
     """Fill the memory that was lost, which is mapped again where it was; returns bytes that were copied there."""
     session = life.session
     if life.parked is None:

@@ -357,7 +357,7 @@ class EngineOffloader(LayerwiseOffloader):
 
     @property
     def life(self) -> Lifetime:
-        """Sleep, wake-up and new weights; after ``post_init``."""
+        """Sleep and new weights; after ``post_init``."""
         from headrace.lifetime.parking import Lifetime
 
         self._life = self._life or Lifetime(self._require_session(), in_engine=True)
@@ -371,7 +371,8 @@ class EngineOffloader(LayerwiseOffloader):
         """
         if self._life is not None and (self._life.parked or self._life.broken):
             raise StateError(
-                self._life.broken or "the weights are asleep: wake the engine first (wake_up()), then call the model"
+                self._life.broken
+                or "the weights are asleep: end the sleep of the engine first (wake_up()), then call the model"
             )
 
     def new_weights(self, call: str) -> NewWeights:

@@ -124,7 +124,7 @@ class NewWeights:
 
 
 def _why_not(life: Lifetime) -> str | None:
-    """What keeps new weights from being written; ``None``: nothing."""
+    """Reason for which new weights cannot be written; ``None``: they can."""
     session: Any = life.session
     plan = session.plan
     kinds = {kind for placement in plan.placements.values() if (kind := placement.kind) is not None}

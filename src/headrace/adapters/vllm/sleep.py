@@ -1,4 +1,4 @@
-"""Sleep mode and new weights of vLLM: which allocations are not saved for a wake-up, and how its loaders are let in."""
+"""Sleep mode and new weights of vLLM: which allocations vLLM does not save, and how its loaders are let in."""
 
 from __future__ import annotations
 
@@ -101,6 +101,6 @@ def _given_in_part(model: nn.Module) -> list[str]:
 
 
 def _reload_infos(model: nn.Module) -> Sequence[Any]:
-    """What vLLM notes of each module while it loads new weights; none in versions that note nothing."""
+    """Notes of vLLM about each module while it loads new weights; none in versions that take none."""
     module = sys.modules.get("vllm.model_executor.model_loader.reload.layerwise")
     return [] if module is None else [module.get_layerwise_info(each) for each in model.modules()]

@@ -38,7 +38,7 @@ from headrace.config import Budget, peer_timeout_s
 from headrace.errors import OptionError, OutsideAccessError, PeerError, StateError
 from headrace.experts.rows import ExpertKernels
 from headrace.formatting import format_size
-from headrace.lifetime.sleeping import fall_asleep, refillable_memory, wake_up
+from headrace.lifetime.sleeping import end_sleep, fall_asleep, refillable_memory
 from headrace.model.inventory import without_lora
 from headrace.offloaders.layerwise import EngineOffloader, EngineTraits, lookup_rule
 from headrace.plan.rates import Rates
@@ -296,7 +296,7 @@ class OffloadingWorker(_Base):  # type: ignore[misc,unused-ignore]
         """Like vLLM's; with the weights' memory come the weights as they were before :meth:`sleep`."""
         super().wake_up(tags)
         if self._offloader is not None and (tags is None or "weights" in tags):
-            moved = wake_up(self._offloader.life)
+            moved = end_sleep(self._offloader.life)
             logger.info(f"headrace: {format_size(moved)} of resident weights were copied back")
 
     def discard(self, tags: tuple[str, ...]) -> None:
