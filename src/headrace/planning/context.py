@@ -60,6 +60,7 @@ class PlanContext:
         bound: the live tensors of every storage, by storage name; empty for a folder, of which no model is built.
         hits: hit rates of cached experts, where they were recorded.
         draft: cost of the draft model, if one guesses tokens.
+        held_bytes: host memory that an offload of the model has, which another one takes over.
         automatic: what a budget of ``"auto"`` was taken for, in words; empty for others.
     """
 
@@ -73,6 +74,7 @@ class PlanContext:
     bound: Mapping[str, BoundStorage] = field(default_factory=dict, repr=False)
     hits: ExpertHits | None = None
     draft: DraftCost | None = None
+    held_bytes: int = 0
     automatic: str = ""
 
     @cached_property
@@ -82,6 +84,8 @@ class PlanContext:
         facts = (self.inventory, self.read_profile(), target.device, self.weights, target.rates, request.unstreamable)
         in_group = request.num_ranks > 1 or (request.ranks is not None and request.ranks.size > 1)
         planner = make_planner(*facts, request.disk, request.num_ranks if request.splits_units else 1, in_group)
+        if (spill := planner.spill) is not None and spill.free_bytes is not None:
+            planner = replace(planner, spill=replace(spill, free_bytes=spill.free_bytes + self.held_bytes))
         return planner if self.hits is None else replace(planner, hits=self.hits)
 
     def sized(self, guesser_bytes: int = 0) -> PlanContext:
