@@ -13,16 +13,16 @@ import pytest
 import measures
 
 BOUNDS = {
-    "lines of src": 26165,
-    "lines of the core": 15823,
-    "files of src": 188,
-    "lines of tests": 45622,
-    "longest class": 347,
+    "lines of src": 26577,
+    "lines of the core": 16235,
+    "files of src": 189,
+    "lines of tests": 46190,
+    "longest class": 349,
     "Prefetcher": 298,
     "branches on a kind of store": 4,
     "files that headrace.api loads": 36,
-    "lines that headrace.api loads": 6362,
-    "lines of the spine": 5057,
+    "lines that headrace.api loads": 6386,
+    "lines of the spine": 5067,
     "files of the spine": 53,
     "files to the first copy": 42,
     "functions to the first copy": 386,
