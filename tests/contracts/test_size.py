@@ -13,7 +13,7 @@ import pytest
 import measures
 
 BOUNDS = {
-    "lines of src": 26373,
+    "lines of src": 26374,
     "lines of the core": 15971,
     "files of src": 190,
     "lines of tests": 45810,
@@ -22,7 +22,7 @@ BOUNDS = {
     "branches on a kind of store": 4,
     "files that headrace.api loads": 36,
     "lines that headrace.api loads": 6367,
-    "lines of the spine": 5091,
+    "lines of the spine": 5092,
     "files of the spine": 53,
     "files to the first copy": 42,
     "functions to the first copy": 386,
