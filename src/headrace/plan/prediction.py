@@ -53,7 +53,7 @@ class EngineStep:
         engine: ``"generate"`` or ``"vllm"``.
         rows_per_s: tokens per second; ``None``: not predicted, with the reason in ``note``.
         command: runs the plan.
-        note: what the prediction rests on.
+        note: the measurements behind the prediction, or why there is none.
     """
 
     engine: Engine
