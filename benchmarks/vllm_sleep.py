@@ -70,7 +70,10 @@ def write_models(out: Path, layers: int) -> None:
             torch.manual_seed(seed)
             written = (folder / "config.json").read_text()
             with torch.device("cuda"):
-                model = AutoModelForCausalLM.from_config(AutoConfig.from_pretrained(folder), dtype=torch.bfloat16)
+                model = AutoModelForCausalLM.from_config(
+                    AutoConfig.from_pretrained(folder, trust_remote_code=False), dtype=torch.bfloat16,
+                    trust_remote_code=False,
+                )  # fmt: skip
             model.save_pretrained(folder)
             (folder / "config.json").write_text(written)
             del model

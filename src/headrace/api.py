@@ -31,6 +31,7 @@ if TYPE_CHECKING:
     from headrace.checkpoint.safetensors_header import Checkpoint
     from headrace.checkpoint.weight_map import WeightMap
     from headrace.lifetime.parking import Lifetime
+    from headrace.planning.context import PlanContext
     from headrace.stores.file_reads import DiskOptions
 
 __all__ = ["Handle", "handle_of", "offload", "refuse_second_offload", "session_of", "start"]
@@ -41,10 +42,14 @@ _log = logging.getLogger(__name__)
 class Handle:
     """An active offload. Leaving its ``with`` block, or :meth:`remove`, ends it; dropping the handle does not."""
 
-    def __init__(self, model: nn.Module, session: OffloadSession) -> None:
+    def __init__(self, model: nn.Module, session: OffloadSession, context: PlanContext | None = None) -> None:
         self.model = model
-        self._session = session
+        self._first_session, self._context = session, context
         self._life: Lifetime | None = None
+
+    @property
+    def _session(self) -> OffloadSession:
+        return self._first_session if self._life is None else self._life.session
 
     def __repr__(self) -> str:
         name, plan = type(self.model).__name__, self.plan
@@ -104,7 +109,7 @@ class Handle:
             BudgetError: the device the model came from has no room for it; the offload stays in force.
         """
         (self._life or self._session).remove(graphs_released)
-        self._life = None  # has the copies of residents
+        self._first_session, self._life = self._session, None  # which has the copies of residents
         # A model may have been offloaded again since, and then has another handle.
         if handle_of(self.model) is self:
             del self.model.__dict__[_MARK]
@@ -113,7 +118,7 @@ class Handle:
     def _lifetime(self) -> Lifetime:
         from headrace.lifetime.parking import Lifetime
 
-        self._life = self._life or Lifetime(self._session)
+        self._life = self._life or Lifetime(self._session, context=self._context)
         return self._life
 
     def park(self, *, resume: Literal["call", "auto"] = "call", graphs_released: bool = False) -> int:
@@ -151,6 +156,39 @@ class Handle:
             BudgetError: the device has no room; the offload stays parked.
         """
         return self._lifetime.resume()
+
+    def resize(self, device_memory: str | int, *, graphs_released: bool = False) -> int:
+        """Give the offload another device budget, between two forwards; a parked one is resumed by it.
+
+        The plan is the one that :func:`offload` would make with the policy of this offload and that budget (of another
+        policy than a :class:`~headrace.Budget`: its mode and codec). What is in host memory stays there or goes to the
+        device over the link, and what leaves the device comes back over it; files are read for what a plan has in
+        files, and for nothing else. Host memory that a tensor has once stays its own, also while it is resident, for
+        the next call: one copy of the weights at most. Units in another form, codes and cached experts, are made beside
+        what they are made of. CUDA graphs of ``generate`` and of a server are captured again, code of ``torch.compile``
+        is compiled again, and ``stats()`` begins anew.
+
+        Args:
+            device_memory: as for :func:`offload`, but no ``"auto"``.
+            graphs_released: see :meth:`remove`.
+
+        Returns:
+            bytes of weights that have become resident, or are so no longer.
+
+        Raises:
+            BudgetError, LimitError: the budget is too small; the device or the host has no room. All but the memory
+                that the allocator fails to give is found before anything changes.
+            OptionError, OptionTypeError: a budget that is none; ranks that share the weights, an engine, a pipeline, a
+                peer, speculation, experts on the CPU; memory of a weight that has another user.
+            ModelChangedError, CheckpointError: a weight was replaced, or has another value than files that are to
+                replace it.
+            StateError: as :meth:`remove`.
+
+        After an error or interrupt the offload is as before, or parked; a note of the exception says which.
+        """
+        from headrace.lifetime.resizing import resize
+
+        return resize(self._lifetime, device_memory, graphs_released)
 
     def update(self, tensors: Mapping[str, torch.Tensor] | str | os.PathLike[str]) -> int:
         """Give weights and buffers new values, in the store and on the device, between two forwards.
@@ -289,7 +327,7 @@ def start(
         progress=progress, link=link, measure_stalls=measure_stalls, never_promotes=kept, repeats=repeats
     )
     session = OffloadSession(prepared, options)
-    handle = Handle(prepared.model, session)
+    handle = Handle(prepared.model, session, prepared.context)
     try:
         session.attach()
         if "diffusers" in sys.modules:

@@ -35,9 +35,8 @@ if TYPE_CHECKING:
     from headrace.model.records import Inventory
     from headrace.plan.build import Planner
     from headrace.plan.cpu_share import CpuShareForecast
-    from headrace.plan.engines import Engine, EngineStep
     from headrace.plan.plan import DeviceName
-    from headrace.plan.prediction import PlanPrediction
+    from headrace.plan.prediction import Engine, EngineStep, PlanPrediction
     from headrace.plan.routing_traces import ExpertHits
     from headrace.plan.speculation import DraftCost, SpeculationForecast
     from headrace.stores.file_reads import DiskOptions
@@ -187,7 +186,8 @@ class PlanResult:
             return ()
         if not isinstance(request.model, str | os.PathLike):  # a verb runs it already, in one of the engines
             return ()
-        from headrace.plan.engines import EngineStep, step_in_vllm, why_not_generate
+        from headrace.plan.engines import step_in_vllm, why_not_generate
+        from headrace.plan.prediction import EngineStep
 
         own = EngineStep("generate", rows_per_s, f"headrace generate {shlex.quote(name)} --device-memory {size}")
         if reason := why_not_generate(context.inventory):

@@ -174,11 +174,11 @@ class TestOfAnotherKind:
     def refuses(self, tmp_path: Path) -> Callable[..., str]:
         """The error for a folder of these files; the same from every door."""
 
-        def error(**files: str) -> str:
+        def error(is_planned: bool = False, **files: str) -> str:
             with_files(tmp_path, **files)
             with pytest.raises(CheckpointError) as caught:
                 load(tmp_path, "1GiB")
-            for verb in (("plan",), ("generate", "--prompt", "a")):
+            for verb in (("plan",), ("generate", "--prompt", "a"))[is_planned:]:
                 assert error_of(verb[0], tmp_path, *verb[1:]) == f"error: {caught.value}"
             return str(caught.value)
 
@@ -199,9 +199,10 @@ class TestOfAnotherKind:
     def test_a_pipeline_and_a_part_of_it(self, refuses: Callable[..., str], tmp_path: Path) -> None:
         message = refuses(config__json='{"_class_name": "FluxTransformer2DModel"}', a__safetensors="")
         assert "found FluxTransformer2DModel of diffusers; load it with diffusers, model = FluxTransf" in message
-        message = refuses(model_index__json="{}")
+        message = refuses(is_planned=True, model_index__json="{}")
         assert "found a diffusers pipeline (model_index.json), which is several; load all" in message
         assert f"in one budget: headrace.adapters.diffusers.load('{tmp_path}', \"12GiB\")" in message
+        assert "expected components of diffusers or transformers, found none" in error_of("plan", tmp_path)
 
     def test_pickles(self, refuses: Callable[..., str], tmp_path: Path) -> None:
         message = refuses(config__json='{"architectures": ["BertModel"]}', pytorch_model__bin="")

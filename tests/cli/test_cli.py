@@ -77,8 +77,8 @@ FLAGS = {
         "--download", "--quiet", "--trace", "--expert-trace", "--acceptance", *OFFLOAD_FLAGS, "-v", "--verbose",
     ],
     "serve": [
-        *GUESSES, "--engine", "--host", "--port", "--api-key", "--served-model-name", "--max-queue", "--cors",
-        "--allowed-hosts", "--generation-config", "--dtype", "--experts-implementation", "--cpu-experts",
+        *GUESSES, "--engine", "--host", "--port", "--api-key", "--served-model-name", "--max-queue", "--switch-after",
+        "--cors", "--allowed-hosts", "--generation-config", "--dtype", "--experts-implementation", "--cpu-experts",
         "--use-liger-kernel", "--additional-config", "--dry-run", *OFFLOAD_FLAGS,
         "--measure-stalls",
     ],

@@ -32,7 +32,7 @@ PUBLIC = [
 ROOMS = [
     ("errors",), ("forks", "formatting", "json_files", "sizes"), ("config",), ("flags",), ("stats", "ranks"),
     ("memory",), ("codec",), ("model",), ("plan",), ("kinds",), ("checkpoint",), ("experts",), ("stores",),
-    ("transfer",), ("planning",), ("runtime",), ("lifetime", "offloaders"), ("api",), ("graphs",),
+    ("transfer",), ("planning",), ("runtime",), ("lifetime",), ("offloaders",), ("api",), ("graphs",),
     ("adapters", "testing"), ("plan_model",), ("serving",), ("cli",), ("__main__",),
 ]  # fmt: skip
 RANK = {room: rank for rank, rooms in enumerate(ROOMS) for room in rooms}

@@ -32,7 +32,7 @@ from models import Stack, save
 
 SOURCES = str(Path(headrace.__file__).parent)
 # Threads included; what a first call imports or warms up is not.
-MAX_FILES = {"offload": 43, "load": 52}
+MAX_FILES = {"offload": 44, "load": 52}
 
 STEPS: dict[str, Callable[..., Any]] = {
     "inventory": take_inventory, "binding": bind, "planner": Planner.__init__, "rates": make_planner,
@@ -81,6 +81,8 @@ def folder(tmp_path: Path) -> Path:
 
 
 ONCE = dict.fromkeys(STEPS, 1)
+# Free memory counts for a budget over files, too, which it may not hold.
+OVER_FILES = {**ONCE, "limits": 2}
 
 
 def show(what: str, trace: Trace, most: int) -> None:
@@ -97,7 +99,7 @@ def test_offload_with_a_budget(tmp_path: Path) -> None:
         handle = headrace.offload(model, "1MiB", checkpoint=checkpoint)
     assert handle.plan.units
     handle.remove()
-    assert trace.counts() == ONCE
+    assert trace.counts() == OVER_FILES
     show("offload(model, budget, checkpoint=)", trace, MAX_FILES["offload"])
 
 
@@ -118,7 +120,8 @@ def test_plans_alone(kind: str, folder: Path) -> None:
     headrace.make_plan(model, "2MiB")
     with traced() as trace:
         assert headrace.make_plan(model, "2MiB").units
-    assert trace.counts() == {**ONCE, "front door": 0, "binding": int(kind == "module")}
+    expected = ONCE if kind == "module" else OVER_FILES
+    assert trace.counts() == {**expected, "front door": 0, "binding": int(kind == "module")}
 
 
 @torch.no_grad()
@@ -128,7 +131,7 @@ def test_load(folder: Path) -> None:
         _, handle = load(folder, "2MiB")
     assert handle.plan.units
     handle.remove()
-    assert trace.counts() == ONCE
+    assert trace.counts() == OVER_FILES
     show("load(folder, budget)", trace, MAX_FILES["load"])
 
 

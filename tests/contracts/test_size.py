@@ -13,19 +13,19 @@ import pytest
 import measures
 
 BOUNDS = {
-    "lines of src": 26412,
-    "lines of the core": 15990,
-    "files of src": 189,
-    "lines of tests": 45960,
-    "longest class": 347,
+    "lines of src": 28303,
+    "lines of the core": 16906,
+    "files of src": 201,
+    "lines of tests": 48885,
+    "longest class": 351,
     "Prefetcher": 298,
     "branches on a kind of store": 4,
     "files that headrace.api loads": 36,
-    "lines that headrace.api loads": 6365,
-    "lines of the spine": 5069,
+    "lines that headrace.api loads": 6446,
+    "lines of the spine": 5140,
     "files of the spine": 53,
     "files to the first copy": 42,
-    "functions to the first copy": 386,
+    "functions to the first copy": 388,
 }
 # What a measure may lie below its bound, so that not every small change edits the table.
 SLACK = dict.fromkeys(["lines of src", "lines of the core", "lines that headrace.api loads", "lines of the spine"], 60)

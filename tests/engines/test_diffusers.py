@@ -677,7 +677,7 @@ def test_malformed_folders(harm: str, tmp_path: Path) -> None:
 
 def test_wrong_arguments(tmp_path: Path) -> None:
     pipe = pipelines.build("stable diffusion")
-    with pytest.raises(OptionTypeError, match="expected a DiffusionPipeline, or a folder"):
+    with pytest.raises(OptionTypeError, match="expected a DiffusionPipeline or ModularPipeline, or a folder"):
         load(pipe.unet, "9MiB")
     with pytest.raises(OptionTypeError, match="found unknown arguments dtype"):
         load(pipe, "9MiB", dtype=torch.bfloat16)

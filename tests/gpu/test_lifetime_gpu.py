@@ -16,6 +16,7 @@ from torch import nn
 import headrace
 from headrace import UVA, Prefetch
 from headrace.lifetime.host_copies import HostCopies
+from headrace.memory.pinned import CudaRegistrar
 from headrace.testing import assert_same_bits
 from moe_models import cached, outputs, qwen
 
@@ -104,6 +105,109 @@ def test_update(way: str, source: str) -> None:
         handle.resume()
         torch.cuda.synchronize()
         assert_same_bits(model(x), twin(x))
+
+
+@pytest.mark.alone
+@pytest.mark.filterwarnings("ignore::headrace.HeadraceWarning")
+@pytest.mark.parametrize("way", POLICIES)
+@pytest.mark.parametrize("home", ["cpu", "cuda"])
+def test_resize(way: str, home: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The memory of the plan, bits, and host memory that is pinned once: the second time nothing is."""
+    twin, x = dense().cuda(), torch.randn(4, DIM, device="cuda").bfloat16()
+    model = copy.deepcopy(twin)
+    with torch.inference_mode():
+        expected = twin(x)
+        torch.cuda.synchronize()
+        torch.cuda.empty_cache()
+        before = torch.cuda.mem_get_info()[0] + LAYERS * WEIGHT_BYTES
+    model, sizes = model.to(home), [LAYERS * WEIGHT_BYTES * part // 6 for part in (3, 6, 2, 3, 6, 2)]
+    registered: list[int] = []
+    register = CudaRegistrar.register
+    monkeypatch.setattr(CudaRegistrar, "register", lambda *args: registered.append(args[2]) or register(*args))
+    with torch.inference_mode():
+        handle = headrace.offload(model, POLICIES[way], device="cuda")
+        for number, size in enumerate(sizes):
+            registered.clear()
+            handle.resize(size)
+            before_bytes = handle.stats().bytes_moved
+            for _ in range(2):
+                assert_same_bits(model(x), expected)
+            torch.cuda.synchronize()
+            assert handle.stats().bytes_moved > before_bytes or not handle.plan.prefetched_bytes
+            assert before - torch.cuda.mem_get_info()[0] <= handle.plan.device_bytes + 64 * MIB
+            assert number < 3 or not registered or handle.plan.coded_units
+        handle.park()
+        assert torch.cuda.mem_get_info()[0] >= before - 64 * MIB
+        handle.resize(sizes[0])
+        assert_same_bits(model(x), expected)
+        handle.remove()
+        assert_same_bits(model.cuda()(x), expected)
+
+
+@pytest.mark.alone
+@pytest.mark.filterwarnings("ignore::headrace.HeadraceWarning")
+def test_resize_where_the_device_is_full() -> None:
+    """Residents that stay pass through host memory; what does not fit is refused before anything changes."""
+    twin, x = dense().cuda(), torch.randn(4, DIM, device="cuda").bfloat16()
+    model = copy.deepcopy(twin).cpu()
+    with torch.inference_mode(), headrace.offload(model, f"{LAYERS * WEIGHT_BYTES}B", device="cuda") as handle:
+        expected = twin(x)
+        assert_same_bits(model(x), expected)
+        torch.cuda.empty_cache()
+        # Of the residents that stay, so much that no second copy of them fits.
+        filler = torch.empty(torch.cuda.mem_get_info()[0] - WEIGHT_BYTES, dtype=torch.uint8, device="cuda")
+        handle.resize(LAYERS * WEIGHT_BYTES * 2 // 3)
+        assert_same_bits(model(x), expected)
+        torch.cuda.empty_cache()
+        more = torch.empty(torch.cuda.mem_get_info()[0] - WEIGHT_BYTES, dtype=torch.uint8, device="cuda")
+        with pytest.raises(headrace.errors.LimitError):
+            handle.resize(LAYERS * WEIGHT_BYTES * 2)
+        assert_same_bits(model(x), expected)
+        del filler, more
+
+
+@pytest.mark.alone
+@pytest.mark.filterwarnings("ignore::headrace.HeadraceWarning")
+def test_resize_with_cached_experts() -> None:
+    twin = qwen(hidden_size=512, moe_intermediate_size=1024).cuda()
+    model, ids = copy.deepcopy(twin), torch.arange(7, device="cuda")[None] * 13 % 97
+    num_bytes = sum(each.nbytes for each in twin.parameters())
+    with headrace.offload(model, cached(3)) as handle, torch.inference_mode():
+        for part in (10, 7, 20, 7):
+            handle.resize(num_bytes * part // 10)
+            for _ in range(2):
+                assert_same_bits(model(ids).logits, twin(ids).logits)
+
+
+@pytest.mark.filterwarnings("ignore::headrace.HeadraceWarning")
+def test_resize_captures_graphs_again() -> None:
+    from headrace.graphs.decoding import decode_in_graphs
+
+    twin = qwen(hidden_size=512, num_hidden_layers=4).cuda()
+    model, prompt = copy.deepcopy(twin), torch.arange(9, device="cuda")[None]
+    num_bytes = sum(each.nbytes for each in twin.parameters())
+    options: dict[str, Any] = {"max_new_tokens": 12, "do_sample": False}
+    with headrace.offload(model, Prefetch(1, 1, 2)) as handle:
+        graphs = decode_in_graphs(model)
+        for part in (7, 8, 20, 7):
+            before = graphs.replays
+            for _ in range(2):
+                assert_same_bits(model.generate(prompt, **options), twin.generate(prompt, **options))
+            assert graphs.replays > before
+            handle.resize(num_bytes * part // 10)
+        assert_same_bits(model.generate(prompt, **options), twin.generate(prompt, **options))
+
+
+@pytest.mark.filterwarnings("ignore::headrace.HeadraceWarning")
+def test_resize_of_compiled_code() -> None:
+    twin, x = dense().cuda(), torch.randn(4, DIM, device="cuda").bfloat16()
+    model = copy.deepcopy(twin)
+    with torch.inference_mode(), headrace.offload(model, Prefetch(1, 1, 2)) as handle:
+        compiled = torch.compile(model, backend="eager", fullgraph=True)
+        for part in (3, 2, 4):
+            assert_same_bits(compiled(x), twin(x))
+            handle.resize(LAYERS * WEIGHT_BYTES * part // 6)
+        assert_same_bits(compiled(x), twin(x))
 
 
 @pytest.mark.parametrize("num_bytes", [1, 4, 6, 2048, MIB, 20 * MIB + 4, 20 * MIB + 6])

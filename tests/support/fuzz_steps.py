@@ -9,7 +9,7 @@ import io
 import sys
 import threading
 from collections.abc import Callable
-from contextlib import AbstractContextManager, contextmanager
+from contextlib import AbstractContextManager, contextmanager, suppress
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -18,6 +18,7 @@ import torch.nn.functional as F
 from torch import nn
 
 from fuzz_models import VIEWS, VOCAB, InjectedError, Net, Other, Plain, Wrapper, apply, matrices
+from headrace.errors import BudgetError
 
 JOIN_S = 60.0  # of the threads that a step starts; the worker's limit finds those that hang
 
@@ -581,6 +582,19 @@ def park(env: Env, arg: int) -> Any:
     return env.model(env.input(arg))
 
 
+def resize(env: Env, arg: int) -> Any:
+    """Another budget, of a parked offload too."""
+    if (resize := getattr(env.handle, "resize", None)) is not None:
+        if arg % 3 == 0:
+            env.handle.park(graphs_released=True)
+        try:
+            with suppress(BudgetError):  # too small for this model: nothing has changed
+                resize(env.handle.plan.weight_bytes * (2 + arg % 5) // 5, graphs_released=True)
+        finally:
+            env.handle.resume()
+    return env.model(env.input(arg))
+
+
 def update(env: Env, arg: int) -> None:
     """One of the matrices has new values."""
     module, attr = env.weight(arg)
@@ -651,7 +665,7 @@ _KINDS = [
     Kind(export, weight=0.4), Kind(export_layer, weight=0.4), Kind(exchange_class, changes=True), Kind(patch_class),
     Kind(alias, changes=True), Kind(numpy_alias), Kind(other_forward), Kind(other_offload),
     Kind(other_remove, weight=0.5), Kind(again, weight=1.5), Kind(remove, weight=0.3), Kind(remove_between, weight=0.7),
-    Kind(park, weight=1.5), Kind(update, changes=True),
+    Kind(park, weight=1.5), Kind(resize), Kind(update, changes=True),
 ]  # fmt: skip
 STEPS = {kind.run.__name__: kind for kind in _KINDS}
 OTHERS = {"other_forward", "other_offload", "other_remove"}

@@ -55,7 +55,9 @@ def _part(folder: Path, name: str, stated: Any) -> nn.Module | None:
         config = read_json(folder / name / "config.json")
         with torch.device("meta"):
             made: nn.Module = (
-                kind.from_config(config) if library == "diffusers" else kind(kind.config_class.from_dict(config))
+                kind.from_config(config, trust_remote_code=False)
+                if library == "diffusers"
+                else kind(kind.config_class.from_dict(config))
             )
     except Exception as error:  # of any type, for values that a class does not expect
         raise CheckpointError(f"{folder / name}: {named} of {library} cannot be made of its config: {error}") from error

@@ -160,7 +160,7 @@ def serve(
     engine = options.engine or "auto"
     words = [arg for arg in call.args if arg != "-v"]
     models = [model, *takewhile(lambda word: not word.startswith("-"), words)]
-    if len(models) > 1 and engine == "vllm":
+    if len(models) > 1 and engine == "vllm" and not model.startswith("-"):
         raise OptionError(
             f"--engine vllm serves one model, and there are {len(models)} ({', '.join(models)}); leave it out: "
             f"headrace's own server has several"

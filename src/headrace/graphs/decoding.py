@@ -99,6 +99,7 @@ class DecodeGraphs:
     Attributes:
         counts: ``None``, as graphs guess no tokens.
         notes: none.
+        session: that of the offload, if any; another one after a resize.
         replays: steps that were replayed so far.
         num_bytes: device memory that the graphs take, without the cache.
     """
@@ -108,7 +109,7 @@ class DecodeGraphs:
     def __init__(self, model: PreTrainedModel, session: OffloadSession | None, context: int, with_hooks: bool) -> None:
         """``session``: of the offload of ``model``, if any. Other arguments as for :func:`decode_in_graphs`."""
         self._model: Any = model
-        self._session, self._context, self._with_hooks = session, context, with_hooks
+        self.session, self._context, self._with_hooks = session, context, with_hooks
         self._original: Any = self._model.generate
         self._lock = threading.Lock()  # one call at a time uses the cache; others run eagerly
         self._cache: StaticCache | None = None
@@ -126,8 +127,8 @@ class DecodeGraphs:
             return self._generate(*args, **kwargs)
 
         vars(self._model).update({"generate": generate, _MARK: self})
-        if self._session is not None:
-            self._session.attachments.append(self)
+        if self.session is not None:
+            self.session.attachments.append(self)
 
     def remove(self) -> None:
         """Restore ``generate`` and free cache and graphs. Idempotent."""
@@ -136,8 +137,8 @@ class DecodeGraphs:
         for name in ("generate", _MARK):
             del vars(self._model)[name]
         self.release()
-        if self._session is not None:
-            self._session.attachments.remove(self)
+        if self.session is not None:
+            self.session.attachments.remove(self)
         if (prefetcher := self._steps.prefetcher) is not None:
             prefetcher.replays.release_graphs()
 
@@ -245,8 +246,8 @@ class DecodeGraphs:
         for layer in StaticCache(config=config, max_cache_len=LENGTH_STEP).layers:
             if type(layer) not in _COUNTED:  # its state in Python is not known
                 return f"its cache has a {type(layer).__name__}"
-        if self._session is not None and self._session.plan.mode in RANK_MODES:
-            return f"several ranks share its weights (mode {self._session.plan.mode})"
+        if self.session is not None and self.session.plan.mode in RANK_MODES:
+            return f"several ranks share its weights (mode {self.session.plan.mode})"
         prefetcher = self._steps.prefetcher
         if prefetcher is not None and not prefetcher.replays.can_capture():
             return "other code has captured CUDA graphs over this offload"
@@ -266,7 +267,7 @@ class DecodeGraphs:
 
     def _cache_of(self, sequences: int, length: int) -> StaticCache:
         """An empty cache; the one of the call before if that fits."""
-        plan = None if self._session is None else self._session.plan
+        plan = None if self.session is None else self.session.plan
         kind = sequences, length, torch.is_inference_mode_enabled()
         if self._cache is None or self._kind != kind or plan is not self._plan:
             self.release()
@@ -457,13 +458,14 @@ class CapturedSteps:
     """Steps of one model as CUDA graphs, by their kind; they compute in one memory.
 
     Attributes:
+        session: that of the offload, if any; another one after a resize.
         replays: steps that were replayed so far.
         eager_because: why all steps run eagerly; ``None``: they are captured.
     """
 
     def __init__(self, model: PreTrainedModel, session: OffloadSession | None) -> None:
         """``session``: of the offload of ``model``, if any."""
-        self._model, self._session = model, session
+        self._model, self.session = model, session
         if session is not None:
             session.captured.add(self)
         self._steps: dict[Hashable, _Captured | None] = {}  # None: ran eagerly so far
@@ -472,7 +474,7 @@ class CapturedSteps:
 
     @property
     def prefetcher(self) -> Prefetcher | None:
-        return None if self._session is None else self._session.prefetcher
+        return None if self.session is None else self.session.prefetcher
 
     def __contains__(self, key: Hashable) -> bool:
         return key in self._steps
@@ -512,7 +514,7 @@ class CapturedSteps:
 
     def check(self) -> None:
         """Raise ``StateError`` where the output of the step before is not to be used."""
-        for attachment in () if self._session is None else self._session.attachments:
+        for attachment in () if self.session is None else self.session.attachments:
             attachment.check()
 
     def drop(self) -> None:

@@ -18,6 +18,7 @@ from headrace.memory.system import Needs, read_limits
 from headrace.plan.slabs import slab_bytes
 from headrace.planning.request import has_triton
 from headrace.stores.pinned_host import PinnedStore, registrar_for
+from headrace.stores.store import AlreadyPinned
 
 _PART = 1 << 16  # words, of 4 bytes, that have a sum of their own: so few that their key stays in a cache
 _PARTS = 64  # that torch multiplies at a time, in memory of twice their size
@@ -29,7 +30,7 @@ class HostCopies:
     def __init__(self, device: torch.device) -> None:
         """``device``: where the originals are."""
         self._device = device
-        self._stores: list[PinnedStore] = []
+        self._held: dict[str, AlreadyPinned] = {}
         self._buffers: dict[str, torch.Tensor] = {}
         self._prints: dict[str, torch.Tensor] = {}  # of what the copies hold
         self._has_kernel = device.type == "cuda" and has_triton(device)
@@ -41,6 +42,27 @@ class HostCopies:
     def forget(self, name: str) -> None:
         """The copy of ``name``, if there is one, or its original is written."""
         self._prints.pop(name, None)
+
+    def has(self, name: str) -> bool:
+        """Whether there is memory for a copy of ``name``."""
+        return name in self._held
+
+    def held(self, name: str) -> AlreadyPinned:
+        """The memory of the copy of ``name``."""
+        return self._held[name]
+
+    @property
+    def num_bytes(self) -> int:
+        """Bytes of all copies."""
+        return sum(each.num_bytes for each in self._held.values())
+
+    def keep(self, held: Mapping[str, AlreadyPinned]) -> None:
+        """Have copies of these storages alone, in this memory; those that have been elsewhere hold nothing yet."""
+        same = {name for name, at in held.items() if self._held.get(name) == at}
+        self._prints = {name: prints for name, prints in self._prints.items() if name in same}
+        # Buffers first, by which an interrupt finds a name without memory, and takes some.
+        self._buffers = {n: at.memory.buffer[at.start : at.start + at.num_bytes] for n, at in held.items()}
+        self._held = dict(held)
 
     def make_room(self, sizes: Mapping[str, int], what: str = "the residents of a parked offload") -> None:
         """Take host memory for storages of these ``sizes`` that have no copy; errors call them ``what``.
@@ -66,8 +88,7 @@ class HostCopies:
             )
         store = PinnedStore([], new, registrar_for(self._device))
         store.pin_now()
-        self._stores.append(store)
-        self._buffers |= {name: store.in_place(name) for name in new}
+        self.keep({**self._held, **{name: store.held(name) for name in new}})
 
     def update(self, current: Mapping[str, torch.Tensor]) -> int:
         """Copy what has no copy, or another one than it has ``current`` bytes (uint8, 1-D); returns bytes copied."""

@@ -33,6 +33,7 @@ from headrace.model.live_tensors import (
     used_elsewhere,
 )
 from headrace.model.torch_private import leave_to_python
+from headrace.planning.context import PlanContext
 from headrace.runtime.forwards import STOP_TIMEOUT_S, release_left
 from headrace.runtime.prefetcher import Prefetcher, new_guard
 from headrace.runtime.session import OffloadSession, point_at_slots
@@ -62,10 +63,16 @@ class Lifetime:
         parked: what resumes it: ``"call"`` of resume(), or ``"auto"``, a forward; ``None``: it is not parked.
         broken: why no forward may run; ``None``: it may.
         in_engine: an engine owns the offload, and calls nothing beside a forward.
+        session: the session in force; or while it is detached the one whose store has the bytes.
+        context: what its plan was made from; ``None``: it was not made from a request.
+        detached: attaches the offload again, because a resize has ended in the middle; ``None``: its hooks are on.
+        bound: the live tensors meanwhile.
     """
 
-    def __init__(self, session: OffloadSession, in_engine: bool = False) -> None:
-        self.session, self.device, self.in_engine = session, session._device, in_engine
+    def __init__(self, session: OffloadSession, in_engine: bool = False, context: PlanContext | None = None) -> None:
+        self.session, self.device, self.in_engine, self.context = session, session._device, in_engine, context
+        self.detached: Callable[[], int] | None = None
+        self.bound: dict[str, BoundStorage] = {}
         self.copies = HostCopies(self.device)
         self.parked: str | None = None
         self.broken: str | None = None
@@ -115,9 +122,10 @@ class Lifetime:
                     self._open()
                 return 0
             try:
-                moved = self.refill()
+                moved = self.detached() if self.detached else self.refill()
             except BaseException as error:
-                self.free()
+                if not self.detached:
+                    self.free()
                 if not isinstance(error, torch.OutOfMemoryError):
                     raise
                 raise BudgetError(
@@ -145,11 +153,11 @@ class Lifetime:
         """Give the device memory of a parked offload back; whatever an error or interrupt has left. Idempotent."""
         session = self.session
         for name in self.names:
-            _park(session._bound[name], self._on_access)
+            park_storage(session._bound[name], self._on_access)
             session._bound[name].forget_original()
         for unit in session.plan.units:
             for entry in unit.entries:
-                _park(session._bound[entry.storage], self._on_access)
+                park_storage(session._bound[entry.storage], self._on_access)
         if session.prefetcher is not None:
             session.prefetcher.forwards.parked = f"the model was called, and {_PARKED}"
             free_slots(session.prefetcher)
@@ -208,6 +216,8 @@ class Lifetime:
 
     def _on_access(self, tensor: BoundTensor, operator: OpOverload, is_written: bool) -> TemporaryCopy | None:
         self.on_use(f"{tensor.name} was given to {operator}")
+        bound = [each for storage in self.session._bound.values() for each in storage.tensors]
+        tensor = next((each for each in bound if each.tensor is tensor.tensor), tensor)  # of another session, perhaps
         is_out = tensor.on_access is not None and is_placeholder(tensor.tensor)
         return tensor.on_access(tensor, operator, is_written) if is_out and tensor.on_access else None
 
@@ -263,6 +273,8 @@ class Lifetime:
             self._require_whole(call)
         if not session.in_force:
             raise StateError(f"{call}: this offload has ended; offload the model again")
+        if self.detached and call == UPDATE:
+            raise StateError(f"{call}: a resize() has ended in the middle: call resume() first")
         kinds = {unit.kind for unit in session.plan.units} | {session.plan.kind}
         why = next((f"mode {kind.name!r}" for kind in kinds if kind.needs_ranks or not kind.has_bytes), None)
         why = why or ("group=" if session.has_ranks else None)
@@ -382,6 +394,7 @@ def _is_ours(bound: BoundStorage) -> bool:
     return not any(tensor.has_other_data for tensor in bound.tensors)
 
 
-def _park(bound: BoundStorage, on_access: Callable[..., TemporaryCopy | None]) -> None:
+def park_storage(bound: BoundStorage, on_access: Callable[..., TemporaryCopy | None]) -> None:
+    """Take all tensors of ``bound`` their memory; ``on_access``: called when one is used."""
     for tensor in bound.tensors:
         tensor.park(on_access)

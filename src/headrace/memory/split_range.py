@@ -47,6 +47,14 @@ class MappedMemory(RawMemory):
         super().__init__(mapped.address, _HEAD_BYTES + num_bytes, keeps=mapped)
         self.address, self.num_bytes, self._device = mapped.address + _HEAD_BYTES, num_bytes, device
 
+    @classmethod
+    def of(cls, mapped: _Mapped, start: int, num_bytes: int, device: torch.device) -> MappedMemory:
+        """Memory that ``mapped`` has from ``start`` on, to be mapped a second time; it has no views of its own."""
+        made = cls.__new__(cls)
+        super(MappedMemory, made).__init__(mapped.address + start, num_bytes, keeps=mapped)
+        made.address, made.num_bytes, made._device = mapped.address + start, num_bytes, device
+        return made
+
     @property
     def buffer(self) -> torch.Tensor:
         """Memory as the host sees it (uint8, 1-D); not where it is a peer's."""
@@ -65,6 +73,7 @@ class SplitRange:
         whole: every address (uint8, 1-D, on the device). Between the two memories nothing is mapped, and a kernel that
             reads there fails with an illegal access.
         host: the bytes from ``host_start`` on, as the host sees them (uint8, 1-D).
+        far: that memory, for another range to map; ``None`` on a CPU.
     """
 
     def __init__(
@@ -90,6 +99,7 @@ class SplitRange:
         """
         self._mapped: _Mapped | None = None
         self._near_bytes = device_bytes
+        self.far: MappedMemory | None = None
         if device.type == "cpu":
             self.whole = torch.empty(num_bytes, dtype=torch.uint8, device="cpu")
             self.host = self.whole[host_start:]
@@ -98,6 +108,7 @@ class SplitRange:
         self.whole = torch.as_tensor(RawMemory(mapped.address, num_bytes, keeps=mapped), device=device)
         far = RawMemory(mapped.address + host_start, num_bytes - host_start, keeps=mapped)
         self.host = torch.from_numpy(np.asarray(far))
+        self.far = MappedMemory.of(mapped, host_start, num_bytes - host_start, device)
 
     def free_near(self) -> None:
         """Give up the memory of the device at the beginning; no kernel may read there. A CPU's is overwritten."""

@@ -11,8 +11,7 @@ import re
 import shlex
 from collections import Counter
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
-from typing import Literal
+from dataclasses import replace
 
 from headrace.config import Budget
 from headrace.errors import BudgetError, OptionError
@@ -21,8 +20,8 @@ from headrace.model.records import Inventory
 from headrace.plan.build import Planner
 from headrace.plan.cost_model import experts_in
 from headrace.plan.plan import Plan, assemble
+from headrace.plan.prediction import Engine, EngineStep
 
-Engine = Literal["generate", "vllm"]
 ENGINES: tuple[Engine, ...] = ("generate", "vllm")
 
 _NAMES: dict[Engine, str] = {"generate": "headrace generate", "vllm": "vLLM with headrace"}
@@ -91,23 +90,6 @@ def vllm_planner(planner: Planner) -> Planner:
     profile = replace(planner.profile, kernels_per_step=None, copied_experts_bytes_per_row=0)
     rates = replace(planner.rates, layer_s=_LAYER_S[key])
     return replace(planner, rates=rates, profile=profile, cacheable=frozenset(experts), spill=None, _tables={})
-
-
-@dataclass(frozen=True)
-class EngineStep:
-    """A step of the first batch size in one engine.
-
-    Attributes:
-        engine: ``"generate"`` or ``"vllm"``.
-        rows_per_s: tokens per second; ``None``: not predicted, with the reason in ``note``.
-        command: runs the plan.
-        note: what the prediction rests on.
-    """
-
-    engine: Engine
-    rows_per_s: float | None
-    command: str = ""
-    note: str = ""
 
 
 def step_in_vllm(planner: Planner, budget: Budget, model: str, device_bytes: int | None) -> EngineStep:

@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 from dataclasses import asdict, dataclass
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Literal
 
 if TYPE_CHECKING:
     from headrace.plan.alternatives import Alternative
     from headrace.plan.cost_model import Forecast
-    from headrace.plan.engines import EngineStep
+
+Engine = Literal["generate", "vllm"]
 
 
 @dataclass(frozen=True)
@@ -44,6 +45,23 @@ class CachePoint:
     rows_per_s: float
     at_hits: tuple[tuple[float, float], ...]
     cpu_rows_per_s: float | None = None
+
+
+@dataclass(frozen=True)
+class EngineStep:
+    """A step of the first batch size in one engine.
+
+    Attributes:
+        engine: ``"generate"`` or ``"vllm"``.
+        rows_per_s: tokens per second; ``None``: not predicted, with the reason in ``note``.
+        command: runs the plan.
+        note: the measurements behind the prediction, or why there is none.
+    """
+
+    engine: Engine
+    rows_per_s: float | None
+    command: str = ""
+    note: str = ""
 
 
 @dataclass(frozen=True)

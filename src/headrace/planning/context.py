@@ -60,6 +60,7 @@ class PlanContext:
         bound: the live tensors of every storage, by storage name; empty for a folder, of which no model is built.
         hits: hit rates of cached experts, where they were recorded.
         draft: cost of the draft model, if one guesses tokens.
+        held_bytes: host memory that an offload of the model has, which another one takes over.
         automatic: what a budget of ``"auto"`` was taken for, in words; empty for others.
     """
 
@@ -73,6 +74,7 @@ class PlanContext:
     bound: Mapping[str, BoundStorage] = field(default_factory=dict, repr=False)
     hits: ExpertHits | None = None
     draft: DraftCost | None = None
+    held_bytes: int = 0
     automatic: str = ""
 
     @cached_property
@@ -86,6 +88,8 @@ class PlanContext:
             from headrace.plan.engines import vllm_planner
 
             planner = vllm_planner(planner)
+        if (spill := planner.spill) is not None and spill.free_bytes is not None:
+            planner = replace(planner, spill=replace(spill, free_bytes=spill.free_bytes + self.held_bytes))
         return planner if self.hits is None else replace(planner, hits=self.hits)
 
     def sized(self, guesser_bytes: int = 0) -> PlanContext:

@@ -26,7 +26,7 @@ if TYPE_CHECKING:
 
     from headrace.checkpoint.safetensors_header import Checkpoint
     from headrace.checkpoint.weight_map import WeightMap
-    from headrace.plan.engines import Engine
+    from headrace.plan.prediction import Engine
     from headrace.plan.rates import Rates
     from headrace.plan.speculation import Speculation
     from headrace.ranks.group import RankGroup

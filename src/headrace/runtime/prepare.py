@@ -11,6 +11,7 @@ import sys
 from collections.abc import Mapping
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, replace
+from functools import cache
 from importlib import import_module
 from typing import TYPE_CHECKING
 
@@ -45,11 +46,13 @@ class Prepared(StoreRequest):
     Attributes:
         model: on any one device; tensors on ``meta`` are filled from ``weights``.
         inventory: inventory of the model.
+        context: what the plan was made from, without the live tensors; for another one later.
         on_host: storages whose device is a GPU although the engine keeps their bytes in host memory.
     """
 
     model: nn.Module
     inventory: Inventory
+    context: PlanContext
     on_host: frozenset[str] = frozenset()
 
     def must_move(self, name: str) -> bool:
@@ -88,6 +91,7 @@ def prepare(request: PlanRequest, *, pool: Pool | None = None, allocates: bool =
         peer=peer_of(device) if plan.peer_bytes else None,
         model=request.model,
         inventory=context.inventory,
+        context=replace(context, request=request, bound={}),
     )
     if pool is not None:
         on_host = pool.find_in_engine_memory(bound)
@@ -108,6 +112,7 @@ def module_context(request: PlanRequest, target: Target) -> PlanContext:
         weights = WeightMap.open(request.checkpoint)
     inventory = take_inventory(model) if request.inventory is None else request.inventory
 
+    @cache  # for a second plan, of the offloaded model
     def read_profile() -> ModelProfile:
         if not hasattr(model, "config"):  # no model of transformers
             return ModelProfile()

@@ -105,6 +105,7 @@ class OffloadSession(NotCopyable):
         attachments: in the order in which they were attached; :meth:`remove` removes the last one first.
         captured: steps of the model in CUDA graphs of our own, for which addresses have to stay.
         prefetcher: copies the units; ``None``: there are none.
+        planned: the plan without promotions.
         in_force: from :meth:`attach` to :meth:`remove`.
         has_ranks: it is one of a group.
     """
@@ -112,6 +113,7 @@ class OffloadSession(NotCopyable):
     def __init__(self, prepared: Prepared, options: SessionOptions = SessionOptions()) -> None:
         self.recorder = Recorder()
         self._prepared: Prepared | None = prepared  # until attach() is done
+        self.planned = prepared.plan
         self._options = options
         self._model, self._device, self._bound = prepared.model, prepared.device, prepared.bound
         self.has_ranks = prepared.ranks is not None
@@ -333,6 +335,7 @@ class OffloadSession(NotCopyable):
             weights=prepared.weights,
             disk=prepared.disk,
             progress=self._options.progress,
+            taken=prepared.taken,
         ).run()
         seconds = time.perf_counter() - begin
         rate = num_bytes / seconds / 1e9

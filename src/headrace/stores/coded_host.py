@@ -23,10 +23,10 @@ from headrace.memory.pinned import CudaRegistrar, PinnedBuffer, warn_refused
 from headrace.memory.system import touch_threads, trim_heap
 from headrace.model.live_tensors import BoundStorage
 from headrace.plan.kinds import Unit
-from headrace.plan.slabs import slab_bytes
+from headrace.plan.slabs import SlabEntry, slab_bytes
 from headrace.stores.pinned_host import registrar_for
 from headrace.stores.sources import ByteRange, Copy, MemorySource, Source, fill_in_threads
-from headrace.stores.store import Destinations, Load, Opened, Store, StoreRequest, kept_by_others
+from headrace.stores.store import Code, Destinations, Load, Opened, Store, StoreRequest, kept_by_others
 
 # Of a code, beyond what plans expect, without a warning.
 _MOST_LONGER = 8 << 20
@@ -45,7 +45,7 @@ def open_units(request: StoreRequest, units: Sequence[Unit], offloaded: Mapping[
             f"state_dict()), and its code is to replace it, so that a write there would be lost: drop it first (del), "
             f"or use codec='none' (--offload-codec none)"
         )
-    store = CodedStore(units, request.device, registrar_for(request.device))
+    store = CodedStore(units, request.device, registrar_for(request.device), request.codes)
     return Opened(store, store.destinations)
 
 
@@ -56,18 +56,25 @@ class CodedStore(Store):
         destinations: by storage, where its bytes go to be coded: uint8, 1-D, host; made when it is looked up.
     """
 
-    def __init__(self, units: Sequence[Unit], device: torch.device, registrar: CudaRegistrar | None) -> None:
-        """``device``: computes. ``registrar``: what pins; ``None`` leaves the memory unpinned."""
+    def __init__(
+        self,
+        units: Sequence[Unit],
+        device: torch.device,
+        registrar: CudaRegistrar | None,
+        codes: Mapping[tuple[SlabEntry, ...], Code] | None = None,
+    ) -> None:
+        """``device``: computes. ``registrar``: what pins; ``None`` leaves it unpinned. ``codes``: made before."""
         self._units = {unit.index: unit for unit in units}
         self._entries = {entry.storage: (unit.index, entry) for unit in units for entry in unit.entries}
         self._device, self._registrar = device, registrar
         self._missing = {unit.index: {entry.storage for entry in unit.entries} for unit in units}
         self._slabs: dict[int, torch.Tensor] = {}
-        self._coded: dict[int, tuple[PinnedBuffer, tuple[Piece, ...]]] = {}
+        self._coded: dict[int, Code] = {u.index: codes[u.entries] for u in units if codes and u.entries in codes}
         self._pool = ThreadPoolExecutor(UNITS_AT_ONCE, "headrace-encode")
         self._jobs: deque[Future[None]] = deque()
         self._unmade_bytes = 0
-        self.destinations: Mapping[str, torch.Tensor] = Destinations(self._entries, self._destination)
+        new = [name for name, (unit, _) in self._entries.items() if unit not in self._coded]
+        self.destinations: Mapping[str, torch.Tensor] = Destinations(new, self._destination)
 
     # -- filling ------------------------------------------------------------------------------------------------------
 
@@ -105,11 +112,15 @@ class CodedStore(Store):
     def _encode(self, unit: int, slab: torch.Tensor) -> None:
         self._coded[unit] = self.code_of(slab)
 
-    def replace(self, unit: int, code: tuple[PinnedBuffer, tuple[Piece, ...]]) -> None:
+    def code(self, unit: int) -> Code:
+        """The code of ``unit``, and what it consists of."""
+        return self._coded[unit]
+
+    def replace(self, unit: int, code: Code) -> None:
         """``unit`` has another code, one of :meth:`code_of`."""
         self._coded[unit] = code
 
-    def code_of(self, slab: torch.Tensor) -> tuple[PinnedBuffer, tuple[Piece, ...]]:
+    def code_of(self, slab: torch.Tensor) -> Code:
         """The code of a unit, ``slab`` (uint8, 1-D, host), in memory of its own, and what it consists of."""
         pieces: list[Piece] = []
         parts: list[torch.Tensor] = []  # of the code: where they were made, or of the slab itself

@@ -110,6 +110,12 @@ class ExpertRanges(Store):
     def in_place(self, storage: str) -> torch.Tensor:
         return self._host(storage)
 
+    def held(self, storage: str) -> AlreadyPinned | None:
+        layer, made = self._layer_of[storage], self._ranges.get(storage)
+        far = None if made is None else made.result().far
+        begins_a_piece = layer.host_start(storage) == layer.first_row * layer.row_bytes(storage)
+        return AlreadyPinned(far, 0, layer.storages[storage]) if far is not None and begins_a_piece else None
+
     @property
     def host_bytes(self) -> int:
         return sum(layer.host_bytes for layer in {id(layer): layer for layer in self._layer_of.values()}.values())

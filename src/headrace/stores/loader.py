@@ -78,6 +78,7 @@ class WeightLoader:
         weights: the checkpoint, for tensors on ``meta``.
         disk: how its files are read.
         progress: called with (bytes loaded, bytes to load) over the whole pass.
+        taken: copies of storages on ``meta`` that do not come from files.
     """
 
     bound: Mapping[str, BoundStorage]
@@ -88,6 +89,7 @@ class WeightLoader:
     weights: WeightMap | None = None
     disk: DiskOptions | None = None
     progress: Progress | None = None
+    taken: Mapping[str, Sequence[Copy]] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
         # Not copied into one dict: to look a destination up may be to wait until its memory is made.
@@ -95,7 +97,7 @@ class WeightLoader:
         self._sources: dict[str, TensorSource] = {}
         self._recipes: dict[str, tuple[str, Conversion]] = {}
         for name in self._places:
-            if self.bound[name].on_meta:
+            if self.bound[name].on_meta and name not in self.taken:
                 files, storage = require_weights(self.weights), self.bound[name].info
                 if (recipe := files.recipe(storage)) is not None:
                     self._recipes[name] = recipe
@@ -120,6 +122,7 @@ class WeightLoader:
         live = [name for name in self._places if self.bound[name].home.type == "cpu"]
         self._deliver([name for name in live if name in self.destinations], self._live_copies, in_small_pieces=True)
         self._deliver([name for name in live if name not in self.destinations], self._live_copies)
+        self._deliver([name for name in self._places if name in self.taken], lambda name: self.taken[name])
         if self._sources or self._recipes:
             self._deliver_from_files(counter)
         if self._freed_bytes:

@@ -237,6 +237,10 @@ class PinnedStore(Store):
     def in_place(self, storage: str) -> torch.Tensor:
         return self.destination(storage)
 
+    def held(self, storage: str) -> AlreadyPinned:
+        place = self._storages[storage]
+        return AlreadyPinned(self._slabs[place.slab], place.start, place.num_bytes)
+
     @property
     def host_bytes(self) -> int:
         return sum(slab.num_bytes for slab in self._slabs)

@@ -19,7 +19,8 @@ def open_units(request: StoreRequest, units: Sequence[Unit], offloaded: Mapping[
         return Opened(*open_pinned(request.plan, dict(offloaded), registrar_for(request.device), request.pooled))
     made = {name: new_buffer(bound.info.num_bytes) for name, bound in offloaded.items() if bound.on_meta}
     adopted = {name: bound.original_bytes() for name, bound in offloaded.items() if name not in made}
-    return Opened(CpuStore({**adopted, **made}, made), made)
+    ours = [name for name, bound in offloaded.items() if name in made or not bound.keeps_original]
+    return Opened(CpuStore({**adopted, **made}, ours), made)
 
 
 class CpuStore(Store):

@@ -15,6 +15,7 @@ from headrace.errors import OptionError
 from headrace.model.live_tensors import BoundStorage, used_elsewhere
 from headrace.plan.kinds import Unit
 from headrace.plan.plan import Plan
+from headrace.plan.slabs import SlabEntry
 from headrace.stores.sources import Copy, fill
 
 if TYPE_CHECKING:
@@ -24,6 +25,9 @@ if TYPE_CHECKING:
     from headrace.memory.split_range import MappedMemory
     from headrace.ranks.group import RankGroup
     from headrace.stores.file_reads import DiskOptions
+
+# The code of a unit in memory of its own, and what it consists of.
+Code = tuple["PinnedBuffer", tuple["Piece", ...]]
 
 # Called with (bytes loaded, bytes to load).
 Progress = Callable[[int, int], None]
@@ -60,6 +64,8 @@ class StoreRequest:
         disk: how its files are read.
         ranks: ranks of the same offload, for stores and links that span processes.
         pooled: storages that are in pinned memory already; those that are offloaded stay there.
+        taken: copies of storages out of the store of an offload before this one; their home is ``meta`` meanwhile.
+        codes: codes that such a store has, by the entries of their unit.
         peer: the GPU whose memory holds the units of store ``peer``; ``None``: there are none.
         hosts: hosts of all ranks, once the ranks have been compared.
     """
@@ -71,6 +77,8 @@ class StoreRequest:
     disk: DiskOptions | None = None
     ranks: RankGroup | None = None
     pooled: Mapping[str, AlreadyPinned] = field(default_factory=dict, repr=False)
+    taken: Mapping[str, Sequence[Copy]] = field(default_factory=dict, repr=False)
+    codes: Mapping[tuple[SlabEntry, ...], Code] = field(default_factory=dict, repr=False)
     peer: torch.device | None = None
     hosts: Sequence[Sequence[str]] = ()
 
@@ -187,6 +195,10 @@ class Store(ABC):
         """
         return {"host": self.host_bytes}
 
+    def held(self, storage: str) -> AlreadyPinned | None:
+        """Memory of ``storage`` for another store to keep; ``None``: its bytes have to be copied."""
+        return None
+
     def require_mapped_unchanged(self, storage: str | None = None) -> None:
         """Raise ``TransferError`` if a file of which ``storage`` (default: any) is read in place was written to."""
 
@@ -288,6 +300,9 @@ class Stores(Store):
 
     def read(self, storage: str, into: torch.Tensor) -> None:
         self.of(storage).read(storage, into)
+
+    def held(self, storage: str) -> AlreadyPinned | None:
+        return self.of(storage).held(storage)
 
     def require_mapped_unchanged(self, storage: str | None = None) -> None:
         for store in self._every if storage is None else [self.of(storage)]:
