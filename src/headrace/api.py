@@ -331,9 +331,7 @@ def start(
     try:
         session.attach()
         if "diffusers" in sys.modules:
-            casts = import_module("headrace.adapters.layerwise_casting").CastsAtUse(prepared.model)
-            session.attachments.append(casts)
-            casts.attach()
+            import_module("headrace.adapters.layerwise_casting").CastsAtUse(prepared.model).attach(session)
         # The model keeps the handle, because dropping the handle must not end the offload.
         vars(prepared.model)[_MARK] = handle
         return handle

@@ -413,7 +413,7 @@ PLACES: list[tuple[Any, str]] = [
     (HostCopies, "update"),
     (resizing.Exchange, "_bind"),
     (resizing.Exchange, "_place"),
-    (resizing.Exchange, "_settle"),
+    (resizing.Exchange, "_note_memory"),
     (resizing, "OffloadSession"),
     (OffloadSession, "_attach_hooks"),
     (OffloadSession, "_forget_originals"),

@@ -137,8 +137,7 @@ class TestConfigAlone:
             name: each.num_bytes for name, each in expected.placements.items()
         }
 
-    @pytest.mark.parametrize("name", ["fp8, blocks", "fp8, blocks, experts", "MXFP4, experts", "GPTQ int4", "AWQ int4",
-                                      "compressed-tensors int4, experts"])  # fmt: skip
+    @pytest.mark.parametrize("name", ["fp8, blocks", "fp8, blocks, experts", "MXFP4, experts", "GPTQ int4", "AWQ int4"])
     def test_sizes_a_quantised_model_as_its_files_do(self, name: str, tmp_path: Path) -> None:
         folder, place = tmp_path / "files", tmp_path / "config"
         folder.mkdir()

@@ -8,12 +8,15 @@ from __future__ import annotations
 
 import types
 from collections.abc import Callable, Mapping
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import nn
 
 from headrace.errors import OptionError, OptionTypeError
+
+if TYPE_CHECKING:
+    from headrace.runtime.session import OffloadSession
 
 __all__ = ["CastsAtUse", "casting_of", "store_in", "why_not_cast"]
 
@@ -51,8 +54,10 @@ class CastsAtUse:
         self._hooks = [(module, hook) for module in model.modules() if (hook := casting_of(module)) is not None]
         self._changed: list[tuple[Any, dict[str, Any]]] = []
 
-    def attach(self) -> None:
-        """Put the casts in place of diffusers'; an interrupt leaves what :meth:`remove` takes off."""
+    def attach(self, session: OffloadSession) -> None:
+        """Put the casts in place of diffusers', if there are any; an interrupt leaves what ``session`` takes off."""
+        if self._hooks:
+            session.attachments.append(self)
         for module, hook in self._hooks:
             reference = hook.fn_ref
             self._changed.append((reference, dict(vars(reference))))
