@@ -32,7 +32,6 @@ from headrace.experts import cache
 from headrace.experts.cpu import native, pool, share
 from headrace.plan import cpu_share
 from headrace.plan.nominal_rates import NOMINAL_CPU
-from headrace.plan.rates import Curve
 from headrace.testing import assert_same_bits
 from headrace.transfer import machine_probe
 from moe_models import cached, gpt_oss, qwen
@@ -239,7 +238,7 @@ class TestAuto:
 
     @pytest.mark.parametrize(("gb_per_s", "kind"), [(100.0, CpuShare), (0.01, NoShare)])
     def test_by_rate(self, gb_per_s: float, kind: type, folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-        rates = replace(NOMINAL_CPU, cpu_bytes_per_s={"bf16": gb_per_s * 1e9}, copy_bytes_per_s=Curve.of({1: 1e8}))
+        rates = replace(NOMINAL_CPU, cpu_bytes_per_s={"bf16": gb_per_s * 1e9}, fetch_bytes_per_s=1e8)
         monkeypatch.setattr(machine_probe, "NOMINAL_CPU", rates)
         monkeypatch.setattr(pool, "physical_cores", lambda: [0, 1])
         kinds, notes = self.notes(folder)
@@ -249,7 +248,7 @@ class TestAuto:
 
     def test_it_cannot_be(self, folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
         """What ``True`` raises is the reason."""
-        rates = replace(NOMINAL_CPU, cpu_bytes_per_s={"bf16": 1e11}, copy_bytes_per_s=Curve.of({1: 1e8}))
+        rates = replace(NOMINAL_CPU, cpu_bytes_per_s={"bf16": 1e11}, fetch_bytes_per_s=1e8)
         monkeypatch.setattr(machine_probe, "NOMINAL_CPU", rates)
         kinds, notes = self.notes(folder, experts_implementation="grouped_mm")
         assert kinds == [NoShare]
@@ -391,7 +390,8 @@ class TestFaults:
     def test_exit(self) -> None:
         """With threads that nobody has ended, and with the code that the process chose."""
         command = [sys.executable, "-c", EXIT]
-        done = subprocess.run(command, capture_output=True, text=True, check=False, timeout=300)
+        env = {**os.environ, "PYTHONPATH": os.pathsep.join(sys.path)}
+        done = subprocess.run(command, capture_output=True, text=True, check=False, timeout=300, env=env)
         assert (done.returncode, done.stdout.splitlines()) == (7, ["computed True"]), done.stderr
 
     def test_cores_taken_away(self) -> None:
