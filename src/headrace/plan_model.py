@@ -23,7 +23,7 @@ from headrace.planning.checks import needs_of
 from headrace.planning.context import PlanContext, not_in_files
 from headrace.planning.request import PlanRequest, Target, compute_device, require_kinds
 
-GIB = 1 << 30
+_LARGE_TABLES_BYTES = 8 << 30  # that a plan mentions
 
 if TYPE_CHECKING:
     import torch
@@ -147,7 +147,8 @@ class PlanResult:
         limited = isinstance(given, Budget) and given.host_memory is None and self.context.target.rates is not None
         limited = limited and not self.plan.coded_units  # no codes in files
         less = "; where there is less, --host-memory SIZE leaves the rest in files" if limited else ""
-        pinned = f", of which {format_size(tables)} are tables that stay there in any plan" if tables > GIB << 3 else ""
+        is_large = tables > _LARGE_TABLES_BYTES
+        pinned = f", of which {format_size(tables)} are tables that stay there in any plan" if is_large else ""
         return f"{format_size(num_bytes)} in host memory{pinned}{less}" if num_bytes else ""
 
     @cached_property

@@ -45,7 +45,8 @@ def test_a_hundred_in_random_order(way: str, tmp_path: Path) -> None:
         elif here.handle._life is None or here.handle._life.parked != "call":
             here.check()
         if here.handle._life is not None and here.handle._life.parked:
-            placed = {each.data_ptr() for each in here.handle._life.copies._buffers.values()}
+            kept = here.handle._life.copies
+            placed = {kept.bytes_of(name).data_ptr() for name in kept._held}
             copies = copies or placed
             assert placed == copies  # taken once
     here.handle.resume()

@@ -31,13 +31,13 @@ class HostCopies:
         """``device``: where the originals are."""
         self._device = device
         self._held: dict[str, AlreadyPinned] = {}
-        self._buffers: dict[str, torch.Tensor] = {}
         self._prints: dict[str, torch.Tensor] = {}  # of what the copies hold
         self._has_kernel = device.type == "cuda" and has_triton(device)
 
     def bytes_of(self, name: str) -> torch.Tensor:
         """The copy of ``name``: uint8, 1-D, host."""
-        return self._buffers[name]
+        at = self._held[name]
+        return at.memory.buffer[at.start : at.start + at.num_bytes]
 
     def forget(self, name: str) -> None:
         """The copy of ``name``, if there is one, or its original is written."""
@@ -60,8 +60,6 @@ class HostCopies:
         """Have copies of these storages alone, in this memory; those that have been elsewhere hold nothing yet."""
         same = {name for name, at in held.items() if self._held.get(name) == at}
         self._prints = {name: prints for name, prints in self._prints.items() if name in same}
-        # Buffers first, by which an interrupt finds a name without memory, and takes some.
-        self._buffers = {n: at.memory.buffer[at.start : at.start + at.num_bytes] for n, at in held.items()}
         self._held = dict(held)
 
     def make_room(self, sizes: Mapping[str, int], what: str = "the residents of a parked offload") -> None:
@@ -71,7 +69,7 @@ class HostCopies:
             LimitError, BudgetError: there is not enough.
             StateError: a graph is being captured.
         """
-        new = {name: size for name, size in sizes.items() if name not in self._buffers}
+        new = {name: size for name, size in sizes.items() if name not in self._held}
         if not new:
             return
         num_bytes = slab_bytes(new.values())

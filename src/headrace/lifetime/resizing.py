@@ -417,9 +417,8 @@ class Exchange:
             if bound is before or (bound.keeps_original and not self._on_gpu):
                 continue  # it has the same
             bound.keeps_original = False
-            for tensor, earlier in zip(
-                bound.tensors, before.tensors, strict=True
-            ):  # which keeps its own, until the end
+            # Those of ``before`` keep their own, until the end.
+            for tensor, earlier in zip(bound.tensors, before.tensors, strict=True):
                 weak = earlier._weak_original or weak_memory(earlier.original_data)
                 tensor._weak_original = None if self._home[name] == _META else weak
         residents = {name: at for name, at in held.items() if self._then[name] == "device"}

@@ -25,7 +25,6 @@ from headrace.plan.prediction import Engine, EngineStep
 ENGINES: tuple[Engine, ...] = ("generate", "vllm")
 
 _NAMES: dict[Engine, str] = {"generate": "headrace generate", "vllm": "vLLM with headrace"}
-GIB = 2**30
 # Seconds of a layer beside the reading of its weights, by format and whether layers have experts; resident steps of one
 # sequence in docs/benchmarks, of 2026-11-25-vllm-four-bits-h100 (gpt-oss-20b and -120b; Qwen3-30B-A3B in GPTQ),
 # 2026-11-26-vllm-experts-h200 (GLM-4.5-Air in AWQ), 2026-11-26-vllm-budgets-h100 (DeepSeek-V2-Lite in fp8) and
@@ -41,7 +40,7 @@ MOST_ROWS = 16  # sequences of those steps
 # Classes of layers that none of these models has.
 _OTHER_LAYERS = re.compile(r"Mamba|DeltaNet|LightningAttention|LinearAttention|ShortConv|Indexer|HyperConnection|PLE")
 # What vLLM takes beside weights and KV cache: graphs, workspaces, the context of CUDA.
-BESIDE_BYTES = GIB
+BESIDE_BYTES = 1 << 30
 
 
 def weight_format(inventory: Inventory) -> str:

@@ -101,7 +101,7 @@ class Doorbell:
             StateError: they were not, and are not to be used; this process is a fork.
             OptionError: there is no room for so many experts.
         """
-        self._process.require_own_process()  # nobody in a fork answers
+        self._process.require_own_process()  # a fork has no thread that answers
         if self._words[CODE.value] or self._words[GIVEN_UP.value]:
             why = "a thread is dead or stopped" if self._words[CODE.value] else "there was no answer for seconds"
             raise StateError(
