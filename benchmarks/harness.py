@@ -13,10 +13,10 @@ import os
 import sys
 import threading
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 
@@ -32,6 +32,7 @@ __all__ = [
     "event_times",
     "finish",
     "interleave",
+    "kept",
     "link_bytes_per_s",
     "numbers",
     "parser_of",
@@ -43,6 +44,8 @@ __all__ = [
     "writable_file",
     "writable_folder",
 ]
+
+_Row = TypeVar("_Row", bound=Mapping[str, Any])
 
 
 def parser_of(
@@ -157,6 +160,14 @@ def append(row: Mapping[str, Any], out: Path | None) -> None:
     if out is not None:
         with out.open("a") as file:
             file.write(json.dumps(row) + "\n")
+
+
+def kept(rows: Iterable[_Row], describe: Callable[[_Row], str], out: Path | None) -> Iterator[_Row]:
+    """Each of ``rows`` once it is kept, and a line about it printed."""
+    for row in rows:
+        append(row, out)
+        print(describe(row), flush=True)
+        yield row
 
 
 def print_step(row: Mapping[str, Any]) -> None:

@@ -23,7 +23,7 @@ import torch
 
 import headrace
 from card_24gb import Card, Rehearsal, add_card_arguments, free_memory, rehearsals, rest_on_host
-from harness import append, finish, link_bytes_per_s, parser_of, words_of
+from harness import finish, kept, link_bytes_per_s, parser_of, words_of
 from headrace.config import Budget, Prefetch
 from headrace.model.inventory import take_inventory
 
@@ -121,12 +121,11 @@ def main() -> None:
     parser.add_argument("--cycles", type=int, default=5)
     add_card_arguments(parser)
     given = parser.parse_args()
-    results = []
-    for rehearsal in rehearsals(given, ["graphs"]):
-        for row in rows_of(rehearsal, given.cycles):
-            results.append(row)
-            append(row, given.out)
-            print(describe(row), flush=True)
+    results = [
+        row
+        for rehearsal in rehearsals(given, ["graphs"])
+        for row in kept(rows_of(rehearsal, given.cycles), describe, given.out)
+    ]
     finish("lifetime", results)
 
 

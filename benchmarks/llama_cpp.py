@@ -26,7 +26,7 @@ import torch
 from gguf import GGMLQuantizationType, GGUFWriter
 
 from card_24gb import Card, add_card_arguments
-from harness import append, counts, finish, parser_of, words_of, writable_folder
+from harness import counts, finish, kept, parser_of, words_of, writable_folder
 from headrace.experts.cpu.pool import physical_cores
 from headrace.sizes import parse_size
 from published_configs import GPT_OSS_120B, QWEN3_30B_A3B
@@ -296,17 +296,13 @@ def main() -> None:
     parser.add_argument("--threads", type=int)
     add_card_arguments(parser)
     given = parser.parse_args()
-    library, results = open_library(given.library), []
+    library = open_library(given.library)
     quiet: Callable[[int, bytes, Any], None] = ctypes.CFUNCTYPE(None, ctypes.c_int, ctypes.c_char_p, _AT)(
         lambda level, text, _: print(text.decode(), end="") if level >= 4 else None  # errors
     )
     library.llama_log_set(quiet, None)
-    for name in given.models:
-        row = row_of(library, name, given)
-        results.append(row)
-        append(row, given.out)
-        print(describe(row), flush=True)
-    finish("llama.cpp", results)
+    rows = (row_of(library, name, given) for name in given.models)
+    finish("llama.cpp", list(kept(rows, describe, given.out)))
 
 
 if __name__ == "__main__":

@@ -23,7 +23,7 @@ from transformers import AutoModelForCausalLM, GptOssConfig
 
 import headrace
 from card_24gb import Card, Rehearsal, _Sequence, add_card_arguments, free_memory, rehearsals, rest_on_host
-from harness import append, finish, link_bytes_per_s, parser_of, words_of
+from harness import finish, kept, link_bytes_per_s, parser_of, words_of
 from headrace.adapters.transformers.liger import use_liger_norms
 from headrace.adapters.transformers.ordered_experts import put_mxfp4_experts
 from headrace.config import Budget
@@ -149,12 +149,11 @@ def main() -> None:
     )
     add_card_arguments(parser)
     given = parser.parse_args()
-    results = []
-    for rehearsal in rehearsals(given, ["graphs"]):
-        for row in rows_of(rehearsal, given.rounds, given.cases, given.liger_kernel):
-            results.append(row)
-            append(row, given.out)
-            print(describe(row), flush=True)
+    results = [
+        row
+        for rehearsal in rehearsals(given, ["graphs"])
+        for row in kept(rows_of(rehearsal, given.rounds, given.cases, given.liger_kernel), describe, given.out)
+    ]
     finish("ordered experts", results)
 
 

@@ -29,7 +29,7 @@ from transformers import PreTrainedTokenizerFast
 
 import headrace
 from card_24gb import Rehearsal, add_card_arguments, free_memory, rehearsals, rest_on_host
-from harness import append, finish, parser_of
+from harness import finish, kept, parser_of
 from headrace.config import Prefetch
 from seeded_models import write_words
 from served_steps import Served, prompts_of
@@ -165,12 +165,11 @@ def main() -> None:
     add_card_arguments(parser)
     parser.set_defaults(models=["qwen3-8b"], layers=12)
     given = parser.parse_args()
-    results = []
-    for rehearsal in rehearsals(given, ["graphs"]):
-        for row in rows_of(rehearsal, given.burst, given.requests, given.clients):
-            results.append(row)
-            append(row, given.out)
-            print(describe(row), flush=True)
+    results = [
+        row
+        for rehearsal in rehearsals(given, ["graphs"])
+        for row in kept(rows_of(rehearsal, given.burst, given.requests, given.clients), describe, given.out)
+    ]
     finish("served soak", results)
 
 

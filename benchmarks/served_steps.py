@@ -42,7 +42,7 @@ from transformers import GenerationConfig, PreTrainedTokenizerFast
 import headrace
 from card_24gb import Card, Clock, Rehearsal, add_card_arguments, free_memory, rehearsals, rest_on_host
 from decoder_models import FollowedTraces, routers
-from harness import append, counts, finish, link_bytes_per_s, parser_of, words_of
+from harness import counts, finish, kept, link_bytes_per_s, parser_of, words_of
 from headrace.model.inventory import take_inventory
 from headrace.plan.routing_traces import seeded_trace
 from headrace.serving.app import App
@@ -252,13 +252,12 @@ def main() -> None:
     parser.add_argument("--tokens", type=int, default=128, help="new ones of each request")
     add_card_arguments(parser)
     given = parser.parse_args()
-    results = []
-    for rehearsal in rehearsals(given, ["graphs"]):
-        contexts = [512] if given.tiny else given.contexts
-        for row in rows_of(rehearsal, given.at_once, contexts, given.tokens, given.rounds):
-            results.append(row)
-            append(row, given.out)
-            print(describe(row), flush=True)
+    contexts = [512] if given.tiny else given.contexts
+    results = [
+        row
+        for rehearsal in rehearsals(given, ["graphs"])
+        for row in kept(rows_of(rehearsal, given.at_once, contexts, given.tokens, given.rounds), describe, given.out)
+    ]
     finish("served steps", results)
 
 

@@ -26,7 +26,7 @@ import torch
 
 import headrace
 from card_24gb import Rehearsal, _Sequence, add_card_arguments, free_memory, rehearsals, rest_on_host
-from harness import append, finish, link_bytes_per_s, parser_of, words_of
+from harness import finish, kept, link_bytes_per_s, parser_of, words_of
 from headrace.adapters.transformers.shared_experts import share_experts
 from headrace.experts import ordered
 from headrace.experts.cpu.pool import physical_cores
@@ -265,10 +265,8 @@ def main() -> None:
     results = []
     for rehearsal in rehearsals(given, ["graphs"]):
         rows = rows_of(rehearsal, given.slots, given.threads, given.copy_streams, given.rounds)
-        for row in long_rows(rehearsal, given.slots, given.steps) if given.steps else rows:
-            results.append(row)
-            append(row, given.out)
-            print(describe(row), flush=True)
+        rows = long_rows(rehearsal, given.slots, given.steps) if given.steps else rows
+        results += kept(rows, describe, given.out)
     finish("shared experts", results)
 
 

@@ -33,7 +33,7 @@ from transformers import GenerationConfig, PreTrainedTokenizerFast
 
 import headrace
 from card_24gb import MODELS, Card, Rehearsal, add_card_arguments, free_memory, rehearsals, rest_on_host
-from harness import append, finish, link_bytes_per_s, parser_of
+from harness import finish, kept, link_bytes_per_s, parser_of
 from headrace.config import Budget
 from headrace.memory.system import rss_bytes
 from headrace.model.inventory import take_inventory
@@ -210,12 +210,8 @@ def main() -> None:
     add_card_arguments(parser)
     given = parser.parse_args()
     given.models = ["qwen3-8b", "qwen3-30b-a3b"]
-    rows = []
-    for row in run(list(rehearsals(given, ["graphs"])), given.switches, given.tokens):
-        rows.append(row)
-        append(row, given.out)
-        print(describe(row), flush=True)
-    finish("switching", rows)
+    rows = run(list(rehearsals(given, ["graphs"])), given.switches, given.tokens)
+    finish("switching", list(kept(rows, describe, given.out)))
 
 
 if __name__ == "__main__":
