@@ -164,9 +164,8 @@ class Components(nn.Module):
     def __init__(self, pipe: Any) -> None:
         super().__init__()
         found = modules_of(pipe)
-        expected = (getattr(pipe, "model_cpu_offload_seq", None) or "").split(
-            "->"
-        )  # until a call has shown its own order
+        # Until a call has shown its own order.
+        expected = (getattr(pipe, "model_cpu_offload_seq", None) or "").split("->")
         for name in sorted(found, key=lambda name: expected.index(name) if name in expected else -1):
             self.add_module(name, found[name])
         self.training = any(module.training for module in found.values())

@@ -16,6 +16,8 @@ from functools import reduce
 from types import CodeType
 from typing import TYPE_CHECKING, Any
 
+from torch import distributed as dist
+
 from headrace.errors import OptionError, StateError, warn_user
 from headrace.flags import flag_of
 
@@ -125,6 +127,14 @@ def refuse_flags(refusals: Iterable[Refusal], field: Callable[[str], Any], inste
 
 # A value of this rank to those of all ranks of the engine.
 Gather = Callable[[Any], list[Any]]
+
+
+def gathered(value: Any, group: Any) -> list[Any]:
+    """``value`` of every rank of ``group``, a ``GroupCoordinator`` of vLLM's or SGLang's."""
+    found = [value] * group.world_size
+    if group.world_size > 1:
+        dist.all_gather_object(found, value, group.cpu_group)
+    return found
 
 
 @contextmanager

@@ -98,10 +98,8 @@ def run_app(app: App, bound: socket.socket) -> None:
     LOGGING_CONFIG["handlers"]["access"]["stream"] = "ext://sys.stderr"
     settings = uvicorn.Config(app, http=_Connection, lifespan="on", server_header=False)
     settings.timeout_graceful_shutdown = _STOP_S + 5  # for clients that do not read their answers, complete by then
-    most, (soft, hard) = (
-        _CONNECTIONS + len(app.switch.models) * app.switch.max_waiting,
-        resource.getrlimit(resource.RLIMIT_NOFILE),
-    )
+    most = _CONNECTIONS + len(app.switch.models) * app.switch.max_waiting
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     soft = max(soft, min(hard, 4 * most))
     resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
     # A quarter of the limit: connections are accepted that many at a time, and a new one has to be read before it is

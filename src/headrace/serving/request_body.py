@@ -215,6 +215,9 @@ def _seconds(given: Any) -> float:
     return sum(float(number) * _UNITS[unit] for number, unit in parts) * (-1 if str(given).startswith("-") else 1)
 
 
+_KeepAlive = Annotated[float | None, AfterValidator(lambda s: s if s >= 0 else None), BeforeValidator(_seconds)]
+
+
 class GenerationRequest(BaseModel):
     """Fields of every endpoint; ``None``: the model's own.
 
@@ -247,9 +250,7 @@ class GenerationRequest(BaseModel):
     ] = None
     stream_options: _StreamOptions | None = None
     max_tokens: Annotated[int, Field(ge=1, lt=2**31)] | None = Field(None, validation_alias=AliasChoices(*_LENGTHS))
-    keep_alive: Annotated[float | None, AfterValidator(lambda s: s if s >= 0 else None), BeforeValidator(_seconds)] = (
-        None
-    )
+    keep_alive: _KeepAlive = None
 
     @model_validator(mode="after")
     def _check(self) -> GenerationRequest:

@@ -93,7 +93,7 @@ class Hosted:
         self.ended = self.counts()
         self.served.engine.engine.stop()
         self.served = self.handle = None
-        gc.collect()  # an offload that nobody holds ends, in a cycle with its model
+        gc.collect()  # an offload that nothing holds ends, in a cycle with its model
         trim_heap()
         if torch.cuda.is_available():
             torch.cuda.empty_cache()
@@ -158,7 +158,7 @@ class Switch:
             RequestError: there is none.
         """
         if len(self.models) == 1 and not isinstance(name, str):
-            return self.models[0]  # whoever reads the request refuses another type
+            return self.models[0]  # the reader of the request refuses another type
         for model in self.models:
             if name in model.names:
                 return model

@@ -186,11 +186,6 @@ def _replica_group() -> ProcessGroup:
 # -- running ----------------------------------------------------------------------------------------------------------
 
 
-def _offloader_of(runner: Any) -> SGLangOffloader | None:
-    """The offloader of the model of ``runner``, if it is offloaded."""
-    return getattr(runner, "headrace_offloader", None)
-
-
 def _capture_one(
     original: Callable[..., None],
     backend: Any,
@@ -199,7 +194,7 @@ def _capture_one(
     capture_inputs: Any = None,
     post_warmup_hook: Callable[[], None] | None = None,
 ) -> None:
-    offloader = _offloader_of(backend._cuda_graph_runner.model_runner)
+    offloader = weight_updates.offloader_of(backend._cuda_graph_runner.model_runner)
     if offloader is None:
         return original(backend, shape_key, forward_fn, capture_inputs, post_warmup_hook)
 
@@ -217,7 +212,7 @@ def _capture_one(
 
 
 def _replay(original: Callable[..., Any], backend: Any, *args: Any, **kwargs: Any) -> Any:
-    offloader = _offloader_of(backend._cuda_graph_runner.model_runner)
+    offloader = weight_updates.offloader_of(backend._cuda_graph_runner.model_runner)
     if offloader is None:
         return original(backend, *args, **kwargs)
     offloader.require_usable()
@@ -239,7 +234,7 @@ def _break_capture(action: Callable[[], None]) -> bool:
 
 def _forward(original: Callable[..., Any], runner: Any, forward_batch: Any, *args: Any, **kwargs: Any) -> Any:
     result = original(runner, forward_batch, *args, **kwargs)
-    offloader = _offloader_of(runner)
+    offloader = weight_updates.offloader_of(runner)
     if offloader is not None and not forward_batch.forward_mode.is_idle():
         offloader.require_all_ran()  # before the first result counts, where no graph was captured
     return result
@@ -259,7 +254,7 @@ def _refuse_memory(original: Callable[..., Any], manager: Any, *args: Any, **kwa
 
 
 def _check_weights(original: Callable[..., Any], runner: Any, *args: Any, **kwargs: Any) -> Any:
-    if _offloader_of(runner) is not None:  # SGLang answers with the message
+    if weight_updates.offloader_of(runner) is not None:  # SGLang answers with the message
         raise StateError(
             "check_weights would read slots, which hold other layers' weights: headrace offloads this model"
         )
@@ -286,7 +281,7 @@ def _has_slots(model: nn.Module) -> bool:
 
 def _internal_state(result: Any, scheduler: Any, recv_req: Any) -> Any:
     """``/server_info`` shows the metrics of the offload."""
-    offloader = _offloader_of(scheduler.tp_worker.model_runner)
+    offloader = weight_updates.offloader_of(scheduler.tp_worker.model_runner)
     if offloader is not None:
         result.internal_state["headrace"] = offloader.metrics()
     return result

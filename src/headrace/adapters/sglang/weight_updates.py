@@ -11,11 +11,10 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
-import torch.distributed as dist
 from sglang.srt.managers import io_struct
 from sglang.srt.runtime_context import get_parallel
 
-from headrace.adapters.engine_interface import all_or_none, require_no_failure
+from headrace.adapters.engine_interface import all_or_none, gathered, require_no_failure
 from headrace.errors import OptionError, StateError
 from headrace.offloaders.layerwise import EngineOffloader
 from headrace.offloaders.new_weights import NewWeights
@@ -39,7 +38,8 @@ class _Session:
     flushes: bool = False
 
 
-def _offloader_of(runner: Any) -> EngineOffloader | None:
+def offloader_of(runner: Any) -> EngineOffloader | None:
+    """The offloader of the model of ``runner``, if it is offloaded."""
     return getattr(runner, "headrace_offloader", None)
 
 
@@ -49,11 +49,7 @@ def _session_of(runner: Any) -> _Session | None:
 
 def _gathered(value: Any) -> list[Any]:
     """``value`` of every tensor-parallel rank."""
-    group = get_parallel().tp_group
-    found = [value] * group.world_size
-    if group.world_size > 1:
-        dist.all_gather_object(found, value, group.cpu_group)
-    return found
+    return gathered(value, get_parallel().tp_group)
 
 
 def _require_one_stage(call: str) -> None:
@@ -65,7 +61,7 @@ def _require_one_stage(call: str) -> None:
 
 def update_from_disk(original: Callable[..., Any], updater: Any, *args: Any, **kwargs: Any) -> tuple[bool, str]:
     """SGLang's, which says whether it succeeded, and why not."""
-    offloader, call = _offloader_of(updater.get_model_runner()), "update_weights_from_disk"
+    offloader, call = offloader_of(updater.get_model_runner()), "update_weights_from_disk"
     if offloader is None:
         return original(updater, *args, **kwargs)  # type: ignore[no-any-return]
     # Graphs stay valid, and would be captured over the copies that are written.
@@ -86,7 +82,7 @@ def update_from_disk(original: Callable[..., Any], updater: Any, *args: Any, **k
 def begin_update(original: Callable[..., Any], manager: Any, recv_req: Any) -> Any:
     """SGLang's; all weights are copied to host memory, where the session writes."""
     runner, call = manager.tp_worker.model_runner, "begin_weight_update"
-    offloader = _offloader_of(runner)
+    offloader = offloader_of(runner)
     if offloader is None or _session_of(runner) is not None:
         return original(manager, recv_req)
     failure, new = "", None
@@ -160,7 +156,7 @@ def _failed(output: str, message: str) -> Any:
 
 def refuse_ipc(original: Callable[..., Any], manager: Any, recv_req: Any) -> Any:
     """SGLang's, which answers with the reason."""
-    if _offloader_of(manager.tp_worker.model_runner) is None:
+    if offloader_of(manager.tp_worker.model_runner) is None:
         return original(manager, recv_req)
     message = (
         "update_weights_from_ipc (checkpoint-engine) is refused: it was not tried while headrace offloads this model. "

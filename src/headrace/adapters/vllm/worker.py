@@ -21,7 +21,6 @@ from typing import TYPE_CHECKING, Any
 import torch
 import vllm
 from prometheus_client import Counter
-from torch import distributed as dist
 from torch import nn
 from torch.distributed import PrefixStore, ProcessGroup, Store, TCPStore  # type: ignore[attr-defined,unused-ignore]
 from vllm.distributed.parallel_state import get_dp_group, get_tp_group, get_world_group
@@ -30,7 +29,7 @@ from vllm.model_executor.layers.vocab_parallel_embedding import ParallelLMHead, 
 from vllm.model_executor.offloader.base import get_offloader, set_offloader
 from vllm.v1.worker import gpu_worker
 
-from headrace.adapters.engine_interface import all_or_none, version_number
+from headrace.adapters.engine_interface import all_or_none, gathered, version_number
 from headrace.adapters.vllm.interface import NEWEST, OLDEST_WITH_CACHE, require_supported
 from headrace.adapters.vllm.options import read_options, refuse_unsupported
 from headrace.adapters.vllm.sleep import loading_allowed, not_saved, own_allocations, refuse_loading
@@ -137,7 +136,7 @@ class OffloadingWorker(_Base):  # type: ignore[misc,unused-ignore]
             return None
 
         def exchange(value: Any) -> list[Any]:
-            found = _gathered(value, engine)
+            found = gathered(value, engine)
             return found if others is None else list(chain.from_iterable(others.exchange("rates", found)))
 
         # Kernels may have been measured on each host.
@@ -334,7 +333,7 @@ class OffloadingWorker(_Base):  # type: ignore[misc,unused-ignore]
             yield
             return
         is_quantised = self.vllm_config.model_config.quantization is not None
-        gather = partial(_gathered, group=get_world_group())
+        gather = partial(gathered, group=get_world_group())
         with all_or_none(self._offloader, call, gather), loading_allowed(self.model_runner.get_model(), is_quantised):
             yield
 
@@ -493,7 +492,7 @@ def _require_same_units(modules: list[str]) -> None:
     boundaries ranks would call different collectives, and wait for each other for ever.
     """
     group = get_tp_group()
-    for rank, theirs in enumerate(_gathered(modules, group)):
+    for rank, theirs in enumerate(gathered(modules, group)):
         if theirs != modules:
             differ = sorted(set(theirs) ^ set(modules)) or modules
             raise OptionError(
@@ -501,14 +500,6 @@ def _require_same_units(modules: list[str]) -> None:
                 f"rank {rank} {len(theirs)}, such as {differ[0]}, because their shards differ in size: select weights "
                 f"by name (--offload-group-size, headrace.params), or give every rank shards of one size"
             )
-
-
-def _gathered(value: Any, group: Any) -> list[Any]:
-    """``value`` of every rank of ``group``, one of vLLM's."""
-    found = [value] * group.world_size
-    if group.world_size > 1:
-        dist.all_gather_object(found, value, group.cpu_group)
-    return found
 
 
 def _replica_group(replicas: int | None, parallel: Any, rank: int) -> ProcessGroup:
