@@ -36,7 +36,7 @@ class CpuShare:
     Attributes:
         counts: ``None``, as it guesses no tokens.
         doorbell: by which kernels ask for experts.
-        expected: what the plan expected of it; empty: nobody asked.
+        expected: what the plan expected of it; empty: no plan was asked.
     """
 
     counts, expected = None, ""
