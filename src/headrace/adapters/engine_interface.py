@@ -16,8 +16,6 @@ from functools import reduce
 from types import CodeType
 from typing import TYPE_CHECKING, Any
 
-from torch import distributed as dist
-
 from headrace.errors import OptionError, StateError, warn_user
 from headrace.flags import flag_of
 
@@ -131,6 +129,8 @@ Gather = Callable[[Any], list[Any]]
 
 def gathered(value: Any, group: Any) -> list[Any]:
     """``value`` of every rank of ``group``, a ``GroupCoordinator`` of vLLM's or SGLang's."""
+    from torch import distributed as dist  # the command line imports this file, and starts without torch
+
     found = [value] * group.world_size
     if group.world_size > 1:
         dist.all_gather_object(found, value, group.cpu_group)

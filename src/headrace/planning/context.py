@@ -343,8 +343,7 @@ def make_planner(
     in_place, triton = on_gpu and can_read_in_place(device), has_triton(device)
     past_cache = disk is not None and bool(disk.direct)
     if not on_gpu and weights is not None and rates is None:  # files that the page cache cannot keep
-        free_bytes = _free_host_bytes(device, inventory)
-        past_cache |= free_bytes is not None and inventory.num_bytes > free_bytes
+        past_cache |= (free := _free_host_bytes(device, inventory)) is not None and inventory.num_bytes > free
     rates = rates or planning_rates(device, past_cache, in_group)
     can_cache = in_place and triton if on_gpu else weights is not None
     readers = set(profile.row_readers) if can_cache and rates.fetch_bytes_per_s is not None else set()
