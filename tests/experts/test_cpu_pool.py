@@ -27,7 +27,7 @@ from ordered_c import different, experts_in_c
 
 SUPPORT = Path(__file__).parents[1] / "support"
 PROGRAM = """
-import hashlib, os, signal, sys, threading, time, torch
+import hashlib, os, signal, sys, threading, time, torch, types
 from cpu_experts import case, long_case, of_library
 from headrace.experts.cpu import native, pool
 made = torch.Generator().manual_seed(0)
@@ -171,9 +171,19 @@ class TestProcesses:
     @pytest.mark.slow
     @pytest.mark.parametrize("end", ["", "sys.exit(0)", "signal.raise_signal(signal.SIGTERM)"])
     def test_exit(self, end: str) -> None:
-        """While threads wait, and while a thread of Python has them work."""
-        forever = "threading.Thread(target=lambda: [pool.run(*given) for _ in iter(int, 1)], daemon=True).start()\n"
-        running = program(TWICE + forever + "time.sleep(0.2)\nprint('end', flush=True)\n" + end)
+        """While threads wait, and while a thread of Python has them work.
+
+        That thread calls no operator of torch: Python ends threads at exit where they take the GIL, in torch's C++ too,
+        which then ends the process ("terminate called without an active exception").
+        """
+        forever = """
+            kept = []
+            pool.run(*given, pool=types.SimpleNamespace(run=lambda *request: kept.extend(request)))
+            each = pool.default_pool()
+            threading.Thread(target=lambda: [each.run(*kept) for _ in iter(int, 1)], daemon=True).start()
+        """
+        after = "time.sleep(0.2)\nprint('end', flush=True)\n"
+        running = program(TWICE + textwrap.dedent(forever) + after + end)
         out, errors = running.communicate(timeout=60)
         assert (out, errors) == ("end\n", "")
         assert running.returncode == (-signal.SIGTERM if "SIGTERM" in end else 0)
