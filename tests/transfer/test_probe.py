@@ -215,7 +215,7 @@ def test_what_is_measured_on_a_disk_leaves_nothing_to_a_killed_process(
     monkeypatch.setattr(measuring, "_read_rate", watched)
     rates = measuring._disk(tmp_path, 32 << 20)
     assert rates["cached_read_bytes_per_s"]
-    assert seen == [[], []]
+    assert seen == [[], [], []]
 
 
 def test_a_disk_without_room_for_what_is_measured(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
