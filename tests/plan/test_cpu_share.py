@@ -52,7 +52,7 @@ def measured() -> Iterator[Any]:
 class TestAgainstAReport:
     """Twelve layers of an H200, its host's CPU with 4 to 15 threads, and the shares of that run."""
 
-    @pytest.mark.parametrize(("row", "alone", "cpu_us", "link_us"), measured())
+    @pytest.mark.parametrize(("row", "alone", "cpu_us", "link_us"), list(measured()))
     def test_gain(self, row: Any, alone: Any, cpu_us: float, link_us: float) -> None:
         """Within 5 % on a free link, within 15 % on a held one. Steps are predicted 8 to 15 % short either way."""
         top_k = SHAPES[row["model"]][1]
