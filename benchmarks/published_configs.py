@@ -214,3 +214,21 @@ INT4 = {
     },
     "ignore": ["lm_head", "re:.*mlp.gate$"],
 }
+# NVFP4 of weights alone, which Marlin runs on Hopper: a scale in fp8 for 16 codes, and one float for a matrix.
+NVFP4 = {
+    **INT4,
+    "format": "nvfp4-pack-quantized",
+    "config_groups": {
+        "group_0": {
+            "targets": ["Linear"],
+            "weights": {
+                "symmetric": True,
+                "dynamic": False,
+                "num_bits": 4,
+                "type": "float",
+                "strategy": "tensor_group",
+                "group_size": 16,
+            },
+        }
+    },
+}

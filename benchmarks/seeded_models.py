@@ -115,7 +115,7 @@ def _fill(data: torch.Tensor, generator: torch.Generator, name: str, is_scale: b
         return
     elif is_scale:
         if "global_scale" in name:  # by which compressed-tensors divides
-            data.fill_(1 / scale)
+            data.copy_(_uniform(data, generator, 0.8 / scale, 1.2 / scale))  # experts differ in it, too
         elif dtype.itemsize == 1:
             data.copy_(_uniform(data, generator, 0.5, 1.5))
         else:

@@ -43,6 +43,7 @@ from published_configs import (
     GPTQ,
     INT4,
     MXFP4,
+    NVFP4,
     QWEN3_30B_A3B,
 )
 from seeded_models import use_seeded_weights, write_config
@@ -75,9 +76,16 @@ QUANTISED: dict[str, Any] = {
     # Part of a name, and not "gate", as a dense layer has a gate_up_proj.
     "awq": {**AWQ, "modules_to_not_convert": ["mlp.gate"]},
     "int4": INT4,
+    "nvfp4": NVFP4,
 }
 # Bytes of a weight and its part of the scales and zero points.
-_BYTES_OF_4_BITS = {"mxfp4": 0.5 + 1 / 32, "gptq": 0.5 + 2 / 128, "int4": 0.5 + 2 / 128, "awq": 0.5 + 2.5 / 128}
+_BYTES_OF_4_BITS = {
+    "mxfp4": 0.5 + 1 / 32,
+    "nvfp4": 0.5 + 1 / 16,
+    "gptq": 0.5 + 2 / 128,
+    "int4": 0.5 + 2 / 128,
+    "awq": 0.5 + 2.5 / 128,
+}
 BYTES = {"bf16": 2.0, "fp8": 1.0, **_BYTES_OF_4_BITS}
 LENGTHS, REPEATS, SCORED = {1: (8, 48), 16: (8, 24)}, 2, 16
 LINK_BYTES_PER_S = 50e9  # of the bar

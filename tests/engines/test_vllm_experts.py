@@ -53,6 +53,26 @@ def test_packed_weights_have_two_names(slots: int) -> None:
     assert len(said) == 1  # of 8 layers
 
 
+@pytest.mark.parametrize("divided", [False, True])
+@pytest.mark.parametrize("slots", [1, 3, 12])
+def test_scales_of_whole_experts(slots: int, divided: bool) -> None:
+    """NVFP4 in Marlin: beside the scales of blocks, which move with an expert, it has one float per expert and weight.
+
+    Those stay on the device, and the kernel finds them by row.
+    """
+    mlp = partial(Experts, experts_cls=MarlinExperts, scaled=True, divided=divided)
+    worker = loaded(own=cached(slots, device_memory="42MiB"), mlp=mlp)
+    require_same_outputs(worker, resident(mlp=mlp))
+    layers = worker.headrace_stats()["experts"]
+    assert len(layers) == vllm.NUM_LAYERS
+    assert all(layer["fetched"] > 0 for layer in layers)
+
+
+def test_scales_of_whole_experts_that_a_kernel_cannot_find_by_row() -> None:
+    with pytest.raises(OptionError, match=r"its kernel has a w1\.alpha_or_gscale \[32\] per expert outside the module"):
+        loaded(own=cached(3), mlp=partial(Experts, scaled=True))
+
+
 KERNELS = [TritonExperts, MarlinExperts]
 PACKED = [OAITritonMxfp4ExpertsMonolithic, OAITritonExperts]  # weights and scales are in objects
 IN_TURN = [(1, True), (3, True), (3, False), (24, True)]

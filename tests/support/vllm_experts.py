@@ -47,6 +47,7 @@ def try_get_optimal_moe_config(
 class FusedMoEQuantDesc:
     scale: Any = None
     bias: torch.Tensor | None = None
+    alpha_or_gscale: torch.Tensor | None = None
 
 
 @dataclass
@@ -127,15 +128,18 @@ class MarlinExperts(TritonExperts):
     ) -> None:  # fmt: skip
         align = sys.modules["vllm.model_executor.layers.fused_moe.experts.marlin_moe"].moe_align_block_size
         pairs, experts, count = align(topk_ids, 8, global_num_experts, expert_map, ignore_invalid_experts=True)
-        scale = self.quant_config._w1.scale
+        config = self.quant_config
+        scale, alphas = config._w1.scale, (config._w1.alpha_or_gscale, config._w2.alpha_or_gscale)
+        assert all(each is None or len(each) == len(w1) for each in alphas)
         for tile, pair in enumerate(pairs[: int(count) : 8].tolist()):
             token, at = divmod(pair, topk_ids.shape[1])
             block = 8 << ((tile + len(w1)) % 3)
             up = _product(_row(w1, experts[tile]), hidden_states[token], block)
-            gate, up = (up if scale is None else up * _row(scale, experts[tile])).chunk(2)
-            output[token] += topk_weights[token, at] * _product(
-                _row(w2, experts[tile]), functional.silu(gate) * up, block
-            )
+            up = up if scale is None else up * _row(scale, experts[tile])
+            factors = [1 if each is None else _row(each, experts[tile]) for each in alphas]
+            gate, up = (up * factors[0]).chunk(2)
+            down = _product(_row(w2, experts[tile]), functional.silu(gate) * up, block)
+            output[token] += topk_weights[token, at] * factors[1] * down
 
 
 # -- triton_kernels: MXFP4 ---------------------------------------------------------------------------------------------
@@ -212,10 +216,13 @@ class FusedMoEKernelModularImpl:
 
 
 class Method:
-    """Of quantised experts: the kernel is made when the weights are final, and keeps their scales."""
+    """Of quantised experts: the kernel is made when the weights are final, and keeps their scales.
 
-    def __init__(self, experts_cls: type[TritonExperts], copies_scales: bool) -> None:
-        self.experts_cls = experts_cls
+    ``scaled``: there is one more for each expert (NVFP4).
+    """
+
+    def __init__(self, experts_cls: type[TritonExperts], copies_scales: bool, scaled: bool) -> None:
+        self.experts_cls, self._scaled = experts_cls, scaled
         self.moe_kernel: FusedMoEKernelModularImpl | None = None
         self._copies_scales = copies_scales
 
@@ -224,6 +231,8 @@ class Method:
             layer.w13_weight, layer.w2_weight = layer.w13_qweight, layer.w2_qweight
         scale = layer.w13_weight_scale.data.clone() if self._copies_scales else layer.w13_weight_scale
         config = FusedMoEQuantConfig(_w1=FusedMoEQuantDesc(scale))
+        if self._scaled:
+            config._w1.alpha_or_gscale, config._w2.alpha_or_gscale = layer.w13_weight_scale_2, layer.w2_weight_scale_2
         if issubclass(self.experts_cls, OAITritonExperts):
             config = _in_objects(layer)
         self.moe_kernel = FusedMoEKernelModularImpl(self.experts_cls(config))
@@ -259,10 +268,10 @@ class RoutedExperts(nn.Module):
 
     def __init__(
         self, width: int, experts_cls: type[TritonExperts], copies_scales: bool, divided: bool, with_lora: bool,
-        packed: bool, parallel: FusedMoEParallelConfig,
+        packed: bool, scaled: bool, parallel: FusedMoEParallelConfig,
     ) -> None:  # fmt: skip
         super().__init__()
-        self.quant_method: Any = Method(experts_cls, copies_scales)
+        self.quant_method: Any = Method(experts_cls, copies_scales, scaled)
         self.moe_config = SimpleNamespace(is_lora_enabled=with_lora, moe_parallel_config=parallel)
         self.local_num_experts = count = 3 * NUM_EXPERTS // 4 if divided else NUM_EXPERTS
         self.expert_map = None
@@ -273,6 +282,7 @@ class RoutedExperts(nn.Module):
             ("w13_qweight" if packed else "w13_weight", (count, 2 * INTERMEDIATE, width)),
             ("w2_qweight" if packed else "w2_weight", (count, width, INTERMEDIATE)),
             ("w13_weight_scale", (count, 2 * INTERMEDIATE)),
+            *((f"{part}_weight_scale_2", (count,)) for part in ("w13", "w2") if scaled),
         ):
             self.register_parameter(name, nn.Parameter(torch.randn(shape) / shape[-1] ** 0.5, requires_grad=False))
 
@@ -289,6 +299,7 @@ class Experts(nn.Module):
             "divided": False,
             "with_lora": False,
             "packed": False,
+            "scaled": False,
         }
         self.experts = RoutedExperts(width, **{**kinds, "parallel": FusedMoEParallelConfig(), **kind})
         self._is_called = is_called

@@ -63,8 +63,12 @@ class KernelExperts:
             own = {key: rows[: module.local_num_experts] for key, rows in own.items()}
         self._w13, self._w2 = own[id(module.w13_weight)], own[id(module.w2_weight)]
         self._quant_config = copy.copy(self._kernel.quant_config)
+        self._scales: list[tuple[torch.Tensor, torch.Tensor]] = []  # by expert, and by row with one for none
         for part, desc in _descs(self._quant_config):
             by_rows = {name: own.get(id(value), value) for name, value in vars(desc).items()}
+            if _has_scale_of_expert(module, self._kernel, part, scale := desc.alpha_or_gscale):
+                self._scales.append((scale, scale.new_zeros(self._num_rows + 1)))
+                by_rows["alpha_or_gscale"] = self._scales[-1][1][: module.local_num_experts]
             setattr(self._quant_config, part, replace(desc, **by_rows))
         # For expert parallelism: a row maps to itself, and one further number stands for experts of other ranks.
         numbers = torch.arange(self._num_rows + 1, dtype=torch.int32, device=cache.location.device)
@@ -122,6 +126,8 @@ class KernelExperts:
         rows = self._cache.admit(ids.contiguous())
         if isinstance(by_rows, marlin_moe.MarlinExperts):
             arguments["topk_ids"] = topk_ids
+            for scale, by_row in self._scales:
+                by_row[rows.flatten()] = scale[ids.flatten()]  # -1 is an expert of another rank
             as_resident = _replaced(marlin_moe, "moe_align_block_size", _align_rows, rows)
         else:
             _, num_tokens, _, _, top_k = by_rows.moe_problem_size(arguments["hidden_states"], w1, w2, topk_ids)
@@ -196,9 +202,16 @@ def _why_not(module: Any) -> str | None:
     for part, desc in _descs(kernel.quant_config):
         for name, value in vars(desc).items():
             per_expert = isinstance(value, torch.Tensor) and value.dim() > 0 and len(value) == module.local_num_experts
-            if per_expert and (id(value) not in own or value.dim() < 2):
+            is_kept = name == "alpha_or_gscale" and _has_scale_of_expert(module, kernel, part, value)
+            if per_expert and (id(value) not in own or (value.dim() < 2 and not is_kept)):
                 return f"its kernel has a {part.strip('_')}.{name} {list(value.shape)} per expert outside the module"
     return None
+
+
+def _has_scale_of_expert(module: Any, kernel: Any, part: str, scale: Any) -> bool:
+    """Whether ``scale`` is one float per expert of NVFP4's weights, which Marlin takes beside the scales of blocks."""
+    of_weights = isinstance(kernel, marlin_moe.MarlinExperts) and part in ("_w1", "_w2") and scale is not None
+    return of_weights and scale.shape == (module.local_num_experts,)
 
 
 def _kernel_of(module: Any) -> Any:
