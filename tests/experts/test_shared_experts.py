@@ -238,6 +238,18 @@ class TestAuto:
         assert kinds == [NoShare]
         assert "off: no rate of the CPU of a nominal CPU (no probe was run) is known: run `headrace probe`" in notes
 
+    @pytest.mark.slow
+    def test_without_one_an_offload_may_be_resized(self, folder: Path) -> None:
+        how = {"device": "cpu", "experts_implementation": "headrace", "cpu_experts": "auto"}
+        model, handle = load(folder, cached(3), **how)
+        with handle:
+            expected = run(model, inputs(1))
+            handle.resize("1.2MB")
+            before = handle.stats().bytes_moved
+            assert all(map(torch.equal, run(model, inputs(1)), expected))
+            assert handle.stats().bytes_moved > before
+            assert "experts on the CPU: off: no rate of the CPU" in " ".join(handle.stats().notes)
+
     @pytest.mark.parametrize(("gb_per_s", "kind"), [(100.0, CpuShare), (0.01, NoShare)])
     def test_by_rate(self, gb_per_s: float, kind: type, folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
         rates = replace(NOMINAL_CPU, cpu_bytes_per_s={"bf16": gb_per_s * 1e9}, fetch_bytes_per_s=1e8)

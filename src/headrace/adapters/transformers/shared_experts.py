@@ -104,17 +104,17 @@ class NoShare:
     counts = None
 
     def __init__(self, session: OffloadSession, why: str) -> None:
-        self._session, self.notes = session, [f"experts on the CPU: off: {why}"]
+        self.session, self.notes = session, [f"experts on the CPU: off: {why}"]
 
     def attach(self) -> None:
         """Say it from here on."""
         _log.info("%s", self.notes[0])
-        self._session.attachments.append(self)
+        self.session.attachments.append(self)
 
     def remove(self) -> None:
         """Say it no more. Idempotent."""
         with suppress(ValueError):
-            self._session.attachments.remove(self)
+            self.session.attachments.remove(self)
 
     def check(self) -> None:
         """Nothing can be wrong."""
