@@ -13,10 +13,10 @@ import pytest
 import measures
 
 BOUNDS = {
-    "lines of src": 28307,
+    "lines of src": 28312,
     "lines of the core": 16904,
     "files of src": 201,
-    "lines of tests": 48930,
+    "lines of tests": 49182,
     "longest class": 351,
     "Prefetcher": 298,
     "branches on a kind of store": 4,

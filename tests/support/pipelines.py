@@ -10,7 +10,7 @@ from torch import nn
 from families.builders import scramble
 
 
-def _seeded(module: nn.Module, seed: int) -> Any:
+def seeded(module: nn.Module, seed: int) -> Any:
     scramble(module, seed)
     return module.eval()
 
@@ -35,7 +35,7 @@ def clip_text(seed: int, width: int = 128) -> Any:
         vocab_size=1000, hidden_size=width, intermediate_size=4 * width, num_hidden_layers=3, num_attention_heads=2,
         max_position_embeddings=77, projection_dim=width, eos_token_id=19, bos_token_id=0, pad_token_id=0,
     )  # fmt: skip
-    return _seeded(CLIPTextModel(config), seed)
+    return seeded(CLIPTextModel(config), seed)
 
 
 def t5(kind: str, seed: int, width: int = 128) -> Any:
@@ -45,7 +45,7 @@ def t5(kind: str, seed: int, width: int = 128) -> Any:
         vocab_size=1000, d_model=width, d_kv=32, d_ff=4 * width, num_layers=3, num_heads=4, pad_token_id=0,
         eos_token_id=19, decoder_start_token_id=0,
     )  # fmt: skip
-    return _seeded(getattr(transformers, f"{kind}EncoderModel")(config), seed)
+    return seeded(getattr(transformers, f"{kind}EncoderModel")(config), seed)
 
 
 def autoencoder(latent_channels: int = 4, **more: Any) -> Any:
@@ -55,7 +55,7 @@ def autoencoder(latent_channels: int = 4, **more: Any) -> Any:
         "block_out_channels": (64, 128), "down_block_types": ("DownEncoderBlock2D",) * 2, "layers_per_block": 1,
         "up_block_types": ("UpDecoderBlock2D",) * 2, "latent_channels": latent_channels, "sample_size": 32, **more,
     }  # fmt: skip
-    return _seeded(AutoencoderKL(**config), 4)
+    return seeded(AutoencoderKL(**config), 4)
 
 
 def unet(**more: Any) -> Any:
@@ -66,7 +66,7 @@ def unet(**more: Any) -> Any:
         "down_block_types": ("CrossAttnDownBlock2D", "DownBlock2D"), "attention_head_dim": 4,
         "up_block_types": ("UpBlock2D", "CrossAttnUpBlock2D"), **more,
     }  # fmt: skip
-    return _seeded(UNet2DConditionModel(**config), 5)
+    return seeded(UNet2DConditionModel(**config), 5)
 
 
 def stable_diffusion() -> Any:
@@ -85,7 +85,7 @@ def controlnet() -> Any:
 
     base = unet()
     parts = {"vae": autoencoder(), "text_encoder": clip_text(1), "tokenizer": tokenizer(77), "unet": base}
-    control = _seeded(ControlNetModel.from_unet(base, conditioning_embedding_out_channels=(16, 32)), 6)
+    control = seeded(ControlNetModel.from_unet(base, conditioning_embedding_out_channels=(16, 32)), 6)
     none = {"safety_checker": None, "feature_extractor": None, "requires_safety_checker": False}
     scheduler = DDIMScheduler(clip_sample=False)
     return _quiet(StableDiffusionControlNetPipeline(**parts, controlnet=control, scheduler=scheduler, **none))
@@ -104,7 +104,7 @@ def flux() -> Any:
         FluxPipeline(
             scheduler=FlowMatchEulerDiscreteScheduler(), vae=autoencoder(shift_factor=0.0),
             text_encoder=clip_text(1), tokenizer=tokenizer(77), text_encoder_2=t5("T5", 2), tokenizer_2=tokenizer(32),
-            transformer=_seeded(FluxTransformer2DModel(**config), 3),
+            transformer=seeded(FluxTransformer2DModel(**config), 3),
         )
     )  # fmt: skip
 
@@ -119,11 +119,11 @@ def wan() -> Any:
     }  # fmt: skip
     vae = {"base_dim": 32, "z_dim": 16, "dim_mult": [1, 2, 2, 2], "num_res_blocks": 1}
     vae["temperal_downsample"] = [False, True, True]
-    high, low = (_seeded(WanTransformer3DModel(**config), seed) for seed in (7, 8))
+    high, low = (seeded(WanTransformer3DModel(**config), seed) for seed in (7, 8))
     scheduler = UniPCMultistepScheduler(prediction_type="flow_prediction", use_flow_sigmas=True, flow_shift=3.0)
     return _quiet(
         WanPipeline(
-            tokenizer=tokenizer(32), text_encoder=t5("UMT5", 2), vae=_seeded(AutoencoderKLWan(**vae), 4),
+            tokenizer=tokenizer(32), text_encoder=t5("UMT5", 2), vae=seeded(AutoencoderKLWan(**vae), 4),
             scheduler=scheduler, transformer=high, transformer_2=low, boundary_ratio=0.8,
         )
     )  # fmt: skip

@@ -17,6 +17,7 @@ import os
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import replace
+from itertools import chain
 from pathlib import Path
 from typing import Any
 
@@ -306,12 +307,14 @@ def _weights(folder: Path, components: Components, options: Mapping[str, Any]) -
         if name in options:
             continue
         try:
-            found = Checkpoint.open(_weight_file(folder / name, options.get("variant")))
+            found = Checkpoint.open(weight_file(folder / name, options.get("variant")))
         except CheckpointError:
             continue  # pickled, for example: such weights stay in host memory, or mode 'disk' refuses them by name
         stamps += found.stamps
         casts = {at: hook.compute_dtype for at, module in part.named_modules() if (hook := casting_of(module))}
-        for key, live in part.state_dict(keep_vars=True).items():
+        # Not state_dict(), which unpacks and rounds what bitsandbytes has packed for a CPU.
+        held = (part.named_parameters(remove_duplicate=False), part.named_buffers(remove_duplicate=False))
+        for key, live in chain(*held):
             # PEFT wraps layers in layers with adapters, so that live names differ from those in the files.
             tensor = found.tensors.get(without_lora(key))
             # Through the dtype of compute some are rounded twice, which a conversion of the file's bytes would not do.
@@ -322,7 +325,7 @@ def _weights(folder: Path, components: Components, options: Mapping[str, Any]) -
     return WeightMap(Checkpoint(folder.absolute(), tensors, tuple(stamps)), sources)
 
 
-def _weight_file(folder: Path, variant: str | None) -> Path:
+def weight_file(folder: Path, variant: str | None) -> Path:
     """The file or index that ``from_pretrained`` reads of a component's folder; else the folder itself.
 
     Files of several variants lie side by side in one folder, with the same tensors.

@@ -1,4 +1,7 @@
-"""A pipeline of diffusers in a folder as planning needs it, from its configs alone; nothing is loaded."""
+"""A pipeline of diffusers in a folder as planning needs it, from its configs; nothing is loaded.
+
+Headers of files are read for components that were saved quantised, since their configs do not say what is stored.
+"""
 
 from __future__ import annotations
 
@@ -10,11 +13,11 @@ import torch
 from torch import nn
 
 from headrace.checkpoint.metadata_cache import FolderFacts
-from headrace.checkpoint.safetensors_header import read_json
+from headrace.checkpoint.safetensors_header import Checkpoint, read_json
 from headrace.checkpoint.weight_map import WeightMap
 from headrace.errors import CheckpointError
 from headrace.model.inventory import take_inventory
-from headrace.model.records import ModelProfile
+from headrace.model.records import ModelProfile, dotted_prefixes
 
 INDEX = "model_index.json"
 _LIBRARIES = ("diffusers", "transformers")
@@ -37,7 +40,9 @@ def pipeline_facts(folder: Path, dtype: torch.dtype | str | None) -> FolderFacts
         raise CheckpointError(f"{folder}/{INDEX}: expected components of {' or '.join(_LIBRARIES)}, found none")
     components = nn.Module()
     for name in sorted(parts, key=lambda each: (not each.startswith("text"), each.startswith("vae"))):
-        components.add_module(name, parts[name].to(wanted).eval())
+        components.add_module(name, part := parts[name].to(wanted).eval())
+        if read_json(folder / name / "config.json").get("quantization_config"):
+            _hold_as_stored(part, folder / name)
     inventory = take_inventory(components)
     note = _NOTE.format(folder=folder, dtype=str(wanted).removeprefix("torch."), rows=_ROWS)
     return FolderFacts(inventory, ModelProfile(), WeightMap.expected(inventory, folder), (note,), _ROWS)
@@ -62,6 +67,32 @@ def _part(folder: Path, name: str, stated: Any) -> nn.Module | None:
     except Exception as error:  # of any type, for values that a class does not expect
         raise CheckpointError(f"{folder / name}: {named} of {library} cannot be made of its config: {error}") from error
     return made
+
+
+def _hold_as_stored(part: nn.Module, folder: Path) -> None:
+    """Give quantised layers of ``part`` what their files hold, on ``meta``: packed numbers, scales, codes.
+
+    Raises:
+        CheckpointError: no files, or such a tensor of another module than a layer of ``part``.
+    """
+    from headrace.adapters.diffusers import weight_file
+
+    stored = Checkpoint.open(weight_file(folder, None)).tensors
+    layers = dict(part.named_modules())
+    shapes = {name: tuple(tensor.shape) for name, tensor in (*part.named_parameters(), *part.named_buffers())}
+    for name, tensor in stored.items():
+        if shapes.get(name) == tensor.shape:
+            continue
+        layer = next((at for at in reversed(dotted_prefixes(name)) if at in layers), "")
+        held, attr = layers[layer], name.removeprefix(f"{layer}.").replace(".", ":")
+        if f"{layer}.weight" not in shapes:
+            raise CheckpointError(
+                f"{folder}: expected quantised weights of layers of {type(part).__name__}, found {name}; load the "
+                f"pipeline with headrace.adapters.diffusers.load, whose handle has the plan"
+            )
+        held._parameters.pop("weight", None)
+        # load() finds in files what has the same name and shape in the model, and keeps the rest in host memory.
+        held.register_buffer(attr, torch.empty(tensor.shape, dtype=tensor.dtype, device="meta"), attr == "weight")
 
 
 def _is_module(kind: object) -> bool:

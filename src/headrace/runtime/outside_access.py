@@ -532,9 +532,8 @@ class StateGuard(NotCopyable):
                 self._set(bound.tensor, "data_ptr", partial(address_of, bound))
 
     def _set(self, owner: nn.Module | torch.Tensor, name: str, value: Any) -> None:
-        attributes = vars(owner)
-        self._attributes.append((attributes, name))
-        attributes[name] = value
+        self._attributes.append((vars(owner), name))
+        vars(owner)[name] = value
 
     def remove(self) -> None:
         """Take the hooks off."""
@@ -609,9 +608,13 @@ class StateGuard(NotCopyable):
             if bound.has_other_data:
                 return tensor.detach()
             buffer = self._bytes(storage, state)
-            return bound.view_of(buffer) if bound.reads(buffer) else bound.copy_of(buffer)
-        flatten = getattr(tensor, "__tensor_flatten__", None)
-        if flatten is None:
+            found = bound.view_of(buffer) if bound.reads(buffer) else bound.copy_of(buffer)
+            if type(tensor) not in (torch.Tensor, nn.Parameter):  # such as GGUF, with the format of its bytes
+                ours = {name for attributes, name in self._attributes if attributes is vars(tensor)}
+                vars(found).update({name: each for name, each in vars(tensor).items() if name not in ours})
+                found.__class__ = type(tensor)
+            return found
+        if (flatten := getattr(tensor, "__tensor_flatten__", None)) is None:
             return tensor
         names, context = flatten()
         inner = {name: self._true(getattr(tensor, name), parts, state, (*path, name)) for name in names}
