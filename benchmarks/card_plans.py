@@ -1,15 +1,18 @@
-"""What `headrace plan MODEL --machine CARD --device-memory auto` predicts, for the card table of README and docs.
+"""What `headrace plan MODEL --machine CARD` predicts, for the card tables of README and docs.
 
-    python benchmarks/card_plans.py --out benchmarks/results/2026-11-26-card-plans.jsonl
+    python benchmarks/card_plans.py --out benchmarks/results/2026-11-29-card-plans.jsonl [MODEL...]
     python benchmarks/tables.py
 
 Nothing is run: models are known by name, cards by their published rates, and every figure is a prediction, of one
-sequence of up to 4,096 tokens. Another machine has other figures: `headrace probe` measures it.
+sequence of up to 4,096 tokens. Another machine has other figures: `headrace probe` measures it. A row has the faster
+of `headrace generate` and vLLM, without a limit of host memory, and beside 24 GB of device memory with 32, 64 and 128
+GB of it where the plans need more; 4 GiB of each are left to the system.
 
 Of a pipeline it is the time of one image or video. A pass of its transformer takes the longer of two: the copies of the
 plan, and the pass that was measured on an H200 with all weights resident, times how much slower the card's arithmetic
-is published to be. (Plans count no attention without a cache, so they have no compute time for it.) The weights that a
-call needs once are copied once; the compute of text encoders and VAE is not counted.
+is published to be. (Plans count no attention without a cache, so they have no compute time for it.) Of a transformer
+that was not measured, the pass is that of one with as many parameters and rows. The weights that a call needs once are
+copied once; the compute of text encoders and VAE is not counted.
 """
 
 from __future__ import annotations
@@ -17,29 +20,49 @@ from __future__ import annotations
 import json
 import warnings
 from collections.abc import Iterator, Sequence
+from contextlib import suppress
+from dataclasses import replace
 from pathlib import Path
 from typing import Any, NamedTuple
 
 from harness import append, finish, parser_of
-from headrace.errors import HeadraceWarning
+from headrace.config import Budget
+from headrace.errors import BudgetError, HeadraceWarning, OptionError
+from headrace.plan.build import Planner
+from headrace.plan.engines import plan_in_vllm, vllm_planner, why_not_generate
+from headrace.plan.plan import Plan
 from headrace.plan_model import PlanResult, plan_model
 from headrace.planning.checks import needs_of
 from headrace.planning.request import PlanRequest
 from headrace.transfer.cards import CARDS as PUBLISHED
 
 H200_FLOPS_PER_S = 989e12  # of products in bf16, as published; cards.json has those of cards
-CARDS = ("3060", "4080", "4090", "5090", "h100")
-MODELS = (
-    "Qwen/Qwen3-8B",
+GIB = 2**30
+SYSTEM_BYTES = 4 * GIB
+CARDS = {"4060": 8, "3060": 12, "4080": 16, "4090": 24, "5090": 32, "h100": 80}
+HOST_GB, BESIDE = (32, 64, 128), "4090"
+README_MODELS = (
+    "Qwen/Qwen3.5-9B",
     "openai/gpt-oss-20b",
-    "google/gemma-3-27b-it",
-    "Qwen/Qwen3-32B",
-    "Qwen/Qwen3-30B-A3B",
-    "unsloth/Llama-3.3-70B-Instruct-bnb-4bit",
+    "Qwen/Qwen3-32B-AWQ",
+    "Qwen/Qwen3.5-27B-GPTQ-Int4",
+    "Qwen/Qwen3.6-27B",
+    "Qwen/Qwen3-30B-A3B-GPTQ-Int4",
+    "Qwen/Qwen3.6-35B-A3B",
     "openai/gpt-oss-120b",
     "Qwen/Qwen3-Next-80B-A3B-Instruct",
+    "Qwen/Qwen3.5-122B-A10B",
+    "Qwen/Qwen3-235B-A22B-GPTQ-Int4",
+)
+MODELS = (
+    *README_MODELS,
+    "Qwen/Qwen3-8B",
+    "google/gemma-3-27b-it",
+    "Qwen/Qwen3-32B",
+    "unsloth/Llama-3.3-70B-Instruct-bnb-4bit",
+    "Qwen/Qwen3-30B-A3B",
     "zai-org/GLM-4.5-Air",
-    "Qwen/Qwen3-235B-A22B",
+    "meta-llama/Llama-4-Scout-17B-16E-Instruct",
 )
 
 
@@ -49,6 +72,7 @@ class Pipeline(NamedTuple):
     steps: int
     passes: int  # of a step; two where guidance runs the transformer with the prompt and without
     table: str
+    size: float = 1.0  # times the products of the transformer that was measured
 
     def pass_s(self, planned: PlanResult, slower: float) -> tuple[float, float]:
         """Seconds of a pass of a transformer, and of copies that a call makes once.
@@ -64,38 +88,98 @@ class Pipeline(NamedTuple):
         # A step runs one of the transformers.
         transformers = [name for name in planned.context.inventory.children("") if name.startswith("transformer")]
         link_s = [copies_s.pop(name, 0.0) for name in transformers]
-        return max(sum(link_s) / len(link_s), slower * found[0]["ms"] / 1e3), sum(copies_s.values())
+        return max(sum(link_s) / len(link_s), slower * self.size * found[0]["ms"] / 1e3), sum(copies_s.values())
 
 
 MEASURED = Path(__file__).parent / "results" / "2026-11-23-offloaders-h200.jsonl"
 PIPELINES = {
     "black-forest-labs/FLUX.1-dev": Pipeline(28, 1, "offloaders-flux"),
+    "black-forest-labs/FLUX.2-dev": Pipeline(50, 1, "offloaders-flux", 32.2 / 11.9),
+    "Qwen/Qwen-Image": Pipeline(50, 2, "offloaders-flux", 20.4 / 11.9),
     "Wan-AI/Wan2.2-T2V-A14B-Diffusers": Pipeline(50, 2, "offloaders-wan"),
+    "Lightricks/LTX-2": Pipeline(30, 2, "offloaders-wan", 18.9 / 14.3 * 6144 / 32760),
 }
 
 
 def rows(models: Sequence[str] = (*MODELS, *PIPELINES)) -> Iterator[dict[str, Any]]:
     for model in models:
-        pipeline = PIPELINES.get(model)
-        what = "predicted_tokens_per_s" if pipeline is None else "predicted_seconds"
-        row: dict[str, Any] = {"table": "cards", "case": model, what: {}, "host_bytes": {}}
-        for card in CARDS:
-            planned = plan_model(PlanRequest(model, "auto", machine=card))
-            row["weight_bytes"] = planned.plan.weight_bytes
-            if pipeline is None:
-                row[what][card] = planned.prediction.forecasts[0].rows_per_s
-            else:
-                pass_s, once_s = pipeline.pass_s(planned, H200_FLOPS_PER_S / PUBLISHED[card]["flops_per_s"])
-                row[what][card] = pipeline.steps * pipeline.passes * pass_s + once_s
-            row["host_bytes"][card] = needs_of(planned.plan, on_gpu=True).host_bytes
-        yield row
+        yield pipeline_row(model) if model in PIPELINES else model_row(model)
+
+
+def pipeline_row(model: str) -> dict[str, Any]:
+    seconds: dict[str, float] = {}
+    row: dict[str, Any] = {"table": "card-pipelines", "case": model, "predicted_seconds": seconds, "host_bytes": {}}
+    for card in CARDS:
+        planned, pipeline = plan_model(PlanRequest(model, "auto", machine=card)), PIPELINES[model]
+        pass_s, once_s = pipeline.pass_s(planned, H200_FLOPS_PER_S / PUBLISHED[card]["flops_per_s"])
+        row["weight_bytes"] = planned.plan.weight_bytes
+        seconds[card] = pipeline.steps * pipeline.passes * pass_s + once_s
+        row["host_bytes"][card] = host_bytes(planned.plan)
+    return row
+
+
+def host_bytes(plan: Plan) -> int:
+    return needs_of(plan, on_gpu=True).host_bytes
+
+
+def model_row(model: str) -> dict[str, Any]:
+    table = "cards" if model in README_MODELS else "more-cards"
+    row: dict[str, Any] = {"table": table, "case": model, "predicted": {}}
+    for card in CARDS:
+        planned = plan_model(PlanRequest(model, "auto", machine=card))
+        row["weight_bytes"] = planned.plan.weight_bytes
+        row["predicted"][card] = on_card(planned, HOST_GB if card == BESIDE else ())
+    return row
+
+
+def on_card(planned: PlanResult, host_gb: Sequence[int]) -> dict[str, Any]:
+    """Tokens per second, engine and host memory: without a limit (""), and with ``host_gb`` where they are short."""
+    given, device_bytes = planned.context.request.given, planned.context.target.machine.device_bytes or 0
+    budget = given if isinstance(given, Budget) else Budget(device_bytes - GIB, workload=planned.workload)
+    planners: dict[str, Planner] = {}
+    if not why_not_generate(planned.context.inventory):
+        planners["generate"] = planned.planner
+    with suppress(OptionError):
+        planners["vllm"] = vllm_planner(planned.planner)
+    kept = {name: made for name in planners if (made := plan_of(planners[name], name, budget, planned)) is not None}
+    found: dict[str, Any] = {"": fastest(planners, kept, budget)}
+    for gigabytes in reversed(host_gb):
+        limit = gigabytes * 10**9 - SYSTEM_BYTES
+        if all(host_bytes(plan) <= limit for plan in kept.values()):
+            continue
+        less = replace(budget, host_memory=limit)
+        plans = {
+            name: plan if host_bytes(plan) <= limit else plan_of(planners[name], name, less, None)
+            for name, plan in kept.items()
+        }
+        found[str(gigabytes)] = fastest(planners, {name: plan for name, plan in plans.items() if plan}, budget)
+    return found
+
+
+def plan_of(planner: Planner, engine: str, budget: Budget, planned: PlanResult | None) -> Plan | None:
+    try:
+        if engine == "vllm":
+            return plan_in_vllm(planner, budget)
+        return planned.plan if planned is not None else planner.plan(budget)
+    except BudgetError:
+        return None
+
+
+def fastest(planners: dict[str, Planner], plans: dict[str, Plan], budget: Budget) -> dict[str, Any] | None:
+    steps = {name: planners[name].forecast(plan, 1, budget.workload.context) for name, plan in plans.items()}
+    if not steps:
+        return None
+    name = max(steps, key=lambda each: steps[each].rows_per_s)
+    return {"tokens_per_s": steps[name].rows_per_s, "engine": name, "host_bytes": host_bytes(plans[name])}
 
 
 def main() -> None:
-    args = parser_of(__doc__).parse_args()
+    parser = parser_of(__doc__)
+    parser.add_argument("models", nargs="*", default=[*MODELS, *PIPELINES])
+    args = parser.parse_args()
     warnings.simplefilter("ignore", HeadraceWarning)  # that these are known by name
     made = []
-    for row in rows():
+    for row in rows(args.models):
         append(row, args.out)
         made.append(row)
     finish("card_plans", made)

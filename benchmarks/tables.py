@@ -388,20 +388,38 @@ def overlap_cells(row: dict[str, Any]) -> list[str]:
 
 
 CARD_PLAN_HEADINGS = columns(
-    "model | weights GB | 3060, 12 GB | 4080, 16 GB | 4090, 24 GB | 5090, 32 GB | h100, 80 GB | "
-    "host memory GiB beside a 4090"
+    "model | weights GB | 8 GB (4060) | 12 GB (3060) | 16 GB (4080) | 24 GB (4090) | 32 GB (5090) | 80 GB (h100) | "
+    "host memory GB for 24 GB | 24 GB and a host of 128 GB | of 64 GB | of 32 GB"
 )
+PIPELINE_HEADINGS = CARD_PLAN_HEADINGS[:9]
 
 
 def card_plan_cells(row: dict[str, Any]) -> list[str]:
-    fits = {card: "" if host_bytes else ", fits" for card, host_bytes in row["host_bytes"].items()}
-    seconds = {card: f"{float(f'{s:.2g}'):,.0f} s" for card, s in row.get("predicted_seconds", {}).items()}
-    cells = seconds or {card: f"{rate:.3g}" for card, rate in row["predicted_tokens_per_s"].items()}
+    """``v``: inside vLLM; ``=``: as without a limit, and -: no plan."""
+    found, beside = row["predicted"], row["predicted"]["4090"]
     return [
         row["case"],
         f"{row['weight_bytes'] / 1e9:.1f}",
-        *(f"{cell} predicted{fits[card]}" for card, cell in cells.items()),
-        f"{row['host_bytes']['4090'] / 2**30:.0f}",
+        *(rate_cell(cards[""]) for cards in found.values()),
+        "" if beside[""] is None else f"{beside['']['host_bytes'] / 1e9:.0f}",
+        *(rate_cell(beside[host]) if host in beside else "=" for host in ("128", "64", "32")),
+    ]
+
+
+def rate_cell(cell: dict[str, Any] | None) -> str:
+    if cell is None:
+        return "-"
+    kept = "" if cell["host_bytes"] else ", fits"
+    return f"{cell['tokens_per_s']:.3g}{' v' if cell['engine'] == 'vllm' else ''}{kept}"
+
+
+def pipeline_cells(row: dict[str, Any]) -> list[str]:
+    fits = {card: "" if host_bytes else ", fits" for card, host_bytes in row["host_bytes"].items()}
+    return [
+        row["case"],
+        f"{row['weight_bytes'] / 1e9:.1f}",
+        *(f"{float(f'{s:.2g}'):,.0f} s{fits[card]}" for card, s in row["predicted_seconds"].items()),
+        f"{row['host_bytes']['4090'] / 1e9:.0f}",
     ]
 
 
@@ -481,8 +499,10 @@ def layout_of(row: dict[str, Any]) -> tuple[list[str], Callable[[dict[str, Any]]
         return OVERLAP_HEADINGS, overlap_cells
     if "pass_bytes" in row:
         return GUESSES_HEADINGS, guesses_cells
-    if row["table"] == "cards":
+    if "predicted" in row:
         return CARD_PLAN_HEADINGS, card_plan_cells
+    if "predicted_seconds" in row:
+        return PIPELINE_HEADINGS, pipeline_cells
     if "card_bytes" in row:
         return CARD_HEADINGS, card_cells
     if "asked_device_bytes" in row:

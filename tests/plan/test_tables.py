@@ -85,7 +85,8 @@ OTHER_FIELDS = {
         "predicted_tokens_per_s resident_tokens_per_s",
         "vllm-speculation": "case ms floor_ms bytes_moved rows passes planned_bytes compared",
         "speculation": "case bytes_moved tokens_per_s equal tokens_per_pass prompts as_plain",
-        "cards": "case host_bytes weight_bytes",
+        "cards more-cards": "case predicted weight_bytes",
+        "card-pipelines": "case predicted_seconds host_bytes weight_bytes",
         "card-start": "tree way first_s total_s text",
         "card-fetch": "programs misses words us_a_layer expert_bytes",
         "two-four": "case recipe median_ttft_ms ranks moved_bytes status requests_per_s_gpu",
@@ -113,8 +114,9 @@ OTHER_FIELDS = {
 
 # Nothing was computed there, or the run ended before bits were compared, which the report says.
 NOTHING_COMPARED = {
-    "policies", "expert-tiers", "host-memory", "ranges", "cards", "two-four", "two-four-power",
+    "policies", "expert-tiers", "host-memory", "ranges", "cards", "more-cards", "two-four", "two-four-power",
     "experts-launch", "experts-launch-small", "experts-vllm-memory", "experts-vllm-starts", "pipelines",
+    "card-pipelines",
     "admission", "experts-vllm-prompt-memory", "experts-vllm-rounding", "ranks-dp-compiled",
     "smallest", "coded-start", "starts-wan", "starts-flux", "start-phases", "card-start", "card-fetch", "card-between",
     "python-calls", "first-tokens", "ordered-kernels", "ordered-launches", "ordered-orders", "expected-rates", "peers",
