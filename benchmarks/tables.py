@@ -410,7 +410,8 @@ def rate_cell(cell: dict[str, Any] | None) -> str:
     if cell is None:
         return "-"
     kept = "" if cell["host_bytes"] else ", fits"
-    return f"{cell['tokens_per_s']:.3g}{' v' if cell['engine'] == 'vllm' else ''}{kept}"
+    rate = f"{cell['tokens_per_s']:.3g}" if cell["tokens_per_s"] >= 0.1 else "< 0.1"
+    return f"{rate}{' v' if cell['engine'] == 'vllm' else ''}{kept}"
 
 
 def pipeline_cells(row: dict[str, Any]) -> list[str]:

@@ -13,16 +13,16 @@ import pytest
 import measures
 
 BOUNDS = {
-    "lines of src": 28312,
+    "lines of src": 28326,
     "lines of the core": 16904,
     "files of src": 201,
-    "lines of tests": 49182,
+    "lines of tests": 49226,
     "longest class": 351,
     "Prefetcher": 298,
     "branches on a kind of store": 4,
     "files that headrace.api loads": 36,
-    "lines that headrace.api loads": 6444,
-    "lines of the spine": 5138,
+    "lines that headrace.api loads": 6447,
+    "lines of the spine": 5137,
     "files of the spine": 53,
     "files to the first copy": 42,
     "functions to the first copy": 388,

@@ -609,16 +609,19 @@ class StateGuard(NotCopyable):
                 return tensor.detach()
             buffer = self._bytes(storage, state)
             found = bound.view_of(buffer) if bound.reads(buffer) else bound.copy_of(buffer)
-            if type(tensor) not in (torch.Tensor, nn.Parameter):  # such as GGUF, with the format of its bytes
-                ours = {name for attributes, name in self._attributes if attributes is vars(tensor)}
-                vars(found).update({name: each for name, each in vars(tensor).items() if name not in ours})
-                found.__class__ = type(tensor)
-            return found
+            return found if type(tensor) in (torch.Tensor, nn.Parameter) else self._in_class_of(tensor, found)
         if (flatten := getattr(tensor, "__tensor_flatten__", None)) is None:
             return tensor
         names, context = flatten()
         inner = {name: self._true(getattr(tensor, name), parts, state, (*path, name)) for name in names}
         return type(tensor).__tensor_unflatten__(inner, context, tensor.shape, tensor.stride())  # type: ignore[attr-defined, no-any-return]
+
+    def _in_class_of(self, tensor: torch.Tensor, found: torch.Tensor) -> torch.Tensor:
+        """``found`` as ``tensor``, a subclass such as GGUF's, with the format of its bytes, and without hooks."""
+        ours = {name for attributes, name in self._attributes if attributes is vars(tensor)}
+        vars(found).update({name: each for name, each in vars(tensor).items() if name not in ours})
+        found.__class__ = type(tensor)
+        return found
 
     def _bytes(self, storage: BoundStorage, state: object) -> torch.Tensor:
         """Read once per ``state_dict()``, so that tied tensors share their memory in it as they do in the model."""
