@@ -98,6 +98,15 @@ def test_a_component_has_the_bits_of_the_resident_one(name: str, policy: str, ma
 
 
 @pytest.mark.slow
+def test_compiled(make: Callable[[str], Any]) -> None:
+    model = make("GGUF Q4_K")
+    expected = step(model)
+    with headrace.offload(model, MOVES, device="cpu") as handle:
+        model.compile(backend="eager")
+        assert_moves(handle, lambda: step(model), expected)
+
+
+@pytest.mark.slow
 def test_layers_that_were_one_tensor_of_the_file(make: Callable[[str], Any]) -> None:
     """Published GGUF files hold queries, keys and values as one; diffusers cuts it, so that they share memory."""
     model = make("GGUF Q4_K")
