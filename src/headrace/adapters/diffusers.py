@@ -17,7 +17,6 @@ import os
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import replace
-from itertools import chain
 from pathlib import Path
 from typing import Any
 
@@ -313,8 +312,8 @@ def _weights(folder: Path, components: Components, options: Mapping[str, Any]) -
         stamps += found.stamps
         casts = {at: hook.compute_dtype for at, module in part.named_modules() if (hook := casting_of(module))}
         # Not state_dict(), which unpacks and rounds what bitsandbytes has packed for a CPU.
-        held = (part.named_parameters(remove_duplicate=False), part.named_buffers(remove_duplicate=False))
-        for key, live in chain(*held):
+        held = (*part.named_parameters(remove_duplicate=False), *part.named_buffers(remove_duplicate=False))
+        for key, live in held:
             # PEFT wraps layers in layers with adapters, so that live names differ from those in the files.
             tensor = found.tensors.get(without_lora(key))
             # Through the dtype of compute some are rounded twice, which a conversion of the file's bytes would not do.
