@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 QWEN3_8B = {
     "architectures": ["Qwen3ForCausalLM"],
     "model_type": "qwen3",
@@ -195,40 +197,20 @@ GPTQ = {
     "dynamic": {"-:.*mlp.gate$": {}},
 }
 AWQ = {"quant_method": "awq", "bits": 4, "group_size": 128, "zero_point": True, "version": "gemm"}
-INT4 = {
-    "quant_method": "compressed-tensors",
-    "format": "pack-quantized",
-    "quantization_status": "compressed",
-    "config_groups": {
-        "group_0": {
-            "targets": ["Linear"],
-            "weights": {
-                "symmetric": True,
-                "dynamic": False,
-                "num_bits": 4,
-                "type": "int",
-                "strategy": "group",
-                "group_size": 128,
-            },
-        }
-    },
-    "ignore": ["lm_head", "re:.*mlp.gate$"],
-}
+
+
+def _compressed(form: str, **weights: Any) -> dict[str, Any]:
+    """Four-bit weights of compressed-tensors, without activations."""
+    weights = {"symmetric": True, "dynamic": False, "num_bits": 4, **weights}
+    return {
+        "quant_method": "compressed-tensors",
+        "format": form,
+        "quantization_status": "compressed",
+        "config_groups": {"group_0": {"targets": ["Linear"], "weights": weights}},
+        "ignore": ["lm_head", "re:.*mlp.gate$"],
+    }
+
+
+INT4 = _compressed("pack-quantized", type="int", strategy="group", group_size=128)
 # NVFP4 of weights alone, which Marlin runs on Hopper: a scale in fp8 for 16 codes, and one float for a matrix.
-NVFP4 = {
-    **INT4,
-    "format": "nvfp4-pack-quantized",
-    "config_groups": {
-        "group_0": {
-            "targets": ["Linear"],
-            "weights": {
-                "symmetric": True,
-                "dynamic": False,
-                "num_bits": 4,
-                "type": "float",
-                "strategy": "tensor_group",
-                "group_size": 16,
-            },
-        }
-    },
-}
+NVFP4 = _compressed("nvfp4-pack-quantized", type="float", strategy="tensor_group", group_size=16)
