@@ -4,10 +4,11 @@
     python benchmarks/lifetime.py --device cpu --tiny         tries the script
 
 The models are those of ``card_24gb.py``, with seeded weights. Cases: ``resident`` (a budget above the weights),
-``offloaded`` (every fourth layer prefetched), ``cache`` (experts cached in ``--card`` bytes). In each cycle the offload
-parks, which leaves ``left_mib`` more device memory in use than before it, and resumes; ``first_step_ms`` is the first
-forward of one token after that. ``update`` writes the same values again, from host memory. Steps before and after
-have to have the same bits.
+``offloaded`` (every fourth layer prefetched), ``resized`` (12 GiB; ``halve`` makes it 6, ``double`` 12 again),
+``cache`` (experts cached in ``--card`` bytes). In each cycle the offload parks, which leaves ``left_mib`` more device
+memory in use than before it, and resumes; ``first_step_ms`` is the first forward of one token after that. ``update``
+writes the same values again, from pinned host memory, ``pageable`` from memory that is not pinned. Steps before and
+after have to have the same bits.
 
     at_link_ms = bytes that the call copied / link
 """
@@ -17,6 +18,7 @@ from __future__ import annotations
 import statistics
 import time
 from collections.abc import Callable, Iterator, Mapping
+from functools import partial
 from typing import Any
 
 import torch
@@ -27,7 +29,7 @@ from harness import finish, kept, link_bytes_per_s, parser_of, words_of
 from headrace.config import Budget, Prefetch
 from headrace.model.inventory import take_inventory
 
-CASES = {"qwen3-8b": ("resident", "offloaded"), "qwen3-30b-a3b": ("cache",)}
+CASES = {"qwen3-8b": ("resident", "offloaded", "resized"), "qwen3-30b-a3b": ("cache",)}
 
 
 def rows_of(rehearsal: Rehearsal, cycles: int) -> Iterator[dict[str, Any]]:
@@ -62,10 +64,14 @@ def rows_of(rehearsal: Rehearsal, cycles: int) -> Iterator[dict[str, Any]]:
             found: torch.Tensor = model(ids, use_cache=False).logits
         return found
 
+    large = weights * 3 // 4 if rehearsal.tiny else 12 << 30
+    small = large // 2
     for case in CASES[name]:
         with Card(rehearsal.card_bytes, device):
             if case == "offloaded":
                 policy: Budget | Prefetch = Prefetch(4, 1, 2)
+            elif case == "resized":
+                policy = Budget(large)
             elif case == "resident" or device.type == "cpu":
                 policy = Budget(2 * weights)
             else:
@@ -77,7 +83,7 @@ def rows_of(rehearsal: Rehearsal, cycles: int) -> Iterator[dict[str, Any]]:
                 before = used()  # of libraries alone
                 handle.resume()
                 found: dict[str, list[float]] = {}
-                facts: dict[str, dict[str, Any]] = {"park": {}, "resume": {}, "update": {}}
+                facts: dict[str, dict[str, Any]] = {"park": {}, "resume": {}}
                 is_equal = True
                 for _ in range(cycles):
                     ms, _ = timed(handle.park)
@@ -89,20 +95,29 @@ def rows_of(rehearsal: Rehearsal, cycles: int) -> Iterator[dict[str, Any]]:
                     found.setdefault("first_step", []).append(ms)
                     facts["resume"] = {"bytes_moved": moved, "at_link_ms": moved / link * 1e3}
                     is_equal &= torch.equal(logits, expected)
-                if case != "cache":
-                    values = {key: value.clone() for key, value in model.state_dict().items()}
-                    for _ in range(2):
-                        ms, _ = timed(lambda values=values: handle.update(values))  # type: ignore[misc]
-                        found.setdefault("update", []).append(ms)
+                if case == "resized":
+                    for size, call in ((small, "halve"), (large, "double")) * cycles:
+                        ms, moved = timed(partial(handle.resize, size))
+                        found.setdefault(call, []).append(ms)
+                        facts[call] = {"bytes_moved": moved, "at_link_ms": moved / link * 1e3}
+                        is_equal &= torch.equal(step(), expected)
+                elif case != "cache":
+                    values = {key: value.to("cpu", copy=True) for key, value in model.state_dict().items()}
                     num_bytes = sum(value.nbytes for value in values.values())
-                    facts["update"] = {"bytes_moved": num_bytes, "at_link_ms": num_bytes / link * 1e3}
-                    is_equal &= torch.equal(step(), expected)
+                    for call in ("pageable", "update"):
+                        if call == "update" and device.type == "cuda":
+                            values = {key: value.pin_memory() for key, value in values.items()}
+                        for _ in range(3):
+                            ms, _ = timed(partial(handle.update, values))
+                            found.setdefault(call, []).append(ms)
+                        facts[call] = {"bytes_moved": num_bytes, "at_link_ms": num_bytes / link * 1e3}
+                        is_equal &= torch.equal(step(), expected)
                 first_ms = statistics.median(found.pop("first_step"))
                 facts["resume"]["first_step_ms"] = first_ms
                 for call, samples in found.items():
                     row = about | {"case": case, "call": call, "ms": statistics.median(samples), "samples_ms": samples}
                     yield row | facts[call] | {"bit_equal": is_equal}
-        free_memory(device)
+            free_memory(device)
 
 
 def describe(row: Mapping[str, Any]) -> str:

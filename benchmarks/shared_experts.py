@@ -174,7 +174,7 @@ def changing(shares: torch.Tensor, is_random: bool) -> Iterator[None]:
             thread.join()
 
 
-def long_rows(rehearsal: Rehearsal, slots: Sequence[int], steps: int) -> Iterator[dict[str, Any]]:
+def long_rows(rehearsal: Rehearsal, slots: Sequence[int], steps: int, ways: Sequence[str]) -> Iterator[dict[str, Any]]:
     """Logits of ``steps`` steps in each way beside those of the link alone, which equal the resident model's."""
     device, tiny = rehearsal.device, rehearsal.tiny
     if tiny:
@@ -188,6 +188,8 @@ def long_rows(rehearsal: Rehearsal, slots: Sequence[int], steps: int) -> Iterato
     for count in slots:
         with headrace.offload(model, headrace.Rules([("experts", "cache")], expert_slots=count), device=device):
             for name, shares in {**FORCED, "random": list(range(65))}.items():
+                if name not in ways:
+                    continue
                 share = share_experts(model, cores[1:] or cores, shares)
                 graphs = headrace.decode_in_graphs(model) if device.type == "cuda" else None
                 different, began = 0, time.perf_counter()
@@ -259,13 +261,14 @@ def main() -> None:
         "--copy-streams", type=lambda text: [int(word) for word in text.split(",")], default=[0, 1, 3],
         help="other streams that copy meanwhile: none leaves the link free",
     )  # fmt: skip
+    parser.add_argument("--ways", type=words_of([*FORCED, "random"]), default=[*FORCED, "random"], help="of --steps")
     parser.add_argument("--steps", type=int, help="compare the bits of so many steps in each way, and measure nothing")
     add_card_arguments(parser)
     given = parser.parse_args()
     results = []
     for rehearsal in rehearsals(given, ["graphs"]):
         rows = rows_of(rehearsal, given.slots, given.threads, given.copy_streams, given.rounds)
-        rows = long_rows(rehearsal, given.slots, given.steps) if given.steps else rows
+        rows = long_rows(rehearsal, given.slots, given.steps, given.ways) if given.steps else rows
         results += kept(rows, describe, given.out)
     finish("shared experts", results)
 
