@@ -9,10 +9,11 @@ from __future__ import annotations
 import os
 import threading
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import nullcontext, suppress
 from dataclasses import replace
 from functools import partial
+from itertools import cycle
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -28,6 +29,8 @@ if TYPE_CHECKING:
     from headrace.codec.exponents import Piece
     from headrace.memory.pinned import PinnedBuffer
     from headrace.stores.coded_host import CodedStore
+
+_STAGED_BYTES = 64 << 20
 
 # By storage: its tensors that get values.
 _Writes = dict[str, list[tuple[BoundTensor, torch.Tensor]]]
@@ -230,6 +233,7 @@ def _write(life: Lifetime, writes: _Writes, codes: _Codes, beside: Callable[[], 
         life.broken = BROKEN
         beside()
         # What the device copies by itself comes first, so that the host copies the rest meanwhile.
+        staged: list[tuple[torch.Tensor, torch.Tensor]] = []
         for name, pairs in sorted(writes.items(), key=lambda each: session.plan.mechanism_of(each[0]) != "resident"):
             is_unit = session.plan.mechanism_of(name) == "prefetch"
             with session._promoter.rewriting(name) if is_unit else nullcontext():
@@ -237,7 +241,12 @@ def _write(life: Lifetime, writes: _Writes, codes: _Codes, beside: Callable[[], 
                 life.copies.forget(name)
                 with torch.inference_mode():  # as the residents of an offload that began there
                     for tensor, value in pairs:
-                        tensor.view_of(buffer).copy_(value, non_blocking=_is_async(buffer, value))
+                        place = tensor.view_of(buffer)
+                        if _is_staged(place, value):
+                            staged.append((_bits(place), _bits(value)))
+                        else:
+                            place.copy_(value, non_blocking=_is_async(buffer, value))
+        _copy_staged(staged, life.device)
         if session._ranges is not None:
             session._ranges.finish()  # small rows have a copy on the device
         for _, cache in session._caches:
@@ -258,6 +267,28 @@ def _write(life: Lifetime, writes: _Writes, codes: _Codes, beside: Callable[[], 
 def _is_async(place: torch.Tensor, value: torch.Tensor) -> bool:
     """Whether ``value`` is read by the device alone, past memory of torch's that is freed before it is read."""
     return place.is_cuda and value.is_contiguous() and value.is_pinned()
+
+
+def _is_staged(place: torch.Tensor, value: torch.Tensor) -> bool:
+    """Whether ``value`` passes through pinned memory, since the driver copies from other memory with one thread."""
+    is_pageable = place.is_cuda and value.is_cpu and not value.is_pinned()
+    return is_pageable and value.numel() > 0 and value.is_contiguous() and place.is_contiguous()
+
+
+@torch.inference_mode()
+def _copy_staged(pairs: Sequence[tuple[torch.Tensor, torch.Tensor]], device: torch.device) -> None:
+    """Copy each second to each first (uint8, 1-D): torch's threads fill one buffer while the device reads another."""
+    if not pairs:
+        return
+    with torch.cuda.device(device):  # of the events
+        made = [(torch.empty(_STAGED_BYTES, dtype=torch.uint8, pin_memory=True), torch.cuda.Event()) for _ in range(2)]
+        ring = cycle(made)
+        for place, value in pairs:
+            for into, piece in zip(place.split(_STAGED_BYTES), value.split(_STAGED_BYTES), strict=True):
+                buffer, was_read = next(ring)
+                was_read.synchronize()
+                into.copy_(buffer[: piece.numel()].copy_(piece), non_blocking=True)
+                was_read.record()
 
 
 def _bytes_of(life: Lifetime, name: str) -> torch.Tensor:
