@@ -223,8 +223,12 @@ class Exchange:
         return 0 if self._life.parked is not None or prefetcher is None else prefetcher.slots_bytes
 
     def _free_bytes(self) -> int:
-        """Device memory that is free when slots are."""
-        free = read_limits(self._life.device).device_free_bytes or 0
+        """Device memory that is free when slots are, without what torch's allocator has between used blocks."""
+        if self._life.device.type == "cuda":
+            torch.cuda.empty_cache()
+            free = torch.cuda.mem_get_info(self._life.device)[0]
+        else:
+            free = read_limits(self._life.device).device_free_bytes or 0
         return free + self._slots_bytes() + (0 if self._life.parked is not None else self._old.plan.cache_bytes)
 
     def _needs(self) -> Needs:

@@ -49,7 +49,7 @@ class MappedMemory(RawMemory):
 
     @classmethod
     def of(cls, mapped: _Mapped, start: int, num_bytes: int, device: torch.device) -> MappedMemory:
-        """Memory that ``mapped`` has from ``start`` on, to be mapped a second time; it has no views of its own."""
+        """Memory that ``mapped`` has from ``start`` on, to be mapped a second time."""
         made = cls.__new__(cls)
         super(MappedMemory, made).__init__(mapped.address + start, num_bytes, keeps=mapped)
         made.address, made.num_bytes, made._device = mapped.address + start, num_bytes, device
@@ -58,12 +58,12 @@ class MappedMemory(RawMemory):
     @property
     def buffer(self) -> torch.Tensor:
         """Memory as the host sees it (uint8, 1-D); not where it is a peer's."""
-        return torch.from_numpy(np.asarray(self)[_HEAD_BYTES:])
+        return torch.from_numpy(np.asarray(self)[-self.num_bytes :])
 
     @property
     def on_device(self) -> torch.Tensor:
         """Memory as the device sees it (uint8, 1-D)."""
-        return torch.as_tensor(self, device=self._device)[_HEAD_BYTES:]
+        return torch.as_tensor(self, device=self._device)[-self.num_bytes :]
 
 
 class SplitRange:
