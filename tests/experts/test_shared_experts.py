@@ -30,6 +30,7 @@ from headrace.adapters.transformers.shared_experts import CpuShare, NoShare, sha
 from headrace.errors import OptionError, OptionTypeError, StateError
 from headrace.experts import cache
 from headrace.experts.cpu import native, pool, share
+from headrace.experts.rows import IS_CHECKED
 from headrace.plan import cpu_share
 from headrace.plan.nominal_rates import NOMINAL_CPU
 from headrace.testing import assert_same_bits
@@ -292,20 +293,28 @@ class TestFaults:
             assert_same_bits(run(model, steps[:1]), expected[:1])
             planted.lose_next(is_death)
             began = time.monotonic()
-            with pytest.raises(StateError, match=r"a thread is dead or stopped, so .* are NaN: .* call remove\(\)"):
+            with pytest.raises(
+                StateError, match=r"a thread is dead or stopped, so .* not computed: .* call remove\(\)"
+            ):
                 run(model, inputs(*[4] * 40))
             assert time.monotonic() - began < 60
             each.remove()
             assert_same_bits(run(model, steps), expected)
 
-    def test_no_answer(self, monkeypatch: pytest.MonkeyPatch) -> None:
-        """A coordinator that is gone: what waits gives up."""
+    @pytest.mark.parametrize("is_checked", [False, True])
+    def test_no_answer(self, is_checked: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+        """A coordinator that is gone: what waits gives up. Who checks may sample from what it then gets."""
         monkeypatch.setattr(share, "_MOST_POLLS", 50)
-        model, steps = qwen("headrace").bfloat16(), inputs(1, 1)
+        model, steps = qwen("headrace", num_hidden_layers=1).bfloat16(), inputs(1, 1)
         expected = run(model, steps)
         with headrace.offload(model, cached(3)):
             each = share_experts(model, [0, 1], list(range(65)))
             each.doorbell.stop()
+            token = IS_CHECKED.set(is_checked)
+            (found,) = run(model, steps[:1])
+            IS_CHECKED.reset(token)
+            assert not torch.equal(found, expected[0])
+            assert (found.isfinite().all(), found.isnan().all()) == (is_checked, not is_checked)
             with pytest.raises(StateError, match="there was no answer for seconds"):
                 run(model, steps)
             each.remove()

@@ -12,6 +12,7 @@ import threading
 import weakref
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from contextvars import ContextVar
 from typing import TYPE_CHECKING, Any, Protocol, TypeVar
 
 import torch
@@ -30,6 +31,18 @@ if TYPE_CHECKING:
 
 _CACHED = "_headrace_cached_experts"
 SHARED = "_headrace_shared"  # at a twin
+# Whether who calls the model asks ``Doorbell.check`` before what it computes is used.
+IS_CHECKED = ContextVar("is_checked", default=False)
+
+
+@contextmanager
+def checked() -> Iterator[None]:
+    """Within, :data:`IS_CHECKED` holds."""
+    token = IS_CHECKED.set(True)
+    try:
+        yield
+    finally:
+        IS_CHECKED.reset(token)
 
 
 def expert_rows(module: nn.Module, ids: torch.Tensor) -> tuple[Any, torch.Tensor]:

@@ -25,6 +25,7 @@ from transformers.cache_utils import LinearAttentionCacheLayerMixin, LinearAtten
 
 from headrace.api import session_of
 from headrace.errors import OptionError, warn_user
+from headrace.experts.rows import checked
 from headrace.graphs.decoding import CACHE_NAME, GRAPH_DEVICES, LENGTH_STEP, CapturedSteps, bucket
 from headrace.memory.system import round_up
 from headrace.stats import timed
@@ -231,6 +232,11 @@ class Rows:
         """Steps that were replayed so far."""
         return 0 if self._graphs is None else self._graphs.replays
 
+    def check(self) -> None:
+        """Raise ``StateError`` where what the last step gave, which has ended, is not to be used."""
+        if self._graphs is not None:
+            self._graphs.check()
+
     def release(self) -> None:
         """Free the graphs; the next steps make new ones."""
         if self._graphs is not None:
@@ -318,7 +324,8 @@ class Rows:
     def _run_model(self, **inputs: Any) -> Any:
         for layer in self._layers:
             layer.begin()
-        return self._model(**inputs, **{CACHE_NAME: self._cache}, use_cache=True)
+        with checked() if self._graphs is not None else nullcontext():
+            return self._model(**inputs, **{CACHE_NAME: self._cache}, use_cache=True)
 
     @property
     def _kinds(self) -> set[str]:

@@ -36,6 +36,7 @@ from transformers.generation.utils import GenerateDecoderOnlyOutput
 from headrace.api import session_of
 from headrace.config import RANK_MODES
 from headrace.errors import OptionError, StateError, warn_user
+from headrace.experts.rows import checked
 from headrace.formatting import format_size
 from headrace.graphs.own_graphs import capturing, replaying
 from headrace.memory.system import gc_paused, round_up
@@ -188,7 +189,8 @@ class DecodeGraphs:
         # The name of an implementation beside a cache would be refused.
         ours = {**kwargs, CACHE_NAME: cache, "cache_implementation": None, "disable_compile": True}
         try:
-            output = self._original(inputs, config, **ours)
+            with checked():
+                output = self._original(inputs, config, **ours)
         except torch.OutOfMemoryError as error:
             if not self._is_first_step:  # the prompt has run, so the cache has its memory
                 raise

@@ -367,6 +367,7 @@ class Engine:
                     raise
                 request.error, tokens[at] = error, -1
         chosen: list[int] = tokens.tolist()
+        self.rows.check()
         for at, request in enumerate(requests):
             if request.num_logprobs is not None and chosen[at] >= 0:
                 request.logprobs += _logprobs(logits[at : at + 1], chosen[at : at + 1], request.num_logprobs)

@@ -28,6 +28,7 @@ from headrace.experts.cpu.share_kernels import (
     ring_kernel,
     wait_kernel,
 )
+from headrace.experts.rows import IS_CHECKED
 from headrace.forks import OwnProcess
 
 _MOST_MISSING, _MOST_PAIRS, _MOST_INPUTS = 64, 256, 16384
@@ -105,8 +106,8 @@ class Doorbell:
         if self._words[CODE.value] or self._words[GIVEN_UP.value]:
             why = "a thread is dead or stopped" if self._words[CODE.value] else "there was no answer for seconds"
             raise StateError(
-                f"experts on the CPU: {why}, so the outputs of the last step are NaN: do not use them; call remove() "
-                f"of the share, or restart the process"
+                f"experts on the CPU: {why}, so the outputs of the last step are not computed: do not use them; "
+                f"call remove() of the share, or restart the process"
             )
         if num_ids > _MOST_PAIRS:
             raise OptionError(
@@ -155,7 +156,14 @@ class LayerShare:
 
 
 def wait(memory: torch.Tensor, state: torch.Tensor, size: int) -> torch.Tensor:
-    """Launch what waits for ``size`` outputs; returns them, bf16 as int16, in pinned memory."""
+    """Launch what waits for ``size`` outputs; returns them, bf16 as int16, in pinned memory.
+
+    What was given up is NaN; or 0, in a forward that :meth:`Doorbell.check` follows: who samples from NaN loses the
+    CUDA context.
+    """
     outputs, words = memory[OUTPUTS_AT.value :].view(torch.int16), memory[: X_AT.value].view(torch.int64)
-    wait_kernel[(1,)](state, words, outputs, SIZE=size, BLOCK=_BLOCK, MOST_POLLS=_MOST_POLLS, num_warps=1)
+    instead = 0 if IS_CHECKED.get() else 0x7FC0
+    wait_kernel[(1,)](
+        state, words, outputs, SIZE=size, BLOCK=_BLOCK, MOST_POLLS=_MOST_POLLS, INSTEAD=instead, num_warps=1
+    )
     return outputs
