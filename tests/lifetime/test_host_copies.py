@@ -67,8 +67,9 @@ def test_the_kernel_has_the_sums_of_torch(num_words: int, monkeypatch: pytest.Mo
     from headrace.lifetime.print_kernels import sums_on_gpu
 
     monkeypatch.setattr(host_copies, "_PART", 4096)
-    buffer = random_bytes(4 * num_words)
-    assert torch.equal(sums_on_gpu(buffer.view(torch.int32), host_copies._key(CPU)), prints(buffer))
+    buffers = [random_bytes(4 * count) for count in (num_words, 8000, num_words)]
+    found = sums_on_gpu([each.view(torch.int32) for each in buffers], host_copies._key(CPU))
+    assert torch.equal(found, torch.cat([prints(each) for each in buffers]))
 
 
 def test_without_a_compiler(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -85,3 +86,24 @@ def test_without_a_compiler(monkeypatch: pytest.MonkeyPatch) -> None:
         found = copies._fingerprints({"a": buffer, "b": buffer})
     assert torch.equal(found["b"], prints(buffer))
     assert not copies._has_kernel
+
+
+def test_what_lies_side_by_side_is_one_copy(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As residents of a GPU do, with padding between them; elsewhere each has its own."""
+    sizes = {"a": 300, "b": 256, "c": 7, "d": 512}
+    copies, counted = HostCopies(CPU), list[int]()
+    made = {name: torch.randint(256, (size,), dtype=torch.uint8) for name, size in sizes.items()}
+    copies.update(made)
+    copy = torch.Tensor.copy_
+    monkeypatch.setattr(torch.Tensor, "copy_", lambda *args, **kw: counted.append(1) or copy(*args, **kw))
+    for order, most in (("abcd", 1), ("abdc", 3), ("dcba", 4)):
+        padded = [-(-sizes[name] // 256) * 256 for name in order]
+        parts = torch.zeros(sum(padded), dtype=torch.uint8).split(padded)
+        places = {name: part[: sizes[name]] for name, part in zip(order, parts, strict=True)}
+        counted.clear()
+        assert copies.fill(places) == sum(sizes.values())
+        assert len(counted) == most
+        assert all(torch.equal(places[name], made[name]) for name in sizes)
+    apart = {name: torch.zeros(size, dtype=torch.uint8) for name, size in sizes.items()}
+    copies.fill(apart)
+    assert all(torch.equal(apart[name], made[name]) for name in sizes)

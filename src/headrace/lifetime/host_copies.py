@@ -15,7 +15,7 @@ import torch
 from headrace.errors import LimitError, warn_user
 from headrace.formatting import format_size
 from headrace.memory.system import Needs, read_limits
-from headrace.plan.slabs import slab_bytes
+from headrace.plan.slabs import SLAB_ALIGNMENT_BYTES, slab_bytes
 from headrace.planning.request import has_triton
 from headrace.stores.pinned_host import PinnedStore, registrar_for
 from headrace.stores.store import AlreadyPinned
@@ -102,8 +102,15 @@ class HostCopies:
 
     def fill(self, places: Mapping[str, torch.Tensor]) -> int:
         """Begin to copy to ``places`` (uint8, 1-D, device), until :meth:`finish`; returns bytes copied."""
+        runs = list[tuple[torch.Tensor, AlreadyPinned]]()
         for name, place in places.items():
-            place.copy_(self.bytes_of(name), non_blocking=True)
+            at = self._held[name]
+            if runs and (run := _joined(*runs[-1], place, at)) is not None:
+                runs[-1] = run
+            else:
+                runs.append((place, at))
+        for place, at in runs:
+            place.copy_(at.memory.buffer[at.start : at.start + at.num_bytes], non_blocking=True)
         return sum(place.numel() for place in places.values())
 
     def finish(self, places: Mapping[str, torch.Tensor]) -> None:
@@ -116,23 +123,46 @@ class HostCopies:
         if not buffers:
             return {}
         key = _key(self._device)
-        sums = {name: self._sums(each, key) for name, each in buffers.items()}
-        found = torch.cat(list(sums.values())).cpu()
-        return dict(zip(sums, found.split([len(each) for each in sums.values()]), strict=True))
+        sums = self._sums_by_kernel(buffers, key)
+        for name, each in buffers.items():
+            if name not in sums:
+                sums[name] = torch.cat([_sums(piece, key) for piece in each.split(4 * _PART * _PARTS)])
+        found = torch.cat([sums[name] for name in buffers]).cpu()
+        return dict(zip(buffers, found.split([len(sums[name]) for name in buffers]), strict=True))
 
-    def _sums(self, buffer: torch.Tensor, key: torch.Tensor) -> torch.Tensor:
-        """Sum, modulo 2^64, of the words of each part of ``buffer``, each times one of ``key``."""
-        aligned = buffer.numel() % 4 == 0 and buffer.storage_offset() % 4 == 0 and buffer.data_ptr() % 4 == 0
-        if self._has_kernel and aligned and buffer.numel():
-            try:
-                from headrace.lifetime.print_kernels import sums_on_gpu
+    def _sums_by_kernel(self, buffers: Mapping[str, torch.Tensor], key: torch.Tensor) -> dict[str, torch.Tensor]:
+        """Sums of those of ``buffers`` that have whole words, by one launch; none where Triton compiles nothing."""
+        whole = {name: each for name, each in buffers.items() if each.numel() and not _begins_or_ends_in_a_word(each)}
+        if not whole or not self._has_kernel:
+            return {}
+        try:
+            from headrace.lifetime.print_kernels import sums_on_gpu
 
-                with torch.cuda.device(self._device):
-                    return sums_on_gpu(buffer.view(torch.int32), key)
-            except Exception as error:  # Triton finds no compiler of C, or does not know the device
-                self._has_kernel = False
-                warn_user(f"park() takes some ms more, because Triton cannot compile its kernel here: {error}")
-        return torch.cat([_sums(piece, key) for piece in buffer.split(4 * _PART * _PARTS)])
+            with torch.cuda.device(self._device):
+                sums = sums_on_gpu([each.view(torch.int32) for each in whole.values()], key)
+        except Exception as error:  # Triton finds no compiler of C, or does not know the device
+            self._has_kernel = False
+            warn_user(f"park() takes some ms more, because Triton cannot compile its kernel here: {error}")
+            return {}
+        return dict(zip(whole, sums.split([-(-each.numel() // (4 * _PART)) for each in whole.values()]), strict=True))
+
+
+def _joined(
+    place: torch.Tensor, at: AlreadyPinned, next_place: torch.Tensor, next_at: AlreadyPinned
+) -> tuple[torch.Tensor, AlreadyPinned] | None:
+    """One copy in place of two that follow each other on both sides, with the padding between them."""
+    step, is_one = next_at.start - at.start, next_place.untyped_storage()._cdata == place.untyped_storage()._cdata
+    padding = step - at.num_bytes
+    if not is_one or next_at.memory is not at.memory or not 0 <= padding < SLAB_ALIGNMENT_BYTES:
+        return None
+    if next_place.storage_offset() - place.storage_offset() != step:
+        return None
+    num_bytes = step + next_at.num_bytes
+    return place.as_strided((num_bytes,), (1,)), AlreadyPinned(at.memory, at.start, num_bytes)
+
+
+def _begins_or_ends_in_a_word(buffer: torch.Tensor) -> bool:
+    return bool((buffer.numel() | buffer.storage_offset() | buffer.data_ptr()) % 4)
 
 
 def _key(device: torch.device) -> torch.Tensor:
