@@ -128,6 +128,7 @@ def test_resize(way: str, home: str, monkeypatch: pytest.MonkeyPatch) -> None:
         handle = headrace.offload(model, POLICIES[way], device="cuda")
         for number, size in enumerate(sizes):
             registered.clear()
+            was_coded = bool(handle.plan.coded_units)  # what is decoded passes through buffers
             handle.resize(size)
             before_bytes = handle.stats().bytes_moved
             for _ in range(2):
@@ -135,7 +136,7 @@ def test_resize(way: str, home: str, monkeypatch: pytest.MonkeyPatch) -> None:
             torch.cuda.synchronize()
             assert handle.stats().bytes_moved > before_bytes or not handle.plan.prefetched_bytes
             assert before - torch.cuda.mem_get_info()[0] <= handle.plan.device_bytes + 64 * MIB
-            assert number < 3 or not registered or handle.plan.coded_units
+            assert number < 3 or not registered or was_coded or handle.plan.coded_units
         handle.park()
         assert torch.cuda.mem_get_info()[0] >= before - 64 * MIB
         handle.resize(sizes[0])
@@ -164,6 +165,7 @@ def test_resize_where_the_device_is_full() -> None:
             handle.resize(LAYERS * WEIGHT_BYTES * 2)
         assert_same_bits(model(x), expected)
         del filler, more
+        torch.cuda.empty_cache()  # or small tensors of the next tests would split it, and only torch could have the rest
 
 
 @pytest.mark.alone
@@ -210,16 +212,18 @@ def test_resize_of_compiled_code() -> None:
         assert_same_bits(compiled(x), twin(x))
 
 
-@pytest.mark.parametrize("num_bytes", [1, 4, 6, 2048, MIB, 20 * MIB + 4, 20 * MIB + 6])
 @pytest.mark.parametrize("offset", [0, 4, 6])
-def test_fingerprints(num_bytes: int, offset: int) -> None:
-    """Those of the kernel are those of torch, on the device and on a CPU."""
-    buffer = torch.randint(256, (offset + num_bytes,), dtype=torch.uint8, device="cuda")[offset:]
-    copies, without = HostCopies(buffer.device), HostCopies(buffer.device)
+def test_fingerprints(offset: int) -> None:
+    """Those of the kernel, one launch for all, are those of torch, on the device and on a CPU."""
+    sizes = (1, 4, 6, 2048, MIB, 20 * MIB + 4, 20 * MIB + 6)
+    found = {size: torch.randint(256, (offset + size,), dtype=torch.uint8, device="cuda")[offset:] for size in sizes}
+    buffers = {str(size): each for size, each in found.items()}
+    copies, without = HostCopies(torch.device("cuda")), HostCopies(torch.device("cuda"))
     without._has_kernel = False
-    expected = HostCopies(torch.device("cpu"))._fingerprints({"a": buffer.cpu()})["a"]
+    on_cpu = {name: each.cpu() for name, each in buffers.items()}
+    expected = HostCopies(torch.device("cpu"))._fingerprints(on_cpu)
     for each in (copies, without):
-        assert torch.equal(each._fingerprints({"a": buffer})["a"], expected)
+        assert_same_bits(each._fingerprints(buffers), expected)
     assert copies._has_kernel, "Triton has compiled it"
 
 

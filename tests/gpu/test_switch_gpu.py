@@ -40,6 +40,11 @@ def test_memory_and_answers(tmp_path: Path, policy: Any) -> None:
     for name, folder in folders.items():
         ensure_model(folder, SIZES[name])
     expected, alone = {}, {}
+    with serving_several(
+        folders, policy, device="cuda"
+    ) as served:  # takes the memory of kernels and cuBLAS, which stays
+        for name in folders:
+            answer(served, name)
     for name, folder in folders.items():
         with serving_several({name: folder}, policy, device="cuda") as served:
             expected[name], alone[name] = answer(served, name), used_bytes()
@@ -52,7 +57,7 @@ def test_memory_and_answers(tmp_path: Path, policy: Any) -> None:
                 assert answer(served, name) == expected[name]
                 found.append(used_bytes())
         assert max(found) <= max(alone.values()) + 64 * MIB
-        assert max(found[-2:]) <= max(found[:2]) + 8 * MIB
+        assert max(found[-2:]) <= max(found[2:4]) + 8 * MIB
         for name in folders:
             handle = served.of(name).handle
             assert handle is not None
