@@ -8,7 +8,7 @@ The models are those of ``card_24gb.py``, with seeded weights. Cases: ``resident
 ``cache`` (experts cached in ``--card`` bytes). In each cycle the offload parks, which leaves ``left_mib`` more device
 memory in use than before it, and resumes; ``first_step_ms`` is the first forward of one token after that. ``update``
 writes the same values again, from pinned host memory, ``pageable`` from memory that is not pinned. Steps before and
-after have to have the same bits.
+after have to have the same bits. ``remove`` leaves the memory of libraries, and of nothing else.
 
     at_link_ms = bytes that the call copied / link
 """
@@ -76,6 +76,7 @@ def rows_of(rehearsal: Rehearsal, cycles: int) -> Iterator[dict[str, Any]]:
                 policy = Budget(2 * weights)
             else:
                 policy = Budget(rehearsal.card_bytes - rehearsal.reserve_bytes, rules=(("experts", "cache"),))
+            at_first = used()
             with headrace.offload(model, policy, device=device) as handle:
                 expected = step()  # takes the memory of libraries
                 step()
@@ -112,6 +113,9 @@ def rows_of(rehearsal: Rehearsal, cycles: int) -> Iterator[dict[str, Any]]:
                             found.setdefault(call, []).append(ms)
                         facts[call] = {"bytes_moved": num_bytes, "at_link_ms": num_bytes / link * 1e3}
                         is_equal &= torch.equal(step(), expected)
+                ms, _ = timed(handle.remove)
+                free_memory(device)
+                found["remove"], facts["remove"] = [ms], {"left_mib": (used() - at_first) / 2**20}
                 first_ms = statistics.median(found.pop("first_step"))
                 facts["resume"]["first_step_ms"] = first_ms
                 for call, samples in found.items():

@@ -165,7 +165,7 @@ def test_resize_where_the_device_is_full() -> None:
             handle.resize(LAYERS * WEIGHT_BYTES * 2)
         assert_same_bits(model(x), expected)
         del filler, more
-        torch.cuda.empty_cache()  # or small tensors of the next tests would split it, and only torch could have the rest
+        torch.cuda.empty_cache()  # or small tensors of the next tests split it, and torch keeps the rest
 
 
 @pytest.mark.alone
