@@ -162,7 +162,7 @@ def _joined(
 
 
 def _begins_or_ends_in_a_word(buffer: torch.Tensor) -> bool:
-    return bool((buffer.numel() | buffer.storage_offset() | buffer.data_ptr()) % 4)
+    return any(each % 4 for each in (buffer.numel(), buffer.storage_offset(), buffer.data_ptr()))
 
 
 def _key(device: torch.device) -> torch.Tensor:

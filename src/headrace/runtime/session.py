@@ -201,8 +201,7 @@ class OffloadSession(NotCopyable):
         staging = self._link.staging_stats() if self._link else None
         slots_bytes = self.prefetcher.slots_bytes if self.prefetcher else 0
         stores = {"resident": plan.resident_bytes, "slots": slots_bytes, "cache": plan.cache_bytes}
-        stores |= self._account
-        sizes_by_store = {name: size for name, size in stores.items() if size}
+        sizes_by_store = {name: size for name, size in (stores | self._account).items() if size}
         return Stats(units, sizes, self._notes(), sizes_by_store, staging, self._reads, experts, self.guesses)
 
     @property
