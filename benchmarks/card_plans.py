@@ -11,8 +11,11 @@ GB of it where the plans need more; 4 GiB of each are left to the system.
 Of a pipeline it is the time of one image or video. A pass of its transformer takes the longer of two: the copies of the
 plan, and the pass that was measured on an H200 with all weights resident, times how much slower the card's arithmetic
 is published to be. (Plans count no attention without a cache, so they have no compute time for it.) Of a transformer
-that was not measured, the pass is that of one with as many parameters and rows. The weights that a call needs once are
-copied once; the compute of text encoders and VAE is not counted.
+that was not measured, the pass is that of a measured one, times the ratio of operations that torch's FlopCounterMode
+counts. The weights that a call needs once are copied once; the compute of text encoders and VAE is not counted.
+
+Rows of tables ``calls-8``, ``calls-12`` and ``calls-16`` are for the guide to images and video: budgets that leave room
+for activations on cards of so many GB, with weights in bf16 and stored in fp8.
 """
 
 from __future__ import annotations
@@ -26,7 +29,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from harness import append, finish, parser_of
-from headrace.config import Budget
+from headrace.config import Budget, Workload
 from headrace.errors import BudgetError, HeadraceWarning, OptionError
 from headrace.plan.build import Planner
 from headrace.plan.engines import plan_in_vllm, vllm_planner, why_not_generate
@@ -39,7 +42,9 @@ from headrace.transfer.cards import CARDS as PUBLISHED
 H200_FLOPS_PER_S = 989e12  # of products in bf16, as published; cards.json has those of cards
 GIB = 2**30
 SYSTEM_BYTES = 4 * GIB
+UNUSED_GIB = 0.5  # of a card's memory beside weights and activations: workspaces, fragmentation
 CARDS = {"4060": 8, "3060": 12, "4080": 16, "4090": 24, "5090": 32, "h100": 80}
+CLASSES = {8: ("4060",), 12: ("3060", "4070"), 16: ("4060ti", "5060ti")}
 HOST_GB, BESIDE = (32, 64, 128), "4090"
 README_MODELS = (
     "Qwen/Qwen3.5-9B",
@@ -72,15 +77,27 @@ class Pipeline(NamedTuple):
     steps: int
     passes: int  # of a step; two where guidance runs the transformer with the prompt and without
     table: str
-    size: float = 1.0  # times the products of the transformer that was measured
+    activation_gib: float  # the peak beside the weights with a VAE in tiles, counted by a call on meta
+    size: float = 1.0  # times the operations of the transformer that was measured
 
     def pass_s(self, planned: PlanResult, slower: float) -> tuple[float, float]:
         """Seconds of a pass of a transformer, and of copies that a call makes once.
 
         ``slower``: times as long as on an H200 its arithmetic takes.
         """
+        link_s, once_s = self.copies_s(planned)
+        return max(link_s, slower * self.resident_s), once_s
+
+    @property
+    def resident_s(self) -> float:
+        """Seconds of a pass on an H200 with all weights resident."""
         lines = MEASURED.read_text().splitlines()
         found = [row for row in map(json.loads, lines) if row["table"] == self.table and row["case"] == "resident"]
+        return float(self.size * found[0]["ms"] / 1e3)
+
+    @staticmethod
+    def copies_s(planned: PlanResult) -> tuple[float, float]:
+        """Seconds of copies in a pass, and of those that a call makes once."""
         copies_s: dict[str, float] = {}
         for unit in planned.plan.moved_units:
             part = unit.module_fqn.split(".")[0]
@@ -88,16 +105,17 @@ class Pipeline(NamedTuple):
         # A step runs one of the transformers.
         transformers = [name for name in planned.context.inventory.children("") if name.startswith("transformer")]
         link_s = [copies_s.pop(name, 0.0) for name in transformers]
-        return max(sum(link_s) / len(link_s), slower * self.size * found[0]["ms"] / 1e3), sum(copies_s.values())
+        return sum(link_s) / len(link_s), sum(copies_s.values())
 
 
 MEASURED = Path(__file__).parent / "results" / "2026-11-23-offloaders-h200.jsonl"
 PIPELINES = {
-    "black-forest-labs/FLUX.1-dev": Pipeline(28, 1, "offloaders-flux"),
-    "black-forest-labs/FLUX.2-dev": Pipeline(50, 1, "offloaders-flux", 32.2 / 11.9),
-    "Qwen/Qwen-Image": Pipeline(50, 2, "offloaders-flux", 20.4 / 11.9),
-    "Wan-AI/Wan2.2-T2V-A14B-Diffusers": Pipeline(50, 2, "offloaders-wan"),
-    "Lightricks/LTX-2": Pipeline(30, 2, "offloaders-wan", 18.9 / 14.3 * 6144 / 32760),
+    "black-forest-labs/FLUX.1-dev": Pipeline(28, 1, "offloaders-flux", 0.46),
+    "black-forest-labs/FLUX.2-dev": Pipeline(50, 1, "offloaders-flux", 1.53, 282.6 / 74.4),
+    "Qwen/Qwen-Image": Pipeline(50, 2, "offloaders-flux", 0.38, 73.1 / 74.4),
+    "Wan-AI/Wan2.2-T2V-A14B-Diffusers": Pipeline(50, 2, "offloaders-wan", 3.49),
+    # A step by default: with the prompt, without, with blocks left out, and with video and audio apart.
+    "Lightricks/LTX-2": Pipeline(30, 4, "offloaders-wan", 5.38, 193.6 / 1678.4),
 }
 
 
@@ -116,6 +134,50 @@ def pipeline_row(model: str) -> dict[str, Any]:
         seconds[card] = pipeline.steps * pipeline.passes * pass_s + once_s
         row["host_bytes"][card] = host_bytes(planned.plan)
     return row
+
+
+def call_rows(models: Sequence[str] = tuple(PIPELINES)) -> Iterator[dict[str, Any]]:
+    for gigabytes, cards in CLASSES.items():
+        for model in models:
+            for stored in ("bf16", "fp8"):
+                yield call_row(model, stored, gigabytes, cards)
+
+
+def call_row(model: str, stored: str, gigabytes: int, cards: Sequence[str]) -> dict[str, Any]:
+    pipeline, (components, workload, cast_weights) = PIPELINES[model], components_of(model, stored == "fp8")
+    half_gib = int(2 * (PUBLISHED[cards[0]]["gib"] - UNUSED_GIB - pipeline.activation_gib))
+    budget = Budget(half_gib * GIB // 2, workload=workload)
+    row: dict[str, Any] = {"table": f"calls-{gigabytes}", "case": model, "stored": stored, "calls": {}}
+    row |= {"budget_bytes": budget.num_bytes, "host_bytes": 0}
+    for card in cards:
+        planned, published = plan_model(PlanRequest(components, budget, machine=card)), PUBLISHED[card]
+        link_s, once_s = pipeline.copies_s(planned)
+        # A cast reads a byte of a weight and writes two.
+        compute_s = pipeline.resident_s * H200_FLOPS_PER_S / published["flops_per_s"]
+        compute_s += 3 * cast_weights / published["memory_bytes_per_s"]
+        seconds = pipeline.steps * pipeline.passes * max(link_s, compute_s) + once_s
+        row["calls"][card] = {"predicted_seconds": seconds, "waits_for_link": link_s > compute_s}
+        row["host_bytes"] = max(row["host_bytes"], host_bytes(planned.plan))
+    return row
+
+
+def components_of(model: str, in_fp8: bool) -> tuple[Any, Workload, int]:
+    """The pipeline's modules on meta, planned as ``load`` plans them, and how many weights a pass casts."""
+    import torch
+
+    from known_models import PIPELINES as KNOWN
+
+    known, components, cast_weights = KNOWN[model], torch.nn.Module(), 0
+    names = [name for name in known.parts if name.startswith("transformer")]
+    for name, make in known.parts.items():
+        with torch.device("meta"):
+            part = make().to(torch.bfloat16).eval()
+        if in_fp8 and name in names:
+            part.enable_layerwise_casting(storage_dtype=torch.float8_e4m3fn, compute_dtype=torch.bfloat16)
+            cast_weights = sum(each.numel() for each in part.parameters() if each.itemsize == 1)
+        components.add_module(name, part)
+    patterns = tuple(f"re:{name}\\..*" for name in names)
+    return components, Workload(batch_sizes=(known.rows,), repeated=patterns), cast_weights
 
 
 def host_bytes(plan: Plan) -> int:
@@ -179,7 +241,7 @@ def main() -> None:
     args = parser.parse_args()
     warnings.simplefilter("ignore", HeadraceWarning)  # that these are known by name
     made = []
-    for row in rows(args.models):
+    for row in (*rows(args.models), *call_rows([name for name in args.models if name in PIPELINES])):
         append(row, args.out)
         made.append(row)
     finish("card_plans", made)

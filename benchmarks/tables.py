@@ -419,8 +419,31 @@ def pipeline_cells(row: dict[str, Any]) -> list[str]:
     return [
         row["case"],
         f"{row['weight_bytes'] / 1e9:.1f}",
-        *(f"{float(f'{s:.2g}'):,.0f} s{fits[card]}" for card, s in row["predicted_seconds"].items()),
+        *(f"{seconds_cell(s)}{fits[card]}" for card, s in row["predicted_seconds"].items()),
         f"{row['host_bytes']['4090'] / 1e9:.0f}",
+    ]
+
+
+def seconds_cell(seconds: float) -> str:
+    return f"{float(f'{seconds:.2g}'):,.0f} s"
+
+
+CARD_NAMES = {"4060": "RTX 4060", "3060": "RTX 3060", "4070": "RTX 4070"}
+CARD_NAMES |= {"4060ti": "RTX 4060 Ti 16 GB", "5060ti": "RTX 5060 Ti 16 GB"}
+
+
+def call_headings(row: dict[str, Any]) -> list[str]:
+    return columns("pipeline | stored in | budget GiB | host memory GB") + [CARD_NAMES[card] for card in row["calls"]]
+
+
+def call_cells(row: dict[str, Any]) -> list[str]:
+    calls = row["calls"].values()
+    return [
+        row["case"].split("/")[1].removesuffix("-Diffusers"),
+        row["stored"],
+        f"{row['budget_bytes'] / 2**30:.1f}",
+        f"{row['host_bytes'] / 1e9:.0f}",
+        *(f"{seconds_cell(call['predicted_seconds'])}{', link' if call['waits_for_link'] else ''}" for call in calls),
     ]
 
 
@@ -502,6 +525,8 @@ def layout_of(row: dict[str, Any]) -> tuple[list[str], Callable[[dict[str, Any]]
         return GUESSES_HEADINGS, guesses_cells
     if "predicted" in row:
         return CARD_PLAN_HEADINGS, card_plan_cells
+    if row["table"].startswith("calls-"):
+        return call_headings(row), call_cells
     if "predicted_seconds" in row:
         return PIPELINE_HEADINGS, pipeline_cells
     if "card_bytes" in row:

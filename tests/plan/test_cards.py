@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 import headrace
-from card_plans import MEASURED, MODELS, PIPELINES, README_MODELS, rows
+from card_plans import CLASSES, MEASURED, MODELS, PIPELINES, README_MODELS, call_row, rows
 from commands import error_of
 from headrace.config import Budget
 from headrace.errors import OptionError
@@ -109,7 +109,10 @@ def test_the_table_is_what_plans_predict() -> None:
     """After a change: delete the file, and run both commands of its report."""
     file = ROOT / "benchmarks" / "results" / "2026-11-29-card-plans.jsonl"
     published = [json.loads(line) for line in file.read_text().splitlines()]
-    assert [row["case"] for row in published] == [*MODELS, *PIPELINES]
+    calls = [row for row in published if "calls" in row]
+    assert [row["case"] for row in published if "calls" not in row] == [*MODELS, *PIPELINES]
+    assert [row["case"] for row in calls] == [name for _ in CLASSES for name in PIPELINES for _ in ("bf16", "fp8")]
+    assert call_row(FLUX, "fp8", 8, CLASSES[8]) == approx_rows(calls[1])
     for name in ("Qwen/Qwen3-8B", FLUX):
         (expected,) = [each for each in published if each["case"] == name]
         assert next(rows((name,))) == approx_rows(expected)

@@ -87,6 +87,7 @@ OTHER_FIELDS = {
         "speculation": "case bytes_moved tokens_per_s equal tokens_per_pass prompts as_plain",
         "cards more-cards": "case predicted weight_bytes",
         "card-pipelines": "case predicted_seconds host_bytes weight_bytes",
+        "calls-8 calls-12 calls-16": "case stored budget_bytes host_bytes calls",
         "card-start": "tree way first_s total_s text",
         "card-fetch": "programs misses words us_a_layer expert_bytes",
         "two-four": "case recipe median_ttft_ms ranks moved_bytes status requests_per_s_gpu",
@@ -116,7 +117,7 @@ OTHER_FIELDS = {
 NOTHING_COMPARED = {
     "policies", "expert-tiers", "host-memory", "ranges", "cards", "more-cards", "two-four", "two-four-power",
     "experts-launch", "experts-launch-small", "experts-vllm-memory", "experts-vllm-starts", "pipelines",
-    "card-pipelines",
+    "card-pipelines", "calls-8", "calls-12", "calls-16",
     "admission", "experts-vllm-prompt-memory", "experts-vllm-rounding", "ranks-dp-compiled",
     "smallest", "coded-start", "starts-wan", "starts-flux", "start-phases", "card-start", "card-fetch", "card-between",
     "python-calls", "first-tokens", "ordered-kernels", "ordered-launches", "ordered-orders", "expected-rates", "peers",
