@@ -13,16 +13,16 @@ import pytest
 import measures
 
 BOUNDS = {
-    "lines of src": 28326,
-    "lines of the core": 16904,
+    "lines of src": 28408,
+    "lines of the core": 16964,
     "files of src": 201,
-    "lines of tests": 49231,
-    "longest class": 351,
+    "lines of tests": 49277,
+    "longest class": 350,
     "Prefetcher": 298,
     "branches on a kind of store": 4,
     "files that headrace.api loads": 36,
-    "lines that headrace.api loads": 6447,
-    "lines of the spine": 5137,
+    "lines that headrace.api loads": 6446,
+    "lines of the spine": 5136,
     "files of the spine": 53,
     "files to the first copy": 42,
     "functions to the first copy": 388,
