@@ -114,7 +114,7 @@ def test_the_table_is_what_plans_predict() -> None:
     assert [row["case"] for row in calls] == [name for _ in CLASSES for name in PIPELINES for _ in ("bf16", "fp8")]
     assert call_row(FLUX, "fp8", 8, CLASSES[8]) == approx_rows(calls[1])
     for name in ("Qwen/Qwen3-8B", FLUX):
-        (expected,) = [each for each in published if each["case"] == name]
+        (expected,) = [each for each in published if each["case"] == name and "calls" not in each]
         assert next(rows((name,))) == approx_rows(expected)
 
 
