@@ -15,7 +15,7 @@ import sys
 import tempfile
 import zipfile
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -37,6 +37,7 @@ from configs_2026 import (
     VISION_GPTQ,
     kimi_k2_5,
 )
+from headrace.adapters.pipeline_peaks import describe
 from headrace.adapters.transformers.load_folder import build_meta_model
 from headrace.adapters.transformers.opened_model import open_model
 from headrace.checkpoint.metadata_cache import KNOWN_MODELS, FolderFacts, body_text
@@ -220,6 +221,7 @@ _T5 = {"d_model": 4096, "d_kv": 64, "d_ff": 10240, "num_layers": 24, "num_heads"
 _VAE = {
     "block_out_channels": (128, 256, 512, 512), "layers_per_block": 2, "down_block_types": ("DownEncoderBlock2D",) * 4,
     "up_block_types": ("UpDecoderBlock2D",) * 4, "latent_channels": 16, "use_quant_conv": False,
+    "scaling_factor": 0.3611, "shift_factor": 0.1159, "sample_size": 1024,
 }  # fmt: skip
 
 
@@ -231,6 +233,9 @@ class Pipeline:
     billions: float
     rows: int
     step: str
+    name: str  # of its class
+    scheduler: Any
+    index: dict[str, Any] = field(default_factory=dict)  # the rest of its model_index.json
 
 
 def transformer_of(shape: str) -> Any:
@@ -260,13 +265,24 @@ def gemma3_12b() -> Any:
     return transformers.Gemma3ForConditionalGeneration(config)
 
 
+def clip_l() -> Any:
+    return transformers.CLIPTextModel(
+        transformers.CLIPTextConfig(hidden_size=768, intermediate_size=3072, num_hidden_layers=12)
+    )
+
+
+def llama_3_8b() -> Any:
+    sizes = {"vocab_size": 128320, "hidden_size": 4096, "intermediate_size": 14336, "num_hidden_layers": 32}
+    return transformers.LlamaModel(transformers.LlamaConfig(**sizes, num_attention_heads=32, num_key_value_heads=8))
+
+
+_FLOW = diffusers.FlowMatchEulerDiscreteScheduler(use_dynamic_shifting=True)
+_LTX_RATIOS = {"spatial_compression_ratio": 32, "temporal_compression_ratio": 8}
 _IMAGE = "; its step is a call with one step of the transformer, for an image of 1024 x 1024"
 PIPELINES = {
     "black-forest-labs/FLUX.1-dev": Pipeline(
         {
-            "text_encoder": lambda: transformers.CLIPTextModel(
-                transformers.CLIPTextConfig(hidden_size=768, intermediate_size=3072, num_hidden_layers=12)
-            ),
+            "text_encoder": clip_l,
             "text_encoder_2": lambda: transformers.T5EncoderModel(transformers.T5Config(vocab_size=32128, **_T5)),
             "transformer": lambda: transformer_of("flux"),
             "vae": lambda: diffusers.AutoencoderKL(**_VAE),
@@ -274,6 +290,8 @@ PIPELINES = {
         12,
         4608,
         _IMAGE,
+        "FluxPipeline",
+        _FLOW,
     ),
     "black-forest-labs/FLUX.2-dev": Pipeline(
         {
@@ -284,6 +302,8 @@ PIPELINES = {
         32,
         4608,
         _IMAGE,
+        "Flux2Pipeline",
+        _FLOW,
     ),
     "Qwen/Qwen-Image": Pipeline(
         {
@@ -294,6 +314,8 @@ PIPELINES = {
         20,
         4352,
         _IMAGE,
+        "QwenImagePipeline",
+        _FLOW,
     ),
     "Wan-AI/Wan2.2-T2V-A14B-Diffusers": Pipeline(
         {
@@ -305,19 +327,37 @@ PIPELINES = {
         14,
         32760,
         "; its step is a call with one step of each transformer, for 81 frames of 480 x 832",
+        "WanPipeline",
+        diffusers.UniPCMultistepScheduler(prediction_type="flow_prediction", use_flow_sigmas=True, flow_shift=3.0),
+        {"boundary_ratio": 0.875},
     ),
     "Lightricks/LTX-2": Pipeline(
         {
             "text_encoder": gemma3_12b,
             "connectors": lambda: LTX2TextConnectors(),
             "transformer": lambda: diffusers.LTX2VideoTransformer3DModel(),
-            "vae": lambda: diffusers.AutoencoderKLLTX2Video(),
+            "vae": lambda: diffusers.AutoencoderKLLTX2Video(**_LTX_RATIOS),
             "audio_vae": lambda: diffusers.AutoencoderKLLTX2Audio(),
             "vocoder": lambda: LTX2Vocoder(),
         },
         19,
         6144,
         "; its step is a call with one step of the transformer, for 121 frames of 512 x 768",
+        "LTX2Pipeline",
+        _FLOW,
+    ),
+    "hunyuanvideo-community/HunyuanVideo": Pipeline(
+        {
+            "text_encoder": llama_3_8b,
+            "text_encoder_2": clip_l,
+            "transformer": lambda: diffusers.HunyuanVideoTransformer3DModel(),
+            "vae": lambda: diffusers.AutoencoderKLHunyuanVideo(),
+        },
+        13,
+        118800,
+        "; its step is a call with one step of the transformer, for 129 frames of 720 x 1280",
+        "HunyuanVideoPipeline",
+        diffusers.FlowMatchEulerDiscreteScheduler(shift=7.0),
     ),
 }
 
@@ -350,20 +390,25 @@ def pipeline_facts(name: str, pipeline: Pipeline) -> FolderFacts:
         with torch.device("meta"):
             components.add_module(part, make().to(torch.bfloat16).eval())
     inventory, note = take_inventory(components), _PIPELINE.format(name=name, step=pipeline.step)
-    weights = WeightMap.expected(inventory, Path(name))
-    return FolderFacts(inventory, ModelProfile(), weights, (note,), pipeline.rows)
+    weights, parts = WeightMap.expected(inventory, Path(name)), dict(components.named_children())
+    index = {"_class_name": pipeline.name, **pipeline.index}
+    described = describe(index, {"scheduler": pipeline.scheduler, **parts})
+    return FolderFacts(inventory, ModelProfile(), weights, (note,), pipeline.rows, described)
 
 
 def texts() -> Iterator[tuple[str, str]]:
-    """Names and entries."""
-    yield from ((name, body_text(facts_of(name, known))) for name, known in MODELS.items())
-    yield from ((name, body_text(pipeline_facts(name, pipeline))) for name, pipeline in PIPELINES.items())
+    """Names of files and their text."""
+    yield from ((f"{name}.json", body_text(facts_of(name, known))) for name, known in MODELS.items())
+    for name, pipeline in PIPELINES.items():
+        facts = pipeline_facts(name, pipeline)
+        yield f"{name}.json", body_text(facts)
+        yield f"{name}.pipeline", facts.pipeline
 
 
 def write(file: Path = KNOWN_MODELS) -> None:
     with zipfile.ZipFile(file, "w", zipfile.ZIP_DEFLATED, compresslevel=9) as archive:
         for name, text in texts():
-            entry = zipfile.ZipInfo(f"{name}.json", (1980, 1, 1, 0, 0, 0))  # the same bytes at any time
+            entry = zipfile.ZipInfo(name, (1980, 1, 1, 0, 0, 0))  # the same bytes at any time
             entry.compress_type = zipfile.ZIP_DEFLATED
             archive.writestr(entry, text, compresslevel=9)
 

@@ -39,6 +39,7 @@ Rule = tuple[str, Mechanism]
 
 # A budget of what is free on a GPU, and the tokens per sequence that it has room for unless a workload says so.
 AUTO = "auto"
+CALL_SIZE = ("height", "width", "frames", "tiling")  # fields of a Workload that are about a pipeline of diffusers
 AUTO_CONTEXT = 4096
 
 # Takes the name of an option, as its user writes it, and a value; returns the value to keep.
@@ -259,14 +260,28 @@ class Workload:
             budget is for the weights alone (``--context``).
         repeated: name patterns of what every step runs. The rest runs once per call, so none of it stays on the device
             that may be offloaded. Empty means that every step runs everything.
+        height, width, frames: size in pixels and length of what a call of a pipeline of diffusers makes; with one of
+            them the budget is for the activations of that call too, the others are the pipeline's own (``--height``,
+            ``--width``, ``--frames``).
+        tiling: the pipeline's VAE decodes in tiles, as after ``pipe.vae.enable_tiling()`` (``--tiling``).
     """
 
     batch_sizes: Sequence[int] = (1,)
     context: int = 0
     repeated: Sequence[str] = ()
+    height: int | None = None
+    width: int | None = None
+    frames: int | None = None
+    tiling: bool = False
 
     def __post_init__(self) -> None:
-        _check(self, batch_sizes=row_counts, context=partial(count, at_least=0), repeated=names)
+        sizes = dict.fromkeys(("height", "width", "frames"), count)
+        _check(self, batch_sizes=row_counts, context=partial(count, at_least=0), repeated=names, **sizes)
+
+    @property
+    def call_size(self) -> dict[str, int]:
+        """What is stated of the size of a pipeline's call, by name."""
+        return {name: size for name in CALL_SIZE if (size := getattr(self, name))}
 
 
 @dataclass(frozen=True)

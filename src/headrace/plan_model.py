@@ -128,13 +128,14 @@ class PlanResult:
         """Why the plan does not fit the machine: ``"does not fit ..."``; ``None``: it does."""
         if self.context.request.given is None:
             return None  # asked for the size of the model and its smallest budget
-        batch, context, target = max(self.workload.batch_sizes), self.workload.context, self.context.target
-        beside = self.planner.profile.workload_bytes(batch, context)
+        profile, target = self.planner.profile, self.context.target
+        largest = max(self.workload.batch_sizes), self.workload.context
+        beside = profile.workload_bytes(*largest)
         try:
             self.context.require_room(self.plan, workload_bytes=beside)
         except LimitError as error:
             where = "this machine" if target.rates is None else str(target.machine)
-            use = f". The cache and activations of batch {batch} at {context} tokens take {format_size(beside)} of it"
+            use = f". The cache and activations of {profile.describe(*largest)} take {format_size(beside)} of it"
             return f"does not fit {where}: {str(error).removesuffix('; nothing was allocated')}{use if beside else ''}"
         return None
 
@@ -282,6 +283,10 @@ def _folder_context(request: PlanRequest, is_folder: bool) -> PlanContext:
     request = replace(request, unstreamable=not_in_files(facts.inventory, facts.weights))
     name, module = (model_name(model_to_plan(model)), None) if is_folder else (model.name, model.module)
     read = partial(getattr, facts, "profile") if is_folder else partial(model.profile, request.expected.context)
+    if is_folder and facts.pipeline and request.expected.call_size:
+        from headrace.adapters.pipeline_peaks import CallProfile
+
+        read = partial(CallProfile, pipeline=facts.pipeline)
     return PlanContext(request, target, facts.inventory, read, facts.weights, name, module)
 
 

@@ -26,6 +26,7 @@ from torch import nn
 
 from headrace.adapters.engine_interface import require_names
 from headrace.adapters.layerwise_casting import casting_of, store_in
+from headrace.adapters.pipeline_peaks import CallProfile, describe
 from headrace.api import Handle, handle_of, refuse_second_offload, start
 from headrace.checkpoint.safetensors_header import Checkpoint, FileFingerprint, FileTensor
 from headrace.checkpoint.weight_map import TensorSource, WeightMap
@@ -263,7 +264,7 @@ class PipelineHandle(Handle):
 
 
 def _offload(
-    pipe: DiffusionPipeline,
+    pipe: Any,
     policy: Policy | Plan | str | int,
     device: torch.device | str,
     folder: str | os.PathLike[str] | None,
@@ -286,6 +287,9 @@ def _offload(
         rows = given.workload.batch_sizes if isinstance(policy, Budget) else (_ROWS,)
         given = replace(given, workload=replace(given.workload, repeated=patterns, batch_sizes=rows))
     request = PlanRequest(components, given, checkpoint=weights, device=device, disk=disk)
+    if isinstance(given, Budget) and given.workload.call_size:
+        described = describe({"_class_name": type(pipe).__name__, **pipe.config}, pipe.components)
+        request = replace(request, profile=CallProfile(pipeline=described))
     prepared = prepare(replace(request, inventory=inventory, unstreamable=unstreamable))
     return start(prepared, repeats=True, **arguments)
 

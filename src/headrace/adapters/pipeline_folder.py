@@ -9,9 +9,11 @@ from importlib import import_module
 from pathlib import Path
 from typing import Any
 
+import diffusers
 import torch
 from torch import nn
 
+from headrace.adapters.pipeline_peaks import describe
 from headrace.checkpoint.metadata_cache import FolderFacts
 from headrace.checkpoint.safetensors_header import Checkpoint, read_json
 from headrace.checkpoint.weight_map import WeightMap
@@ -35,7 +37,8 @@ def pipeline_facts(folder: Path, dtype: torch.dtype | str | None) -> FolderFacts
         CheckpointError: an index or a component that diffusers and transformers cannot build.
     """
     wanted = getattr(torch, dtype) if isinstance(dtype, str) else dtype or torch.bfloat16
-    parts = {name: made for name, stated in read_json(folder / INDEX).items() if (made := _part(folder, name, stated))}
+    index = read_json(folder / INDEX)
+    parts = {name: made for name, stated in index.items() if (made := _part(folder, name, stated))}
     if not parts:
         raise CheckpointError(f"{folder}/{INDEX}: expected components of {' or '.join(_LIBRARIES)}, found none")
     components = nn.Module()
@@ -45,15 +48,22 @@ def pipeline_facts(folder: Path, dtype: torch.dtype | str | None) -> FolderFacts
             _hold_as_stored(part, folder / name)
     inventory = take_inventory(components)
     note = _NOTE.format(folder=folder, dtype=str(wanted).removeprefix("torch."), rows=_ROWS)
-    return FolderFacts(inventory, ModelProfile(), WeightMap.expected(inventory, folder), (note,), _ROWS)
+    schedulers: dict[str, Any] = {
+        name: ("diffusers", stated[1], read_json(file), None, {})
+        for name, stated in index.items()
+        if (file := folder / name / "scheduler_config.json").is_file()
+    }
+    weights, described = WeightMap.expected(inventory, folder), describe(index, parts, schedulers)
+    return FolderFacts(inventory, ModelProfile(), weights, (note,), _ROWS, described)
 
 
 def _part(folder: Path, name: str, stated: Any) -> nn.Module | None:
     """The component on ``meta``; ``None`` for what has no weights: a scheduler, a tokenizer."""
     library, named = stated if isinstance(stated, list) and len(stated) == 2 else (None, None)
-    if library not in _LIBRARIES or not isinstance(named, str):
+    if not isinstance(library, str) or not isinstance(named, str):
         return None
-    kind: Any = getattr(import_module(library), named, None)
+    module = import_module(library) if library in _LIBRARIES else getattr(diffusers.pipelines, library, None)
+    kind: Any = getattr(module, named, None)
     if not _is_module(kind):
         return None
     try:
@@ -61,7 +71,7 @@ def _part(folder: Path, name: str, stated: Any) -> nn.Module | None:
         with torch.device("meta"):
             made: nn.Module = (
                 kind.from_config(config, trust_remote_code=False)
-                if library == "diffusers"
+                if library != "transformers"
                 else kind(kind.config_class.from_dict(config))
             )
     except Exception as error:  # of any type, for values that a class does not expect

@@ -46,6 +46,7 @@ class FolderFacts:
         weights: where the files hold its tensors.
         differences: between the files and the model, for warnings.
         step_rows: rows of a step of the transformer of a pipeline of diffusers; 0 for other models.
+        pipeline: its description (``headrace.adapters.pipeline_peaks.describe``); empty for other models.
     """
 
     inventory: Inventory
@@ -53,6 +54,7 @@ class FolderFacts:
     weights: WeightMap
     differences: tuple[str, ...] = ()
     step_rows: int = 0
+    pipeline: str = ""
 
 
 def folder_facts(folder: Path, read: Callable[[], tuple[FolderFacts, Iterable[str]]], options: str = "") -> FolderFacts:
@@ -79,18 +81,19 @@ def folder_facts(folder: Path, read: Callable[[], tuple[FolderFacts, Iterable[st
 def known_models() -> list[str]:
     """Names of models that can be planned without any file of theirs."""
     with ZipFile(KNOWN_MODELS) as archive:
-        return [name.removesuffix(".json") for name in archive.namelist()]
+        return [name.removesuffix(".json") for name in archive.namelist() if name.endswith(".json")]
 
 
 def known_facts(name: str, context: int) -> FolderFacts:
     """Facts of a model of :func:`known_models`; without a ``context`` nothing that was measured for one."""
     with ZipFile(KNOWN_MODELS) as archive:
         body: _Body = decode(_Body, parse(archive.read(f"{name}.json")))
+        pipeline = archive.read(f"{name}.pipeline").decode() if body.step_rows else ""
     if not context:
         stated = body.profile
         profile = ModelProfile(stated.experts_per_token, max_context=stated.max_context, row_readers=stated.row_readers)
         body = replace(body, profile=profile)
-    return _facts_of(body, Path(name), ())
+    return replace(_facts_of(body, Path(name), ()), pipeline=pipeline)
 
 
 def _load(place: Path, folder: Path) -> FolderFacts | None:

@@ -24,7 +24,7 @@ from headrace.cli.arguments import (
     with_flags,
 )
 from headrace.cli.terminal import stderr, stdout
-from headrace.config import AUTO, SHARDED_MODES
+from headrace.config import AUTO, CALL_SIZE, SHARDED_MODES, Budget, count
 from headrace.errors import BudgetError, OptionError, warn_user
 from headrace.flags import OffloadFlags, row
 
@@ -52,6 +52,10 @@ class PlanOptions(SpeculationFlags):
     )
     dtype: str | None = row("NAME", DTYPE_HELP, check_dtype)
     expert_trace: Path | None = row("FILE", "Predict hits of cached experts from a file of `headrace generate`.")
+    height: int | None = row("PIXELS", "Of a pipeline's image or video: its call fits the budget, too.", count)
+    width: int | None = row("PIXELS", "The same (default: the pipeline's own).", count)
+    frames: int | None = row("N", "The same, of a video.", count)
+    tiling: bool = row("", "The pipeline's VAE decodes in tiles (pipe.vae.enable_tiling()).", off=False)
     num_ranks: int | None = row("N", "Processes that share the weights in mode sharded_cpu or sharded_gpu.")
 
 
@@ -85,7 +89,7 @@ def plan(
     if policy is None:
         reads = {"--disk-direct": flags.disk_direct, "--disk-drop-cache": flags.disk_drop_cache}
         idle = {"--expert-trace": options.expert_trace, "--host-bandwidth": options.host_bandwidth}
-        idle |= {"--save": save, **reads}
+        idle |= {"--save": save, **reads, **{f"--{name}": getattr(options, name) for name in CALL_SIZE}}
         refuse_idle(idle, "without a plan: nothing would be offloaded; add --device-memory, for example")
     from headrace.plan.tables import plan_table
     from headrace.plan_model import plan_model
@@ -97,6 +101,10 @@ def plan(
     ranks, speculation = 1 if num_ranks is None else num_ranks, options.speculation()
     request = replace(request, num_ranks=ranks, expert_trace=options.expert_trace, speculation=speculation)
     request = replace(request, host_bandwidth=options.host_bandwidth)
+    if sizes := {name: size for name in CALL_SIZE if (size := getattr(options, name))}:
+        workload = replace(request.expected, **sizes)
+        policy = replace(policy, workload=workload) if isinstance(policy, Budget) else policy
+        request = replace(request, policy=policy, workload=workload)
     try:
         planned = plan_model(request)
     except OptionError as error:

@@ -14,8 +14,9 @@ lists the tensors that view it, each with its own offset, shape and strides.
 
 from __future__ import annotations
 
+from bisect import bisect_right
 from collections import Counter
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from functools import cached_property, lru_cache
 from itertools import takewhile
@@ -28,6 +29,8 @@ Kind = Literal["parameter", "buffer", "attribute"]
 
 # torch's allocator gives the pool of a captured step whole segments, one for small and one for large tensors.
 _GRAPH_POOL_BYTES = (2 + 20) << 20
+
+_NO_CACHE = "no KV cache is counted: the model's forward returns none"
 
 # These hand a child's weight to a kernel without calling the child, whose hooks would never run.
 _READS_CHILDREN = frozenset({"MultiheadAttention"})
@@ -46,6 +49,8 @@ class ElementType:
 
 if TYPE_CHECKING:
     import torch
+
+    from headrace.config import Workload
 
     DType = torch.dtype
 else:
@@ -361,6 +366,20 @@ class ModelProfile:
                 f"(max_position_embeddings in its configuration); use --context {self.max_context} or less"
             )
 
+    def for_workload(self, workload: Workload) -> ModelProfile:
+        """Profile of the steps of ``workload``; of a pipeline that of the call whose size it states.
+
+        Raises:
+            OptionError: it states one, and the model is no pipeline.
+        """
+        return self._for_call(workload) if workload.call_size else self
+
+    def _for_call(self, workload: Workload) -> ModelProfile:
+        raise OptionError(
+            f"{', '.join(workload.call_size)}: expected a pipeline of diffusers, whose calls have a size, found "
+            f"another model; leave them out (--height, --width, --frames, --tiling)"
+        )
+
     def cache_bytes(self, batch: int, context: int) -> int:
         """Bytes of the caches of ``batch`` sequences of ``context`` tokens each."""
         windowed = min(context, self.window) * self.kv_window_bytes_per_token
@@ -376,3 +395,20 @@ class ModelProfile:
             per_sequence += self.copied_experts_bytes_per_row
             graph_bytes = _GRAPH_POOL_BYTES
         return self.cache_bytes(batch, context) + batch * per_sequence + graph_bytes
+
+    def describe(self, batch: int, context: int) -> str:
+        """What :meth:`workload_bytes` are taken by, in words."""
+        return f"batch {batch} at {context} tokens"
+
+    def smaller(self, room_bytes: int, batch: int, context: int) -> str:
+        """The largest batch and the longest context that take no more than ``room_bytes``, in words."""
+        # By bisection: caches and activations grow with both.
+        rows = bisect_right(range(batch), room_bytes, key=lambda rows: self.workload_bytes(rows, context)) - 1
+        tokens = bisect_right(range(1, context), room_bytes, key=lambda tokens: self.workload_bytes(batch, tokens))
+        fitting = [f"--batch {rows} at {context} tokens"] if rows > 0 else []
+        fitting += [f"--context {tokens} with batch {batch}"] if tokens > 0 else []
+        return ", or ".join(fitting)
+
+    def notes(self, context: int, room_bytes: Callable[[], int | None]) -> list[str]:
+        """Sentences for a plan; ``room_bytes``: what the fewest weights leave on the device, ``None``: not known."""
+        return [_NO_CACHE] if context and not self.cache_bytes(1, context) else []

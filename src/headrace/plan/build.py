@@ -369,16 +369,20 @@ class Planner:
 
     def _notes(self, plan: Plan, workload: Workload) -> Iterator[str]:
         """Sentences on the KV cache, cached experts, and experts read in place in files."""
-        context = workload.context
-        if context and not self.profile.cache_bytes(1, context):
-            yield "no KV cache is counted: the model's forward returns none"
+        yield from self.profile.notes(workload.context, partial(self._room_bytes, plan, workload))
         if plan.cached:
             yield f"expected hit rate of cached experts from {self.hits.source}; misses are fetched before use"
-            shared = self.forecast_cpu_share(plan, workload.batch_sizes[0], context)
+            shared = self.forecast_cpu_share(plan, workload.batch_sizes[0], workload.context)
             if isinstance(shared, CpuShareForecast):
                 yield f"{shared}: --cpu-experts {'on' if shared.is_worthwhile else 'gains too little'}"
         if self.mapped is not None and plan.kind.in_files:
             yield from self._notes_on_files(plan, self.mapped)
+
+    def _room_bytes(self, plan: Plan, workload: Workload) -> int | None:
+        """Device memory beside the fewest weights, of the budget or the card; ``None``: neither is known."""
+        most = plan.budget_bytes or (plan.made_for.device_bytes if plan.made_for else None)
+        beside = self.profile.workload_bytes(max(workload.batch_sizes), workload.context)
+        return None if most is None else most - (self.least_budget_bytes(workload) - beside)
 
     def _notes_on_files(self, plan: Plan, mapped: MappedFiles) -> Iterator[str]:
         if joined := {name: mapped.joined_bytes[name] for name in plan.uva if name in mapped.joined_bytes}:
@@ -546,24 +550,13 @@ def _too_small(table: CandidateTable, budget: Budget) -> BudgetError:
     most += " and a unit coded" if must_code else ""
     cache, smaller = "", ""
     if beside:
-        largest = f"batch {max(work.batch_sizes)} at {work.context} tokens"
-        cache = f", {format_size(beside)} of it for the cache and activations of {largest}"
-        smaller = _smaller_workload(table, budget, least - beside)
+        largest, profile = (max(work.batch_sizes), work.context), table.profile
+        cache = f", {format_size(beside)} of it for the cache and activations of {profile.describe(*largest)}"
+        smaller = profile.smaller(budget.num_bytes - (least - beside), *largest)
     return BudgetError(
         f"a budget of {given} ({budget.num_bytes} bytes) is too small: this model's weights are "
         f"{format_size(table.inventory.num_bytes)} and with {most} headrace still needs {format_size(least)} ({least} "
-        f"bytes){cache}; use {device}{'' if fitting else f' with {host}'}{smaller}",
+        f"bytes){cache}; use {device}{'' if fitting else f' with {host}'}"
+        f"{smaller and f'. Within this budget fits {smaller}'}",
         use,
     )
-
-
-def _smaller_workload(table: CandidateTable, budget: Budget, weights_bytes: int) -> str:
-    """The largest batch and the longest context that leave ``weights_bytes`` of the budget, as the end of a message."""
-    batch, context = max(budget.workload.batch_sizes), budget.workload.context
-    room, needed_bytes = budget.num_bytes - weights_bytes, table.profile.workload_bytes
-    # By bisection: caches and activations grow with both.
-    rows = bisect_right(range(batch), room, key=lambda rows: needed_bytes(rows, context)) - 1
-    tokens = bisect_right(range(1, context), room, key=lambda tokens: needed_bytes(batch, tokens))
-    fitting = [f"--batch {rows} at {context} tokens"] if rows > 0 else []
-    fitting += [f"--context {tokens} with batch {batch}"] if tokens > 0 else []
-    return f". Within this budget fits {', or '.join(fitting)}" if fitting else ""

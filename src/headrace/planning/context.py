@@ -80,8 +80,8 @@ class PlanContext:
     @cached_property
     def planner(self) -> Planner:
         """Planner of the model, for the machine."""
-        request, target = self.request, self.target
-        facts = (self.inventory, self.read_profile(), target.device, self.weights, target.rates, request.unstreamable)
+        request, target, profile = self.request, self.target, self.read_profile().for_workload(self.request.expected)
+        facts = (self.inventory, profile, target.device, self.weights, target.rates, request.unstreamable)
         in_group = request.num_ranks > 1 or (request.ranks is not None and request.ranks.size > 1)
         planner = make_planner(*facts, request.disk, request.num_ranks if request.splits_units else 1, in_group)
         if request.engine == "vllm":
@@ -118,8 +118,8 @@ class PlanContext:
         free_bytes += sum(storage.info.num_bytes for storage in self.bound.values() if storage.home == target.device)
         if self.request.ranks is not None:  # which have to come to one plan
             free_bytes = min(self.request.ranks.exchange("free memory", free_bytes))
-        profile, num_bytes = self.read_profile(), max(1, free_bytes - _AUTO_MARGIN_BYTES - guesser_bytes)
-        workload, asked = given.workload, given.workload.context
+        num_bytes, workload = max(1, free_bytes - _AUTO_MARGIN_BYTES - guesser_bytes), given.workload
+        profile, asked = self.read_profile().for_workload(workload), workload.context
         # A pipeline of diffusers has steps, and no tokens in a cache.
         workload = replace(workload, context=0 if workload.repeated else min(asked, profile.max_context or asked))
         beside = profile.workload_bytes(rows := max(workload.batch_sizes), workload.context)

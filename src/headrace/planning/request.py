@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any, Literal
 
 from headrace.config import Budget, Policy, Workload, as_policy, pin_memory_disabled, uva_disabled
 from headrace.errors import OptionError, OptionTypeError
-from headrace.model.records import Inventory
+from headrace.model.records import Inventory, ModelProfile
 from headrace.plan.kinds import kind_of
 from headrace.plan.plan import DeviceName, Machine, Plan
 
@@ -33,12 +33,16 @@ if TYPE_CHECKING:
     from headrace.stores.file_reads import DiskOptions
 
 
+_ANY = Workload()
+
+
 @dataclass(frozen=True)
 class PlanRequest:
     """The arguments of :func:`headrace.make_plan`, and what a caller adds that has read or built the model itself.
 
     Attributes:
         inventory: inventory of ``model`` in its present state; taken by default.
+        profile: profile of a ``model`` that has no config.
         unstreamable: storages that the files do not hold in this form (:func:`not_in_files`).
         ranks: ranks that share the weights.
         speculation: what guesses tokens while the model generates; its draft is part of a budget.
@@ -57,6 +61,7 @@ class PlanRequest:
     num_ranks: int = 1
     expert_trace: str | os.PathLike[str] | None = None
     inventory: Inventory | None = None
+    profile: ModelProfile | None = None
     unstreamable: Collection[str] = ()
     ranks: RankGroup | None = None
     speculation: Speculation | None = None
@@ -84,7 +89,7 @@ class PlanRequest:
     @property
     def expected(self) -> Workload:
         """The workload that predictions are about."""
-        return self.given.workload if isinstance(self.given, Budget) else self.workload or Workload()
+        return self.given.workload if isinstance(self.given, Budget) else self.workload or _ANY
 
 
 @dataclass(frozen=True)

@@ -115,7 +115,7 @@ def module_context(request: PlanRequest, target: Target) -> PlanContext:
     @cache  # for a second plan, of the offloaded model
     def read_profile() -> ModelProfile:
         if not hasattr(model, "config"):  # no model of transformers
-            return ModelProfile()
+            return request.profile or ModelProfile()
         from headrace.model.memory_profile import profile_of
 
         return profile_of(model, request.expected.context)
