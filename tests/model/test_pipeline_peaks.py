@@ -1,0 +1,197 @@
+"""The promise: what a pipeline's call takes beside the weights is counted without a GPU within a tenth, and planned."""
+
+from __future__ import annotations
+
+import inspect
+import json
+import weakref
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch.utils._python_dispatch import TorchDispatchMode
+
+import headrace
+from commands import error_of, succeed
+from headrace.checkpoint.metadata_cache import known_facts
+from headrace.errors import BudgetError, OptionError
+from headrace.plan_model import plan_model
+from headrace.planning.request import PlanRequest
+
+diffusers = pytest.importorskip("diffusers")
+import pipelines  # noqa: E402
+from headrace.adapters import pipeline_peaks  # noqa: E402
+from headrace.adapters.diffusers import load  # noqa: E402
+
+RESULTS = Path(__file__).resolve().parents[2] / "benchmarks" / "results" / "2026-11-23-offloaders-h200.jsonl"
+_FLOW = {"patch_size": 1, "num_layers": 4, "num_attention_heads": 2, "joint_attention_dim": 64}
+_VAE_2D = {
+    "block_out_channels": (32, 64), "down_block_types": ("DownEncoderBlock2D",) * 2, "layers_per_block": 1,
+    "up_block_types": ("UpDecoderBlock2D",) * 2, "latent_channels": 16, "shift_factor": 0.0,
+}  # fmt: skip
+_VAE_3D = {"base_dim": 16, "z_dim": 16, "dim_mult": [1, 2, 2, 2], "num_res_blocks": 1}
+
+
+def parts_of(name: str) -> tuple[str, dict[str, Any]]:
+    """The class of a tiny pipeline and its components, without text encoders."""
+    steps: Any = diffusers.FlowMatchEulerDiscreteScheduler(use_dynamic_shifting=name != "hunyuan")
+    if name == "flux":
+        axes = {"in_channels": 64, "attention_head_dim": 64, "num_single_layers": 4, "axes_dims_rope": (16, 24, 24)}
+        transformer = diffusers.FluxTransformer2DModel(**_FLOW, **axes, pooled_projection_dim=32, guidance_embeds=True)
+        return "FluxPipeline", {
+            "scheduler": steps, "transformer": transformer, "vae": diffusers.AutoencoderKL(**_VAE_2D),
+        }  # fmt: skip
+    if name == "flux2":
+        axes = {"in_channels": 64, "attention_head_dim": 64, "num_single_layers": 4, "axes_dims_rope": (16, 16, 16, 16)}
+        transformer = diffusers.Flux2Transformer2DModel(**_FLOW, **axes)
+        vae = {key: each for key, each in _VAE_2D.items() if key != "shift_factor"}
+        return "Flux2Pipeline", {
+            "scheduler": steps, "transformer": transformer, "vae": diffusers.AutoencoderKLFlux2(**vae),
+        }  # fmt: skip
+    if name == "qwen":
+        axes = {"in_channels": 64, "attention_head_dim": 64, "axes_dims_rope": (16, 24, 24), "patch_size": 2}
+        transformer = diffusers.QwenImageTransformer2DModel(**{**_FLOW, **axes})
+        vae = diffusers.AutoencoderKLQwenImage(**_VAE_3D)
+        return "QwenImagePipeline", {"scheduler": steps, "transformer": transformer, "vae": vae}
+    if name == "wan":
+        sizes = {"num_attention_heads": 2, "attention_head_dim": 64, "text_dim": 64, "ffn_dim": 256, "num_layers": 4}
+        transformer = diffusers.WanTransformer3DModel(**sizes)
+        steps = diffusers.UniPCMultistepScheduler(prediction_type="flow_prediction", use_flow_sigmas=True)
+        vae = diffusers.AutoencoderKLWan(**_VAE_3D)
+        return "WanPipeline", {"scheduler": steps, "transformer": transformer, "vae": vae}
+    sizes = {"num_layers": 4, "num_single_layers": 4, "num_attention_heads": 2, "attention_head_dim": 64}
+    sizes |= {"text_embed_dim": 64, "pooled_projection_dim": 32, "num_refiner_layers": 1}
+    transformer = diffusers.HunyuanVideoTransformer3DModel(**sizes, rope_axes_dim=(16, 24, 24))
+    vae = diffusers.AutoencoderKLHunyuanVideo(
+        block_out_channels=(16, 16, 32, 32), layers_per_block=1, norm_num_groups=8
+    )
+    return "HunyuanVideoPipeline", {"scheduler": steps, "transformer": transformer, "vae": vae}
+
+
+class _Storages(TorchDispatchMode):
+    """The storages of a real call: bytes of those that live, asked of themselves after every operator."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.made: dict[int, weakref.ref[Any]] = {}
+        self.peak = 0
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        result = func(*args, **(kwargs or {}))
+        if not func.is_view:
+            for each in result if isinstance(result, tuple | list) else [result]:
+                if isinstance(each, torch.Tensor):
+                    storage = each.untyped_storage()
+                    self.made[id(storage)] = weakref.ref(storage)
+        alive = {key: storage for key, made in self.made.items() if (storage := made()) is not None}
+        self.made = {key: self.made[key] for key in alive}
+        self.peak = max(self.peak, sum(storage.nbytes() for storage in alive.values()))
+        return result
+
+
+def live_peak(pipe: Any, size: dict[str, int]) -> int:
+    """Peak of the tensors of a call on a CPU, whose kernels' own buffers are not a GPU's."""
+    given = pipeline_peaks.prompt(pipe, inspect.signature(type(pipe).__call__).parameters)
+    with torch.no_grad(), _Storages() as storages:
+        pipe(**given, **size, num_inference_steps=1, output_type="pt")
+    return storages.peak + sum(each.nbytes for each in given.values())
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("name", "size"), [
+    ("flux", {"height": 256, "width": 256}), ("flux2", {"height": 256, "width": 256}),
+    ("qwen", {"height": 128, "width": 128}), ("wan", {"height": 128, "width": 128, "num_frames": 9}),
+    ("hunyuan", {"height": 64, "width": 64, "num_frames": 9}),
+])  # fmt: skip
+def test_the_count_is_within_a_tenth_of_what_lives(name: str, size: dict[str, int]) -> None:
+    """In a real call on a CPU; the pipeline that is counted has the same blocks, of which it keeps two of a kind."""
+    kind, parts = parts_of(name)
+    described = pipeline_peaks.describe({"_class_name": kind}, parts)
+    counted = pipeline_peaks.count_call(described, size["height"], size["width"], size.get("num_frames"), False)
+    known = inspect.signature(getattr(diffusers, kind).__init__).parameters
+    pipe = getattr(diffusers, kind)(**{key: parts.get(key) for key in known if key != "self"})
+    pipe.set_progress_bar_config(disable=True)
+    assert counted.peak_bytes == pytest.approx(live_peak(pipe, size), rel=0.1)
+
+
+# On an H200, of one step of the transformer with all weights resident: the peak less what was held before it
+# (benchmarks/results/2026-11-23-offloaders-h200.jsonl).
+@pytest.mark.slow
+@pytest.mark.parametrize(("table", "model", "size"), [
+    ("offloaders-flux", "black-forest-labs/FLUX.1-dev", (1024, 1024, None)),
+    ("offloaders-wan", "Wan-AI/Wan2.2-T2V-A14B-Diffusers", (480, 832, 81)),
+])  # fmt: skip
+def test_a_tiled_call_takes_what_a_step_took_on_a_gpu(table: str, model: str, size: tuple[Any, ...]) -> None:
+    """With tiles of 512 pixels the VAE takes less than the transformer, so that the peak of the call is the step's."""
+    rows = [json.loads(line) for line in RESULTS.read_text().splitlines()]
+    row = next(row for row in rows if (row["table"], row["case"]) == (table, "resident"))
+    described = json.loads(known_facts(model, 0).pipeline)
+    if "AutoencoderKL" in described["configs"]["vae"]:
+        described["configs"]["vae"][-1] |= {"tile_sample_min_size": 512, "tile_latent_min_size": 64}
+    counted = pipeline_peaks.count_call(json.dumps(described), *size, True)
+    assert counted.peak_bytes == pytest.approx(row["start_peak_device_bytes"] - row["held_device_bytes"], rel=0.1)
+
+
+class TestPlans:
+    @pytest.mark.slow
+    def test_keep_the_call_within_the_budget(self) -> None:
+        workload = headrace.Workload(height=1024, width=1024)
+        plain = plan_model(PlanRequest("flux.1-dev", "8GiB", machine="3060"))
+        planned = plan_model(PlanRequest("flux.1-dev", "8GiB", workload, machine="3060"))
+        call = planned.planner.profile.call
+        assert str(call) == "1024 x 1024"
+        assert plain.plan.device_bytes > (8 << 30) - call.peak_bytes >= planned.plan.device_bytes > 0
+        assert planned.prediction.memory[0].activation_bytes == call.peak_bytes
+
+    def test_say_the_largest_call(self) -> None:
+        description = known_facts("black-forest-labs/FLUX.1-dev", 0).pipeline
+        profile = pipeline_peaks.CallProfile(pipeline=description, asked=(512, 512, None, False))
+        largest = profile.largest(profile.call.peak_bytes * 2)
+        assert largest is not None
+        assert profile.call.peak_bytes < largest.peak_bytes <= profile.call.peak_bytes * 2
+        more = pipeline_peaks.count_call(description, largest.height + 32, largest.width + 32, None, False)
+        assert more.peak_bytes > profile.call.peak_bytes * 2
+        assert profile.largest(0) is None
+
+    def test_a_budget_below_names_the_call(self) -> None:
+        workload = headrace.Workload(height=1024, width=1024)
+        with pytest.raises(BudgetError, match=r"for the cache and activations of 1024 x 1024.*fits \d+ x \d+"):
+            plan_model(PlanRequest("flux.1-dev", "1GiB", workload, machine="3060"))
+
+    def test_what_has_no_frames_says_so(self) -> None:
+        frames = PlanRequest("flux.1-dev", "8GiB", headrace.Workload(frames=9), machine="3060")
+        with pytest.raises(OptionError, match="its call has no argument num_frames"):
+            plan_model(frames)
+        odd = PlanRequest("wan2.2-t2v-a14b-diffusers", "8GiB", headrace.Workload(height=100), machine="3060")
+        with pytest.raises(
+            OptionError, match="cannot be counted: ValueError: `height` and `width` have to be divisible"
+        ):
+            plan_model(odd)
+
+    @pytest.mark.parametrize("policy", ["8GiB", headrace.Prefetch(4)])
+    def test_a_model_that_is_no_pipeline_is_refused(self, policy: Any) -> None:
+        with pytest.raises(OptionError, match="height: expected a pipeline of diffusers"):
+            headrace.make_plan("Qwen/Qwen3-8B", policy, workload=headrace.Workload(height=512), machine="3060")
+
+    @pytest.mark.slow
+    def test_on_the_command_line(self) -> None:
+        size = ("--height", "512", "--width", "512", "--device-memory", "8GiB")
+        done = succeed("plan", "flux.1-dev", "--machine", "3060", *size)
+        text = " ".join(done.stdout.split())
+        assert "a call for 512 x 512 takes up to" in text
+        assert "with the fewest weights resident fits, up to 4 times as high:" in text
+        assert "height, width: expected a pipeline" in error_of("plan", "Qwen/Qwen3-8B", "--machine", "3060", *size)
+
+
+@pytest.mark.slow
+def test_a_pipeline_that_is_loaded_keeps_room_for_its_call() -> None:
+    pipe = pipelines.build("flux")
+    size = headrace.Workload(height=64, width=64)
+    pipe, handle = load(pipe, headrace.Budget("12MiB", workload=size))
+    described = pipeline_peaks.describe({"_class_name": "FluxPipeline"}, pipe.components)
+    peak_bytes = pipeline_peaks.count_call(described, 64, 64, None, False).peak_bytes
+    assert 0 < handle.plan.device_bytes <= (12 << 20) - peak_bytes
+    pipe("a b", height=64, width=64, num_inference_steps=1, output_type="pt")
+    assert handle.stats().bytes_moved > 0
+    handle.remove()
