@@ -280,7 +280,7 @@ class Workload:
 
     @property
     def call_size(self) -> dict[str, int]:
-        """What is stated of the size of a pipeline's call, by name."""
+        """Stated sizes of a pipeline's call, by name."""
         return {name: size for name in CALL_SIZE if (size := getattr(self, name))}
 
 

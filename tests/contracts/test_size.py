@@ -13,19 +13,19 @@ import pytest
 import measures
 
 BOUNDS = {
-    "lines of src": 28408,
-    "lines of the core": 16964,
-    "files of src": 201,
-    "lines of tests": 49277,
+    "lines of src": 28694,
+    "lines of the core": 16996,
+    "files of src": 202,
+    "lines of tests": 49439,
     "longest class": 350,
     "Prefetcher": 298,
     "branches on a kind of store": 4,
     "files that headrace.api loads": 36,
-    "lines that headrace.api loads": 6446,
-    "lines of the spine": 5136,
+    "lines that headrace.api loads": 6477,
+    "lines of the spine": 5142,
     "files of the spine": 53,
     "files to the first copy": 42,
-    "functions to the first copy": 388,
+    "functions to the first copy": 391,
 }
 # What a measure may lie below its bound, so that not every small change edits the table.
 SLACK = dict.fromkeys(["lines of src", "lines of the core", "lines that headrace.api loads", "lines of the spine"], 60)

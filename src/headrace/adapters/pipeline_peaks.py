@@ -47,7 +47,7 @@ _aten = torch.ops.aten
 
 
 class Call(NamedTuple):
-    """What was counted; ``frames``: 0 for an image, of which a video has ``step`` more or less."""
+    """Peak that was counted; ``frames``: 0 for an image, of which a video has ``step`` more or less."""
 
     peak_bytes: int
     height: int
@@ -143,7 +143,7 @@ def on_meta(description: str) -> Any:
     parts: dict[str, Any] = {}
     for name, (module, named, config, dtype, state) in stated["configs"].items():
         with torch.device("meta" if dtype else "cpu"):
-            parts[name] = part = getattr(import_module(module), named).from_config(config)
+            parts[name] = part = getattr(import_module(module), named).from_config(config, trust_remote_code=False)
         if dtype:
             nn.Module.to(part, getattr(torch, dtype)).eval()
             vars(part).update(state)
@@ -260,7 +260,7 @@ class LiveBytes(TorchDispatchMode):
         return result
 
     def _value(self, func: Any, args: Any, kwargs: Any) -> Any:
-        """What ``func`` returns on a CPU; ``None``: values of its arguments are not known."""
+        """Result of ``func`` on a CPU; ``None``: values of its arguments are not known."""
         try:
             args, kwargs = tree_map(self._on_cpu, (args, kwargs))
         except KeyError:
@@ -309,7 +309,7 @@ class LiveBytes(TorchDispatchMode):
 
 
 def _maker(value: Any) -> Any:
-    """What makes a tensor of the layout of ``value``; itself for other values."""
+    """Function that makes a tensor of the layout of ``value``; other values themselves."""
     if not isinstance(value, torch.Tensor):
         return value
     return partial(torch.empty_strided, value.shape, value.stride(), dtype=value.dtype, device="meta")

@@ -397,7 +397,7 @@ class ModelProfile:
         return self.cache_bytes(batch, context) + batch * per_sequence + graph_bytes
 
     def describe(self, batch: int, context: int) -> str:
-        """What :meth:`workload_bytes` are taken by, in words."""
+        """Name of what takes :meth:`workload_bytes`."""
         return f"batch {batch} at {context} tokens"
 
     def smaller(self, room_bytes: int, batch: int, context: int) -> str:
