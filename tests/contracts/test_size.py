@@ -13,10 +13,10 @@ import pytest
 import measures
 
 BOUNDS = {
-    "lines of src": 28694,
+    "lines of src": 28700,
     "lines of the core": 16996,
     "files of src": 202,
-    "lines of tests": 49439,
+    "lines of tests": 49449,
     "longest class": 350,
     "Prefetcher": 298,
     "branches on a kind of store": 4,

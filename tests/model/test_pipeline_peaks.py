@@ -154,6 +154,18 @@ class TestPlans:
         assert more.peak_bytes > profile.call.peak_bytes * 2
         assert profile.largest(0) is None
 
+    def test_the_largest_call_is_one_that_the_pipeline_takes(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        def count_call(pipeline: str, height: int, width: int, frames: int, tiling: bool) -> pipeline_peaks.Call:
+            if frames > 17:
+                raise OptionError("too many")
+            return pipeline_peaks.Call(frames, height, width, frames, 4)
+
+        monkeypatch.setattr(pipeline_peaks, "count_call", count_call)
+        profile = pipeline_peaks.CallProfile(pipeline="{}", asked=(64, 64, 9, False))
+        largest = profile.largest(1000)
+        assert largest is not None
+        assert largest.frames == 17
+
     def test_a_budget_below_names_the_call(self) -> None:
         workload = headrace.Workload(height=1024, width=1024)
         with pytest.raises(BudgetError, match=r"for the cache and activations of 1024 x 1024.*fits \d+ x \d+"):

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import inspect
 import json
+import sys
 import weakref
 from bisect import bisect_right
 from collections.abc import Callable, Mapping
@@ -109,7 +110,13 @@ class CallProfile(ModelProfile):
             width = _SIDE * max(1, round(call.width * number / call.height))  # of the same shape
             return count_call(self.pipeline, _SIDE * number, width, None, self.asked[-1])
 
-        fitting = bisect_right(range(1, _MOST * asked + 1), room_bytes, key=lambda number: of(number).peak_bytes)
+        def peak_bytes(number: int) -> int:
+            try:
+                return of(number).peak_bytes
+            except OptionError:  # a pipeline may refuse what nobody has asked for
+                return sys.maxsize
+
+        fitting = bisect_right(range(1, _MOST * asked + 1), room_bytes, key=peak_bytes)
         return of(fitting) if fitting else None
 
 
