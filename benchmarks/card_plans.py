@@ -110,7 +110,7 @@ class Pipeline(NamedTuple):
 
 MEASURED = Path(__file__).parent / "results" / "2026-11-23-offloaders-h200.jsonl"
 PIPELINES = {
-    "black-forest-labs/FLUX.1-dev": Pipeline(28, 1, "offloaders-flux", 0.46),
+    "black-forest-labs/FLUX.1-dev": Pipeline(28, 1, "offloaders-flux", 1.51),
     "black-forest-labs/FLUX.2-dev": Pipeline(50, 1, "offloaders-flux", 1.53, 282.6 / 74.4),
     "Qwen/Qwen-Image": Pipeline(50, 2, "offloaders-flux", 0.38, 73.1 / 74.4),
     "Wan-AI/Wan2.2-T2V-A14B-Diffusers": Pipeline(50, 2, "offloaders-wan", 3.49),
