@@ -113,7 +113,7 @@ class CallProfile(ModelProfile):
         def peak_bytes(number: int) -> int:
             try:
                 return of(number).peak_bytes
-            except OptionError:  # a pipeline may refuse what nobody has asked for
+            except OptionError:  # a pipeline may refuse sizes that the search tries
                 return sys.maxsize
 
         fitting = bisect_right(range(1, _MOST * asked + 1), room_bytes, key=peak_bytes)

@@ -31,7 +31,7 @@ if TYPE_CHECKING:
 
 _CACHED = "_headrace_cached_experts"
 SHARED = "_headrace_shared"  # at a twin
-# Whether who calls the model asks ``Doorbell.check`` before what it computes is used.
+# Whether ``Doorbell.check`` follows the forwards before their outputs are used.
 IS_CHECKED = ContextVar("is_checked", default=False)
 
 

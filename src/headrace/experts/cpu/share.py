@@ -158,8 +158,8 @@ class LayerShare:
 def wait(memory: torch.Tensor, state: torch.Tensor, size: int) -> torch.Tensor:
     """Launch what waits for ``size`` outputs; returns them, bf16 as int16, in pinned memory.
 
-    What was given up is NaN; or 0, in a forward that :meth:`Doorbell.check` follows: who samples from NaN loses the
-    CUDA context.
+    What was given up is NaN; or 0, in a forward that :meth:`Doorbell.check` follows: sampling from NaN ends the CUDA
+    context.
     """
     outputs, words = memory[OUTPUTS_AT.value :].view(torch.int16), memory[: X_AT.value].view(torch.int64)
     instead = 0 if IS_CHECKED.get() else 0x7FC0
