@@ -13,16 +13,16 @@ import pytest
 import measures
 
 BOUNDS = {
-    "lines of src": 28700,
-    "lines of the core": 16996,
+    "lines of src": 28709,
+    "lines of the core": 17005,
     "files of src": 202,
-    "lines of tests": 49449,
-    "longest class": 350,
+    "lines of tests": 49479,
+    "longest class": 345,
     "Prefetcher": 298,
     "branches on a kind of store": 4,
     "files that headrace.api loads": 36,
-    "lines that headrace.api loads": 6477,
-    "lines of the spine": 5142,
+    "lines that headrace.api loads": 6484,
+    "lines of the spine": 5149,
     "files of the spine": 53,
     "files to the first copy": 42,
     "functions to the first copy": 391,

@@ -69,6 +69,30 @@ def test_memory_and_bits(way: str, home: str) -> None:
         assert_same_bits(model.cuda()(x), expected)
 
 
+@pytest.mark.alone
+@pytest.mark.parametrize("call", ["park", "resize"])
+def test_one_tensor_that_came_from_the_device_keeps_no_memory_of_others(call: str) -> None:
+    """As the inverse frequencies of a rotary embedding, which are made where the model runs."""
+    model, x = dense(), torch.randn(4, DIM, device="cuda").bfloat16()
+    model.register_buffer("frequencies", torch.ones(64, device="cuda"))
+    sizes = [LAYERS * WEIGHT_BYTES * part // 2 for part in (3, 1, 3)]
+    with torch.inference_mode():
+        expected = copy.deepcopy(model).cuda()(x)
+        torch.cuda.empty_cache()
+        before = torch.cuda.memory_reserved()
+        handle = headrace.offload(model, headrace.Budget(sizes[0]), device="cuda")
+        if call == "park":
+            handle.park()
+            assert handle.resume() == LAYERS * WEIGHT_BYTES + 256
+        else:
+            assert [handle.resize(size) > 0 for size in sizes[1:]] == [True, True]
+        assert_same_bits(model(x), expected)
+        handle.remove()
+        torch.cuda.empty_cache()
+        assert [each.device.type for each in (model.frequencies, model[0].weight)] == ["cuda", "cpu"]
+        assert torch.cuda.memory_reserved() - before <= 4 * MIB
+
+
 @pytest.mark.filterwarnings("ignore::headrace.HeadraceWarning")
 @pytest.mark.parametrize("way", POLICIES)
 @pytest.mark.parametrize("source", ["cpu", "cuda", "pinned", "pinned and strided"])

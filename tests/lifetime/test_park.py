@@ -33,7 +33,7 @@ from headrace.lifetime.host_copies import HostCopies
 from headrace.memory.system import Limits
 from headrace.model.live_tensors import _owners
 from headrace.model.torch_private import weak_memory
-from headrace.runtime.session import OffloadSession
+from headrace.runtime.session import allocate_residents
 from headrace.testing import assert_same_bits
 from headrace.transfer.link import ThreadLink
 from interrupts import Interrupter
@@ -348,7 +348,7 @@ class TestFaults:
             (HostCopies, "finish"),
             (HostCopies, "fill"),
             (ThreadLink, "allocate"),
-            (OffloadSession, "_resident_places"),
+            (parking, "allocate_residents"),
             (parking, "point_at_slots"),
         ],
     )
@@ -493,3 +493,15 @@ def test_nothing_is_left(tmp_path: Path) -> None:
     gc.collect()
     assert model() is None
     assert threading.active_count() <= before
+
+
+def test_a_resident_that_stays_shares_no_memory_with_those_that_leave(plain: Pair) -> None:
+    """``remove()`` leaves a tensor where it came from; on a GPU it would hold the one allocation of all residents."""
+    bound = list(plain.handle._session._bound.values())
+    staying = bound[1].info.name
+    places = allocate_residents(bound, torch.device("meta"), [staying])  # as on a GPU
+    assert [places[each.info.name].numel() for each in bound] == [each.info.num_bytes for each in bound]
+    memory = {name: place.untyped_storage()._cdata for name, place in places.items()}
+    alone = memory.pop(staying)
+    assert alone not in memory.values()
+    assert len(set(memory.values())) == 1

@@ -36,7 +36,7 @@ from headrace.model.torch_private import leave_to_python
 from headrace.planning.context import PlanContext
 from headrace.runtime.forwards import STOP_TIMEOUT_S, release_left
 from headrace.runtime.prefetcher import Prefetcher, new_guard
-from headrace.runtime.session import OffloadSession, point_at_slots
+from headrace.runtime.session import OffloadSession, allocate_residents, point_at_slots
 from headrace.transfer.decoded_units import slot_sizes
 
 _RESUME = ("call", "auto")
@@ -177,7 +177,8 @@ class Lifetime:
         for name in [name for name, bound in parked.items() if not _is_ours(bound)]:
             for tensor in parked.pop(name).tensors:  # data that was set meanwhile stays
                 tensor.return_to(tensor.tensor.data)
-        places = session._resident_places(list(parked.values()))
+        staying = [name for name, bound in parked.items() if bound.on_meta or bound.home == self.device]
+        places = allocate_residents(list(parked.values()), self.device, staying)
         moved = self.copies.fill(places)  # under way
         for name, bound in parked.items():
             bound.point_at(places[name])

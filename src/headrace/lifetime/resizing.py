@@ -29,7 +29,7 @@ from headrace.plan.slabs import SLAB_ALIGNMENT_BYTES, SlabEntry, slab_bytes
 from headrace.planning.checks import check_limits, needs_of
 from headrace.planning.context import PlanContext
 from headrace.runtime.prepare import Prepared
-from headrace.runtime.session import OffloadSession
+from headrace.runtime.session import OffloadSession, allocate_residents
 from headrace.stores.sources import ByteRange, Copy
 from headrace.stores.store import AlreadyPinned, Code, Stores, kept_by_others, new_buffer, require_weights
 
@@ -402,7 +402,8 @@ class Exchange:
         was_set = {name for name in moving if any(tensor.has_other_data for tensor in fresh[name].tensors)}
         plain |= {name: fresh[name].current_bytes() for name in was_set}
         moving -= was_set
-        places = new._resident_places([fresh[name] for name in moving])
+        staying = [name for name in moving if self._home[name] in (_META, self._life.device)]
+        places = allocate_residents([fresh[name] for name in moving], self._life.device, staying)
         for name, place in places.items():
             place.copy_(plain[name], non_blocking=True)
         if self._on_gpu:

@@ -310,7 +310,8 @@ class OffloadSession(NotCopyable):
     def _load(self, prepared: Prepared, opened: OpenedStore) -> None:
         moving = [self._bound[name] for name in self.plan.resident if prepared.must_move(name)]
         # To the loader both are memory of the device.
-        places = {**self._resident_places(moving), **opened.on_device}
+        on_meta = [bound.info.name for bound in moving if bound.on_meta]
+        places = {**allocate_residents(moving, self._device, on_meta), **opened.on_device}
         if opened.on_host or places:  # not on a CPU, where host memory or files hold everything already
             self._fill(prepared, opened, moving, places)
 
@@ -458,18 +459,6 @@ class OffloadSession(NotCopyable):
         if not unhooked:
             self._hooks.append(module.register_forward_pre_hook(compare, prepend=True))
 
-    def _resident_places(self, storages: Sequence[BoundStorage]) -> dict[str, torch.Tensor]:
-        """Memory for each resident; on a GPU, all in one allocation.
-
-        The caching allocator gives each tensor above 1 MB a block that may be up to 1 MB too large; with a thousand
-        tensors the plan would be wrong by a gigabyte. On a CPU, memory has pages: nothing is reserved.
-        """
-        if self._device.type == "cpu":
-            return {bound.info.name: new_buffer(bound.info.num_bytes) for bound in storages}
-        sizes = [slab_bytes([bound.info.num_bytes]) for bound in storages]
-        parts = torch.empty(sum(sizes), dtype=torch.uint8, device=self._device).split(sizes)
-        return {b.info.name: part[: b.info.num_bytes] for b, part in zip(storages, parts, strict=True)}
-
     def _forget_originals(self, prepared: Prepared) -> None:
         moved = [name for name in prepared.plan.offloaded_names if not self._store.adopts(name)]
         moved += [name for name in prepared.plan.resident if prepared.must_move(name)]
@@ -568,6 +557,25 @@ def point_at_slots(
         memory = prefetcher.slot_memory(unit.index)
         for part in unit.entries:
             bound[part.storage].point_at_slot(memory[part.offset : part.offset + part.num_bytes], on_access)
+
+
+def allocate_residents(
+    storages: Sequence[BoundStorage], device: torch.device, staying: Collection[str] = ()
+) -> dict[str, torch.Tensor]:
+    """Memory for each resident; on a GPU, all in one allocation, and in one more those ``staying`` after remove().
+
+    The caching allocator gives each tensor above 1 MB a block that may be up to 1 MB too large; with a thousand
+    tensors the plan would be wrong by a gigabyte. On a CPU, memory has pages: nothing is reserved.
+    """
+    if device.type == "cpu":
+        return {bound.info.name: new_buffer(bound.info.num_bytes) for bound in storages}
+    places = {}
+    for stays in (False, True):  # one tensor that stays would keep the memory of all
+        group = [bound.info for bound in storages if (bound.info.name in staying) is stays]
+        sizes = [slab_bytes([info.num_bytes]) for info in group]
+        parts = torch.empty(sum(sizes), dtype=torch.uint8, device=device).split(sizes)
+        places |= {info.name: part[: info.num_bytes] for info, part in zip(group, parts, strict=True)}
+    return places
 
 
 def open_link(store: Store, plan: Plan, device: torch.device, recorder: Recorder, measure_stalls: bool) -> Link:
