@@ -41,7 +41,6 @@ from headrace.transfer.decoded_units import slot_sizes
 
 _RESUME = ("call", "auto")
 UPDATE = "update()"
-_FIRST_BYTES = 256 << 20  # of residents that resume() allocates and copies at a time: a driver maps them in a ms
 BROKEN = (
     "update() has failed in the middle, so that some weights are new and others are not: call update() with all of "
     "these tensors again, or call remove() and load the weights again"
@@ -179,11 +178,8 @@ class Lifetime:
             for tensor in parked.pop(name).tensors:  # data that was set meanwhile stays
                 tensor.return_to(tensor.tensor.data)
         staying = [name for name, bound in parked.items() if bound.on_meta or bound.home == self.device]
-        places, moved = dict[str, torch.Tensor](), 0
-        for group in _doubling(list(parked.values())):
-            taken = allocate_residents(group, self.device, staying)
-            moved += self.copies.fill(taken)  # under way while the driver maps the memory of the next ones
-            places |= taken
+        places = allocate_residents(list(parked.values()), self.device, staying)
+        moved = self.copies.fill(places)  # under way
         for name, bound in parked.items():
             bound.point_at(places[name])
             bound.forget_original()
@@ -397,19 +393,6 @@ def take_slots(session: OffloadSession) -> None:
 
 def _is_ours(bound: BoundStorage) -> bool:
     return not any(tensor.has_other_data for tensor in bound.tensors)
-
-
-def _doubling(storages: list[BoundStorage]) -> Iterator[list[BoundStorage]]:
-    """``storages`` in groups, each of twice the bytes of the one before."""
-    group, num_bytes, limit = list[BoundStorage](), 0, _FIRST_BYTES
-    for bound in storages:
-        group.append(bound)
-        num_bytes += bound.info.num_bytes
-        if num_bytes >= limit:
-            yield group
-            group, num_bytes, limit = [], 0, 2 * limit
-    if group:
-        yield group
 
 
 def park_storage(bound: BoundStorage, on_access: Callable[..., TemporaryCopy | None]) -> None:
