@@ -6,7 +6,8 @@
 The models are those of ``card_24gb.py``, with seeded weights. Cases: ``resident`` (a budget above the weights),
 ``offloaded`` (every fourth layer prefetched), ``resized`` (12 GiB; ``halve`` makes it 6, ``double`` 12 again),
 ``cache`` (experts cached in ``--card`` bytes). In each cycle the offload parks, which leaves ``left_mib`` more device
-memory in use than before it, and resumes; ``first_step_ms`` is the first forward of one token after that. ``update``
+memory in use than before it, and resumes, ``at once`` or after half a second (``resume``), in which the driver is done
+with what was freed; ``first_step_ms`` is the first forward of one token after that. ``update``
 writes the same values again, from pinned host memory, ``pageable`` from memory that is not pinned. Steps before and
 after have to have the same bits. ``remove`` leaves the memory of libraries, and of nothing else.
 
@@ -29,6 +30,7 @@ from harness import finish, kept, link_bytes_per_s, parser_of, words_of
 from headrace.config import Budget, Prefetch
 from headrace.model.inventory import take_inventory
 
+_PAUSE_S = 0.5
 CASES = {"qwen3-8b": ("resident", "offloaded", "resized"), "qwen3-30b-a3b": ("cache",)}
 
 
@@ -84,17 +86,18 @@ def rows_of(rehearsal: Rehearsal, cycles: int) -> Iterator[dict[str, Any]]:
                 before = used()  # of libraries alone
                 handle.resume()
                 found: dict[str, list[float]] = {}
-                facts: dict[str, dict[str, Any]] = {"park": {}, "resume": {}}
+                facts = dict[str, dict[str, Any]]()
                 is_equal = True
-                for _ in range(cycles):
+                for call, pause_s in (("at once", 0.0), ("resume", _PAUSE_S)) * cycles:
                     ms, _ = timed(handle.park)
                     found.setdefault("park", []).append(ms)
                     facts["park"] = {"left_mib": (used() - before) / 2**20}
+                    time.sleep(pause_s)
                     ms, moved = timed(handle.resume)
-                    found.setdefault("resume", []).append(ms)
+                    found.setdefault(call, []).append(ms)
                     ms, logits = timed(step)
                     found.setdefault("first_step", []).append(ms)
-                    facts["resume"] = {"bytes_moved": moved, "at_link_ms": moved / link * 1e3}
+                    facts[call] = {"bytes_moved": moved, "at_link_ms": moved / link * 1e3}
                     is_equal &= torch.equal(logits, expected)
                 if case == "resized":
                     for size, call in ((small, "halve"), (large, "double")) * cycles:

@@ -41,6 +41,10 @@ def measured_bytes(description: str, size: dict[str, int], tiling: bool) -> int:
             for tensor in (*part.parameters(), *part.buffers()):
                 if tensor.is_floating_point():
                     tensor.data.normal_(0, 0.02, generator=generator)
+            for module in part.modules():  # what is neither: frequencies of rotary embeddings
+                for key, each in vars(module).items():
+                    if isinstance(each, torch.Tensor) and each.is_meta:
+                        vars(module)[key] = torch.ones_like(each, device="cuda")
     if tiling:
         pipe.vae.enable_tiling()
     known = inspect.signature(type(pipe).__call__).parameters

@@ -86,7 +86,9 @@ class _Storages(TorchDispatchMode):
                     self.made[id(storage)] = weakref.ref(storage)
         alive = {key: storage for key, made in self.made.items() if (storage := made()) is not None}
         self.made = {key: self.made[key] for key in alive}
-        self.peak = max(self.peak, sum(storage.nbytes() for storage in alive.values()))
+        is_convolution = func is torch.ops.aten.convolution.default
+        beside = args[0].nbytes + result.nbytes if is_convolution else 0  # as cuDNN copies them
+        self.peak = max(self.peak, sum(storage.nbytes() for storage in alive.values()) + beside)
         return result
 
 
@@ -123,12 +125,12 @@ def test_the_count_is_within_a_tenth_of_what_lives(name: str, size: dict[str, in
     ("offloaders-wan", "Wan-AI/Wan2.2-T2V-A14B-Diffusers", (480, 832, 81)),
 ])  # fmt: skip
 def test_a_tiled_call_takes_what_a_step_took_on_a_gpu(table: str, model: str, size: tuple[Any, ...]) -> None:
-    """With tiles of 512 pixels the VAE takes less than the transformer, so that the peak of the call is the step's."""
+    """With tiles of 256 pixels the VAE takes less than the transformer, so that the peak of the call is the step's."""
     rows = [json.loads(line) for line in RESULTS.read_text().splitlines()]
     row = next(row for row in rows if (row["table"], row["case"]) == (table, "resident"))
     described = json.loads(known_facts(model, 0).pipeline)
     if "AutoencoderKL" in described["configs"]["vae"]:
-        described["configs"]["vae"][-1] |= {"tile_sample_min_size": 512, "tile_latent_min_size": 64}
+        described["configs"]["vae"][-1] |= {"tile_sample_min_size": 256, "tile_latent_min_size": 32}
     counted = pipeline_peaks.count_call(json.dumps(described), *size, True)
     assert counted.peak_bytes == pytest.approx(row["start_peak_device_bytes"] - row["held_device_bytes"], rel=0.1)
 
@@ -200,10 +202,10 @@ class TestPlans:
 def test_a_pipeline_that_is_loaded_keeps_room_for_its_call() -> None:
     pipe = pipelines.build("flux")
     size = headrace.Workload(height=64, width=64)
-    pipe, handle = load(pipe, headrace.Budget("12MiB", workload=size))
+    pipe, handle = load(pipe, headrace.Budget("16MiB", workload=size))
     described = pipeline_peaks.describe({"_class_name": "FluxPipeline"}, pipe.components)
     peak_bytes = pipeline_peaks.count_call(described, 64, 64, None, False).peak_bytes
-    assert 0 < handle.plan.device_bytes <= (12 << 20) - peak_bytes
+    assert 0 < handle.plan.device_bytes <= (16 << 20) - peak_bytes
     pipe("a b", height=64, width=64, num_inference_steps=1, output_type="pt")
     assert handle.stats().bytes_moved > 0
     handle.remove()

@@ -2,8 +2,8 @@
 
 So guidance, the scheduler, the VAE and its tiling take part as they are, and no pipeline has a formula. The denoising
 loop has one step. Embeddings of the prompt are given, in their full length: text encoders do not run. Kernels count as
-on a GPU: attention without a matrix of scores, norms without float32 copies. Workspaces of cuDNN and cuBLAS and the
-allocator's fragmentation are not counted.
+on a GPU: attention without a matrix of scores, norms without float32 copies, convolutions with the channels-last copies
+that cuDNN makes of their inputs and outputs. Workspaces of cuBLAS and the allocator's fragmentation are not counted.
 """
 
 from __future__ import annotations
@@ -96,7 +96,7 @@ class CallProfile(ModelProfile):
         if (room := room_bytes()) is not None:
             larger = f"{_MOST} times as {'many frames' if self.call.frames else 'high'}"
             text += f"; with the fewest weights resident fits, up to {larger}: {self.largest(room) or 'none'}"
-        return [f"{text}. Counted without a GPU: workspaces of cuDNN come on top"]
+        return [f"{text}. Counted without a GPU"]
 
     def largest(self, room_bytes: int) -> Call | None:
         """The call with the most frames, or for the largest image, that takes no more; up to 4 times what was asked."""
@@ -264,6 +264,8 @@ class LiveBytes(TorchDispatchMode):
                     self._add(made.untyped_storage())
                 if known is not None and not known.is_floating_point():
                     self._values[made] = known
+        if is_on_meta and func is _aten.convolution.default:
+            self.peak_bytes = max(self.peak_bytes, self._live_bytes + args[0].nbytes + result.nbytes)
         return result
 
     def _value(self, func: Any, args: Any, kwargs: Any) -> Any:
