@@ -72,6 +72,13 @@ def copies(device: torch.device, num_streams: int) -> Iterator[None]:
         thread.join()
 
 
+def about_run(rehearsal: Rehearsal, model: Any) -> dict[str, Any]:
+    """What all rows of a run say."""
+    device = torch.cuda.get_device_name(rehearsal.device) if rehearsal.device.type == "cuda" else "cpu"
+    row = {"table": "shared-experts", "model": rehearsal.name, "layers": model.config.num_hidden_layers}
+    return row | {"device": device, "cores": len(physical_cores())}
+
+
 def build(rehearsal: Rehearsal) -> Any:
     if not rehearsal.name.startswith("gpt-oss"):
         model = rehearsal.build()
@@ -104,9 +111,7 @@ def rows_of(
 
     resident = measured()
     link = link_bytes_per_s(device, 5)
-    about = {"table": "shared-experts", "model": rehearsal.name, "layers": model.config.num_hidden_layers}
-    about |= {"device": torch.cuda.get_device_name(device) if is_cuda else "cpu", "link_gb_per_s": link / 1e9}
-    about |= {"resident_ms": resident.ms, "cores": len(physical_cores())}
+    about = about_run(rehearsal, model) | {"link_gb_per_s": link / 1e9, "resident_ms": resident.ms}
     rest_on_host(model)
     all_cores = physical_cores()
     for count in slots:
@@ -199,7 +204,7 @@ def long_rows(rehearsal: Rehearsal, slots: Sequence[int], steps: int, ways: Sequ
                 if graphs is not None:
                     graphs.remove()
                 share.remove()
-                row = {"table": "shared-experts", "model": rehearsal.name, "case": "steps", "way": name, "slots": count}
+                row = about_run(rehearsal, model) | {"case": "steps", "way": name, "slots": count}
                 row |= {"steps": runs * tokens, "different": different, "computed": share.doorbell.computed}
                 yield row | {"ms": (time.perf_counter() - began) / runs / tokens * 1e3, "bit_equal": not different}
     free_memory(device)
