@@ -11,6 +11,8 @@ is the reference step's stack of Qwen3-8B's layers with 8,192 rows, eager. The c
   steps discover and profile;
 * ``headrace``: ``headrace.offload`` with a budget of what FlexTensor holds between two steps, or of ``--memory``;
 * ``coded``: the same with codec ``exp3``;
+* ``fp8``, ``q4``: ``headrace`` with weights stored in fp8 (diffusers' layerwise casting), or in GGUF's Q4_0, beside
+  ``resident-fp8`` and ``resident-q4``, which are run with them and have their bits;
 * ``leaf``, ``block``: diffusers' group offloading by leaf or by block, with a stream and ``record_stream``.
 
 Each case is a process with a copy of the weights; they start one after another and then take turns. What a case cannot
@@ -47,7 +49,8 @@ from headrace.config import Budget, Codec, Workload
 from headrace.model.inventory import take_inventory
 from headrace.sizes import parse_size
 
-CASES = ("flextensor", "headrace", "coded", "leaf", "block")
+CASES = ("flextensor", "headrace", "coded", "fp8", "q4", "leaf", "block")
+RESIDENT = ("resident", "resident-fp8", "resident-q4")
 # Device memory for weights; a third of them where there is no entry.
 MEMORY = {"flux": "6GiB", "qwen3": "5000MB"}
 LIMIT_S = 240  # of one answer of a process
@@ -131,6 +134,32 @@ def build(shape: Shape, device: torch.device, rest: torch.device) -> nn.Module:
     return fill(model, rest, device).to(rest)
 
 
+def store(model: Any, form: str, device: torch.device) -> None:
+    """Store the weights in another form: ``fp8``, or ``q4`` of GGUF, with codes drawn on ``device``."""
+    if form == "fp8":
+        model.enable_layerwise_casting(storage_dtype=torch.float8_e4m3fn, compute_dtype=torch.bfloat16)
+    if form != "q4":
+        return
+    import gguf
+    from diffusers.quantizers.gguf.utils import GGUFLinear, GGUFParameter
+
+    block, size = gguf.GGML_QUANT_SIZES[gguf.GGMLQuantizationType.Q4_0]
+    for parent in list(model.modules()):
+        for name, linear in list(parent.named_children()):
+            if type(linear) is not nn.Linear or linear.in_features % block:
+                continue
+            weight = linear.weight
+            blocks = len(weight), linear.in_features // block, size
+            packed = torch.empty(blocks, dtype=torch.uint8, device=device).random_(256)
+            packed[..., :2] = torch.tensor([5e-3], dtype=torch.float16, device=device).view(torch.uint8)
+            with torch.device("meta"):
+                sizes = linear.in_features, linear.out_features, linear.bias is not None
+                new = GGUFLinear(*sizes, compute_dtype=torch.bfloat16)
+            new.weight = GGUFParameter(packed.flatten(1).to(weight.device), quant_type=gguf.GGMLQuantizationType.Q4_0)
+            new.bias = linear.bias
+            setattr(parent, name, new.requires_grad_(False))
+
+
 def inputs_of(shape: Shape, device: torch.device) -> dict[str, torch.Tensor]:
     """Seeded inputs of a step."""
     generator = torch.Generator().manual_seed(1)
@@ -153,8 +182,10 @@ class _Case:
     def __init__(self, name: str, shape: Shape, device: torch.device) -> None:
         self._name, self._shape, self._device = name, shape, device
         # diffusers pins a copy of every weight: with theirs in host memory too, a large model has no room there.
-        rest = torch.device("cpu") if name in ("headrace", "coded", "flextensor") else device
+        rest = torch.device("cpu") if name in ("headrace", "coded", "flextensor", "fp8", "q4") else device
         self._model: Any = build(shape, device, rest)
+        torch.manual_seed(0)
+        store(self._model, name.removeprefix("resident-"), device)
         self._inputs = inputs_of(shape, device)
         self._num_bytes = take_inventory(self._model).num_bytes
         self._moved: int | None = self._num_bytes
@@ -181,7 +212,7 @@ class _Case:
         begin = time.perf_counter()
         self._machine = machine
         self._reset_peak()
-        preparing = getattr(self, f"_{self._name}")(memory)
+        preparing = getattr(self, f"_{self._name.partition('-')[0]}")(memory)
         offload_s = time.perf_counter() - begin
         for _ in range(preparing):
             self._digests.append(_digest(self._step()))
@@ -241,6 +272,8 @@ class _Case:
 
     def _coded(self, memory: int) -> int:
         return self._headrace(memory, "exp3")
+
+    _fp8 = _q4 = _headrace
 
     def _flextensor(self, memory: int) -> int:
         import flextensor
@@ -387,7 +420,7 @@ def run(
     print(f"{shape}: built after {time.perf_counter() - begin:.0f} s", flush=True)
     size = parse_size(memory) if memory else weight_bytes // 3
     # FlexTensor before headrace, which gets what FlexTensor took of its share.
-    for name in sorted(processes, key=("resident", *CASES).index):
+    for name in sorted(processes, key=(*RESIDENT, *CASES).index):
         processes[name].found |= processes[name].ask("start", size, given.machine) or {}
         print(f"{shape} {name}: {processes[name].found}, {time.perf_counter() - begin:.0f} s", flush=True)
         if name == "flextensor" and processes[name].found:
@@ -406,7 +439,9 @@ def run(
     if resident.why:
         raise SystemExit(f"{shape}: nothing to compare with: {resident.why}")
     rows = SHAPES[shape](device == "cpu").rows
-    return [_row(shape, rows, process, resident, weight_bytes, link) for process in alive if not process.why]
+    alike = {name: processes.get(f"resident-{name.removeprefix('resident-')}", resident) for name in processes}
+    done = [process for process in alive if not process.why]
+    return [_row(shape, rows, process, alike[process.name], weight_bytes, link) for process in done]
 
 
 def _row(
@@ -452,7 +487,7 @@ def main() -> None:
     parser.add_argument("--device", default="cuda", help="cpu: tiny shapes")
     given = parser.parse_args()
     rows: list[dict[str, Any]] = []
-    names = ("resident", *given.cases)
+    names = [*(each for each in RESIDENT if each.partition("-")[2] in ("", *given.cases)), *given.cases]
     processes = {shape: {name: _Process(name, shape, given.device) for name in names} for shape in given.shapes}
     for shape in given.shapes:
         memory = given.memory.get(shape) or (MEMORY.get(shape) if given.device != "cpu" else None)

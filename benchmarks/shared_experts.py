@@ -1,7 +1,7 @@
 """A token of ``generate`` with the CPU's share in missed experts, beside the link alone; and the doorbell by itself.
 
     python benchmarks/shared_experts.py --out FILE --layers 12
-    python benchmarks/shared_experts.py --device cpu --tiny     tries the script, in Triton's interpreter
+    TRITON_INTERPRET=1 python benchmarks/shared_experts.py --device cpu --tiny    tries the script
 
 Models have seeded weights of published shapes; routers follow a seeded trace (``plan/routing_traces.py``), and
 ``--slots`` says how many experts of a layer are on the device, so how many are hits. By turns: the link alone, then the
