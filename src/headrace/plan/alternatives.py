@@ -47,13 +47,17 @@ def curve(table: CandidateTable, host_bytes: int | None = None) -> list[Point]:
     in each of ``_CURVE_BINS`` ranges of memory are timed.
     """
     front: list[tuple[float, float, Floats]] = []
-    for family in table.families:
-        rows = _fewest_moved(family, host_bytes)
+    found_rows = [(family, rows) for family in table.families if len(rows := _fewest_moved(family, host_bytes))]
+    bounds = [(family, rows, family.least_score(rows)) for family, rows in found_rows]
+    # The fastest first: of the others few candidates are on the front.
+    for family, rows, least in sorted(bounds, key=lambda each: float(each[2].min())):
         device_bytes = family.memory.device_bytes[rows]
         # Of what is on the front, the fastest with no more memory; a point that is no faster buys nothing.
         scores = np.array([np.inf, *[score for _, score, _ in front]])
         at_hand = scores[np.searchsorted([size for size, _, _ in front], device_bytes, side="right")]
-        rows = rows[family.least_score(rows) < at_hand]
+        rows = rows[least < at_hand]
+        if not len(rows):
+            continue
         times = family.step_s(rows, host_bytes)
         found = zip(family.memory.device_bytes[rows], mean_log(times), times.T, strict=True)
         points, front = sorted([*front, *found], key=lambda point: point[:2]), []

@@ -450,13 +450,23 @@ def _best(table: CandidateTable, device_bytes: int, host_bytes: int | None, code
     # The best by number of slots for cached experts: these get the memory that is left, which may change the order.
     best: dict[int, tuple[tuple[float, ...], Family, int]] = {}
     must_code = table.kind.is_coded and table.has_code
-    roomiest: list[tuple[Family, int]] = []  # those that leave the most memory to experts
-    for family in table.families_within(device_bytes, host_bytes):
+    # Those that leave the most memory to experts: of candidates that differ in slots for them alone, the first.
+    roomiest: dict[int, tuple[Family, int]] = {}
+    bounds = []
+    for index, family in enumerate(table.families_within(device_bytes, host_bytes)):
         rows, memory = family.fitting(device_bytes, host_bytes, must_code=must_code), family.memory
-        if family.cached and family.slots is None and family.num_slots == _DOUBLE_BUFFER and len(rows):
-            roomiest.append((family, int(rows[memory.device_bytes[rows].argmin()])))
+        if not len(rows):
+            continue
+        least = family.least_score(rows)
+        bounds.append((float(least.min()), index, family, rows, least))
+        if family.cached and family.slots is None and family.num_slots == _DOUBLE_BUFFER:
+            roomiest.setdefault(id(family.memories), (family, int(rows[memory.device_bytes[rows].argmin()])))
+    # By the least time of any of their steps: of most families none is left to time then.
+    for bound, index, family, rows, least in sorted(bounds, key=lambda each: each[:2]):
         expert_slots = family.cached[0].num_slots if family.cached else 0
-        least, moved_bytes = family.least_score(rows), memory.moved_bytes[rows]
+        if expert_slots in best and bound > best[expert_slots][0][0]:
+            continue
+        memory, moved_bytes = family.memory, family.memory.moved_bytes[rows]
         order = np.lexsort((moved_bytes, least))
         # Those that may be the fastest first: most of the others cannot be faster, and are not timed.
         for some in (order[:_FIRST], order[_FIRST:]):
@@ -473,11 +483,11 @@ def _best(table: CandidateTable, device_bytes: int, host_bytes: int | None, code
                 scores = mean_log(family.step_s(timed, host_bytes))
                 keys = (scores, is_uneven, moved_bytes[some], memory.device_bytes[timed], slots)
                 first = np.lexsort(keys[::-1])[0]  # the last key counts first
-                found = (tuple(float(key[first]) for key in keys), family, int(timed[first]))
+                found = ((*(float(key[first]) for key in keys), index), family, int(timed[first]))
                 best[expert_slots] = found if so_far is None or found[0] < so_far[0] else so_far
     plans = []
     fastest = [(family, row) for _, family, row in sorted(best.values(), key=lambda found: found[0])]
-    for family, row in [*fastest, *roomiest]:
+    for family, row in [*fastest, *roomiest.values()]:
         plan = family.plan(row, host_bytes)
         with suppress(OptionError):  # it has no unit for a code
             plan = with_code(plan, table.inventory, codec)

@@ -56,6 +56,11 @@ class CachedLayer:
     overflow_rows: int = 0
     host_slots: int | None = None
 
+    @cached_property
+    def form(self) -> tuple[int | None, ...]:
+        """All but the names: layers of equal form take the same memory, and a model has few forms."""
+        return self.num_experts, self.num_slots, self.overflow_rows, self.host_slots, *self.storages.values()
+
     def row_bytes(self, storage: str) -> int:
         """Bytes of one expert in ``storage``."""
         return self.storages[storage] // self.num_experts
@@ -126,7 +131,7 @@ class CachedLayer:
         num_bytes = self.num_rows * self.row_bytes(storage)
         return round_up(num_bytes, PIECE_BYTES) if self.is_split(storage) else num_bytes
 
-    @property
+    @cached_property
     def device_bytes(self) -> int:
         """Device memory of all tensors but for overflow rows, see :func:`cache_bytes`."""
         return sum(map(self.slots_bytes, self.storages))
@@ -174,9 +179,18 @@ def cached_layers(
 
 def with_slots(layers: Iterable[CachedLayer], num_slots: int) -> list[CachedLayer]:
     """``layers`` with another number of slots, and the overflow rows that go with it."""
-    sized = [replace(layer, num_slots=min(num_slots, layer.num_experts)) for layer in layers]
-    room = sum(layer.device_bytes for layer in sized) // _OVERFLOW_SHARE
-    return [replace(layer, overflow_rows=_overflow_rows(layer, room)) for layer in sized]
+    layers = list(layers)
+    sized = {
+        form: replace(layer, num_slots=min(num_slots, layer.num_experts)) for form, layer in by_form(layers).items()
+    }
+    room = sum(sized[layer.form].device_bytes for layer in layers) // _OVERFLOW_SHARE
+    made = {form: replace(layer, overflow_rows=_overflow_rows(layer, room)) for form, layer in sized.items()}
+    return [replace(made[layer.form], module_fqn=layer.module_fqn, storages=layer.storages) for layer in layers]
+
+
+def by_form(layers: Iterable[CachedLayer]) -> dict[tuple[int | None, ...], CachedLayer]:
+    """One layer of each form."""
+    return {layer.form: layer for layer in layers}
 
 
 def _overflow_rows(layer: CachedLayer, room: int) -> int:
@@ -194,8 +208,9 @@ def cache_bytes(layers: Iterable[CachedLayer]) -> int:
     """Device memory of ``layers``, in which overflow rows exist once."""
     layers = list(layers)
     # Memory that is mapped twice begins with a piece of its own: see MappedMemory.
-    overflow_bytes = sum(size + PIECE_BYTES for _, size in overflow_memories(layers))
-    return sum(layer.device_bytes for layer in layers) + overflow_bytes
+    alike = by_form(layers)
+    overflow_bytes = sum(size + PIECE_BYTES for _, size in overflow_memories(alike.values()))
+    return sum(alike[layer.form].device_bytes for layer in layers) + overflow_bytes
 
 
 def overflow_memories(layers: Iterable[CachedLayer]) -> set[tuple[int, int]]:

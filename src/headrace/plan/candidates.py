@@ -28,6 +28,7 @@ go to it in the reverse of that order, each for which there is room.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
@@ -547,17 +548,22 @@ class Family:
         return replace(made, slots=np.clip(slots, 0, max(layer.num_experts for layer in layers)).astype(np.int64))
 
     @cached_property
-    def _chosen(self) -> Ints:
+    def _chosen(self) -> Kinds:
         """[layers, candidates]: the set that each prefetches in each layer."""
-        return np.where(self.patterns.T[:, self.pattern] == HIGH, self.high, self.low)
+        return np.where(self._kinds == HIGH, self.high.astype(np.int8), self.low.astype(np.int8))
+
+    @property
+    def _kinds(self) -> Kinds:
+        """[layers, candidates]: the kind of each layer."""
+        return np.ascontiguousarray(self.patterns[self.pattern].T)
 
     @cached_property
-    def _in_place(self) -> Ints | None:
+    def _in_place(self) -> Kinds | None:
         """[layers, candidates]: the set that each reads in place in each layer; ``None``: all of them the empty one."""
         if not (self.high_uva.any() or self.low_uva.any()):
             return None
-        kinds = self.patterns.T[:, self.pattern]
-        return np.where(kinds == HIGH, self.high_uva, np.where(kinds == LOW, self.low_uva, 0))
+        kinds, high, low = self._kinds, self.high_uva.astype(np.int8), self.low_uva.astype(np.int8)
+        return np.where(kinds == HIGH, high, np.where(kinds == LOW, low, np.int8(0)))
 
     @cached_property
     def _always(self) -> dict[str, list[StorageInfo]]:
@@ -596,7 +602,7 @@ class Family:
     @cached_property
     def _caching(self) -> Bools:
         """[layers, candidates], where ``slots`` are given: whether each caches the experts that a layer has."""
-        caching: Bools = self.patterns.T[:, self.pattern] == LOW
+        caching: Bools = self._kinds == LOW
         return caching
 
     def _of_caches(self, value: Callable[[CachedLayer], float]) -> Floats | float:
@@ -617,18 +623,18 @@ class Family:
     def _memories(self) -> Iterator[tuple[int, Memory]]:
         count, ranks, counts = len(self.high), self.table.ranks_on_device, range(1, MAX_SLOTS + 1)
         parts_bytes, moved, num_units = np.zeros(count), np.zeros(count), np.zeros(count, dtype=np.int64)
-        slot_bytes = [(wanted, slot, np.zeros(count)) for wanted in counts for slot in range(wanted)]
+        # By the index of a unit modulo a number that every number of slots divides.
+        largest, every = np.zeros((math.lcm(*counts), count)), np.arange(count)
         first, decoded, uncoded = np.zeros((MAX_SLOTS, count)), np.zeros(count), self._uncoded()
         is_coded = self.table.kind.is_coded
         on_peer = self._on_peer(dict(self._units(self.table.slabs)))[0] if is_coded else {}
         for (fqn, slab), (_, size) in zip(self._units(self.table.slabs), self._units(self.table.sizes), strict=True):
-            places, in_slot = {wanted: num_units % wanted for wanted in counts}, slab
+            in_slot, places = slab, num_units % len(largest) * count + every
             if is_coded:  # but for what is on the peer
                 is_plain = np.logical_or(uncoded.get(fqn, False), on_peer.get(fqn, False))
                 in_slot = self._code_bytes(slab, is_plain)
                 np.maximum(decoded, slab * ~is_plain, out=decoded)
-            for wanted, slot, largest in slot_bytes:
-                np.maximum(largest, in_slot * (places[wanted] == slot), out=largest)
+            largest.put(places, np.maximum(largest.take(places), in_slot))
             early = np.flatnonzero((slab > 0) & (num_units < MAX_SLOTS))
             first[num_units[early], early] = size[early]
             num_units += slab > 0
@@ -640,7 +646,7 @@ class Family:
         for wanted in counts:
             # A unit that has its slot alone is copied once and stays.
             alone = np.arange(wanted)[:, None] + wanted >= num_units
-            device_bytes = resident + decoded + sum(largest for of, _, largest in slot_bytes if of == wanted)
+            device_bytes = resident + decoded + largest.reshape(-1, wanted, count).max(axis=0).sum(axis=0)
             moved_bytes = moved - (first[:wanted] * alone).sum(0)
             yield (
                 wanted,
@@ -777,8 +783,8 @@ class Family:
 
     def plan(self, candidate: int, host_bytes: int | None = None) -> Plan:
         """The candidate of this index, laid out."""
-        stores = self._take(np.array([candidate]))._placed(host_bytes).stores
-        table = self.table
+        table, taken = self.table, self._take(np.array([candidate]))
+        stores = taken._placed(host_bytes).stores
         # In the order of the model, as every other policy lays out a unit.
         order = {s.name: index for index, s in enumerate(self.table.inventory.storages)}
         specs, uva = [], list(self.uva)
@@ -786,9 +792,9 @@ class Family:
             storages = list(self._always.get(fqn, ()))
             for role, storage in self.table.roles.get(fqn, {}).items():
                 layer = self.table.layer_index[fqn]
-                if role in self.sets.sets[self._chosen[layer, candidate]]:
+                if role in self.sets.sets[taken._chosen[layer, 0]]:
                     storages.append(storage)
-                elif self._in_place is not None and role in self.sets.sets[self._in_place[layer, candidate]]:
+                elif taken._in_place is not None and role in self.sets.sets[taken._in_place[layer, 0]]:
                     uva.append(storage)
             if storages:
                 kind = stores.kind_of(fqn, 0)  # codes are given to units later
@@ -796,7 +802,7 @@ class Family:
                 specs.append(UnitSpec(fqn, tuple(sorted(storages, key=lambda s: order[s.name])), store))
         cached = self.cached
         if self.slots is not None:
-            cached = tuple(e for e in cached if self._caching[table.layer_around(e.module_fqn), candidate])
+            cached = tuple(e for e in cached if taken._caching[table.layer_around(e.module_fqn), 0])
         num_slots = int(self.memory.num_slots[candidate])
         return assemble(self.table.inventory, specs, num_slots, self.table.mode, uva=uva, cached=cached)
 
