@@ -38,13 +38,14 @@ def pipeline_facts(folder: Path, dtype: torch.dtype | str | None) -> FolderFacts
     """
     wanted = getattr(torch, dtype) if isinstance(dtype, str) else dtype or torch.bfloat16
     index = read_json(folder / INDEX)
-    parts = {name: made for name, stated in index.items() if (made := _part(folder, name, stated))}
+    parts = {name: made for name, stated in index.items() if (made := _part(folder / name, stated))}
     if not parts:
         raise CheckpointError(f"{folder}/{INDEX}: expected components of {' or '.join(_LIBRARIES)}, found none")
     components = nn.Module()
     for name in sorted(parts, key=lambda each: (not each.startswith("text"), each.startswith("vae"))):
-        components.add_module(name, part := parts[name].to(wanted).eval())
-        if read_json(folder / name / "config.json").get("quantization_config"):
+        part, config = parts[name]
+        components.add_module(name, part.to(wanted).eval())
+        if config.get("quantization_config"):
             _hold_as_stored(part, folder / name)
     inventory = take_inventory(components)
     note = _NOTE.format(folder=folder, dtype=str(wanted).removeprefix("torch."), rows=_ROWS)
@@ -53,12 +54,12 @@ def pipeline_facts(folder: Path, dtype: torch.dtype | str | None) -> FolderFacts
         for name, stated in index.items()
         if (file := folder / name / "scheduler_config.json").is_file()
     }
-    weights, described = WeightMap.expected(inventory, folder), describe(index, parts, schedulers)
-    return FolderFacts(inventory, ModelProfile(), weights, (note,), _ROWS, described)
+    described = describe(index, dict(components.named_children()), schedulers)
+    return FolderFacts(inventory, ModelProfile(), WeightMap.expected(inventory, folder), (note,), _ROWS, described)
 
 
-def _part(folder: Path, name: str, stated: Any) -> nn.Module | None:
-    """The component on ``meta``; ``None`` for what has no weights: a scheduler, a tokenizer."""
+def _part(folder: Path, stated: Any) -> tuple[nn.Module, dict[str, Any]] | None:
+    """The component on ``meta`` and its config; ``None`` for what has no weights: a scheduler, a tokenizer."""
     library, named = stated if isinstance(stated, list) and len(stated) == 2 else (None, None)
     if not isinstance(library, str) or not isinstance(named, str):
         return None
@@ -67,7 +68,7 @@ def _part(folder: Path, name: str, stated: Any) -> nn.Module | None:
     if not _is_module(kind):
         return None
     try:
-        config = read_json(folder / name / "config.json")
+        config = read_json(folder / "config.json")
         with torch.device("meta"):
             made: nn.Module = (
                 kind.from_config(config, trust_remote_code=False)
@@ -75,8 +76,8 @@ def _part(folder: Path, name: str, stated: Any) -> nn.Module | None:
                 else kind(kind.config_class.from_dict(config))
             )
     except Exception as error:  # of any type, for values that a class does not expect
-        raise CheckpointError(f"{folder / name}: {named} of {library} cannot be made of its config: {error}") from error
-    return made
+        raise CheckpointError(f"{folder}: {named} of {library} cannot be made of its config: {error}") from error
+    return made, config
 
 
 def _hold_as_stored(part: nn.Module, folder: Path) -> None:

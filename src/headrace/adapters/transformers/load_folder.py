@@ -173,7 +173,9 @@ def load(
         request = PlanRequest(model, policy, device=device, disk=disk, ranks=ranks, speculation=given)
         if given is not None:
             request = _speculated(request, given, found, target)
-        share = _share_of_cpu(request, found, target) if cpu_experts == AUTO else bool(cpu_experts)
+        share: CpuShareForecast | str | bool = cpu_experts is True
+        if cpu_experts == AUTO:
+            request, share = _with_share_of_cpu(request, found, target)
         return model, load_matched(folder, request, found, progress, graphs, share)
 
 
@@ -193,11 +195,14 @@ def _speculated(request: PlanRequest, speculation: Speculation, found: Match, de
     return replace(request, policy=plan, speculation=speculation)
 
 
-def _share_of_cpu(request: PlanRequest, found: Match, device: torch.device) -> CpuShareForecast | str:
-    """The forecast of the CPU's share in missed experts, or why there is none."""
+def _with_share_of_cpu(
+    request: PlanRequest, found: Match, device: torch.device
+) -> tuple[PlanRequest, CpuShareForecast | str]:
+    """``request`` with its plan, and the forecast of the CPU's share in missed experts, or why there is none."""
     context = module_context(_with_files(request, found), Target.of(device)).sized()
-    workload = request.expected
-    return context.planner.forecast_cpu_share(context.plan(), workload.batch_sizes[0], workload.context)
+    plan, workload = context.plan(), request.expected
+    forecast = context.planner.forecast_cpu_share(plan, workload.batch_sizes[0], workload.context)
+    return replace(request, policy=plan, workload=workload), forecast
 
 
 def _with_files(request: PlanRequest, found: Match) -> PlanRequest:
