@@ -53,9 +53,11 @@ README_MODELS = (
     "Qwen/Qwen3.5-27B-GPTQ-Int4",
     "Qwen/Qwen3.6-27B",
     "Qwen/Qwen3-30B-A3B-GPTQ-Int4",
+    "zai-org/GLM-4.7-Flash",
     "Qwen/Qwen3.6-35B-A3B",
     "openai/gpt-oss-120b",
     "Qwen/Qwen3-Next-80B-A3B-Instruct",
+    "et0dev/MiniMax-M2.7-AWQ-4bit",
     "Qwen/Qwen3.5-122B-A10B",
     "Qwen/Qwen3-235B-A22B-GPTQ-Int4",
 )
@@ -68,6 +70,8 @@ MODELS = (
     "Qwen/Qwen3-30B-A3B",
     "zai-org/GLM-4.5-Air",
     "meta-llama/Llama-4-Scout-17B-16E-Instruct",
+    "QuantTrio/GLM-4.7-AWQ",
+    "MiniMaxAI/MiniMax-M2.7",
 )
 
 
@@ -116,6 +120,8 @@ PIPELINES = {
     "Wan-AI/Wan2.2-T2V-A14B-Diffusers": Pipeline(50, 2, "offloaders-wan", 3.49),
     # A step by default: with the prompt, without, with blocks left out, and with video and audio apart.
     "Lightricks/LTX-2": Pipeline(30, 4, "offloaders-wan", 5.38, 193.6 / 1678.4),
+    # 61 frames of 544 x 960. Guidance is an input of the transformer.
+    "hunyuanvideo-community/HunyuanVideo": Pipeline(50, 1, "offloaders-wan", 3.42, 1245.0 / 1678.4),
 }
 
 

@@ -2,8 +2,9 @@
 
 Written without a connection to the Hub, from what is public elsewhere: the defaults of transformers 5.23, which are
 those of Qwen3.5-35B-A3B, GLM-4.7-Flash, GLM-5, MiniMax-M2, DeepSeek-V3.2 and Llama-4-Scout; sizes of Qwen3.5-27B and
--397B-A17B in github.com/THUDM/slime (scripts/models); of Qwen3.8-Flash-Next in tests of its ports on GitHub. Each has
-the number of parameters that its publisher states.
+-397B-A17B in github.com/THUDM/slime (scripts/models); of Qwen3.8-Flash-Next in tests of its ports on GitHub; forms in
+stored copies of config.json (MiniMax-M2, QuantTrio's GLM-4.7-AWQ) and of model cards. Each has the number of parameters
+that its publisher states.
 """
 
 from __future__ import annotations
@@ -61,11 +62,21 @@ GLM_4_7 = {
 GLM_AWQ = {**AWQ, "modules_to_not_convert": ["mlp.gate", "layers.0.mlp"]}
 GLM_4_7_FLASH = {"architectures": ["Glm4MoeLiteForCausalLM"], "model_type": "glm4_moe_lite"}
 GLM_5 = {"architectures": ["GlmMoeDsaForCausalLM"], "model_type": "glm_moe_dsa"}
+# All but embeddings, heads and shared experts is in four bits. Its config has parts of names, as vLLM takes them; here
+# are patterns, as transformers does.
+GLM_4_7_AWQ = {**AWQ, "modules_to_not_convert": ["embed_tokens", ".*shared_experts", "shared_head", "lm_head"]}
 MINIMAX_M2 = {"architectures": ["MiniMaxM2ForCausalLM"], "model_type": "minimax_m2"}
+MINIMAX_IN_16_BITS = {"modules_to_not_convert": ["gate", "e_score_correction_bias", "lm_head"]}
 DEEPSEEK_V3_2 = {"architectures": ["DeepseekV32ForCausalLM"], "model_type": "deepseek_v32"}
 LLAMA_4_SCOUT = {
     "architectures": ["Llama4ForConditionalGeneration"], "model_type": "llama4",
     "text_config": {"model_type": "llama4_text"}, "vision_config": {"model_type": "llama4_vision_model"},
+}  # fmt: skip
+LLAMA_4_MAVERICK = {
+    **LLAMA_4_SCOUT, "text_config": {
+        "model_type": "llama4_text", "num_local_experts": 128, "interleave_moe_layer_step": 2,
+        "max_position_embeddings": 1048576,
+    },
 }  # fmt: skip
 
 

@@ -27,13 +27,22 @@ from diffusers.pipelines.ltx2.vocoder import LTX2Vocoder
 from torch import nn
 
 from configs_2026 import (
+    DEEPSEEK_V3_2,
     EXPERTS_GPTQ,
+    GLM_4_7,
+    GLM_4_7_AWQ,
+    GLM_4_7_FLASH,
+    GLM_5,
+    LLAMA_4_MAVERICK,
     LLAMA_4_SCOUT,
+    MINIMAX_IN_16_BITS,
+    MINIMAX_M2,
     QWEN3_5_9B,
     QWEN3_5_27B,
     QWEN3_5_35B,
     QWEN3_5_122B,
     QWEN3_5_397B,
+    QWEN3_8_FLASH_NEXT,
     VISION_GPTQ,
     kimi_k2_5,
 )
@@ -52,6 +61,7 @@ from published_configs import (
     GPT_OSS_20B,
     GPT_OSS_120B,
     GPTQ,
+    INT4,
     LLAMA_3_3_70B,
     QWEN3_8B,
     QWEN3_30B_A3B,
@@ -214,7 +224,27 @@ MODELS = {
     "moonshotai/Kimi-K2.5": Known(
         kimi_k2_5(DEEPSEEK_V3), 1027, "the Hub's count of Kimi-K2, and its vision tower", 595
     ),
+    "moonshotai/Kimi-K2.6": Known(
+        kimi_k2_5(DEEPSEEK_V3), 1027, "its config's class, and the size of its files in Unsloth's guide", 595
+    ),
     "meta-llama/Llama-4-Scout-17B-16E-Instruct": Known(LLAMA_4_SCOUT, 109),
+    "meta-llama/Llama-4-Maverick-17B-128E-Instruct": Known(LLAMA_4_MAVERICK, 400),
+    "Qwen/Qwen3.8-27B": Known(QWEN3_5_27B, 27, "the documentation of NVIDIA's NeMo AutoModel: Qwen3.5's architecture"),
+    "Qwen/Qwen3.8-Flash-Next": Known(
+        QWEN3_8_FLASH_NEXT, 176, "SGLang's cookbook: 51 of them an n-gram table; files in Unsloth's guide", 355
+    ),
+    "zai-org/GLM-4.7": Known(GLM_4_7, 355, "the report of GLM-4.5, of the same shape"),
+    "zai-org/GLM-4.7-Flash": Known(GLM_4_7_FLASH, 30),
+    "QuantTrio/GLM-4.7-AWQ": Known({**GLM_4_7, "quantization_config": GLM_4_7_AWQ}, 355, "the same, and its config"),
+    "zai-org/GLM-5": Known(GLM_5, 744),
+    "deepseek-ai/DeepSeek-V3.2": Known({**DEEPSEEK_V3_2, "quantization_config": FP8}, 671),
+    **{
+        f"MiniMaxAI/MiniMax-{version}": Known(
+            {**MINIMAX_M2, "quantization_config": FP8 | MINIMAX_IN_16_BITS}, 230, "its model card, its config in copies"
+        )
+        for version in ("M2", "M2.1", "M2.5", "M2.7")
+    },
+    "et0dev/MiniMax-M2.7-AWQ-4bit": Known({**MINIMAX_M2, "quantization_config": INT4}, 230),
 }
 
 _T5 = {"d_model": 4096, "d_kv": 64, "d_ff": 10240, "num_layers": 24, "num_heads": 64, "feed_forward_proj": "gated-gelu"}
