@@ -181,14 +181,14 @@ def with_slots(layers: Iterable[CachedLayer], num_slots: int) -> list[CachedLaye
     """``layers`` with another number of slots, and the overflow rows that go with it."""
     layers = list(layers)
     sized = {
-        form: replace(layer, num_slots=min(num_slots, layer.num_experts)) for form, layer in by_form(layers).items()
+        form: replace(layer, num_slots=min(num_slots, layer.num_experts)) for form, layer in _by_form(layers).items()
     }
     room = sum(sized[layer.form].device_bytes for layer in layers) // _OVERFLOW_SHARE
     made = {form: replace(layer, overflow_rows=_overflow_rows(layer, room)) for form, layer in sized.items()}
     return [replace(made[layer.form], module_fqn=layer.module_fqn, storages=layer.storages) for layer in layers]
 
 
-def by_form(layers: Iterable[CachedLayer]) -> dict[tuple[int | None, ...], CachedLayer]:
+def _by_form(layers: Iterable[CachedLayer]) -> dict[tuple[int | None, ...], CachedLayer]:
     """One layer of each form."""
     return {layer.form: layer for layer in layers}
 
@@ -208,7 +208,7 @@ def cache_bytes(layers: Iterable[CachedLayer]) -> int:
     """Device memory of ``layers``, in which overflow rows exist once."""
     layers = list(layers)
     # Memory that is mapped twice begins with a piece of its own: see MappedMemory.
-    alike = by_form(layers)
+    alike = _by_form(layers)
     overflow_bytes = sum(size + PIECE_BYTES for _, size in overflow_memories(alike.values()))
     return sum(alike[layer.form].device_bytes for layer in layers) + overflow_bytes
 

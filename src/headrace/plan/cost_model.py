@@ -54,7 +54,7 @@ import numpy as np
 
 from headrace.model.layers import find_layers, reader_of
 from headrace.model.records import Inventory, ModelProfile, StorageInfo, dotted_prefixes
-from headrace.plan.cached_experts import CachedLayer, by_form
+from headrace.plan.cached_experts import CachedLayer
 from headrace.plan.kinds import StoreKind, Unit
 from headrace.plan.plan import Plan, UnitSpec
 from headrace.plan.rates import Bools, Floats, Ints, Rates
@@ -325,8 +325,9 @@ class StepModel:
         for name in names:
             cost = self.costs[name]
             add(name, cost.in_place_s - cost.resident_s, cost.in_place_s)
-        costs = {layer.form: self._cached_cost(layer) for layer in by_form(cached).values()}
+        costs = dict[tuple[int | None, ...], tuple[float, float]]()
         for layer in cached:
+            costs[layer.form] = costs.get(layer.form) or self._cached_cost(layer)
             add(next(iter(layer.storages)), *costs[layer.form])
         return added
 
