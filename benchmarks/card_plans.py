@@ -114,14 +114,14 @@ class Pipeline(NamedTuple):
 
 MEASURED = Path(__file__).parent / "results" / "2026-11-23-offloaders-h200.jsonl"
 PIPELINES = {
-    "black-forest-labs/FLUX.1-dev": Pipeline(28, 1, "offloaders-flux", 1.51),
-    "black-forest-labs/FLUX.2-dev": Pipeline(50, 1, "offloaders-flux", 1.53, 282.6 / 74.4),
+    "black-forest-labs/FLUX.1-dev": Pipeline(28, 1, "offloaders-flux", 2.38),
+    "black-forest-labs/FLUX.2-dev": Pipeline(50, 1, "offloaders-flux", 2.41, 282.6 / 74.4),
     "Qwen/Qwen-Image": Pipeline(50, 2, "offloaders-flux", 0.38, 73.1 / 74.4),
     "Wan-AI/Wan2.2-T2V-A14B-Diffusers": Pipeline(50, 2, "offloaders-wan", 3.49),
     # A step by default: with the prompt, without, with blocks left out, and with video and audio apart.
     "Lightricks/LTX-2": Pipeline(30, 4, "offloaders-wan", 5.38, 193.6 / 1678.4),
     # 61 frames of 544 x 960. Guidance is an input of the transformer.
-    "hunyuanvideo-community/HunyuanVideo": Pipeline(50, 1, "offloaders-wan", 3.42, 1245.0 / 1678.4),
+    "hunyuanvideo-community/HunyuanVideo": Pipeline(50, 1, "offloaders-wan", 3.75, 1245.0 / 1678.4),
 }
 
 

@@ -13,19 +13,19 @@ import pytest
 import measures
 
 BOUNDS = {
-    "lines of src": 28709,
-    "lines of the core": 17005,
+    "lines of src": 28743,
+    "lines of the core": 17031,
     "files of src": 202,
-    "lines of tests": 49479,
+    "lines of tests": 49481,
     "longest class": 345,
     "Prefetcher": 298,
     "branches on a kind of store": 4,
     "files that headrace.api loads": 36,
-    "lines that headrace.api loads": 6484,
-    "lines of the spine": 5149,
+    "lines that headrace.api loads": 6494,
+    "lines of the spine": 5170,
     "files of the spine": 53,
     "files to the first copy": 42,
-    "functions to the first copy": 391,
+    "functions to the first copy": 392,
 }
 # What a measure may lie below its bound, so that not every small change edits the table.
 SLACK = dict.fromkeys(["lines of src", "lines of the core", "lines that headrace.api loads", "lines of the spine"], 60)
