@@ -569,7 +569,7 @@ def allocate_residents(
     """
     if device.type == "cpu":
         return {bound.info.name: new_buffer(bound.info.num_bytes) for bound in storages}
-    places = {}
+    places = dict[str, torch.Tensor]()
     for stays in (False, True):  # one tensor that stays would keep the memory of all
         group = [bound.info for bound in storages if (bound.info.name in staying) is stays]
         sizes = [slab_bytes([info.num_bytes]) for info in group]
