@@ -13,16 +13,16 @@ import pytest
 import measures
 
 BOUNDS = {
-    "lines of src": 28743,
-    "lines of the core": 17031,
-    "files of src": 202,
-    "lines of tests": 49481,
-    "longest class": 345,
+    "lines of src": 29047,
+    "lines of the core": 17341,
+    "files of src": 203,
+    "lines of tests": 50233,
+    "longest class": 350,
     "Prefetcher": 298,
     "branches on a kind of store": 4,
     "files that headrace.api loads": 36,
-    "lines that headrace.api loads": 6494,
-    "lines of the spine": 5170,
+    "lines that headrace.api loads": 6507,
+    "lines of the spine": 5157,
     "files of the spine": 53,
     "files to the first copy": 42,
     "functions to the first copy": 392,

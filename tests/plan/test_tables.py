@@ -106,6 +106,8 @@ OTHER_FIELDS = {
         "ordered-launches ordered-orders": "shape product lanes chunk outputs chunks warps us",
         "expert-files": "case requests ms plain_ms gb_per_s plain_gb_per_s ratio rounds bytes_moved read_ratio "
         "page_cache_mib bit_equal load_average",
+        "expert-steps": "case device tokens tokens_per_s ms floor_ms share_of_floor bytes_read plain_gb_per_s "
+        "device_hits misses_of_both host_pinned_bytes planned_device_bytes page_cache_mib bit_equal",
         "expert-tiers": "case experts top_k texts gpu_slots host_slots gpu lru aged_16 aged_64",
         "expected-rates": "case tokens expected_tokens_per_s tokens_per_s link_gb_per_s",
     }.items()

@@ -32,7 +32,8 @@ WINGS = OUTSIDE | {
     "stores/coded_host.py", "stores/expert_files.py", "stores/expert_ranges.py", "stores/file_reads.py",
     "stores/no_bytes.py", "stores/peer.py", "stores/product_bits.py", "stores/rank_stores.py", "stores/sharded.py",
     "stores/shared_host.py", "transfer/cards.py", "transfer/cuda_stream.py", "transfer/decoded_units.py",
-    "transfer/expert_reads.py", "transfer/link_rates.py", "transfer/machine_probe.py", "transfer/measuring.py",
+    "transfer/expert_reads.py", "transfer/expert_tiers.py", "transfer/link_rates.py", "transfer/machine_probe.py",
+    "transfer/measuring.py",
     "transfer/ring.py", "transfer/ring_process.py", "transfer/ring_readers.py", "transfer/ring_streams.py",
     "transfer/sharded_copy.py",
 }  # fmt: skip

@@ -473,6 +473,8 @@ class CapturedSteps:
         self._steps: dict[Hashable, _Captured | None] = {}  # None: ran eagerly so far
         self.replays = 0
         self.eager_because: str | None = None
+        if session is not None and session.plan.cached and session.plan.kind.in_files:
+            self.eager_because = "the host reads what a layer misses of its experts, which are in files"
 
     @property
     def prefetcher(self) -> Prefetcher | None:

@@ -22,7 +22,7 @@ class InFiles(StoreKind):
     store_module = "headrace.stores.checkpoint_files"
     link_module = "headrace.transfer.ring_streams"
     experts_module = "headrace.stores.expert_files"
-    caches_module = "headrace.transfer.expert_reads"
+    caches_module = "headrace.transfer.expert_tiers"
     host_slots = 0
 
     def read_s(self, rates: Rates, num_bytes: Floats) -> Floats | float:

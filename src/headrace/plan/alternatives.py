@@ -47,7 +47,8 @@ def curve(table: CandidateTable, host_bytes: int | None = None) -> list[Point]:
     in each of ``_CURVE_BINS`` ranges of memory are timed.
     """
     front: list[tuple[float, float, Floats]] = []
-    found_rows = [(family, rows) for family in table.families if len(rows := _fewest_moved(family, host_bytes))]
+    families = table.families if table.above_files is None else table.families_within(math.inf, host_bytes)
+    found_rows = [(family, rows) for family in families if len(rows := _fewest_moved(family, host_bytes))]
     bounds = [(family, rows, family.least_score(rows)) for family, rows in found_rows]
     # The fastest first: of the others few candidates are on the front.
     for family, rows, least in sorted(bounds, key=lambda each: float(each[2].min())):

@@ -52,6 +52,7 @@ from headrace.plan.prediction import CachePoint, PlanPrediction, WorkloadBytes
 from headrace.plan.rates import Rates
 from headrace.plan.routing_traces import ExpertHits, FixedHits
 from headrace.plan.schedule import usable_slots
+from headrace.plan.slabs import slab_bytes
 from headrace.plan.units import (
     plan_group_rule,
     read_in_place,
@@ -134,6 +135,8 @@ class Planner:
             table = self.candidates(policy, movable, forced)
             made = solve(table, policy)
             made = replace(made, context=policy.workload.context, budget_bytes=policy.num_bytes)
+            if policy.mode is None and made.spilled_bytes:
+                made = self._faster(made, replace(policy, mode="disk"), movable, forced)
             if policy.expert_slots is not None and not made.cached:
                 raise OptionError(
                     f"expert_slots = {policy.expert_slots} has no effect: the plan caches no experts; add the rule "
@@ -154,6 +157,8 @@ class Planner:
                 )
             num_slots = usable_slots(policy.prefetch_step, len(specs))
             made = assemble(self.inventory, specs, num_slots, policy.mode, uva=uva, cached=cached)
+            if cached and self.spill is not None and kind_of(policy.mode).in_files:
+                made = _with_host_slots(made, self.spill, self.spill.free_bytes)
         elif isinstance(policy, Prefetch):
             stacks = find_stacks(self.inventory)
             made = plan_group_rule(self.inventory, policy, list(stacks.values()), candidates=self._movable(policy))
@@ -163,6 +168,21 @@ class Planner:
             made = assemble(self.inventory, [], 0, policy.mode, uva=uva)
         made = replace(made, num_ranks=self.num_ranks)
         return made if isinstance(policy, UVA) else with_code(made, self.inventory, policy.codec)
+
+    def _faster(
+        self, plan: Plan, other: Budget, movable: Collection[str] | None, forced: Mapping[str, Mechanism] | None
+    ) -> Plan:
+        """``plan``, or that for ``other`` if it caches experts and is predicted to be faster."""
+        if self.spill is None or not (self.cacheable or any(how == "cache" for _, how in other.rules)):
+            return plan
+        with suppress(BudgetError, OptionError):
+            found, work = self.plan(other, movable, forced), other.workload
+            forecasts = [[self.forecast(p, rows, work.context) for p in (plan, found)] for rows in work.batch_sizes]
+            now, then = mean_log(np.array([[each.step_s for each in pair] for pair in forecasts]))
+            names = {entry.storage for unit in found.units for entry in unit.entries}
+            can_read = names.isdisjoint(self.spill.unstreamable)  # units are not converted on their way to a GPU
+            return found if found.cached and can_read and then < now else plan
+        return plan
 
     def _movable(self, policy: Budget | Prefetch | UVA, names: Collection[str] | None = None) -> list[StorageInfo]:
         """The storages that ``policy`` (or ``names``) selects and that its store can hold."""
@@ -228,7 +248,7 @@ class Planner:
             once: dict[str, Mechanism] = {s.name: "prefetch" for s in self._run_once(movable, workload)}
             forced = once | forced
         stored_as = self._kind_of_units(budget.codec, mode)
-        return CandidateTable(
+        table = CandidateTable(
             self.inventory,
             [s for s in movable if s.name not in forced],
             forced,
@@ -250,6 +270,14 @@ class Planner:
             hits=self.hits,
             peer_bytes=budget.peer_limit_bytes,
         )
+        return table if self.spill is None or not kind.in_files else self._above_files(table)
+
+    def _above_files(self, table: CandidateTable) -> CandidateTable:
+        """``table`` of mode ``disk`` for a GPU, with experts that may be cached from the files."""
+        cacheable = self.cacheable if self._fixed(table.mode).isdisjoint(self.cacheable) else ()
+        chooses = bool(cacheable) and table.forced.keys().isdisjoint(cacheable)
+        is_cached = chooses or "cache" in table.forced.values()
+        return replace(table, cacheable=cacheable, above_files=self.spill) if is_cached else table
 
     def _run_once(self, movable: Sequence[StorageInfo], workload: Workload) -> list[StorageInfo]:
         """Storages of ``movable`` that units can hold, of modules that a call runs once, and not once per step."""
@@ -372,6 +400,12 @@ class Planner:
         yield from self.profile.notes(workload.context, partial(self._room_bytes, plan, workload))
         if plan.cached:
             yield f"expected hit rate of cached experts from {self.hits.source}; misses are fetched before use"
+            if plan.kind.in_files and self.spill is not None:
+                layer = plan.cached[-1]  # layers before it may have one more
+                yield (
+                    f"experts: {layer.num_slots} of {layer.num_experts} on the device, {layer.host_slots} in host "
+                    f"memory, the rest in files; steps run without CUDA graphs"
+                )
             shared = self.forecast_cpu_share(plan, workload.batch_sizes[0], workload.context)
             if isinstance(shared, CpuShareForecast):
                 yield f"{shared}: --cpu-experts {'on' if shared.is_worthwhile else 'gains too little'}"
@@ -420,7 +454,7 @@ def solve(table: CandidateTable, budget: Budget) -> Plan:
     Raises:
         BudgetError: even with everything offloaded the budget is too small; carries the minimum.
     """
-    if budget.host_limit_bytes is not None and not table.kind.on_host:
+    if budget.host_limit_bytes is not None and not (table.kind.on_host or table.above_files):
         warn_user(
             f"--host-memory has no effect: mode {table.mode!r} stores no weights in host memory; leave it out, or use "
             f"--offload-mode cpu"
@@ -494,12 +528,18 @@ def _best(table: CandidateTable, device_bytes: int, host_bytes: int | None, code
         left = device_bytes - (int(family.memory.device_bytes[row]) if family.slots is None else plan.device_bytes)
         if left < 0:  # only the least of some caches is known before
             continue
-        plans.append(_with_more_experts(plan, left) if plan.cached and table.expert_slots is None else plan)
+        plans.append(_filled(plan, table, left, host_bytes) if plan.cached else plan)
     if len(plans) < 2:
         return plans[0] if plans else None
     forecasters = [table.forecaster(rows) for rows in table.batch_sizes]
     scores = mean_log(np.array([[forecaster(plan).step_s for plan in plans] for forecaster in forecasters]))
     return plans[int(scores.argmin())]  # the first of equal ones
+
+
+def _filled(plan: Plan, table: CandidateTable, left: int, host_bytes: int | None) -> Plan:
+    """``plan`` with more experts on the device and above files, as far as there is room."""
+    plan = _with_more_experts(plan, left) if table.expert_slots is None else plan
+    return plan if table.above_files is None else _with_host_slots(plan, table.above_files, host_bytes)
 
 
 def _with_more_experts(plan: Plan, left: int) -> Plan:
@@ -516,6 +556,12 @@ def _with_more_experts(plan: Plan, left: int) -> Plan:
         if more <= left:
             layers[index], left = larger, left - more
     return replace(plan, cached=tuple(layers))
+
+
+def _with_host_slots(plan: Plan, above_files: Spill, host_bytes: int | None) -> Plan:
+    """``plan`` of a GPU with as many of the experts in files as ``host_bytes`` of host memory have room for."""
+    beside_bytes = plan.ring_bytes + sum(slab_bytes([size]) for size in plan.uva.values())
+    return replace(plan, cached=above_files.hold_experts(plan.cached, host_bytes, beside_bytes))
 
 
 def _too_small(table: CandidateTable, budget: Budget) -> BudgetError:
@@ -545,7 +591,7 @@ def _too_small(table: CandidateTable, budget: Budget) -> BudgetError:
         ring = " with the staging ring, beside units in the checkpoint's files" if table.spill is not None else ""
         files = (
             ""
-            if ring or table.kind.is_coded
+            if ring or table.kind.is_coded or table.above_files
             else ", or leave units in files: checkpoint=FOLDER without a mode (on a CPU mode 'disk')"
         )
         return BudgetError(

@@ -10,6 +10,7 @@ at the first row at which the pieces of two memories are apart; what is between 
 from __future__ import annotations
 
 import math
+from bisect import bisect_right
 from collections.abc import Collection, Iterable, Mapping
 from dataclasses import dataclass, replace
 from functools import cached_property
@@ -30,6 +31,9 @@ _MIN_ROW_BYTES = 64 << 10
 # Overflow rows take an eighth of the slots' memory at most.
 _OVERFLOW_SHARE = 8
 
+# Rows for experts on their way from files to a GPU: two pieces for each thread that reads.
+_STAGING_BYTES = 64 << 20
+
 # vLLM's moe_align_block_size takes fewer than 1024 experts.
 _MOST_KERNEL_ROWS = 992
 
@@ -44,7 +48,7 @@ class CachedLayer:
         num_slots: experts that the device holds, at most ``num_experts``.
         storages: names of the tensors, each with the bytes of all experts.
         overflow_rows: experts beyond the slots that a step copies to the device, until the next layer does.
-        host_slots: experts that are stored in files and that host memory holds beside the slots: 0, where a CPU
+        host_slots: of experts that are stored in files, those that host memory holds beside the slots: 0, where a CPU
             computes, whose slots are host memory. All that have no slot have an overflow row then. ``None``: host
             memory stores all experts.
     """
@@ -140,7 +144,7 @@ class CachedLayer:
     def host_bytes(self) -> int:
         """Host memory of all tensors. Those that are wholly on the device have a copy there, for ``state_dict()``."""
         if self.host_slots is not None:
-            return 0
+            return self.host_slots * self.expert_bytes
         return sum(
             self.range_bytes(name) - self.host_start(name) if self.is_split(name) else size
             for name, size in self.storages.items()
@@ -150,7 +154,7 @@ class CachedLayer:
     def most_host_bytes(self) -> int:
         """The most of :attr:`host_bytes` with any number of slots, by which expert 0 begins elsewhere in a piece."""
         if self.host_slots is not None:
-            return 0
+            return self.host_bytes
         whole = (PIECE_BYTES // math.gcd(row, PIECE_BYTES) for row in self.split_row_bytes)
         inside = sum(rows > _MOST_ROWS for rows in whole)  # tensors of which it does not begin a piece
         sizes = (round_up(size, PIECE_BYTES) if self.is_split(name) else size for name, size in self.storages.items())
@@ -160,6 +164,11 @@ class CachedLayer:
     def num_bytes(self) -> int:
         """Bytes of all experts."""
         return sum(self.storages.values())
+
+    @property
+    def expert_bytes(self) -> int:
+        """Bytes of one expert."""
+        return self.num_bytes // self.num_experts
 
 
 def cached_layers(
@@ -184,13 +193,51 @@ def with_slots(layers: Iterable[CachedLayer], num_slots: int) -> list[CachedLaye
         form: replace(layer, num_slots=min(num_slots, layer.num_experts)) for form, layer in _by_form(layers).items()
     }
     room = sum(sized[layer.form].device_bytes for layer in layers) // _OVERFLOW_SHARE
-    made = {form: replace(layer, overflow_rows=_overflow_rows(layer, room)) for form, layer in sized.items()}
+    sized = {form: replace(layer, overflow_rows=_overflow_rows(layer, room)) for form, layer in sized.items()}
+    made = {form: with_host_slots(layer, layer.host_slots) for form, layer in sized.items()}
     return [replace(made[layer.form], module_fqn=layer.module_fqn, storages=layer.storages) for layer in layers]
 
 
 def _by_form(layers: Iterable[CachedLayer]) -> dict[tuple[int | None, ...], CachedLayer]:
     """One layer of each form."""
     return {layer.form: layer for layer in layers}
+
+
+def with_host_slots(layer: CachedLayer, count: int | None) -> CachedLayer:
+    """``layer`` with ``count`` of its experts in host memory above the files, as far as they are not in slots."""
+    return replace(layer, host_slots=None if count is None else min(count, layer.num_experts - layer.num_slots))
+
+
+def fill_host_memory(layers: Iterable[CachedLayer], room_bytes: float) -> list[CachedLayer]:
+    """``layers`` of experts in files with as many of these in host memory as ``room_bytes`` hold, evenly."""
+    layers = list(layers)
+    counts = range(max(layer.num_experts - layer.num_slots for layer in layers) + 1)
+    fitting = bisect_right(
+        counts, room_bytes, key=lambda count: sum(with_host_slots(layer, count).host_bytes for layer in layers)
+    )
+    filled = [with_host_slots(layer, max(0, fitting - 1)) for layer in layers]
+    left = room_bytes - sum(layer.host_bytes for layer in filled)
+    for index, layer in enumerate(filled):
+        filled[index] = with_host_slots(layer, fitting) if layer.expert_bytes <= left else layer
+        left -= filled[index].host_bytes - layer.host_bytes
+    return filled
+
+
+def staging_rows(layers: Collection[CachedLayer], on_gpu: bool) -> tuple[int, int]:
+    """Rows of host memory, and bytes of each, through which experts pass on their way from files to a GPU.
+
+    All ``layers`` share them: as many as keep threads reading, and at least one to read while another is copied. Where
+    a CPU computes without host memory beside its slots, there are none.
+    """
+    if not layers or any(layer.host_slots is None or not (on_gpu or layer.host_slots) for layer in layers):
+        return 0, 0
+    row_bytes = max(layer.expert_bytes for layer in layers)
+    return min(max(layer.num_experts for layer in layers), max(2, -(-_STAGING_BYTES // row_bytes))), row_bytes
+
+
+def host_memory_bytes(layers: Collection[CachedLayer], on_gpu: bool) -> int:
+    """Host memory of cached experts beside slots that are host memory."""
+    return sum(layer.host_bytes for layer in layers) + math.prod(staging_rows(layers, on_gpu))
 
 
 def _overflow_rows(layer: CachedLayer, room: int) -> int:

@@ -41,7 +41,14 @@ import numpy.typing as npt
 from headrace.config import Budget, Mechanism, Mode
 from headrace.model.layers import find_layers
 from headrace.model.records import Inventory, ModelProfile, StorageInfo, dotted_prefixes
-from headrace.plan.cached_experts import PIECE_BYTES, CachedLayer, cache_bytes, cached_layers
+from headrace.plan.cached_experts import (
+    PIECE_BYTES,
+    CachedLayer,
+    cache_bytes,
+    cached_layers,
+    fill_host_memory,
+    staging_rows,
+)
 from headrace.plan.cost_model import Forecaster, StepModel, UnitStores, experts_in, find_stages
 from headrace.plan.kinds import HOST, StoreKind, kind_of
 from headrace.plan.plan import Plan, UnitSpec, assemble
@@ -76,11 +83,21 @@ class Spill:
         unstreamable: storages whose bytes are in no file unchanged; units with one of them stay in host memory.
         free_bytes: available host memory, for budgets that set no limit; ``None``: not known, or not limited.
         ring_bytes: host memory of the staging ring, needed from the first unit in files on; 0 on a CPU.
+        is_device_memory: the GPU computes in host memory, so none of it is worth more than a slot.
     """
 
     unstreamable: Collection[str] = ()
     free_bytes: int | None = None
     ring_bytes: int = RING_BYTES
+    is_device_memory: bool = False
+
+    def hold_experts(
+        self, layers: Sequence[CachedLayer], host_bytes: float | None, beside_bytes: float
+    ) -> tuple[CachedLayer, ...]:
+        """``layers`` with experts in what ``beside_bytes`` leave of ``host_bytes`` (``None``: there is no limit)."""
+        room = math.inf if host_bytes is None else host_bytes
+        room -= beside_bytes + math.prod(staging_rows(layers, on_gpu=True))
+        return tuple(fill_host_memory(layers, 0 if self.is_device_memory else room))
 
 
 @dataclass(frozen=True)
@@ -126,6 +143,7 @@ class CandidateTable:
         mode: the store.
         kind: kind of the store of units: that of the codec, if there is one, or of ``mode``.
         spill: files for the units that host memory has no room for; ``None``: all are in the one store.
+        above_files: host memory that holds some of a GPU's cached experts, which are in files; ``None``: they are not.
         cacheable: experts that may be cached, by name.
         expert_slots: slots of each layer of experts; ``None``: any number.
         hits: what a cache of experts is expected to hit.
@@ -159,6 +177,7 @@ class CandidateTable:
     mode: Mode
     kind: StoreKind
     spill: Spill | None
+    above_files: Spill | None = None
     cacheable: Collection[str] = ()
     expert_slots: int | None = None
     hits: ExpertHits | FixedHits = field(default_factory=ExpertHits)
@@ -235,11 +254,10 @@ class CandidateTable:
 
     def host_limit(self, budget: Budget) -> int | None:
         """Host memory that weights may take: the budget's, or where units can be left in files, all that is free."""
-        if not self.kind.on_host:
+        files = self.above_files or self.spill
+        if not (self.kind.on_host or self.above_files):
             return None
-        if budget.host_limit_bytes is None and self.spill is not None:
-            return self.spill.free_bytes
-        return budget.host_limit_bytes
+        return files.free_bytes if budget.host_limit_bytes is None and files is not None else budget.host_limit_bytes
 
     def reserved_bytes(self, budget: Budget) -> int:
         """Device memory that the workload takes beside the weights."""
@@ -266,6 +284,8 @@ class CandidateTable:
 
     def families_within(self, device_bytes: float, host_bytes: int | None) -> list[Family]:
         """``families``, and where host memory is short, those that cache the experts of some layers."""
+        if self.above_files is not None:
+            return [family.with_experts_in(self.above_files, host_bytes) for family in self.families]
         is_short = self.expert_slots is None and self.is_short(device_bytes, host_bytes)
         return self.families + (self._mixed_families(device_bytes) if is_short else [])
 
@@ -329,6 +349,7 @@ class CandidateTable:
         """The experts ``names`` with several numbers of slots."""
         most = max(layer.num_experts for layer in self._layers_of(names))
         counts = {max(1, round(share * most)) for share in _CACHED_SHARES}
+        counts |= {1} if self.above_files is not None else set()  # host memory is nearly as good
         counts = {self.expert_slots} if self.expert_slots is not None else counts
         return [tuple(self._layers_of(names, count)) for count in sorted(counts)]
 
@@ -547,6 +568,12 @@ class Family:
         slots = np.floor(room / (_WITH_OVERFLOW * made._of_caches(lambda layer: layer.num_bytes // layer.num_experts)))
         return replace(made, slots=np.clip(slots, 0, max(layer.num_experts for layer in layers)).astype(np.int64))
 
+    def with_experts_in(self, files: Spill, host_bytes: float | None) -> Family:
+        """The candidates with experts in host memory above ``files``: as many as there is room for."""
+        ring_bytes = files.ring_bytes * bool(self.memory.num_units.any())
+        cached = files.hold_experts(self.cached, host_bytes, ring_bytes) if self.cached else ()
+        return replace(self, cached=cached)
+
     @cached_property
     def _chosen(self) -> Kinds:
         """[layers, candidates]: the set that each prefetches in each layer."""
@@ -683,9 +710,17 @@ class Family:
     def _placed(self, host_bytes: float | None) -> Placed:
         """Stores of units: the peer as far as it has room, then host memory, then files."""
         table, uncoded = self.table, self._uncoded()
+        if table.above_files is not None:
+            return self._placed_in(table.above_files)
         if table.peer_bytes or host_bytes is not None:
             return self._placed_within(host_bytes, uncoded)
         return Placed(UnitStores(table.kind, [(HOST, uncoded)]), np.zeros(len(self.high)))
+
+    def _placed_in(self, files: Spill) -> Placed:
+        """Stores of units that are all in ``files``, and what they, and experts, pass through on the host."""
+        ring_bytes = files.ring_bytes * (self.memory.num_units > 0)
+        staging = math.prod(staging_rows(self.cached, on_gpu=True))
+        return Placed(UnitStores(self.table.kind), ring_bytes + self._in_place_bytes(self.table.slabs) + staging)
 
     def _placed_within(self, host_bytes: float | None, uncoded: dict[str, Bools]) -> Placed:
         table, spill, on_peer, in_files = self.table, self.table.spill, dict[str, Bools](), dict[str, Bools]()
@@ -746,10 +781,10 @@ class Family:
 
     def step_s(self, rows: Ints, host_bytes: int | None = None) -> Floats:
         """[batch sizes, ``rows``]: seconds of a step of the candidates of these indices."""
-        taken, counts = self._take(rows), (self.memory.num_slots[rows], self.memory.num_units[rows])
+        taken, rest = self._take(rows), (self.memory.num_slots[rows], self.memory.num_units[rows], self.cached)
         units, placed = dict(taken._units(self.table.read_sizes)), taken._placed(host_bytes)
         return np.array(
-            [step.step_s(units, placed.stores, taken._read_in_place(step), *counts) for step in self.table.steps]
+            [step.step_s(units, placed.stores, taken._read_in_place(step), *rest) for step in self.table.steps]
         )
 
     def _read_in_place(self, step: StepModel) -> list[tuple[Floats | float, Floats | float]]:

@@ -68,6 +68,9 @@ KERNELS_PER_EXPERT_LAYER = 45
 # A layer with cached experts: admission, fetching, the rows of what was chosen, and what they delay. Of a step in vLLM
 # 18 us (Qwen3-30B-A3B) and 16 (gpt-oss-120b) a layer (H100, docs/benchmarks/2026-11-26-vllm-experts-h100.md).
 CACHED_LAYER_S = 17e-6
+# A layer whose experts the host fetches: it waits for the device, and launches kernels one by one. 31 ms for 36 layers
+# of Qwen3-8B without CUDA graphs (graphs/decoding.py).
+EAGER_LAYER_S = 0.9e-3
 # bitsandbytes stores two weights a byte, in one column. A byte of them takes the kernel for one row as long as so many
 # of 16 bits (Llama-3.3-70B, 43.3 ms a token: docs/benchmarks/2026-11-25-card-24gb-h100.md).
 PACKED_BYTE = 2.4
@@ -206,8 +209,8 @@ def cached_cost(
 ) -> tuple[float, float]:
     """Seconds that caching the experts of ``layer`` adds to its compute, and that it occupies the link."""
     share, rows_each = share_in_use(layer.num_experts, rows, profile)
-    in_use, top_k = share * layer.num_experts, profile.experts_per_token or layer.num_experts
-    held = min(in_use * hits(layer.num_slots, layer.num_experts, top_k, in_use), layer.num_slots)
+    in_use = share * layer.num_experts
+    held = _held(layer, layer.num_slots, in_use, profile, hits)
     fetched = in_use - held
     if layer.host_slots is None:  # else overflow rows have room for all others
         fetched = min(fetched, layer.num_slots - held)
@@ -217,7 +220,31 @@ def cached_cost(
     beyond_s = rates.copy_s(beyond_bytes) if in_place is None else beyond_bytes * in_place(rows_each)
     resident_s = beyond_bytes * rates.grouped_s_per_byte(rows_each)
     fetch_s = fetched * expert_bytes / rates.expert_bytes_per_s
+    if layer.host_slots is not None and rates.file_bytes_per_s is not None:  # a GPU's
+        leaving = min(fetched, layer.num_slots - held) if layer.host_slots else 0.0  # their slots, for host memory
+        fetch_s += leaving * expert_bytes / rates.expert_bytes_per_s
+        return fetch_s + read_experts_s(layer, rows, rates, profile, hits) + EAGER_LAYER_S, fetch_s
     return fetch_s + max(0.0, beyond_s - resident_s) + CACHED_LAYER_S, fetch_s + beyond_s
+
+
+def _held(
+    layer: CachedLayer, num_slots: int, in_use: float, profile: ModelProfile, hits: ExpertHits | FixedHits
+) -> float:
+    """Number of the ``in_use`` experts of a step that ``num_slots`` slots hold."""
+    top_k = profile.experts_per_token or layer.num_experts
+    return min(in_use * hits(num_slots, layer.num_experts, top_k, in_use), num_slots)
+
+
+def read_experts_s(
+    layer: CachedLayer, rows: int, rates: Rates, profile: ModelProfile, hits: ExpertHits | FixedHits
+) -> float:
+    """Seconds in which the files are read for what the device and host memory lack of ``layer``."""
+    if layer.host_slots is None:
+        return 0.0
+    in_use = share_in_use(layer.num_experts, rows, profile)[0] * layer.num_experts
+    # Both hold what was used last, and nothing twice, as slots for all of it would.
+    held = _held(layer, layer.num_slots + layer.host_slots, in_use, profile, hits)
+    return (in_use - held) * layer.expert_bytes * rates.file_s_per_byte
 
 
 def stages_compute_s(
@@ -313,6 +340,10 @@ class StepModel:
         for name, cost in self.costs.items():
             self.resident_s[self._stage_of[name]] += cost.resident_s
 
+    def read_experts_s(self, layer: CachedLayer) -> float:
+        """See :func:`read_experts_s`."""
+        return read_experts_s(layer, **self._cached_cost.keywords)
+
     def read_in_place(self, names: Iterable[str], cached: Sequence[CachedLayer] = ()) -> list[tuple[float, float]]:
         """Per stage: seconds that reading these storages in place, and experts through these caches, adds to compute,
         and that it occupies the link."""
@@ -338,6 +369,7 @@ class StepModel:
         in_place: Iterable[tuple[Floats | float, Floats | float]],
         num_slots: Ints,
         num_units: Ints,
+        cached: Sequence[CachedLayer] = (),
     ) -> Floats:
         """Seconds of a step, by candidate.
 
@@ -345,6 +377,7 @@ class StepModel:
             sizes: bytes of units by the module of their stage.
             stores: stores of the units.
             in_place: as :meth:`read_in_place`, by candidate.
+            cached: layers of which files are read as well, by the same disk.
         """
         rates, none, stages = self._rates, np.zeros(len(num_slots)), []
         for stage, resident_s, (extra_s, link_s) in zip(self._stages, self.resident_s, in_place, strict=True):
@@ -354,7 +387,9 @@ class StepModel:
             stages.append(StageTimes(resident_s + extra_s + decode_s, link_s, copy_s, disk_s))
         reads_files = any(stage.disk_s.any() for stage in stages)
         ring_s = RING_BYTES * rates.file_s_per_byte if reads_files else 0.0
-        return step_s(stages, num_slots, num_units, rates.copies_take_cores, ring_s)
+        found = step_s(stages, num_slots, num_units, rates.copies_take_cores, ring_s)
+        read_s = sum(map(self.read_experts_s, cached))  # of files that units are read from, too
+        return np.maximum(found, read_s + sum(stage.disk_s for stage in stages)) if read_s else found
 
 
 class StageTimes(NamedTuple):
@@ -562,14 +597,14 @@ class Forecaster:
         stores = UnitStores(plan.kind, others)
         in_place = self._step.read_in_place(plan.uva, plan.cached)
         counts = np.array([plan.num_slots]), np.array([len(plan.units)])
-        step_s = self._step.step_s(sizes, stores, in_place, *counts)
+        step_s = self._step.step_s(sizes, stores, in_place, *counts, plan.cached)
         in_place_s = sum(seconds for _, seconds in in_place)
         moved = plan.moved_units
         moved_bytes, copies_s = np.array([float(self._bytes_of(unit)) for unit in moved]), np.zeros(len(moved))
         for kind in plan.units_by_kind if moved else ():
             copies_s = np.where([unit.kind is kind for unit in moved], kind.copy_s(rates, moved_bytes), copies_s)
         link_s = float(copies_s.sum())
-        disk_s = rates.file_s_per_byte * plan.read_bytes
+        disk_s = rates.file_s_per_byte * plan.read_bytes + sum(map(self._step.read_experts_s, plan.cached))
         resident_s = sum(self._step.resident_s)
         compute_s = resident_s + rates.decode_s_per_byte * sum(map(self._bytes_of, plan.coded_units))
         floor_s = max(compute_s, link_s + in_place_s, disk_s)

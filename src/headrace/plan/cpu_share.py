@@ -73,6 +73,8 @@ def slowdown(
     forms = {_form_of(inventory, layer) for layer in layers}
     if not forms:
         return "the plan caches no experts"
+    if any(layer.host_slots is not None for layer in layers):
+        return "experts are in files, and not all of them in host memory"
     if rows > _MOST_ROWS:
         return f"steps of {rows} rows leave it to the link; up to {_MOST_ROWS} do not"
     if not rates.cpu_bytes_per_s:

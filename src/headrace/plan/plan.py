@@ -352,12 +352,13 @@ class Plan:
         for layer in self.cached:
             if self.kind.experts_module is None:
                 raise OptionError(
-                    f"experts of {layer.module_fqn} are cached and stored in {self.mode!r}; expected 'cpu', or on a "
-                    f"CPU 'disk', the stores that a cache of experts is filled from (--offload-mode cpu)"
+                    f"experts of {layer.module_fqn} are cached and stored in {self.mode!r}; expected 'cpu' or "
+                    f"'disk', the stores that a cache of experts is filled from (--offload-mode cpu)"
                 )
             for name, why in why_not_cached(inventory, layer.storages).items():
                 raise OptionError(f"the plan caches {name}, which cannot be: {why}; {_REPLAN}")
-            there = cached_layers(inventory, layer.storages, layer.num_slots, self.kind.host_slots)
+            host_slots = None if self.kind.host_slots is None else layer.host_slots or 0
+            there = cached_layers(inventory, layer.storages, layer.num_slots, host_slots)
             if self.kind.host_slots is None:  # else every expert without a slot has one
                 there = [replace(each, overflow_rows=layer.overflow_rows) for each in there]
             if [layer] != there:
@@ -606,6 +607,8 @@ def _plan_from(data: Any) -> Plan:
         most, rows, place = layer.num_experts, layer.overflow_rows, f"cached[{index}]"
         require(layer.num_slots <= most, f"{place}.num_slots", f"1 to {most}, the number of experts", layer.num_slots)
         require(rows < most, f"{place}.overflow_rows", f"0 to {most - 1}", rows)
+        left, held = most - layer.num_slots, layer.host_slots
+        require(held is None or 0 <= held <= left, f"{place}.host_slots", f"null, or 0 to {left}", held)
     twice = next((name for name, times in Counter([*plan.resident, *plan.offloaded_names]).items() if times > 1), None)
     places = "units, resident, uva and cached"
     require(twice is None, places, "each storage in one place, and this one is in two", twice)

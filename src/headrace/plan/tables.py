@@ -5,7 +5,7 @@ from __future__ import annotations
 import re
 import shutil
 from collections import Counter, defaultdict
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from io import StringIO
 from itertools import groupby
 from typing import Any
@@ -17,6 +17,7 @@ from rich.table import Table
 from rich.text import Text
 
 from headrace.formatting import format_rate, format_size, format_time, in_unit, pluralize, size_unit
+from headrace.plan.cached_experts import host_memory_bytes
 from headrace.plan.kinds import HOST, StoreKind, Unit, kind_of
 from headrace.plan.plan import Plan
 from headrace.plan.prediction import CachePoint, PlanPrediction
@@ -160,16 +161,23 @@ def _places(plan: Plan) -> Table:
         place = HOST.label if staged and plan.kind.in_files else plan.kind.label
         add("read in place", pluralize(len(plan.uva), "tensor"), place, plan.uva_bytes)
     if plan.cached:
-        counts = sorted({layer.num_slots for layer in plan.cached})
-        slots = f"{counts[0]} to {counts[-1]}" if len(counts) > 1 else str(counts[0])
-        overflow_rows = max(layer.overflow_rows for layer in plan.cached)
-        more = f", {overflow_rows} for overflow" if overflow_rows else ""
-        add("slots for experts", f"{slots} of {plan.cached[0].num_experts}{more}", "device", plan.cache_bytes)
-        add("cached experts", pluralize(len(plan.cached), "layer"), plan.kind.label, plan.cached_bytes)
+        _add_experts(plan, add, on_gpu=staged)
     table.add_section()
     sums = (in_unit(num_bytes, unit) if num_bytes else "" for num_bytes in totals.values())
     table.add_row("total", "", *sums, style="bold")
     return table
+
+
+def _add_experts(plan: Plan, add: Callable[[str, str, str, int], None], on_gpu: bool) -> None:
+    counts, (*_, last) = sorted({layer.num_slots for layer in plan.cached}), plan.cached
+    slots = f"{counts[0]} to {counts[-1]}" if len(counts) > 1 else str(counts[0])
+    overflow_rows = max(layer.overflow_rows for layer in plan.cached)
+    more = f", {overflow_rows} for overflow" if overflow_rows else ""
+    add("slots for experts", f"{slots} of {plan.cached[0].num_experts}{more}", "device", plan.cache_bytes)
+    if on_gpu and last.host_slots is not None:
+        num_bytes = host_memory_bytes(plan.cached, on_gpu=True)
+        add("experts above files", f"{last.host_slots} of {last.num_experts}", "host", num_bytes)
+    add("cached experts", pluralize(len(plan.cached), "layer"), plan.kind.label, plan.cached_bytes)
 
 
 def _units(plan: Plan) -> Table:

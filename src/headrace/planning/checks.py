@@ -13,6 +13,7 @@ from headrace.errors import LimitError, OptionError, warn_user
 from headrace.formatting import format_size
 from headrace.memory.system import DEVICE, PEER, Limits, Needs, Shortage, round_up
 from headrace.model.records import Inventory
+from headrace.plan.cached_experts import host_memory_bytes
 from headrace.plan.plan import DeviceName, Machine, Plan
 from headrace.plan.slabs import slab_bytes
 from headrace.planning.request import can_read_in_place, gpu_memory_kind, has_triton, peer_of
@@ -80,17 +81,12 @@ def require_one_process(ranks: RankGroup | None) -> None:
 def _require_kernels(plan: Plan, device: torch.device | DeviceName) -> None:
     """Refuse cached experts and codes where their kernels do not run."""
     from_files = bool(plan.cached) and plan.kind.host_slots is not None
-    if from_files and device.type != "cpu":
-        raise OptionError(
-            f"experts of {plan.cached[0].module_fqn} are cached and stay in the files (mode {plan.mode!r}), which a "
-            f"GPU's kernels cannot read; expected mode 'cpu' (--offload-mode cpu), or a CPU (--device cpu)"
-        )
     if plan.cached and not from_files and device.type == "cpu" and os.environ.get("TRITON_INTERPRET") != "1":
         raise OptionError(
             f"experts of {plan.cached[0].module_fqn} are cached, and the device is a CPU; expected a CUDA device, "
             f"which has memory of its own, or files below the cache (mode 'disk'; or use experts=uva)"
         )
-    if not has_triton(device):
+    if not from_files and not has_triton(device):
         raise OptionError(
             "cached experts and codecs are run by Triton, which is not installed: install it (pip install triton; on "
             "Windows triton-windows), or use experts=uva and codec='none' (--offload-codec none)"
@@ -114,12 +110,17 @@ def _refuse_converting(plan: Plan, inventory: Inventory, weights: WeightMap) -> 
         )
 
 
-def _warn_of_memory(plan: Plan, device: torch.device | DeviceName, machine: Machine) -> None:
-    """Warn where offloading to host memory frees nothing, because the GPU computes in it."""
+def memory_kind(device: torch.device | DeviceName, machine: Machine) -> str:
+    """:func:`gpu_memory_kind` of ``device``, which may be of another machine."""
     from headrace.transfer.cards import shares_host_memory
 
-    elsewhere = isinstance(device, DeviceName)  # of another machine
-    kind = ("shared" if shares_host_memory(machine.device) else "own") if elsewhere else gpu_memory_kind(device)
+    elsewhere = isinstance(device, DeviceName)
+    return ("shared" if shares_host_memory(machine.device) else "own") if elsewhere else gpu_memory_kind(device)
+
+
+def _warn_of_memory(plan: Plan, device: torch.device | DeviceName, machine: Machine) -> None:
+    """Warn where offloading to host memory frees nothing, because the GPU computes in it."""
+    kind = memory_kind(device, machine)
     if kind == "shared" and plan.kind.on_host and plan.offloaded_bytes > plan.spilled_bytes:
         warn_user(
             f"{machine.device} computes in the host's memory, so offloading weights to host memory frees nothing: "
@@ -141,7 +142,7 @@ def needs_of(plan: Plan, *, on_gpu: bool, elsewhere: Collection[str] = (), on_me
         on_meta: storages of them that have no bytes yet and are read from files; others are adopted by a CPU's store.
     """
     moved = [num_bytes for name, num_bytes in plan.resident.items() if name in elsewhere]
-    experts_bytes = sum(layer.host_bytes for layer in plan.cached)
+    experts_bytes = host_memory_bytes(plan.cached, on_gpu) if plan.cached else 0
     if not on_gpu:
         stored = plan.cache_bytes + experts_bytes
         for kind, units in plan.units_by_kind.items():

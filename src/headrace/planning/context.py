@@ -20,7 +20,7 @@ from headrace.memory.system import Limits, Needs, read_limits
 from headrace.model.records import Inventory, ModelProfile, StorageInfo
 from headrace.plan.cached_experts import why_not_cached
 from headrace.plan.plan import DeviceName, Plan, assemble
-from headrace.planning.checks import check_limits, finalize_plan, needs_of, require_one_process
+from headrace.planning.checks import check_limits, finalize_plan, memory_kind, needs_of, require_one_process
 from headrace.planning.request import PlanRequest, Target, can_read_in_place, has_triton, peer_of
 from headrace.stores.sources import TENSOR_ALIGN_BYTES
 
@@ -88,8 +88,10 @@ class PlanContext:
             from headrace.plan.engines import vllm_planner
 
             planner = vllm_planner(planner)
-        if (spill := planner.spill) is not None and spill.free_bytes is not None:
-            planner = replace(planner, spill=replace(spill, free_bytes=spill.free_bytes + self.held_bytes))
+        if (spill := planner.spill) is not None:
+            free_bytes = None if spill.free_bytes is None else spill.free_bytes + self.held_bytes
+            is_shared = memory_kind(target.device, target.machine) == "shared"
+            planner = replace(planner, spill=replace(spill, free_bytes=free_bytes, is_device_memory=is_shared))
         return planner if self.hits is None else replace(planner, hits=self.hits)
 
     def sized(self, guesser_bytes: int = 0) -> PlanContext:

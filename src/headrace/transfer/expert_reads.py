@@ -1,40 +1,27 @@
-"""Cached experts in files: what a step misses is read into slots of host memory before the step uses it.
+"""Cached experts in files: what a step misses is read before the step uses it.
 
-The cache of a CPU, which computes from the slots. Replacement is that of :mod:`headrace.experts.kernels`: the least
-recently used leaves, per layer. Experts of a step that have no slot are read into overflow rows, so any step runs with
-any number of slots, and reads an expert at most once.
+The cache of a CPU, which computes from the slots; that of a GPU is :mod:`headrace.transfer.expert_tiers`. Replacement
+is that of :mod:`headrace.experts.kernels`: the least recently used leaves, per layer. Experts of a step that have no
+slot are read into overflow rows, so any step runs with any number of slots, and reads an expert at most once.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 
+import numpy as np
 import torch
 
 from headrace.config import debug_enabled
+from headrace.errors import StateError
 from headrace.experts.counts import CacheCounts, checked
-from headrace.experts.rows import CacheStreamOrder, MakesCache
+from headrace.experts.rows import CacheStreamOrder
 from headrace.memory.system import EXPERT_READERS, reader_threads
 from headrace.plan.cached_experts import CachedLayer
-from headrace.stores.expert_files import ExpertFiles
 from headrace.stores.sources import Copy, fill
 from headrace.stores.store import Load, new_buffer
-from headrace.transfer.link import ThreadLink
-
-
-def open_caches(store: ExpertFiles, turn: CacheStreamOrder) -> MakesCache[FileCache]:
-    """A function that makes the cache of each layer; ``turn``: stream order of all of them.
-
-    Raises:
-        OptionError: the system starts no more threads.
-    """
-    store.readers = reader = ExpertReader()
-
-    def make(layer: CachedLayer, rows: Mapping[str, torch.Tensor], shift: int, check: Callable[[], None]) -> FileCache:
-        parts = [(rows[name], store.parts[name]) for name in layer.storages]
-        return FileCache(layer, parts, reader, turn, shift, check)
-
-    return make
+from headrace.transfer.link import ThreadLink, Transfer
 
 
 class ExpertReader:
@@ -45,19 +32,27 @@ class ExpertReader:
         self._is_idle = True
         self.close = self._link.close
 
-    def read(self, jobs: Sequence[tuple[int, Sequence[Copy], torch.Tensor]]) -> None:
-        """Carry out ``jobs``: (number for errors, copies, uint8 1-D that they fill); return when all are done.
+    @contextmanager
+    def reading(self) -> Iterator[None]:
+        """Within, reads are started, and all of them waited for; no thread writes for a caller before this one."""
+        if not self._is_idle:  # after an error or an interrupt threads may still write
+            self._link.join()
+        self._is_idle = False
+        yield
+        self._is_idle = True
+
+    def start(self, expert: int, copies: Sequence[Copy], into: torch.Tensor) -> Transfer:
+        """Start to carry out ``copies`` into a row of host memory (uint8, 1-D); ``expert``: number for errors."""
+        return self._link.copy(Load(expert, tuple(copies)), into, ())
+
+    def wait(self, transfers: Iterable[Transfer]) -> None:
+        """Return when all are done.
 
         Raises:
             TransferError: a range cannot be read.
         """
-        if not self._is_idle:  # after an error or an interrupt threads may still write
-            self._link.join()
-        self._is_idle = False
-        transfers = [self._link.copy(Load(unit, tuple(copies)), into, ()) for unit, copies, into in jobs]
         for transfer in transfers:
             self._link.wait(transfer)
-        self._is_idle = True
 
 
 class FileCache:
@@ -84,7 +79,7 @@ class FileCache:
         self._overflow = range(layer.first_overflow_row, layer.num_rows)
         self._parts, self._reader, self._shift, self._check = parts, reader, shift, check
         self.turn, self._debug = turn, debug_enabled()
-        self.location = torch.full((layer.num_experts,), -1, dtype=torch.int64, device="cpu")
+        self.location = torch.full((layer.num_experts,), -1, dtype=torch.int64, device=parts[0][0].device)
         self.counters = torch.zeros(6, dtype=torch.int64, device="cpu")
         self._slot_of: dict[int, int] = {}  # the experts in slots, the least recently used first
 
@@ -95,15 +90,23 @@ class FileCache:
 
         Raises:
             TransferError: a file cannot be read, or was written to. The next step begins with what is in slots.
+            StateError: a CUDA graph is being captured.
         """
         self._check()
+        if ids.is_cuda and torch.cuda.is_current_stream_capturing():
+            raise StateError(
+                "a CUDA graph is being captured, and experts in files are read by the host, which a replay does not "
+                "run: run the model without graphs, or keep its experts in host memory (mode 'cpu')"
+            )
         numbers = ids.reshape(-1).tolist()
         row_of = self._bring(sorted({each for each in numbers if 0 <= each < self._num_experts}))
-        location = self.location.numpy()
-        location[:] = -1
+        location = np.full(self._num_experts, -1)
         location[list(row_of)] = list(row_of.values())
+        with torch.inference_mode():  # the offload may have begun there, and torch refuses to write to it elsewhere
+            self.location.copy_(torch.from_numpy(location), non_blocking=True)
         rows = [row_of.get(each, each if each < 0 else each + self._shift) for each in numbers]
-        return torch.tensor(rows, dtype=ids.dtype, device="cpu").view(ids.shape)
+        # CUDA has copied memory that is not pinned when the call returns, and the host goes on.
+        return torch.tensor(rows, dtype=ids.dtype, device="cpu").view(ids.shape).to(ids.device, non_blocking=True)
 
     def _bring(self, used: Sequence[int]) -> dict[int, int]:
         """The rows of the experts ``used``, in which they are when this returns."""
@@ -115,19 +118,28 @@ class FileCache:
         free = sorted(set(range(self.num_slots)).difference(slots.values())) if missing else []
         oldest = [expert for expert in slots if expert not in wanted][: max(0, len(missing) - len(free))]
         # From here on no expert has these slots, whatever becomes of the reads.
-        free += [slots.pop(expert) for expert in oldest]
-        row_of = dict(zip(missing, [*free, *self._overflow], strict=False))
-        self._reader.read(
-            [(expert, copies[expert], rows[row]) for expert, row in row_of.items() for rows, copies in self._parts]
-        )
+        leaving = {slots.pop(expert): expert for expert in oldest}
+        row_of = dict(zip(missing, [*free, *leaving, *self._overflow], strict=False))
+        if row_of:
+            with self._reader.reading():
+                self._fill(row_of, leaving)
         fetched = {expert: row for expert, row in row_of.items() if row < self.num_slots}
         slots.update(fetched)
         # By numpy: to a tensor that was made in inference mode torch refuses to write outside of it.
         self.counters.numpy()[:5] += 1, len(hits), len(fetched), len(missing) - len(fetched), len(oldest)
         return row_of | {expert: slots[expert] for expert in hits}
 
+    def _fill(self, row_of: Mapping[int, int], leaving: Mapping[int, int]) -> None:
+        """Have the bytes of experts in their rows; ``leaving``: by slot, the expert that was there."""
+        started = [
+            self._reader.start(expert, copies[expert], rows[row])
+            for expert, row in row_of.items()
+            for rows, copies in self._parts
+        ]
+        self._reader.wait(started)
+
     def reset(self) -> None:
-        """No expert is in a slot: the pages of the slots were given back."""
+        """No expert is in a slot: the memory of the slots was given back."""
         self._slot_of.clear()
 
     def compare(self, ids: torch.Tensor, rows: torch.Tensor) -> None:
@@ -137,7 +149,7 @@ class FileCache:
             for memory, copies in self._parts if 0 <= expert < self._num_experts else ():
                 buffer = new_buffer(memory.shape[1])
                 fill(buffer, copies[expert])
-                self.counters.numpy()[5] += int((buffer != memory[row]).sum())
+                self.counters.numpy()[5] += int((buffer != memory[row].cpu()).sum())
 
     def counts(self) -> CacheCounts:
         """The counts so far; raises ``RaceError`` if bytes differed."""

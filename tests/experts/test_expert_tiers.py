@@ -1,0 +1,385 @@
+"""The promise: between a GPU and experts in files, host memory holds what is in no slot, and bits are the resident's.
+
+Here both tiers are memory of a CPU: a plan for one that has host memory above the files runs the same code.
+"""
+
+from __future__ import annotations
+
+import os
+from collections import Counter, deque
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import replace
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import save_model
+
+import headrace
+from checks import run_threads
+from expert_layers import Layers, X, steps
+from headrace import Handle, Plan, Rules
+from headrace.adapters.transformers import load
+from headrace.errors import OptionError, StateError, TransferError
+from headrace.memory import split_range
+from headrace.model.inventory import take_inventory
+from headrace.plan import cached_experts
+from headrace.plan.build import build_plan
+from headrace.plan.cached_experts import (
+    CachedLayer,
+    host_memory_bytes,
+    staging_rows,
+    with_host_slots,
+    with_slots,
+)
+from headrace.planning.checks import needs_of
+from headrace.stores import expert_files
+from headrace.testing import assert_same_bits
+from headrace.transfer import expert_tiers
+from headrace.transfer.expert_tiers import Staging, TieredCache
+from moe_models import gpt_oss, outputs, qwen
+
+MIB = 2**20
+ALL = torch.arange(40)
+EXPERT_BYTES = 4 * (192 * 128 + 192)
+
+
+@pytest.fixture(autouse=True)
+def few_rows(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Two rows for what is read, also without host memory above the files, so that every step uses them again."""
+    monkeypatch.setattr(cached_experts, "_STAGING_BYTES", 1)
+    monkeypatch.setattr(expert_files, "staging_rows", lambda layers, on_gpu: staging_rows(layers, on_gpu=True))
+
+
+@pytest.fixture
+def folder(tmp_path: Path) -> Path:
+    save_model(Layers(), str(tmp_path / "model.safetensors"))
+    return tmp_path
+
+
+def tiered(model: torch.nn.Module, num_slots: int, host_slots: int, pattern: str = "layers") -> Plan:
+    plan = build_plan(take_inventory(model), Rules([(pattern, "cache")], expert_slots=num_slots, mode="disk"))
+    return replace(plan, cached=tuple(with_host_slots(layer, host_slots) for layer in plan.cached))
+
+
+def offloaded(folder: Path, num_slots: int = 6, host_slots: int = 10) -> tuple[Layers, Handle]:
+    model = Layers().eval()
+    return model, headrace.offload(model, tiered(model, num_slots, host_slots), checkpoint=folder, device="cpu")
+
+
+def caches(handle: Handle) -> Iterator[TieredCache]:
+    for _, cache in handle._session._caches:
+        assert isinstance(cache, TieredCache)
+        yield cache
+
+
+def require_exclusive(handle: Handle, resident: Layers) -> None:
+    """No expert is in both tiers, each has a row of its own there, and rows hold its bytes."""
+    for cache, layer in zip(caches(handle), resident.layers, strict=True):
+        slots, places = cache._slot_of, cache._place_of
+        assert not slots.keys() & places.keys()
+        assert len(set(slots.values())) == len(slots) <= cache.num_slots
+        assert len(set(places.values())) == len(places) <= cache._host_slots
+        weights = [weight.detach().flatten(1).view(torch.uint8) for weight in (layer.up, layer.bias)]
+        for (rows, _), held, weight in zip(cache._parts, cache._held, weights, strict=True):
+            assert all(torch.equal(rows[row], weight[expert]) for expert, row in slots.items())
+            assert all(torch.equal(held[place], weight[expert]) for expert, place in places.items())
+
+
+@pytest.mark.parametrize("num_slots", [1, 7, 33, 64])
+def test_ranges_of_a_device_have_all_rows(num_slots: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of tensors with rows of other sizes, which begin their overflow rows at the same row."""
+    made: list[tuple[int, int, int]] = []
+
+    class Range:
+        def __init__(self, near: int, far: int, end: int, device: torch.device, shared: Any = None) -> None:
+            made.append((near, *((end, end) if shared is None else (shared[0], shared[0] + shared[1]))))
+            assert far == end
+            self.whole = torch.empty(end, dtype=torch.uint8, device="meta")
+
+    monkeypatch.setattr(split_range, "MappedMemory", lambda size, *_: size)
+    monkeypatch.setattr(split_range, "SplitRange", Range)
+    sizes = {"up": 64 * 96 << 10, "down": 64 * 64 << 10, "odd": 64 * 80_000, "bias": 64 * 768}
+    layers = [CachedLayer(f"layers.{i}", 64, 1, sizes, host_slots=0) for i in range(2)]
+    named = [replace(e, storages={f"{e.module_fqn}.{name}": size for name, size in sizes.items()}) for e in layers]
+    (layer, _) = layers = with_slots(named, num_slots)
+    rows = expert_files.DeviceRows(layers, torch.device("meta"))
+    for name in layer.storages:
+        assert len(rows.whole(name)) >= layer.num_rows * layer.row_bytes(name)
+    for (near, start, end), name in zip(made, layer.storages, strict=False):
+        row = layer.row_bytes(name)
+        assert near >= num_slots * row
+        assert near <= start <= max(start, layer.first_overflow_row * row)
+        assert num_slots == 64 or end >= layer.num_rows * row
+
+
+SIZES = [(1, 0), (1, 1), (3, 5), (6, 34), (10, 1), (39, 1), (40, 0)]
+
+
+class TestBits:
+    @pytest.mark.parametrize(("num_slots", "host_slots"), SIZES)
+    def test_many_steps(self, folder: Path, num_slots: int, host_slots: int) -> None:
+        """With fewer experts in both tiers than a step uses, too, and prompts that use all."""
+        resident, (model, handle) = Layers(), offloaded(folder, num_slots, host_slots)
+        with handle, torch.inference_mode():
+            for ids in (*steps(60), ALL, *steps(30, most=30, seed=1), *steps(60, most=3, seed=2), ALL):
+                assert_same_bits(model(X, ids), resident(X, ids))
+                require_exclusive(handle, resident)
+        assert_same_bits(model(X, ALL), resident(X, ALL))
+
+    @pytest.mark.parametrize("make", [qwen, gpt_oss])
+    def test_transformers(self, make: Any, tmp_path: Path) -> None:
+        """gpt-oss has biases, whose rows are small."""
+        model = make()
+        expected = outputs(model)
+        model.save_pretrained(tmp_path)
+        loaded, handle = load(tmp_path, tiered(model, 2, 3, "experts"), device="cpu", dtype=torch.float32)
+        with handle:
+            assert_same_bits(outputs(loaded), expected)
+            assert handle.stats().bytes_moved > 0
+
+    def test_in_and_out_of_inference_mode(self, folder: Path) -> None:
+        resident, model = Layers(), Layers().eval()
+        with torch.inference_mode():
+            handle = headrace.offload(model, tiered(model, 3, 5), checkpoint=folder, device="cpu")
+        with handle, torch.no_grad():
+            for ids in steps(20):
+                assert_same_bits(model(X, ids), resident(X, ids))
+                with torch.inference_mode():
+                    assert_same_bits(model(X, ids), resident(X, ids))
+
+    def test_threads(self, folder: Path) -> None:
+        resident, (model, handle) = Layers(), offloaded(folder)
+
+        def run(seed: int) -> None:
+            for ids in steps(40, seed=seed):
+                assert_same_bits(model(X, ids), resident(X, ids))
+
+        with handle:
+            run_threads([partial(run, seed) for seed in range(3)])
+            require_exclusive(handle, resident)
+
+
+class TestMoves:
+    def test_both_are_one_lru(self, folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+        """Of as many slots as both have; and of each expert as many bytes move as that says."""
+        moved = Counter[str]()
+        for name in ("_copy_up", "_copy_down", "_land"):
+            method = getattr(TieredCache, name)
+
+            def count(*arguments: Any, method: Any = method, name: str = name) -> None:
+                moved[name] += 1
+                method(*arguments)
+
+            monkeypatch.setattr(TieredCache, name, count)
+        _model, handle = offloaded(folder, 6, 10)
+        with handle:
+            cache, lru, expected = next(caches(handle)), list[int](), Counter[str]()
+            for ids in steps(300, most=6, seed=3):
+                used, on_device = sorted(ids.tolist()), set(lru[-6:])
+                hits = [each for each in used if each in on_device]
+                missing = [each for each in used if each not in on_device]
+                leaving = max(0, len(on_device) + len(missing) - 6)
+                expected["_copy_up"] += sum(each in lru for each in missing)
+                expected["_land"] += sum(each not in lru for each in missing)
+                expected["_copy_down"] += leaving
+                lru = [*(each for each in lru if each not in used), *hits, *missing][-16:]
+                cache.admit(ids)
+                assert [*cache._place_of, *cache._slot_of] == lru
+            assert moved == expected
+            assert moved["_land"] < 0.7 * sum(moved.values())
+            counts = cache.counts()
+            assert counts.fetched == moved["_copy_up"] + moved["_land"]
+            assert counts.evicted == moved["_copy_down"]
+            assert counts.in_place == 0
+
+    def test_a_prompt_reads_each_expert_once(self, folder: Path) -> None:
+        """Both tiers keep what it uses, and then it reads the rest alone."""
+        model, handle = offloaded(folder, 6, 10)
+        with handle:
+            for count in (40, 24, 24):
+                before = read_bytes(handle)
+                model(X, ALL.repeat(5))
+                assert read_bytes(handle) - before == 2 * count * EXPERT_BYTES
+            for layer in handle.stats().experts:
+                assert (layer.hits, layer.fetched, layer.in_place) == (12, 6, 34 * 3)
+
+    def test_all_experts_are_read_once(self, folder: Path) -> None:
+        """Host memory has room for all that are in no slot."""
+        model, handle = offloaded(folder, 3, 37)
+        with handle:
+            before = read_bytes(handle)
+            for ids in (ALL, *steps(50)):
+                model(X, ids)
+            assert read_bytes(handle) - before == 2 * 40 * EXPERT_BYTES
+
+
+def read_bytes(handle: Handle) -> int:
+    reads = handle._session._ranges.reads
+    return reads.direct + reads.buffered
+
+
+class Stream:
+    """What is started runs when the host waits for it, and no sooner: the latest that a GPU may."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        self.started = deque[Callable[[], object]]()
+        self.num_run = 0
+        ends: dict[int, int] = {}
+
+        def give(staging: Staging, number: int, device: torch.device) -> None:
+            ends[number] = self.num_run + len(self.started)
+            staging.idle.append(number)
+
+        def take(staging: Staging, sizes: Sequence[int]) -> Any:
+            if (end := ends.pop(staging.idle[0], None)) is not None:
+                self.run(end - self.num_run)
+            return taken(staging, sizes)
+
+        taken = Staging.take
+        monkeypatch.setattr(Staging, "give", give)
+        monkeypatch.setattr(Staging, "take", take)
+        monkeypatch.setattr(TieredCache, "_synchronize", lambda _: self.run(len(self.started)))
+        monkeypatch.setattr(
+            expert_tiers, "_copy", lambda into, source: self.started.append(partial(into.copy_, source))
+        )
+
+    def run(self, count: int) -> None:
+        for _ in range(count):
+            self.started.popleft()()
+            self.num_run += 1
+
+
+@pytest.mark.parametrize(("num_slots", "host_slots"), SIZES)
+def test_whenever_copies_run(folder: Path, num_slots: int, host_slots: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Kernels of a step read the right bytes, though threads read for the next rows before they have run."""
+    expected, checked = Layers(), [0]
+    _model, handle = offloaded(folder, num_slots, host_slots)
+    with handle:
+        stream = Stream(monkeypatch)
+        weights = [[w.detach().flatten(1).view(torch.uint8) for w in (e.up, e.bias)] for e in expected.layers]
+
+        def kernel(cache: TieredCache, layer: int, ids: list[int], rows: list[int]) -> None:
+            for (memory, _), weight in zip(cache._parts, weights[layer], strict=True):
+                assert all(torch.equal(memory[row], weight[each]) for each, row in zip(ids, rows, strict=True))
+            checked[0] += 1
+
+        choices = (*steps(30), ALL, *steps(20, most=30, seed=1), *steps(40, most=3, seed=2), ALL)
+        for ids in choices:
+            for layer, cache in enumerate(caches(handle)):
+                rows = cache.admit(ids).tolist()
+                stream.started.append(partial(kernel, cache, layer, ids.tolist(), rows))
+        stream.run(len(stream.started))
+        assert checked[0] == 2 * len(choices)
+        require_exclusive(handle, expected)
+
+
+class TestFaults:
+    @pytest.mark.parametrize("failing", [1, 2, 7, 20])
+    def test_an_error_of_the_disk(self, folder: Path, failing: int, monkeypatch: pytest.MonkeyPatch) -> None:
+        resident, (model, handle) = Layers(), offloaded(folder, 4, 6)
+        count, preadv = [0], os.preadv
+
+        def fail(*arguments: Any) -> int:
+            count[0] += 1
+            if count[0] == failing:
+                raise OSError(5, "Input/output error")
+            return preadv(*arguments)
+
+        with handle:
+            for ids in steps(5):
+                model(X, ids)
+            monkeypatch.setattr(os, "preadv", fail)
+            with pytest.raises(TransferError, match="Input/output error"):
+                model(X, torch.arange(8, 36))
+            require_exclusive(handle, resident)
+            for ids in (*steps(20), ALL, *steps(20, seed=1)):
+                assert_same_bits(model(X, ids), resident(X, ids))
+
+    def test_a_truncated_file(self, folder: Path) -> None:
+        """Both tiers still have what they hold."""
+        resident, (model, handle) = Layers(), offloaded(folder, 4, 6)
+        model(X, torch.arange(4))
+        model(X, torch.arange(4, 8))
+        with (folder / "model.safetensors").open("r+b") as file:
+            file.truncate(MIB)
+        assert_same_bits(model(X, torch.arange(8)), resident(X, torch.arange(8)))
+        assert_same_bits(model(X, torch.arange(2)), resident(X, torch.arange(2)))
+        for _ in range(2):
+            with pytest.raises(TransferError, match=r"model\.safetensors"):
+                model(X, torch.arange(20, 40))
+        with pytest.raises(TransferError, match=r"model\.safetensors"):
+            handle.remove()
+        handle._session._store.close()
+
+    @pytest.mark.parametrize("name", ["_copy_up", "_copy_down", "_land", "_start"])
+    @pytest.mark.parametrize("at", range(1, 6))
+    def test_an_interrupt(self, folder: Path, name: str, at: int, monkeypatch: pytest.MonkeyPatch) -> None:
+        resident, (model, handle) = Layers(), offloaded(folder, 4, 6)
+        count, method = [0], getattr(TieredCache, name)
+
+        def interrupted(*arguments: Any) -> Any:
+            count[0] += 1
+            if count[0] == at:
+                raise KeyboardInterrupt
+            return method(*arguments)
+
+        with handle:
+            for ids in steps(5):
+                model(X, ids)
+            with monkeypatch.context() as patched:
+                patched.setattr(TieredCache, name, interrupted)
+                with pytest.raises(KeyboardInterrupt):
+                    [model(X, ids) for ids in steps(20, most=4, seed=4)]
+            require_exclusive(handle, resident)
+            for ids in (*steps(20, seed=5), ALL):
+                assert_same_bits(model(X, ids), resident(X, ids))
+                require_exclusive(handle, resident)
+
+    def test_debug(self, folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+        """A byte that changes in host memory is found when its expert is read."""
+        monkeypatch.setenv("HEADRACE_DEBUG", "1")
+        model, handle = offloaded(folder)
+        with handle:
+            model(X, torch.arange(9))
+            handle.stats()
+            cache = next(caches(handle))
+            expert, place = next(iter(cache._place_of.items()))
+            cache._held[0][place, 0] ^= 1
+            model(X, torch.tensor([expert]))
+            with pytest.raises(headrace.HeadraceError, match="differ from the store"):
+                handle.stats()
+
+
+class TestLife:
+    def test_park(self, folder: Path) -> None:
+        """Slots are given back; host memory keeps what it holds."""
+        resident, (model, handle) = Layers(), offloaded(folder)
+        with handle:
+            for _ in range(2):
+                for ids in (*steps(9), ALL):
+                    assert_same_bits(model(X, ids), resident(X, ids))
+                handle.park()
+                assert all(len(cache._place_of) == 10 for cache in caches(handle))
+                with pytest.raises(StateError, match="park"):
+                    model(X, torch.arange(5))
+                handle.resume()
+                assert not any(cache._slot_of for cache in caches(handle))
+                require_exclusive(handle, resident)
+
+    def test_update_is_refused(self, folder: Path) -> None:
+        _model, handle = offloaded(folder)
+        with handle, pytest.raises(OptionError, match="takes no new values"):
+            handle.update({"layers.0.up": torch.zeros(40, 192, 128)})
+
+    def test_memory_is_that_of_the_plan(self, folder: Path) -> None:
+        _model, handle = offloaded(folder)
+        with handle:
+            plan, stats = handle.plan, handle.stats()
+            assert host_memory_bytes(plan.cached, on_gpu=False) == (2 * 10 + 2) * EXPERT_BYTES
+            assert stats.store_bytes["host"] == (2 * 10 + 2) * EXPERT_BYTES
+            assert needs_of(plan, on_gpu=False).host_bytes == plan.cache_bytes + (2 * 10 + 2) * EXPERT_BYTES
+            held = sum(part.numel() for cache in caches(handle) for part in cache._held)
+            assert held + sum(row.numel() for row in handle._session._ranges.staging) == (2 * 10 + 2) * EXPERT_BYTES
