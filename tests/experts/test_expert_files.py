@@ -443,6 +443,18 @@ class TestLife:
         with handle, pytest.raises(OptionError, match="takes no new values"):
             handle.update({"layers.0.up": torch.zeros(40, 192, 128)})
 
+    def test_resize(self, tmp_path: Path) -> None:
+        resident, model = Layers(num_experts=400), Layers(num_experts=400)
+        save_model(resident, str(tmp_path / "model.safetensors"))
+        budget, ids = Budget("60MiB", rules=[("layers", "cache")]), torch.arange(40)
+        with headrace.offload(model, budget, checkpoint=tmp_path, device="cpu") as handle:
+            before = handle.plan.cached[0].num_slots
+            for size in ("66MiB", "58MiB"):
+                assert_same_bits(model(X, ids), resident(X, ids))
+                handle.resize(size)
+                assert (handle.plan.cached[0].num_slots > before) == (size == "66MiB")
+            assert_same_bits(model(X, ids), resident(X, ids))
+
     def test_removed(self, folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
         monkeypatch.delenv("HEADRACE_READERS", raising=False)
         resident, (model, handle) = Layers(), offloaded(folder)

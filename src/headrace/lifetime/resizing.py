@@ -44,6 +44,11 @@ def resize(life: Lifetime, device_memory: str | int, graphs_released: bool) -> i
         if plan == before and not was_parked and not life.session._promoter.promoted:
             life.session.planned = life.session._promoter.plan = plan  # in which the budget itself may be another
             return 0
+        if _has_own_memory(life.device) and any(p.cached and p.kind.in_files for p in (before, plan)):
+            raise OptionError(
+                "resize(): not for an offload with cached experts in files on a GPU, before or after: the host memory "
+                "above the files would be taken twice; nothing was changed. Call remove(), offload again"
+            )
         exchange = Exchange(life, context, plan)
         exchange.check()
         try:
@@ -109,9 +114,9 @@ def _where(plan: Plan, name: str) -> str:
     mechanism, _, _ = placed = plan.placements[name]
     if (kind := placed.kind) is None:
         return "device"
-    if mechanism == "cache" or not (kind is HOST or kind.in_files):
-        return "rows"
-    return "files" if kind.in_files else "host"
+    if kind.in_files:
+        return "files"
+    return "host" if kind is HOST and mechanism != "cache" else "rows"
 
 
 class Exchange:
