@@ -1,6 +1,7 @@
-"""Experts in files: reads of what steps miss beside plain reads, and hits of two tiers by replacement policy.
+"""Experts in files: reads of what steps miss, steps of layers above them, and hits of two tiers by replacement policy.
 
     python benchmarks/expert_files.py --folder FOLDER [--gib 4] [--rounds 40] [--out FILE]
+    python benchmarks/expert_files.py --steps --folder FOLDER [--layers 3] [--device cuda] [--tiny] [--out FILE]
     python benchmarks/expert_files.py --policies [--out FILE]
 
 *Reads.* A layer of experts of 9.4 MB each (two tensors, those of Qwen3-235B-A22B in four bits) lies in a file of
@@ -8,6 +9,12 @@ random bytes. A step asks for some experts that are in no slot: by headrace's ca
 tensor of an expert each, that 16 threads read past the page cache into memory of their own. Both take turns, and choose
 at random: neither finds what the other has read. The floor is the plain reads. ``bit_equal``: rows hold the bytes of
 the file.
+
+*Steps.* Layers of experts alone, those of Qwen3-235B-A22B in bf16 (37.7 MB each, 4.8 GB a layer), in a file that is
+written first and stays. A token chooses 8 of 128 by a seeded trace (plan/routing_traces.py). A budget leaves slots on
+the device for 13, and host memory for 51 more; a CPU has no second tier. Every few tokens plain requests read whole
+tensors of other experts; the floor is the bytes that steps read from the file, at that rate. ``bit_equal``: every
+output is that of the same layers with all experts on the device.
 
 *Policies.* Seeded traces of headrace's own (plan/routing_traces.py), a token a step, of one text and of texts of 128
 tokens with popular experts of their own. The GPU's slots are LRU; the tier below is asked for what they miss. ``lru``
@@ -27,18 +34,22 @@ from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 from itertools import product
+from math import prod
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import torch
+from safetensors.torch import load_file
 from torch import nn
 
 import headrace
 from harness import append, finish, parser_of, writable_folder
-from headrace import Rules
+from headrace import Budget, Rules
 from headrace.checkpoint.safetensors_header import Checkpoint
 from headrace.memory.pages import map_file, resident_bytes
+from headrace.model.inventory import take_inventory
+from headrace.plan.cached_experts import cache_bytes, cached_layers, host_memory_bytes, with_host_slots
 from headrace.plan.routing_traces import Trace, seeded_trace
 
 ROWS = {"gate_up": (3072, 2048), "down": (4096, 768)}  # bytes of an expert: int4 [3072, 4096] and [4096, 1536]
@@ -92,12 +103,11 @@ def write_folder(folder: Path, num_experts: int) -> Path:
 class PlainReads:
     """Threads that each read one range at a time into memory of their own."""
 
-    def __init__(self, path: Path) -> None:
+    def __init__(self, path: Path, most_bytes: int) -> None:
+        """``most_bytes``: of a range."""
         self._fd = os.open(path, os.O_RDONLY | os.O_DIRECT)
         self._pool = ThreadPoolExecutor(THREADS)
-        self._buffers = [
-            mmap.mmap(-1, max(rows * columns for rows, columns in ROWS.values()) + 2 * ALIGN) for _ in range(THREADS)
-        ]
+        self._buffers = [mmap.mmap(-1, most_bytes + 2 * ALIGN) for _ in range(THREADS)]
         for buffer in self._buffers:
             buffer[:: mmap.PAGESIZE] = bytes(len(buffer) // mmap.PAGESIZE)
 
@@ -122,7 +132,7 @@ class PlainReads:
 def reads(folder: Path, num_experts: int, rounds: int, out: Path | None) -> list[dict[str, Any]]:
     path = write_folder(folder, num_experts)
     tensors = Checkpoint.open(path).tensors
-    plain, chooser, rows = PlainReads(path), np.random.default_rng(1), []
+    plain, chooser, rows = PlainReads(path, max(map(prod, ROWS.values()))), np.random.default_rng(1), []
     with path.open("rb") as file:
         os.posix_fadvise(file.fileno(), 0, 0, os.POSIX_FADV_DONTNEED)
         mapped = map_file(file.fileno(), 0, path.stat().st_size, read_only=True)
@@ -182,6 +192,131 @@ def same_bytes(handle: Any, tensors: Any, rows: list[int], ids: list[int], num_e
 
 def disk_bytes() -> int:
     return int(Path("/proc/self/io").read_text().split("read_bytes: ")[1].split()[0])
+
+
+# -- steps -------------------------------------------------------------------------------------------------------------
+
+
+class Mixture(nn.Module):
+    """Experts of one layer; what each token chooses is given."""
+
+    def __init__(self, num_experts: int, width: int, inner: int) -> None:
+        super().__init__()
+        for name, shape in (("gate_up", (2 * inner, width)), ("down", (width, inner))):
+            weight = torch.empty(num_experts, *shape, dtype=torch.bfloat16)
+            self.register_parameter(name, nn.Parameter(weight, requires_grad=False))
+
+    def forward(self, x: torch.Tensor, ids: torch.Tensor) -> torch.Tensor:
+        experts, rows = headrace.expert_rows(self, ids)
+        gate, up = torch.einsum("eoi,i->eo", experts.gate_up[rows], x).chunk(2, dim=-1)
+        hidden = torch.nn.functional.silu(gate) * up
+        return x + torch.einsum("eoi,ei->eo", experts.down[rows], hidden).mean(0)
+
+
+class Mixtures(nn.Module):
+    def __init__(self, num_layers: int, *sizes: int) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(Mixture(*sizes) for _ in range(num_layers))
+
+    def forward(self, x: torch.Tensor, ids: torch.Tensor) -> torch.Tensor:
+        for layer, chosen in zip(self.layers, ids, strict=True):
+            x = layer(x, chosen)
+        return x
+
+
+def write_layers(model: Mixtures, path: Path, device: str) -> None:
+    """Seeded weights for ``model``, which is on ``meta``; a file of that size is taken as it is."""
+    places, at = {}, 0
+    for name, weight in model.named_parameters():
+        size = weight.numel() * 2
+        places[name] = {"dtype": "BF16", "shape": list(weight.shape), "data_offsets": [at, at := at + size]}
+    header = json.dumps(places).encode()
+    header += b" " * (-len(header) % 8)
+    if path.exists() and path.stat().st_size == 8 + len(header) + at:
+        return
+    made = torch.Generator(device).manual_seed(0)
+    with path.open("wb") as file:
+        file.write(len(header).to_bytes(8, "little") + header)
+        for _, weight in model.named_parameters():
+            for _ in range(len(weight)):
+                some = torch.randn(weight.shape[1:], generator=made, device=device) / weight.shape[2] ** 0.5
+                file.write(memoryview(some.to(torch.bfloat16).cpu().view(torch.uint8).numpy()))
+        os.fsync(file.fileno())
+
+
+def drop_pages(path: Path) -> None:
+    with path.open("rb") as file:
+        os.fsync(file.fileno())
+        os.posix_fadvise(file.fileno(), 0, 0, os.POSIX_FADV_DONTNEED)
+
+
+def budget_of(model: Mixtures, device: str, slots: int, held: int) -> Budget:
+    """Memory for ``slots`` experts of each layer on the device, and for ``held`` in host memory."""
+    names = [name for name, _ in model.named_parameters()]
+    layers = cached_layers(take_inventory(model), names, slots, 0)
+    on_gpu = device != "cpu"
+    host_bytes = host_memory_bytes([with_host_slots(layer, held) for layer in layers], on_gpu)
+    host = host_bytes if on_gpu else None
+    return Budget(cache_bytes(layers), host_memory=host, rules=[("layers", "cache")], expert_slots=slots, mode="disk")
+
+
+def steps(folder: Path, device: str, num_layers: int, tiny: bool, seconds: float, out: Path | None) -> dict[str, Any]:
+    sizes, slots, held, top_k = ((16, 256, 128), 3, 5, 2) if tiny else ((128, 4096, 1536), 13, 51, 8)
+    path = folder / "layers" / "model.safetensors"
+    path.parent.mkdir(exist_ok=True)
+    with torch.device("meta"):
+        model, resident = Mixtures(num_layers, *sizes), Mixtures(num_layers, *sizes)
+    write_layers(model, path, device)
+    # Not views of the mapped file, whose pages would stay.
+    resident.load_state_dict({name: w.clone() for name, w in load_file(path, device).items()}, assign=True)
+    drop_pages(path)
+    with path.open("rb") as file:
+        mapped = map_file(file.fileno(), 0, path.stat().st_size, read_only=True)
+    parts = list(Checkpoint.open(path).tensors.values())
+    plain, chooser = PlainReads(path, max(part.num_bytes // sizes[0] for part in parts)), np.random.default_rng(1)
+    traces = [seeded_trace(seed, 4096, sizes[0], top_k) for seed in range(num_layers)]
+    x = torch.linspace(-1, 1, sizes[1]).to(device, torch.bfloat16)
+    policy, rates, bit_equal, times = budget_of(model, device, slots, held), list[float](), True, list[float]()
+    with headrace.offload(model, policy, checkpoint=path.parent, device=device) as handle, torch.inference_mode():
+        ranges: Any = handle._session._ranges
+        cached_before, warm, end = resident_bytes(mapped), 20 if tiny else 160, time.perf_counter() + seconds
+        read_bytes = 0
+        for token in range(4096):
+            ids = torch.from_numpy(np.stack([trace[token] for trace in traces])).long().to(device)
+            if token % 20 == 0:
+                part = parts[token // 20 % len(parts)]
+                size = part.num_bytes // sizes[0]
+                others = chooser.choice(sizes[0], min(2 * THREADS, sizes[0] // 2), replace=False)
+                spots = [(part.offset + int(each) * size, size) for each in others]
+                rates.append(len(spots) * size / plain(spots))
+            before, begin = ranges.reads, time.perf_counter()
+            found = model(x, ids)
+            if device != "cpu":
+                torch.cuda.synchronize()
+            if token >= warm:
+                times.append(time.perf_counter() - begin)
+                read_bytes += ranges.reads.direct + ranges.reads.buffered - before.direct - before.buffered
+            bit_equal &= torch.equal(found, resident(x, ids))
+            if time.perf_counter() > end and token > warm + 20:
+                break
+        layer, stats = handle.plan.cached[0], handle.stats()
+        floor_s = read_bytes / statistics.median(rates)
+        row = {
+            "table": "expert-steps",
+            "case": f"{num_layers} layers, {layer.num_slots} and {layer.host_slots} of {sizes[0]}", "device": device,
+            "tokens": len(times), "tokens_per_s": len(times) / sum(times),
+            "ms": 1e3 * statistics.median(times), "floor_ms": 1e3 * floor_s / len(times),
+            "share_of_floor": floor_s / sum(times), "bytes_read": read_bytes,
+            "plain_gb_per_s": statistics.median(rates) / 1e9,
+            "device_hits": sum(e.hits for e in stats.experts) / (len(stats.experts) * top_k * stats.experts[0].steps),
+            "misses_of_both": read_bytes / (len(times) * num_layers * top_k * layer.expert_bytes),
+            "host_pinned_bytes": stats.store_bytes.get("host_pinned", 0),
+            "planned_device_bytes": handle.plan.device_bytes,
+            "page_cache_mib": (resident_bytes(mapped) - cached_before) / 2**20, "bit_equal": bit_equal,
+        }  # fmt: skip
+    print(row, flush=True)
+    append(row, out)
+    return row
 
 
 # -- policies ----------------------------------------------------------------------------------------------------------
@@ -290,10 +425,18 @@ def main() -> None:
     parser = parser_of(__doc__, rounds=40)
     parser.add_argument("--folder", type=writable_folder, default=Path("/tmp"), help="on the disk to measure")
     parser.add_argument("--gib", type=float, default=4, help="size of the file, which stays in the folder")
+    parser.add_argument("--steps", action="store_true", help="steps of layers")
+    parser.add_argument("--layers", type=int, default=3, help="of 4.8 GB each; all of them have to fit the device")
+    parser.add_argument("--device", default="cuda", help="of the steps")
+    parser.add_argument("--seconds", type=float, default=60, help="after which the steps end")
+    parser.add_argument("--tiny", action="store_true", help="small layers")
     parser.add_argument("--policies", action="store_true", help="hits by policy, and no reads")
     given = parser.parse_args()
     if given.policies:
         return finish("expert_files policies", policies(given.out))
+    if given.steps:
+        row = steps(given.folder, given.device, given.layers, given.tiny, given.seconds, given.out)
+        return finish("expert_files steps", [row])
     num_experts = int(given.gib * 2**30) // EXPERT_BYTES
     finish("expert_files", reads(given.folder, num_experts, given.rounds, given.out))
 
