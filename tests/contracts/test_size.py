@@ -13,19 +13,19 @@ import pytest
 import measures
 
 BOUNDS = {
-    "lines of src": 29047,
-    "lines of the core": 17341,
+    "lines of src": 29090,
+    "lines of the core": 17376,
     "files of src": 203,
-    "lines of tests": 50233,
-    "longest class": 350,
+    "lines of tests": 50265,
+    "longest class": 345,
     "Prefetcher": 298,
     "branches on a kind of store": 4,
     "files that headrace.api loads": 36,
-    "lines that headrace.api loads": 6507,
-    "lines of the spine": 5157,
+    "lines that headrace.api loads": 6524,
+    "lines of the spine": 5186,
     "files of the spine": 53,
     "files to the first copy": 42,
-    "functions to the first copy": 392,
+    "functions to the first copy": 393,
 }
 # What a measure may lie below its bound, so that not every small change edits the table.
 SLACK = dict.fromkeys(["lines of src", "lines of the core", "lines that headrace.api loads", "lines of the spine"], 60)
