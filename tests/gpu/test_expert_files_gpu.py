@@ -156,11 +156,11 @@ class TestBits:
 
     def test_a_long_prompt(self, tmp_path: Path) -> None:
         """It uses all experts, and each is read once."""
-        model = qwen(num_experts=32).to(torch.bfloat16)
-        model.save_pretrained(tmp_path)
+        qwen(num_experts=32).to(torch.bfloat16).save_pretrained(tmp_path)
         ids = (torch.arange(1024) * 37 % 97)[None].to(CUDA)
         options: Any = {"dtype": torch.bfloat16, "experts_implementation": "grouped_mm"}
-        expected = model.to(CUDA)(ids).logits
+        model = Qwen3MoeForCausalLM.from_pretrained(tmp_path, **options).eval().to(CUDA)
+        expected = model(ids).logits
         loaded, handle = load(tmp_path, tiered(model, 4, 8, "experts"), device=CUDA, **options)
         with handle:
             before = read_bytes(handle)
