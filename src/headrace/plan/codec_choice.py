@@ -42,8 +42,9 @@ def faster_codec(
         raise
     if decodes_slowly or not plain.offloaded_bytes:
         return plain
-    if plain.staged_units:
-        uncoded_bytes = (UNITS_AT_ONCE + UNITS_AHEAD) * max(unit.num_bytes for unit in plain.units)
+    if plain.reads_files:  # host memory is short: experts may be in files, and no unit
+        largest = max((unit.num_bytes for unit in plain.units), default=0)
+        uncoded_bytes = (UNITS_AT_ONCE + UNITS_AHEAD) * largest
         budget = _within_free(budget, spill, uncoded_bytes)
     try:
         with warnings.catch_warnings():
