@@ -13,16 +13,16 @@ import pytest
 import measures
 
 BOUNDS = {
-    "lines of src": 29090,
-    "lines of the core": 17376,
+    "lines of src": 29105,
+    "lines of the core": 17391,
     "files of src": 203,
-    "lines of tests": 50267,
+    "lines of tests": 50325,
     "longest class": 345,
     "Prefetcher": 298,
     "branches on a kind of store": 4,
     "files that headrace.api loads": 36,
-    "lines that headrace.api loads": 6524,
-    "lines of the spine": 5186,
+    "lines that headrace.api loads": 6525,
+    "lines of the spine": 5192,
     "files of the spine": 53,
     "files to the first copy": 42,
     "functions to the first copy": 393,

@@ -17,6 +17,7 @@ import torch
 import headrace
 from headrace import Budget, Plan, Rules
 from headrace.adapters.transformers.load_folder import build_meta_model
+from headrace.checkpoint.weight_map import WeightMap
 from headrace.errors import BudgetError, OptionError, PlanFileError
 from headrace.model.inventory import take_inventory
 from headrace.model.records import ModelProfile
@@ -26,11 +27,16 @@ from headrace.plan.candidates import Spill
 from headrace.plan.cost_model import cached_cost, read_experts_s
 from headrace.plan.cpu_share import slowdown
 from headrace.plan.nominal_rates import NOMINAL_GPU
+from headrace.plan.plan import DeviceName, Machine
 from headrace.plan.routing_traces import ExpertHits
 from headrace.planning.checks import needs_of
+from headrace.planning.context import PlanContext
+from headrace.planning.request import PlanRequest, Target
 from moe_models import qwen
 
 MIB = 2**20
+CARD = Machine("NVIDIA GeForce RTX 4090")
+GIANT = "Qwen/Qwen3-235B-A22B"
 RULES = [("experts", "cache")]
 EXPERT_BYTES = 2 * 3 * 256 * 512
 STAGING_BYTES = 32 * EXPERT_BYTES  # no more rows than a layer has experts
@@ -183,10 +189,77 @@ class TestChoice:
         assert (found is slow) == converted
         assert converted or (found.cached and found.staged_units)
 
+    @pytest.mark.parametrize("may_cache", [True, False])
+    def test_an_offload_that_is_resized_keeps_its_store(self, folder: Path, may_cache: bool) -> None:
+        """A resize to or from a cache above files is refused, so a budget does not choose one there."""
+        inventory = take_inventory(build_meta_model(folder))
+        experts = frozenset(s.name for s in inventory.storages if ".experts." in s.name)
+        rates = replace(NOMINAL_GPU, file_bytes_per_s=2e7)
+        spill = Spill((), 25 * MIB, ring_bytes=MIB, may_cache=may_cache)
+        planner = Planner(inventory, rates, ModelProfile(experts_per_token=2), spill=spill, cacheable=experts)
+        assert planner.plan(Budget("47MiB", codec="none")).mode == ("disk" if may_cache else "cpu")
+
+    def test_a_resize_plans_so(self, folder: Path) -> None:
+        inventory, target = take_inventory(build_meta_model(folder)), Target(DeviceName("cuda"), CARD, NOMINAL_GPU)
+        request, weights = PlanRequest(folder, Budget("60MiB")), WeightMap.expected(inventory, folder)
+        context = PlanContext(request, target, inventory, ModelProfile, weights)
+        for held_bytes in (None, 0, MIB):
+            spill = replace(context, held_bytes=held_bytes).planner.spill
+            assert spill is not None
+            assert spill.may_cache == (held_bytes is None)
+
+    @pytest.mark.parametrize("free", [24, 25])
+    def test_a_code_takes_no_more_host_memory_than_is_free(self, folder: Path, free: int) -> None:
+        """Of a plan without units, too: that for experts in files, which the coded one is compared with."""
+        inventory = take_inventory(build_meta_model(folder))
+        experts = frozenset(s.name for s in inventory.storages if ".experts." in s.name)
+        rates = replace(NOMINAL_GPU, file_bytes_per_s=2e7)
+        spill = Spill((), free * MIB, ring_bytes=MIB)
+        planner = Planner(inventory, rates, ModelProfile(experts_per_token=2), spill=spill, cacheable=experts)
+        found = planner.plan(Budget("47MiB", codec="auto"))
+        assert needs_of(found, on_gpu=True).host_bytes <= free * MIB
+
     def test_host_memory_is_enough(self, folder: Path) -> None:
         plan = headrace.make_plan(folder, Budget("40MiB", host_memory="200MiB"), machine="4090")
         assert plan.mode == "cpu"
         assert all(layer.host_slots is None for layer in plan.cached)
+
+
+@pytest.fixture(scope="module")
+def plan() -> Plan:
+    return headrace.make_plan(GIANT, Budget("22GiB", host_memory="64GiB", codec="none"), machine="4090")
+
+
+class TestReport:
+    def test_what_is_suggested_is_that_of_the_plan(self, plan: Plan) -> None:
+        """Half of the device memory that is suggested does not do as well, and all of it does."""
+        prediction: Any = plan.prediction
+        device, *_ = [each for each in prediction.alternatives if "device memory" in each.text]
+        half = (device.device_bytes + (22 << 30)) // 2
+        steps = [
+            headrace.make_plan(GIANT, Budget(size, host_memory="64GiB", codec="none"), machine="4090").prediction
+            for size in (half, device.device_bytes)
+        ]
+        less, enough = (each.forecasts[0].step_s for each in steps if each is not None)
+        assert enough <= 1.02 * device.step_s
+        assert less > 1.05 * enough
+        assert less > prediction.forecasts[0].step_s / 1.5
+        (host,) = [each.text for each in prediction.alternatives if "host memory" in each.text]
+        assert "no experts are left in files" in host
+
+    def test_a_rule_that_fetches_experts_is_never_as_fast_as_resident(self) -> None:
+        policy = Budget("22GiB", host_memory="64GiB", rules=RULES, mode="disk")
+        prediction: Any = headrace.make_plan(GIANT, policy, machine="4090").prediction
+        assert prediction.alternatives
+        assert not any("as fast as resident" in each.text for each in prediction.alternatives)
+
+    def test_more_hits_are_faster(self, plan: Plan) -> None:
+        """And the expected ones lie between: host memory holds what the device does not, whatever that hits."""
+        prediction: Any = plan.prediction
+        for point in prediction.caches:
+            rates = [rate for _, rate in point.at_hits]
+            assert rates == sorted(rates)
+            assert all(rate >= 0.99 * point.rows_per_s for hits, rate in point.at_hits if hits >= point.hits)
 
 
 class TestRefusals:

@@ -145,7 +145,9 @@ class Alternatives:
             within = [point for point in points if point.device_bytes <= total - self._reserved]
             better = max(within, key=lambda point: point.device_bytes)
             at_full_speed = _mean_ratio(better.step_s, resident) < _AT_FULL_SPEED
-            full = " (all weights at hand: as fast as resident)" if at_full_speed else ""
+            # Where a rule has the host fetch experts, a step is slower than resident with any memory.
+            is_fetched = self._table.above_files is not None and "cache" in self._table.forced.values()
+            full = " (all weights at hand: as fast as resident)" if at_full_speed and not is_fetched else ""
             ratio = self._speedup(better.step_s)
             text = f"{extra} GiB more device memory: {ratio:.1f}x faster{full}"
             yield Alternative(text, total, self._table.batch_sizes[0], ratio, better.step_s[0])
@@ -170,13 +172,14 @@ class Alternatives:
             yield Alternative(text, self._budget.num_bytes, self._table.batch_sizes[0], ratio, times[0])
 
     def _enough_host_memory(self, ample: Plan) -> Iterator[Alternative]:
-        """Host memory with which the experts of all layers are cached."""
+        """Host memory with which the experts of all layers are cached, and none of them are in files."""
         times = self._times(ample)
         limit, ratio = self._table.host_limit(self._budget) or 0, self._speedup(times)
         host_bytes = sum(layer.most_host_bytes for layer in ample.cached) + sum(unit.num_bytes for unit in ample.units)
         extra = math.ceil((host_bytes + sum(slab_bytes([size]) for size in ample.uva.values()) - limit) / GIB)
         if ratio >= _AT_FULL_SPEED and extra > 0:
-            text = f"{extra} GiB more host memory: {ratio:.1f}x faster (the experts of all layers are cached)"
+            why = "no experts are left in files" if self._table.above_files else "the experts of all layers are cached"
+            text = f"{extra} GiB more host memory: {ratio:.1f}x faster ({why})"
             yield Alternative(text, self._budget.num_bytes, self._table.batch_sizes[0], ratio, times[0])
 
     def _brought_in(self, count: int) -> Plan:

@@ -173,7 +173,11 @@ class Planner:
         self, plan: Plan, other: Budget, movable: Collection[str] | None, forced: Mapping[str, Mechanism] | None
     ) -> Plan:
         """``plan``, or that for ``other`` if it caches experts and is predicted to be faster."""
-        if self.spill is None or not (self.cacheable or any(how == "cache" for _, how in other.rules)):
+        if (
+            self.spill is None
+            or not self.spill.may_cache
+            or not (self.cacheable or any(how == "cache" for _, how in other.rules))
+        ):
             return plan
         with suppress(BudgetError, OptionError):
             found, work = self.plan(other, movable, forced), other.workload
@@ -313,10 +317,13 @@ class Planner:
     def alternatives(self, budget: Budget, plan: Plan) -> list[Alternative]:
         """Gains by more memory or rows; ``plan`` is the one for ``budget``."""
         table, ample = self.candidates(replace(budget, codec=plan.codec)), None
+        of_plan = table
+        if budget.mode is None and plan.cached and plan.kind.in_files:  # more memory adds to that plan, see _faster
+            of_plan = self.candidates(replace(budget, codec=plan.codec, mode=plan.mode))
         if table.is_short(budget.num_bytes - table.reserved_bytes(budget), table.host_limit(budget)):
             codec: Codec = "none" if budget.codec == "auto" else budget.codec
             ample = self.plan(replace(budget, codec=codec, host_memory=2 * self.inventory.num_bytes))
-        return list(Alternatives(table, budget, plan, ample).find())
+        return list(Alternatives(of_plan, budget, plan, ample).find())
 
     def predict(self, policy: Policy | Plan | None, plan: Plan, workload: Workload | None = None) -> PlanPrediction:
         """The cost of ``plan`` for ``workload`` (default that of ``policy``); for a budget also alternatives.
@@ -377,7 +384,7 @@ class Planner:
 
     def _caches(self, plan: Plan, rows: int, context: int) -> Iterator[CachePoint]:
         """``plan``, which caches some, with other numbers of slots for experts, and at given hit rates."""
-        hits = (self.hits, *map(FixedHits, _SHOWN_HITS))
+        hits = (self.hits, *(FixedHits(share, both=self.hits) for share in _SHOWN_HITS))
         forecasters = [self._forecaster(plan, rows, context, each) for each in hits]
         shares = (layer.num_slots / layer.num_experts for layer in plan.cached)
         for share in sorted({*_SHOWN_SHARES, sum(shares) / len(plan.cached)}):

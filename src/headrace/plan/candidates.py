@@ -84,12 +84,14 @@ class Spill:
         free_bytes: available host memory, for budgets that set no limit; ``None``: not known, or not limited.
         ring_bytes: host memory of the staging ring, needed from the first unit in files on; 0 on a CPU.
         is_device_memory: the GPU computes in host memory, so none of it is worth more than a slot.
+        may_cache: a budget that names no store may have experts in the files, which a cache holds some of.
     """
 
     unstreamable: Collection[str] = ()
     free_bytes: int | None = None
     ring_bytes: int = RING_BYTES
     is_device_memory: bool = False
+    may_cache: bool = True
 
     def hold_experts(
         self, layers: Sequence[CachedLayer], host_bytes: float | None, beside_bytes: float

@@ -243,7 +243,9 @@ def read_experts_s(
         return 0.0
     in_use = share_in_use(layer.num_experts, rows, profile)[0] * layer.num_experts
     # Both hold what was used last, and nothing twice, as slots for all of it would.
-    held = _held(layer, layer.num_slots + layer.host_slots, in_use, profile, hits)
+    both = hits.both or hits if isinstance(hits, FixedHits) else hits
+    held = _held(layer, layer.num_slots + layer.host_slots, in_use, profile, both)
+    held = max(held, _held(layer, layer.num_slots, in_use, profile, hits))
     return (in_use - held) * layer.expert_bytes * rates.file_s_per_byte
 
 

@@ -174,10 +174,15 @@ def load_trace(path: str | os.PathLike[str]) -> Recorded:
 
 @dataclass(frozen=True)
 class FixedHits:
-    """Hit rate that is the same whatever a cache holds; see :class:`ExpertHits`."""
+    """Hit rate that is the same whatever a cache holds; see :class:`ExpertHits`.
+
+    Attributes:
+        both: hits of slots and of host memory above files together; ``None``: the share, too.
+    """
 
     share: float
     source: str = "an assumption"
+    both: ExpertHits | FixedHits | None = None
 
     def __call__(self, num_slots: int, num_experts: int, top_k: int, touched: float) -> float:
         """The share."""

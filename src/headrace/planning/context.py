@@ -60,7 +60,7 @@ class PlanContext:
         bound: the live tensors of every storage, by storage name; empty for a folder, of which no model is built.
         hits: hit rates of cached experts, where they were recorded.
         draft: cost of the draft model, if one guesses tokens.
-        held_bytes: host memory that an offload of the model has, which another one takes over.
+        held_bytes: host memory that an offload of the model has, which another one takes over; ``None``: there is none.
         automatic: what a budget of ``"auto"`` was taken for, in words; empty for others.
     """
 
@@ -74,7 +74,7 @@ class PlanContext:
     bound: Mapping[str, BoundStorage] = field(default_factory=dict, repr=False)
     hits: ExpertHits | None = None
     draft: DraftCost | None = None
-    held_bytes: int = 0
+    held_bytes: int | None = None
     automatic: str = ""
 
     @cached_property
@@ -89,9 +89,11 @@ class PlanContext:
 
             planner = vllm_planner(planner)
         if (spill := planner.spill) is not None:
-            free_bytes = None if spill.free_bytes is None else spill.free_bytes + self.held_bytes
+            free_bytes = None if spill.free_bytes is None else spill.free_bytes + (self.held_bytes or 0)
             is_shared = memory_kind(target.device, target.machine) == "shared"
-            planner = replace(planner, spill=replace(spill, free_bytes=free_bytes, is_device_memory=is_shared))
+            # An offload that is resized cannot come to have a cache above files.
+            spill = replace(spill, free_bytes=free_bytes, is_device_memory=is_shared, may_cache=self.held_bytes is None)
+            planner = replace(planner, spill=spill)
         return planner if self.hits is None else replace(planner, hits=self.hits)
 
     def sized(self, guesser_bytes: int = 0) -> PlanContext:
