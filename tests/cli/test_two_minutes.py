@@ -102,7 +102,7 @@ QUESTIONS = [
     Question(
         "Qwen3-235B-A22B beside 128 GiB of host memory?",
         f"plan Qwen/Qwen3-235B-A22B --machine 5090 {AUTO} --host-memory 120GiB",
-        (holds(470.2), "read from files", "tokens/s"),
+        (holds(470.2), "the rest in files", "tokens/s"),
     ),
     Question("GLM-4.5-Air on 32 GB?", f"plan zai-org/GLM-4.5-Air --machine 5090 {AUTO}", (holds(213.7), "tokens/s")),
     Question("DeepSeek-V3?", "plan deepseek-ai/DeepSeek-V3", (weighs(672.6),)),
