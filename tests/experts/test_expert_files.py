@@ -15,7 +15,7 @@ from transformers import Qwen3MoeForCausalLM
 
 import headrace
 from checks import run_threads
-from expert_layers import Layers, X, steps
+from expert_layers import Layers, X, fail_read, steps
 from headrace import Budget, DiskOptions, Handle, Rules
 from headrace.adapters.transformers import load
 from headrace.errors import HeadraceWarning, OptionError, StateError, TransferError
@@ -370,17 +370,9 @@ class TestFaults:
     def test_an_error_of_the_disk(self, folder: Path, failing: int, monkeypatch: pytest.MonkeyPatch) -> None:
         """A slot whose read failed holds no expert, and the next step reads again."""
         resident, (model, handle) = Layers(), offloaded(folder)
-        count, preadv = [0], os.preadv
-
-        def fail(*arguments: Any) -> int:
-            count[0] += 1
-            if count[0] == failing:
-                raise OSError(5, "Input/output error")
-            return preadv(*arguments)
-
         with handle:
             model(X, torch.arange(6))
-            monkeypatch.setattr(os, "preadv", fail)
+            fail_read(monkeypatch, failing)
             with pytest.raises(TransferError, match="Input/output error"):
                 model(X, torch.arange(3, 15))
             for ids in (*steps(20), torch.arange(40)):

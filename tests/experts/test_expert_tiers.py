@@ -5,7 +5,6 @@ Here both tiers are memory of a CPU: a plan for one that has host memory above t
 
 from __future__ import annotations
 
-import os
 from collections import Counter, deque
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
@@ -19,7 +18,7 @@ from safetensors.torch import save_model
 
 import headrace
 from checks import run_threads
-from expert_layers import Layers, X, steps
+from expert_layers import Layers, X, fail_read, steps
 from headrace import Handle, Plan, Rules
 from headrace.adapters.transformers import load
 from headrace.errors import OptionError, StateError, TransferError
@@ -280,18 +279,10 @@ class TestFaults:
     @pytest.mark.parametrize("failing", [1, 2, 7, 20])
     def test_an_error_of_the_disk(self, folder: Path, failing: int, monkeypatch: pytest.MonkeyPatch) -> None:
         resident, (model, handle) = Layers(), offloaded(folder, 4, 6)
-        count, preadv = [0], os.preadv
-
-        def fail(*arguments: Any) -> int:
-            count[0] += 1
-            if count[0] == failing:
-                raise OSError(5, "Input/output error")
-            return preadv(*arguments)
-
         with handle:
             for ids in steps(5):
                 model(X, ids)
-            monkeypatch.setattr(os, "preadv", fail)
+            fail_read(monkeypatch, failing)
             with pytest.raises(TransferError, match="Input/output error"):
                 model(X, torch.arange(8, 36))
             require_exclusive(handle, resident)

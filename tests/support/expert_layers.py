@@ -2,7 +2,11 @@
 
 from __future__ import annotations
 
+import os
+from typing import Any
+
 import numpy as np
+import pytest
 import torch
 from torch import nn
 
@@ -37,3 +41,16 @@ class Layers(nn.Module):
 def steps(count: int, most: int = 8, seed: int = 0) -> list[torch.Tensor]:
     chooser = np.random.default_rng(seed)
     return [torch.from_numpy(chooser.choice(40, chooser.integers(1, most + 1), replace=False)) for _ in range(count)]
+
+
+def fail_read(monkeypatch: pytest.MonkeyPatch, at: int) -> None:
+    """Have the read of this number, from now on, fail as on a broken disk; the first is 1."""
+    count, preadv = [0], os.preadv
+
+    def fail(*arguments: Any) -> int:
+        count[0] += 1
+        if count[0] == at:
+            raise OSError(5, "Input/output error")
+        return preadv(*arguments)
+
+    monkeypatch.setattr(os, "preadv", fail)

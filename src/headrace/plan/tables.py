@@ -169,7 +169,7 @@ def _places(plan: Plan) -> Table:
 
 
 def _add_experts(plan: Plan, add: Callable[[str, str, str, int], None], on_gpu: bool) -> None:
-    counts, (*_, last) = sorted({layer.num_slots for layer in plan.cached}), plan.cached
+    counts, last = sorted({layer.num_slots for layer in plan.cached}), plan.cached[-1]
     slots = f"{counts[0]} to {counts[-1]}" if len(counts) > 1 else str(counts[0])
     overflow_rows = max(layer.overflow_rows for layer in plan.cached)
     more = f", {overflow_rows} for overflow" if overflow_rows else ""

@@ -234,7 +234,7 @@ def _int4_experts(quantizer: Any, module: Any) -> nn.Module | None:
 def prefer_ordered(model: PreTrainedModel) -> None:
     """Have this implementation run the experts of ``model`` in place of ``grouped_mm``, if it can run them all."""
     modules = [module for module in model.modules() if chosen_implementation(module) == "grouped_mm"]
-    # Experts in fp8 round activations by their own kernels: who wants other numbers asks for them.
+    # Experts in fp8 round activations by their own kernels: other numbers come only where they are asked for.
     if modules and not any(isinstance(module, finegrained_fp8.FP8Experts) for module in modules):
         model.set_experts_implementation(NAME)
         try:
