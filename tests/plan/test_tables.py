@@ -108,6 +108,7 @@ OTHER_FIELDS = {
         "page_cache_mib bit_equal load_average",
         "expert-steps": "case device tokens tokens_per_s ms floor_ms share_of_floor bytes_read plain_gb_per_s "
         "device_hits misses_of_both host_pinned_bytes planned_device_bytes page_cache_mib bit_equal",
+        "copy-after-free": "case num_bytes pause_s samples_ms device",
         "pipeline-peaks": "case height width tiling counted_bytes measured_bytes share device",
         "expert-tiers": "case experts top_k texts gpu_slots host_slots gpu lru aged_16 aged_64",
         "expected-rates": "case tokens expected_tokens_per_s tokens_per_s link_gb_per_s",
@@ -123,7 +124,7 @@ NOTHING_COMPARED = {
     "card-pipelines", "calls-8", "calls-12", "calls-16",
     "admission", "experts-vllm-prompt-memory", "experts-vllm-rounding", "ranks-dp-compiled",
     "smallest", "coded-start", "starts-wan", "starts-flux", "start-phases", "card-start", "card-fetch", "card-between",
-    "pipeline-peaks",
+    "copy-after-free", "pipeline-peaks",
     "python-calls", "first-tokens", "ordered-kernels", "ordered-launches", "ordered-orders", "expected-rates", "peers",
 }  # fmt: skip
 
