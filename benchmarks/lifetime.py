@@ -18,7 +18,7 @@ from __future__ import annotations
 
 import statistics
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import partial
 from typing import Any
 
@@ -34,7 +34,7 @@ _PAUSE_S = 0.5
 CASES = {"qwen3-8b": ("resident", "offloaded", "resized"), "qwen3-30b-a3b": ("cache",)}
 
 
-def rows_of(rehearsal: Rehearsal, cycles: int) -> Iterator[dict[str, Any]]:
+def rows_of(rehearsal: Rehearsal, cycles: int, cases: Sequence[str]) -> Iterator[dict[str, Any]]:
     """One result per case and call."""
     device, name = rehearsal.device, rehearsal.name
     link = link_bytes_per_s(device, 5)
@@ -68,7 +68,7 @@ def rows_of(rehearsal: Rehearsal, cycles: int) -> Iterator[dict[str, Any]]:
 
     large = weights * 3 // 4 if rehearsal.tiny else 12 << 30
     small = large // 2
-    for case in CASES[name]:
+    for case in [each for each in CASES[name] if each in cases]:
         with Card(rehearsal.card_bytes, device):
             if case == "offloaded":
                 policy: Budget | Prefetch = Prefetch(4, 1, 2)
@@ -140,13 +140,15 @@ def describe(row: Mapping[str, Any]) -> str:
 def main() -> None:
     parser = parser_of(__doc__)
     parser.add_argument("--models", type=words_of(list(CASES)), default=list(CASES))
+    every = [case for cases in CASES.values() for case in cases]
+    parser.add_argument("--cases", type=words_of(every), default=every)
     parser.add_argument("--cycles", type=int, default=5)
     add_card_arguments(parser)
     given = parser.parse_args()
     results = [
         row
         for rehearsal in rehearsals(given, ["graphs"])
-        for row in kept(rows_of(rehearsal, given.cycles), describe, given.out)
+        for row in kept(rows_of(rehearsal, given.cycles, given.cases), describe, given.out)
     ]
     finish("lifetime", results)
 

@@ -13,16 +13,16 @@ import pytest
 import measures
 
 BOUNDS = {
-    "lines of src": 29105,
-    "lines of the core": 17391,
+    "lines of src": 29116,
+    "lines of the core": 17402,
     "files of src": 203,
     "lines of tests": 50326,
-    "longest class": 345,
+    "longest class": 348,
     "Prefetcher": 298,
     "branches on a kind of store": 4,
     "files that headrace.api loads": 36,
-    "lines that headrace.api loads": 6525,
-    "lines of the spine": 5192,
+    "lines that headrace.api loads": 6536,
+    "lines of the spine": 5201,
     "files of the spine": 53,
     "files to the first copy": 42,
     "functions to the first copy": 393,

@@ -36,7 +36,7 @@ from headrace.runtime.prepare import Prepared
 from headrace.runtime.replays import BreakCapture
 from headrace.stats import ExpertStats, ReadStats, Recorder, SpeculationCounts, Stats
 from headrace.stores.open_store import OpenedStore, open_store
-from headrace.stores.store import Progress, Store, new_buffer
+from headrace.stores.store import Progress, Store, new_buffer, touched_buffer
 from headrace.transfer.link import Link, ThreadLink
 
 if TYPE_CHECKING:
@@ -481,7 +481,10 @@ class OffloadSession(NotCopyable):
             return None
         home = self._device if bound.on_meta else bound.home
         try:
-            found, lead = self._current_bytes(name, home).to(home), bound.lead_bytes
+            found, lead = self._current_bytes(name, home), bound.lead_bytes
+            if found.device != home:
+                place = touched_buffer(found.numel()) if home.type == "cpu" else torch.empty_like(found, device=home)
+                found = place.copy_(found)
             # With the storage offset that it had.
             return found if not lead else torch.cat([found.new_empty(lead), found])[lead:]
         except torch.OutOfMemoryError as error:
@@ -514,7 +517,7 @@ class OffloadSession(NotCopyable):
         if name in self.plan.uva and self.plan.kind.has_bytes and not self._bound[name].is_placeholder:
             self._store.require_mapped_unchanged()
             return self._bound[name].current_bytes().to(home, copy=True)
-        buffer = new_buffer(self._bound[name].info.num_bytes)
+        buffer = touched_buffer(self._bound[name].info.num_bytes)
         self._store.read(name, buffer)
         return buffer
 

@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, ClassVar, Protocol
 import torch
 
 from headrace.errors import OptionError
+from headrace.memory.system import touch_threads
 from headrace.model.live_tensors import BoundStorage, used_elsewhere
 from headrace.plan.kinds import Unit
 from headrace.plan.plan import Plan
@@ -28,6 +29,8 @@ if TYPE_CHECKING:
 
 # The code of a unit in memory of its own, and what it consists of.
 Code = tuple["PinnedBuffer", tuple["Piece", ...]]
+
+_TOUCHED_PIECE_BYTES = 4 << 20  # so that a weight of 64 MiB has one for each of sixteen cores
 
 # Called with (bytes loaded, bytes to load).
 Progress = Callable[[int, int], None]
@@ -227,6 +230,20 @@ class Store(ABC):
 def new_buffer(num_bytes: int) -> torch.Tensor:
     """Uninitialised host memory: uint8, 1-D, 64-byte aligned by torch's allocator."""
     return torch.empty(num_bytes, dtype=torch.uint8, device="cpu")
+
+
+def touched_buffer(num_bytes: int) -> torch.Tensor:
+    """:func:`new_buffer` whose pages all cores have made: the one thread of a copy to it takes several times as long.
+
+    Raises:
+        BudgetError: the system has no memory for it.
+    """
+    buffer = new_buffer(num_bytes)
+    if num_bytes > _TOUCHED_PIECE_BYTES:
+        from headrace.memory.pages import populate_parallel
+
+        populate_parallel(buffer, touch_threads(), _TOUCHED_PIECE_BYTES)
+    return buffer
 
 
 def require_weights(weights: WeightMap | None) -> WeightMap:
