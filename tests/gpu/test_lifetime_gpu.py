@@ -171,6 +171,25 @@ def test_resize(way: str, home: str, monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.mark.alone
 @pytest.mark.filterwarnings("ignore::headrace.HeadraceWarning")
+def test_resize_gives_memory_back() -> None:
+    """Though slots are allocated meanwhile, which the allocator may cut from the memory that residents have left."""
+    width, layers = 8192, 8
+    model = nn.Sequential(*(nn.Linear(width, width, bias=False) for _ in range(layers))).bfloat16().eval()
+    x = torch.randn(4, width, device="cuda").bfloat16()
+    torch.cuda.empty_cache()
+    before = torch.cuda.memory_reserved()
+    with torch.inference_mode(), headrace.offload(model, "8GiB", device="cuda") as handle:
+        expected = model(x)
+        for weights in (4, 6, 3):
+            handle.resize(weights * 2 * width * width)
+            torch.cuda.empty_cache()
+            assert torch.cuda.memory_reserved() - before <= handle.plan.device_bytes + 128 * MIB
+            assert_same_bits(model(x), expected)
+            assert handle.stats().bytes_moved
+
+
+@pytest.mark.alone
+@pytest.mark.filterwarnings("ignore::headrace.HeadraceWarning")
 def test_resize_where_the_device_is_full() -> None:
     """Residents that stay pass through host memory; what does not fit is refused before anything changes."""
     twin, x = dense().cuda(), torch.randn(4, DIM, device="cuda").bfloat16()

@@ -418,6 +418,8 @@ class Exchange:
             fresh[name].adopt(buffer)
             if name in moving:
                 self._bound[name].forget_original()
+        if self._on_gpu:
+            torch.cuda.empty_cache()  # slots that were cut from the old memory would keep all of it
 
     def _note_memory(self, new: OffloadSession, fresh: Mapping[str, BoundStorage]) -> None:
         """Note the memory that tensors had at first, and the host memory of residents."""
