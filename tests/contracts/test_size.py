@@ -13,8 +13,8 @@ import pytest
 import measures
 
 BOUNDS = {
-    "lines of src": 29116,
-    "lines of the core": 17402,
+    "lines of src": 29134,
+    "lines of the core": 17420,
     "files of src": 203,
     "lines of tests": 50326,
     "longest class": 348,

@@ -95,7 +95,8 @@ def test_a_graph_holds_copies_and_kernels() -> None:
             assert torch.equal(model(ids), resident(ids)), "eager after a replay"
 
 
-def test_units_of_several_pieces() -> None:
+def large_pair() -> tuple[torch.nn.Module, torch.nn.Module]:
+    """A model whose units have several pieces, on the GPU, and the same on the host."""
     torch.manual_seed(0)
     resident = (
         torch.nn.Sequential(
@@ -110,8 +111,13 @@ def test_units_of_several_pieces() -> None:
     model = torch.nn.Sequential(*(torch.nn.Linear(1, 1, bias=False) for _ in resident))
     for module, other in zip(model, resident, strict=True):
         module.weight = torch.nn.Parameter(other.weight.detach().cpu(), requires_grad=False)
+    return resident, model.eval()
+
+
+def test_units_of_several_pieces() -> None:
+    resident, model = large_pair()
     x = torch.randn(4, 6144, device="cuda").bfloat16()
-    with offloaded(model.eval(), Prefetch(1, 1, 2, codec="exp3"), device="cuda") as handle:
+    with offloaded(model, Prefetch(1, 1, 2, codec="exp3"), device="cuda") as handle:
         assert all(unit.num_bytes > 2 * (32 << 20) for unit in handle.plan.units)
         for _ in range(5):
             assert torch.equal(model(x), resident(x))
@@ -119,6 +125,26 @@ def test_units_of_several_pieces() -> None:
         for _ in range(5):
             graph.replay()
         assert torch.equal(out, resident(x))
+
+
+@pytest.mark.parametrize("decoder", ["gpu", "cpu"])
+def test_weights_are_read_back(decoder: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The GPU decodes them, and where it has no room the CPU."""
+
+    def refuse(*_: object) -> None:
+        raise torch.OutOfMemoryError("no room")
+
+    resident, model = large_pair()
+    expected = {name: each.cpu() for name, each in resident.state_dict().items()}
+    with offloaded(model, Prefetch(1, 1, 2, codec="exp3"), device="cuda") as handle:
+        module = (
+            "headrace.stores.coded_host.decode" if decoder == "gpu" else "headrace.codec.decode_kernels.decode_on_gpu"
+        )
+        monkeypatch.setattr(module, refuse)
+        found = model.state_dict()
+        assert all(torch.equal(found[name].cpu(), each) for name, each in expected.items())
+        assert len(handle.plan.coded_units) == len(expected)
+    assert all(torch.equal(each, expected[name]) for name, each in model.state_dict().items())
 
 
 def test_device_memory_is_the_plans() -> None:

@@ -7,6 +7,7 @@ size and pinned for a GPU; the bytes that it was made of are freed.
 
 from __future__ import annotations
 
+import threading
 from collections import deque
 from collections.abc import Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
@@ -28,8 +29,10 @@ from headrace.stores.pinned_host import registrar_for
 from headrace.stores.sources import ByteRange, Copy, MemorySource, Source, fill_in_threads
 from headrace.stores.store import Code, Destinations, Load, Opened, Store, StoreRequest, kept_by_others
 
+_BY_CPU_BYTES = 128 << 10  # so much is decoded in the time of the copies of a piece
 # Of a code, beyond what plans expect, without a warning.
 _MOST_LONGER = 8 << 20
+_CPU, _ONE_AT_A_TIME = torch.device("cpu"), threading.Lock()
 _NO_MEMORY, _NO_HOST_MEMORY = (MemoryError, torch.OutOfMemoryError), "DefaultCPUAllocator"
 
 
@@ -155,7 +158,7 @@ class CodedStore(Store):
 
     def copies(self, storage: str) -> list[Copy]:
         unit, entry = self._entries[storage]
-        return [Copy(ByteRange(CodedUnit(*self._code(unit)), entry.offset, entry.num_bytes), 0)]
+        return [Copy(ByteRange(CodedUnit(*self._code(unit), self._device), entry.offset, entry.num_bytes), 0)]
 
     def in_place(self, storage: str) -> torch.Tensor:
         raise TransferError(f"{storage} is coded, so it cannot be read in place")
@@ -215,9 +218,9 @@ def _verified_code(weights: torch.Tensor) -> torch.Tensor | None:
 class CodedUnit(Source):
     """The bytes of a unit, decoded as they are read."""
 
-    def __init__(self, code: torch.Tensor, pieces: Sequence[Piece]) -> None:
-        """``code``: of all pieces (uint8, 1-D, host)."""
-        self._code, self._pieces = code.numpy(), pieces
+    def __init__(self, code: torch.Tensor, pieces: Sequence[Piece], device: torch.device = _CPU) -> None:
+        """``code``: of all pieces (uint8, 1-D, host). ``device``: decodes; a GPU in a hundredth of a core's time."""
+        self._code, self._pieces, self._device = code.numpy(), pieces, device
 
     def read(self, offset: int, into: memoryview) -> None:
         end, view = offset + len(into), np.frombuffer(into, np.uint8)
@@ -231,7 +234,24 @@ class CodedUnit(Source):
         if not piece.is_coded:
             np.copyto(into, code[offset : offset + len(into)])
             return
+        if self._device.type == "cuda" and len(into) > _BY_CPU_BYTES:
+            try:
+                _read_by_gpu(piece.num_bytes, code, self._device, offset, into)
+            except torch.OutOfMemoryError:
+                pass  # the GPU has no room
+            else:
+                return
         first = offset // 2  # whole weights, of which the first and last may be read in part
         weights = np.empty((offset + len(into) + 1) // 2 - first, np.uint16)
         decode(code, piece.num_bytes // 2, first, weights)
         np.copyto(into, weights.view(np.uint8)[offset - 2 * first :][: len(into)])
+
+
+def _read_by_gpu(num_bytes: int, code: np.ndarray, device: torch.device, offset: int, into: np.ndarray) -> None:
+    """Copy what ``code`` stands for, from ``offset`` on, ``into`` host memory; ``num_bytes``: of all of it."""
+    from headrace.codec.decode_kernels import decode_on_gpu  # needs Triton
+
+    with _ONE_AT_A_TIME, torch.cuda.device(device):  # or each reader would take memory
+        decoded = torch.empty(num_bytes, dtype=torch.uint8, device=device)
+        decode_on_gpu(Piece(0, num_bytes, True, 0, len(code)), torch.from_numpy(code).to(device), decoded)
+        torch.from_numpy(into).copy_(decoded[offset : offset + len(into)])
