@@ -4,12 +4,13 @@
     python benchmarks/lifetime.py --device cpu --tiny         tries the script
 
 The models are those of ``card_24gb.py``, with seeded weights. Cases: ``resident`` (a budget above the weights),
-``offloaded`` (every fourth layer prefetched), ``resized`` (12 GiB; ``halve`` makes it 6, ``double`` 12 again),
-``cache`` (experts cached in ``--card`` bytes). In each cycle the offload parks, which leaves ``left_mib`` more device
-memory in use than before it, and resumes, ``at once`` or after half a second (``resume``), in which the driver is done
-with what was freed; ``first_step_ms`` is the first forward of one token after that. ``update``
-writes the same values again, from pinned host memory, ``pageable`` from memory that is not pinned. Steps before and
-after have to have the same bits. ``remove`` leaves the memory of libraries, and of nothing else.
+``offloaded`` (every fourth layer prefetched), ``resized`` (12 GiB; ``halve`` makes it 6, ``double`` 12 again; in
+``resized-coded`` the planner may code weights), ``cache`` (experts cached in ``--card`` bytes). In each cycle the
+offload parks, which leaves ``left_mib`` more device memory in use than before it, and resumes, ``at once`` or after
+half a second (``resume``), in which the driver is done with what was freed; ``first_step_ms`` is the first forward of
+one token after that. ``update`` writes the same values again, from pinned host memory, ``pageable`` from memory that is
+not pinned. Steps before and after have to have the same bits. ``remove`` leaves the memory of libraries, and of nothing
+else.
 
     at_link_ms = bytes that the call copied / link
 """
@@ -31,7 +32,7 @@ from headrace.config import Budget, Prefetch
 from headrace.model.inventory import take_inventory
 
 _PAUSE_S = 0.5
-CASES = {"qwen3-8b": ("resident", "offloaded", "resized"), "qwen3-30b-a3b": ("cache",)}
+CASES = {"qwen3-8b": ("resident", "offloaded", "resized", "resized-coded"), "qwen3-30b-a3b": ("cache",)}
 
 
 def rows_of(rehearsal: Rehearsal, cycles: int, cases: Sequence[str]) -> Iterator[dict[str, Any]]:
@@ -69,11 +70,12 @@ def rows_of(rehearsal: Rehearsal, cycles: int, cases: Sequence[str]) -> Iterator
     large = weights * 3 // 4 if rehearsal.tiny else 12 << 30
     small = large // 2
     for case in [each for each in CASES[name] if each in cases]:
+        is_resized = case.startswith("resized")
         with Card(rehearsal.card_bytes, device):
             if case == "offloaded":
                 policy: Budget | Prefetch = Prefetch(4, 1, 2)
-            elif case == "resized":
-                policy = Budget(large)
+            elif is_resized:
+                policy = Budget(large, codec="auto" if case == "resized-coded" else "none")
             elif case == "resident" or device.type == "cpu":
                 policy = Budget(2 * weights)
             else:
@@ -99,7 +101,7 @@ def rows_of(rehearsal: Rehearsal, cycles: int, cases: Sequence[str]) -> Iterator
                     found.setdefault("first_step", []).append(ms)
                     facts[call] = {"bytes_moved": moved, "at_link_ms": moved / link * 1e3}
                     is_equal &= torch.equal(logits, expected)
-                if case == "resized":
+                if is_resized:
                     for size, call in ((small, "halve"), (large, "double")) * cycles:
                         ms, moved = timed(partial(handle.resize, size))
                         found.setdefault(call, []).append(ms)
