@@ -5,7 +5,11 @@
 
 Models have seeded weights of published shapes; routers follow a seeded trace (``plan/routing_traces.py``), and
 ``--slots`` says how many experts of a layer are on the device, so how many are hits. By turns: the link alone, then the
-CPU with so many threads; with the link free, and with copies of other streams on it (``held``, ``--copy-streams``).
+CPU with so many threads; with the link free, and with copies of another stream that leave ``--held`` GB/s of it
+(``held_link.py``). A row of ``held`` says what they left, measured before and after each run (``held_gb_per_s``), and
+how long the resident model takes beside them (``resident_held_ms``), as copies take registers of the GPU, too.
+
+    taskset -c 0,1 python benchmarks/shared_experts.py --layers 12 --slots 40 --threads 1    two cores
 
     python benchmarks/shared_experts.py --layers 12 --slots 24 --steps 10000    compares bits alone
 
@@ -17,9 +21,8 @@ from __future__ import annotations
 import statistics
 import threading
 import time
-from collections import deque
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from typing import Any
 
 import torch
@@ -32,44 +35,11 @@ from headrace.experts import ordered
 from headrace.experts.cpu.pool import physical_cores
 from headrace.experts.cpu.share import LayerShare, wait
 from headrace.experts.ordered import Launch
+from held_link import HeldLink
 from ordered_experts import _TINY, GPT_OSS_120B, MODELS, gpt_oss
 
-_COPY = 32 << 20
 # Forced shares of the CPU whose bits are compared: of n missing experts.
 FORCED = {"none": [0], "30 %": [round(0.3 * n) for n in range(65)], "all": list(range(65))}
-
-
-@contextmanager
-def copies(device: torch.device, num_streams: int) -> Iterator[None]:
-    """Within, so many other streams copy to the device without a pause."""
-    if not num_streams or device.type != "cuda":
-        yield
-        return
-    ended = threading.Event()
-    source = torch.empty(_COPY, dtype=torch.uint8, pin_memory=True)
-    target = torch.empty(num_streams, _COPY, dtype=torch.uint8, device=device)
-
-    def run() -> None:
-        streams = [(torch.cuda.Stream(device), deque[torch.cuda.Event](), each) for each in target]
-        while not ended.is_set():
-            for stream, events, each in streams:
-                while events and events[0].query():
-                    events.popleft()
-                if len(events) < 4:
-                    with torch.cuda.stream(stream):
-                        each.copy_(source, non_blocking=True)
-                        events.append(stream.record_event())
-            time.sleep(1e-4)
-        for stream, _, _ in streams:
-            stream.synchronize()
-
-    thread = threading.Thread(target=run)
-    thread.start()
-    try:
-        yield
-    finally:
-        ended.set()
-        thread.join()
 
 
 def about_run(rehearsal: Rehearsal, model: Any) -> dict[str, Any]:
@@ -90,9 +60,29 @@ def build(rehearsal: Rehearsal) -> Any:
     return gpt_oss({**sizes, "layer_types": kinds}, rehearsal.device)
 
 
+def held_links(device: torch.device, held: Sequence[float]) -> dict[float, tuple[HeldLink | None, float | None]]:
+    """What holds the link by GB/s that it is to leave, and what it leaves; none where the link is free, or a CPU's."""
+    found: dict[float, tuple[HeldLink | None, float | None]] = {}
+    for goal in held:
+        if not goal or device.type != "cuda":
+            found[goal] = None, None
+            continue
+        link = HeldLink(device)
+        try:
+            free, left = link.left_bytes_per_s() / 1e9, link.calibrate(goal * 1e9) / 1e9
+        except Exception as error:  # rows of a free link are worth having without those of a held one
+            print(f"held: no rows of {goal:g} GB/s: {error}", flush=True)
+            continue
+        is_near = "" if abs(left - goal) <= 1 else f", and not the {goal:g} that were asked for"
+        print(f"held: {link.programs} programs leave {left:.1f} of {free:.1f} GB/s{is_near}", flush=True)
+        found[goal] = link, left
+    return found
+
+
 def rows_of(
-    rehearsal: Rehearsal, slots: Sequence[int], threads: Sequence[int], streams: Sequence[int], rounds: int
-) -> Iterator[dict[str, Any]]:
+    rehearsal: Rehearsal, slots: Sequence[int], threads: Sequence[int], held: Sequence[float], rounds: int,
+    ways: Sequence[str],
+) -> Iterator[dict[str, Any]]:  # fmt: skip
     device, tiny = rehearsal.device, rehearsal.tiny
     if tiny:  # each program takes the interpreter 50 ms
         ordered.LAUNCHES.update(dict.fromkeys(ordered.LAUNCHES, (Launch(256, 1, 1), Launch(128, 1, 1))))
@@ -100,41 +90,50 @@ def rows_of(
     sequence = _Sequence(model, *((8, 2) if tiny else (128, 128)), device)
     is_cuda = device.type == "cuda"
 
-    def measured() -> Any:
-        graphs = headrace.decode_in_graphs(model) if is_cuda else None
-        try:
-            sequence.run()
-            return sequence.run()
-        finally:
-            if graphs is not None:
-                graphs.remove()
+    def measured(link: HeldLink | None = None) -> tuple[Any, float | None]:
+        """A run, and GB/s that are left of a link that is held."""
+        left: list[float] = []
+        with link.held() if link else nullcontext():
+            if link:
+                left.append(link.left_bytes_per_s() / 1e9)
+            graphs = headrace.decode_in_graphs(model) if is_cuda else None
+            try:
+                sequence.run()
+                run = sequence.run()
+            finally:
+                if graphs is not None:
+                    graphs.remove()
+            if link:
+                left.append(link.left_bytes_per_s() / 1e9)
+        return run, statistics.mean(left) if left else None
 
-    resident = measured()
-    link = link_bytes_per_s(device, 5)
-    about = about_run(rehearsal, model) | {"link_gb_per_s": link / 1e9, "resident_ms": resident.ms}
+    resident, links = measured()[0], held_links(device, held)
+    about = about_run(rehearsal, model) | {"link_gb_per_s": link_bytes_per_s(device, 5) / 1e9}
+    about |= {"resident_ms": resident.ms}
+    resident_held_ms = {goal: measured(link)[0].ms if link else None for goal, (link, _) in links.items()}
     rest_on_host(model)
     all_cores = physical_cores()
     for count in slots:
         policy = headrace.Rules([("experts", "cache")], expert_slots=count)
         with headrace.offload(model, policy, device=device) as handle:
-            for name, shares in FORCED.items():
-                share = share_experts(model, all_cores[1:] or all_cores, shares)
-                run = measured()
+            for name in (name for name in FORCED if name in ways):
+                share = share_experts(model, all_cores[1:] or all_cores, FORCED[name])
+                run = measured()[0]
                 if name == "none" and is_cuda:
                     about["doorbell_us"] = doorbell_us(model, share, device)
                 share.remove()
                 row = {"case": "bits", "way": name, "slots": count, "computed": share.doorbell.computed, "ms": run.ms}
                 yield about | row | {"bit_equal": torch.equal(run.logits, resident.logits)}
-            for num_streams in streams:
+            for goal, (link, calibrated) in links.items():
                 found: dict[tuple[str, int], list[float]] = {}
                 facts: dict[tuple[str, int], dict[str, Any]] = {}
+                lefts: dict[tuple[str, int], list[float]] = {}
                 for _ in range(rounds):
                     for number in (0, *threads):
                         before = handle.stats().experts
-                        cores = (all_cores * 16)[-number:] if number <= len(all_cores) else list(range(1, number + 1))
+                        cores = all_cores[-number:] if number <= len(all_cores) else list(range(1, number + 1))
                         share = share_experts(model, cores) if number else None
-                        with copies(device, num_streams):
-                            run = measured()
+                        run, left = measured(link)
                         after = handle.stats().experts
                         key = ("share" if number else "link", number)
                         equal = torch.equal(run.logits, resident.logits)
@@ -146,14 +145,19 @@ def rows_of(
                         computed = 0 if share is None else share.doorbell.computed
                         facts[key] = {"hits": hits / (hits + fetched + computed), "computed": computed}
                         facts[key] |= {"fetched": fetched}
+                        if left:
+                            lefts.setdefault(key, []).append(left)
+                            facts[key] |= {"held_gb_per_s": statistics.mean(lefts[key])}
                         if share is not None:
                             facts[key] |= {"us": [round(x, 1) for x in share.doorbell.us_per_expert]}
                             facts[key] |= {"shares": share.doorbell.shares[:9].tolist()}
                             share.remove()
                 for (way, number), samples in found.items():
                     ms = statistics.median(samples)
-                    row = about | {"case": "held" if num_streams else "free", "slots": count, "way": way}
-                    row |= {"copy_streams": num_streams}
+                    row = about | {"case": "held" if goal else "free", "slots": count, "way": way}
+                    if goal:
+                        row |= {"held_to": goal, "calibrated_gb_per_s": calibrated}
+                        row |= {"held_programs": link and link.programs, "resident_held_ms": resident_held_ms[goal]}
                     row |= {"threads": number, "ms": ms, "samples_ms": samples, "bit_equal": ms == ms}
                     yield row | {"against_link": ms / statistics.median(found["link", 0])} | facts[way, number]
     free_memory(device)
@@ -250,7 +254,7 @@ def describe(row: dict[str, Any]) -> str:
             f"{row['model']:<14} {row['slots']:>3} slots, forced {row['way']:<5} {row['computed']:6} computed  {bits}"
         )
     return (
-        f"{row['model']:<14} {row['slots']:>3} slots, {row['copy_streams']} copying  {row['way']:<5} "
+        f"{row['model']:<14} {row['slots']:>3} slots, {row['case']}{row.get('held_gb_per_s', 0):5.1f}  {row['way']:<5} "
         f"{row['threads']:>2} threads {row['ms']:7.2f} ms {row['against_link']:.3f} x, {row['hits']:.1%} hit, "
         f"{row['computed']:6} computed of {row['computed'] + row['fetched']}, us {row.get('us')} {row.get('shares')} "
         f"{bits}"
@@ -263,16 +267,18 @@ def main() -> None:
     parser.add_argument("--slots", type=lambda text: [int(word) for word in text.split(",")], default=[40])
     parser.add_argument("--threads", type=lambda text: [int(word) for word in text.split(",")], default=[4, 8, 15])
     parser.add_argument(
-        "--copy-streams", type=lambda text: [int(word) for word in text.split(",")], default=[0, 1, 3],
-        help="other streams that copy meanwhile: none leaves the link free",
+        "--held", type=lambda text: [float(word) for word in text.split(",")], default=[0.0, 22.0],
+        help="GB/s of the link that copies of another stream leave; 0: there are none",
     )  # fmt: skip
-    parser.add_argument("--ways", type=words_of([*FORCED, "random"]), default=[*FORCED, "random"], help="of --steps")
+    parser.add_argument(
+        "--ways", type=words_of([*FORCED, "random"]), default=[*FORCED, "random"], help="whose bits are compared"
+    )
     parser.add_argument("--steps", type=int, help="compare the bits of so many steps in each way, and measure nothing")
     add_card_arguments(parser)
     given = parser.parse_args()
     results = []
     for rehearsal in rehearsals(given, ["graphs"]):
-        rows = rows_of(rehearsal, given.slots, given.threads, given.copy_streams, given.rounds)
+        rows = rows_of(rehearsal, given.slots, given.threads, given.held, given.rounds, given.ways)
         rows = long_rows(rehearsal, given.slots, given.steps, given.ways) if given.steps else rows
         results += kept(rows, describe, given.out)
     finish("shared experts", results)

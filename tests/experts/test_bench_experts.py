@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import importlib.util
 import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 
 import pytest
@@ -14,6 +16,7 @@ import expert_steps
 import tables
 from expert_steps import ExpertsShape, driven, run, seeded
 from headrace.plan.routing_traces import lru_hits, save_trace
+from held_link import HeldLink, hold_kernel
 
 TINY = ExpertsShape(num_layers=2, num_experts=8, top_k=2, hidden=64, intermediate=64)
 
@@ -85,3 +88,34 @@ def test_the_rehearsal_of_a_card_on_a_cpu(model: str) -> None:
     if "cache" in cases:
         assert 0 < found["cache"]["hits"] < 1
         assert found["cache"]["expert_bytes_moved"] > 0
+
+
+def test_what_holds_the_link_copies_each_piece_and_says_when() -> None:
+    source, target = torch.arange(4 * 64), torch.zeros(2 * 64, dtype=torch.int64)
+    taken, seen = torch.zeros(2, 1, dtype=torch.int64)
+    for number, last in ((1, [0, 1]), (2, [2, 3])):
+        hold_kernel[(3,)](source, target, taken, seen, number, [6, 12][number - 1], PIECES=4, TARGETS=2, BLOCK=64)
+        assert torch.equal(target.view(2, 64), source.view(4, 64)[last])
+        assert (int(seen), int(taken)) == (number, 6 * number + 3)
+
+
+@pytest.mark.parametrize(("gb_per_s", "left", "programs"), [(22, 22, 48), (11, 11, 128), (1, 6.1, 256), (60, 53, 1)])
+def test_calibration_of_a_held_link(gb_per_s: float, left: float, programs: int) -> None:
+    """The nearest that there is."""
+
+    class Fair(HeldLink):
+        def __init__(self) -> None:
+            self.copying = 0
+
+        @contextmanager
+        def held(self, programs: int | None = None) -> Iterator[None]:
+            self.copying = programs or 0
+            yield
+            self.copying = 0
+
+        def left_bytes_per_s(self) -> float:
+            return 55e9 * 32 / (32 + self.copying)
+
+    link = Fair()
+    assert link.calibrate(gb_per_s * 1e9) == pytest.approx(left * 1e9, rel=0.02)
+    assert link.programs == programs
