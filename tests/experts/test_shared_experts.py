@@ -301,6 +301,21 @@ class TestFaults:
             each.remove()
             assert_same_bits(run(model, steps), expected)
 
+    def test_the_system_refuses_the_doorbell_a_thread(self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+        """Those of its pool end."""
+        text, starts = native._WHOLE.read_text(), "!pthread_create(&d->thread, 0, attend, d)"
+        assert starts in text
+        (tmp_path / "text.c").write_text(text.replace(starts, "0"))
+        with monkeypatch.context() as patch:
+            patch.setattr(native, "_WHOLE", tmp_path / "text.c")
+            refused = variant(tmp_path, more="")
+        monkeypatch.setattr(pool, "library", lambda: refused)
+        before = pinned_threads()
+        model = qwen("headrace").bfloat16()
+        with headrace.offload(model, cached(3)), pytest.raises(StateError, match="for another thread, or refused it"):
+            share_experts(model, [0, 1])
+        assert pinned_threads() == before
+
     @pytest.mark.parametrize("is_checked", [False, True])
     def test_no_answer(self, is_checked: bool, monkeypatch: pytest.MonkeyPatch) -> None:
         """A coordinator that is gone: what waits gives up. Who checks may sample from what it then gets."""

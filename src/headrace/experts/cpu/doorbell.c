@@ -112,12 +112,14 @@ static void *attend(void *given) {
 doorbell *doorbell_start(pool *workers, void *box, const void *x, void *out, const request *layers, int num_layers,
                          int is_fixed, double spin_s) {
     doorbell *d = calloc(1, sizeof *d);
-    if (!d) return 0;
-    d->workers = workers, d->box = box, d->x = x, d->out = out, d->layers = layers, d->num_layers = num_layers;
-    d->is_fixed = is_fixed, d->spin_s = spin_s;
-    if (!is_fixed) divide(d);
-    if (!pthread_create(&d->thread, 0, attend, d)) return d;
+    if (d) {
+        d->workers = workers, d->box = box, d->x = x, d->out = out, d->layers = layers, d->num_layers = num_layers;
+        d->is_fixed = is_fixed, d->spin_s = spin_s;
+        if (!is_fixed) divide(d);
+        if (!pthread_create(&d->thread, 0, attend, d)) return d;
+    }
     free(d);
+    experts_stop(workers);
     return 0;
 }
 
