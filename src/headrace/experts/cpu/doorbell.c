@@ -45,13 +45,16 @@ static void add(line *l, double n, double t) {
     l->nn = .998 * l->nn + n * n, l->nt = .998 * l->nt + n * t;
 }
 
-// The share of the CPU that ends the step first; for a while half, so that both lines have what to go by. What the CPU
-// computes enters no slot, and a third of it is missed again, by both traces of docs/notes/expert-cache.md.
+static int num_known(const doorbell *d) { return (d->cpu.weight > 32) + (d->link.weight > 32); }
+
+// The share of the CPU that ends the step first; until both lines have what to go by, one or two of an even number, so
+// that a CPU which is ten times slower delays few steps, and by no more than that. What the CPU computes enters no
+// slot, and a third of it is missed again, by both traces of docs/notes/expert-cache.md.
 static void divide(doorbell *d) {
     double again = .33 * (time_of(&d->link, 2) - time_of(&d->link, 1));
-    int is_known = d->cpu.weight > 32 && d->link.weight > 32, is_used = 0;
+    int is_known = num_known(d) == 2, is_used = 0;
     for (int64_t missing = 1; missing <= MOST; missing++) {
-        int64_t best = is_known ? 0 : missing / 2;
+        int64_t best = d->cpu.weight > 32 || missing % 2 ? 0 : missing < 4 ? 1 : 2;
         double least = time_of(&d->link, missing);
         for (int64_t share = 1; is_known && share <= missing; share++) {
             double a = time_of(&d->link, missing - share), b = time_of(&d->cpu, share);
@@ -61,9 +64,19 @@ static void divide(doorbell *d) {
         atomic_store(&d->box->shares[missing], best);
         is_used |= best > 0 && missing <= 8;
     }
-    if (is_known && !is_used && d->box->requests % 16384 == 1) d->cpu.weight = 0; // look again
+    if (is_known && !is_used && d->box->requests % 65536 == 1) d->cpu = (line){0}; // look again
     atomic_store(&d->box->cpu_ns, 1e9 * (time_of(&d->cpu, 2) - time_of(&d->cpu, 1)));
     atomic_store(&d->box->link_ns, 1e9 * (time_of(&d->link, 2) - time_of(&d->link, 1)));
+}
+
+// A request took the CPU `cpu_s` for `count` experts, and the link `link_s` for `fetched`, or 0: the CPU was later.
+static void learn(doorbell *d, int64_t count, double cpu_s, int64_t fetched, double link_s) {
+    int known = num_known(d);
+    if (count) add(&d->cpu, count, cpu_s);
+    if (link_s > 0) add(&d->link, fetched, link_s);
+    atomic_fetch_add(&d->box->computed, count);
+    int is_due = !(atomic_fetch_add(&d->box->requests, 1) % 64) || num_known(d) != known;
+    if (is_due && !d->is_fixed) divide(d);
 }
 
 static void answer(doorbell *d, int64_t number) {
@@ -72,7 +85,7 @@ static void answer(doorbell *d, int64_t number) {
     request asked = d->layers[box->layer];
     asked.tokens = box->tokens, asked.top_k = box->top_k, asked.is_apart = 1;
     asked.x = d->x, asked.out = d->out;
-    int64_t count = 0, pairs = asked.tokens * asked.top_k, ids[PAIRS];
+    int64_t count = 0, fetched = box->fetched, pairs = asked.tokens * asked.top_k, ids[PAIRS];
     memcpy(ids, box->ids, sizeof ids); // a step that raised leaves its request, and the next one writes over it
     asked.ids = ids;
     for (int64_t i = 0, before; i < pairs; i++) {
@@ -84,12 +97,11 @@ static void answer(doorbell *d, int64_t number) {
     if (code) atomic_store(&box->code, code);
     int is_late = atomic_load(&box->awaited) == number;
     atomic_store(&box->done, number);
-    if (count) add(&d->cpu, count, now() - begin);
+    double cpu_s = now() - begin, link_s = 0;
     while (!is_late && atomic_load(&box->awaited) != number && atomic_load(&box->posted) == number
            && now() - begin < .01 && !atomic_load(&d->is_closing));
-    if (!is_late && atomic_load(&box->awaited) == number) add(&d->link, box->fetched, now() - begin);
-    atomic_fetch_add(&box->computed, count);
-    if (!(atomic_fetch_add(&box->requests, 1) % 64) && !d->is_fixed) divide(d);
+    if (!is_late && atomic_load(&box->awaited) == number) link_s = now() - begin;
+    learn(d, count, cpu_s, fetched, link_s);
 }
 
 static void *attend(void *given) {
