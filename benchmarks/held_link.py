@@ -20,7 +20,7 @@ import torch
 import triton
 import triton.language as tl
 
-from harness import Timing, event_times
+from harness import Timing, event_times, time_host
 from headrace.experts.cache import _BLOCK, _PROGRAMS
 from headrace.experts.kernels import fetch_kernel
 
@@ -28,7 +28,7 @@ from headrace.experts.kernels import fetch_kernel
 _SOURCE, _PROBE, _ROW = 256 << 20, 128 << 20, 1 << 20
 _AHEAD, _LOOK_S, _PATIENCE_S = 3, 10e-3, 20.0
 _MOST_PROGRAMS, _PIECES_OF_A_PROGRAM, _MOST_PIECES = 256, 512, 1 << 15
-_MOST_STREAMS = 8
+_MOST_STREAMS, _MOST_LATENCY_MS = 8, 2.0  # behind three launches of one program it is 10 ms
 _WORDS_OF_TARGET = 64 * _BLOCK
 
 
@@ -83,16 +83,24 @@ class HeldLink:
 
         return _PROBE / Timing(tuple(event_times(fetch, 8)[1:])).ms * 1e3
 
+    def latency_ms(self) -> float:
+        """Median time of an op on the current stream that does next to nothing, waited for."""
+
+        def step() -> None:
+            self._target[:1].zero_()
+            torch.cuda.current_stream(self._device).synchronize()
+
+        return Timing(tuple(time_host(step, 20))).ms
+
     def calibrate(self, bytes_per_s: float) -> float:
         """Choose :attr:`programs` that leave ``bytes_per_s`` of the link, and a stream; returns what they leave.
 
         Raises:
             RuntimeError: the kernel does not run.
         """
-        free = self.left_bytes_per_s()
         for _ in range(_MOST_STREAMS):
             with self.held(1):
-                if self.left_bytes_per_s() > free / 2:
+                if self.latency_ms() < _MOST_LATENCY_MS:
                     break
             self._stream = torch.cuda.Stream(self._device)
         found: dict[int, float] = {}
@@ -126,14 +134,15 @@ class HeldLink:
         launched, pieces = int(self._seen), self._source.numel() // _BLOCK
         with torch.cuda.device(self._device), torch.cuda.stream(self._stream):
             while not ended.is_set():
-                while launched - int(self._seen) < _AHEAD:
-                    launched += 1
-                    self._end += min(programs * _PIECES_OF_A_PROGRAM, _MOST_PIECES)
-                    hold_kernel[(programs,)](
-                        self._source, self._target, self._taken, self._seen, launched, self._end,
-                        PIECES=pieces, TARGETS=_WORDS_OF_TARGET // _BLOCK, BLOCK=_BLOCK, num_warps=8,
-                    )  # fmt: skip
-                ended.wait(_LOOK_S)
+                if launched - int(self._seen) >= _AHEAD:
+                    ended.wait(_LOOK_S)
+                    continue
+                launched += 1
+                self._end += min(programs * _PIECES_OF_A_PROGRAM, _MOST_PIECES)
+                hold_kernel[(programs,)](
+                    self._source, self._target, self._taken, self._seen, launched, self._end, PIECES=pieces,
+                    TARGETS=_WORDS_OF_TARGET // _BLOCK, BLOCK=_BLOCK, num_warps=8,
+                )  # fmt: skip
             self._stream.synchronize()
 
     def _await_first(self, copies: Future[None], before: int) -> None:

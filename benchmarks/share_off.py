@@ -8,7 +8,7 @@ What the share costs those who do not use it: twelve layers of Qwen3-30B-A3B, 24
 process of its own, with its own ``src`` and ``benchmarks``, and one at a time generates, in each round the other way
 round. What else has changed between two trees shows as well; 52b5cb7e itself is the share and nothing else.
 
-``bit_equal``: all runs of all trees have the same logits, and fetch as many experts.
+``bit_equal``: all runs have the logits of the first tree and of the resident model, and fetch as many experts.
 """
 
 from __future__ import annotations
@@ -36,28 +36,36 @@ def serve(given: argparse.Namespace) -> None:
     from card_24gb import Rehearsal, _Sequence, rest_on_host
     from headrace.experts import ordered
 
-    device = torch.device(given.device)
+    device = torch.device(given.device, 0) if given.device == "cuda" else torch.device(given.device)
     if given.tiny:  # each program takes the interpreter 50 ms
         launches = ordered.Launch(256, 1, 1), ordered.Launch(128, 1, 1)
         ordered.LAUNCHES.update(dict.fromkeys(ordered.LAUNCHES, launches))
     model = Rehearsal(NAME, given.layers, given.tiny, 24 << 30, 2 << 30, device, ["graphs"]).build()
     model.set_experts_implementation("headrace")
     sequence = _Sequence(model, *((8, 2) if given.tiny else (128, 128)), device)
+
+    def logits_of(run: Any) -> str:
+        return hashlib.sha256(run.logits.view(torch.int16).numpy().tobytes()).hexdigest()
+
+    is_cuda = device.type == "cuda"
+    graphs = headrace.decode_in_graphs(model) if is_cuda else None
+    resident = logits_of(sequence.run())
+    if graphs is not None:
+        graphs.remove()
     rest_on_host(model)
     with headrace.offload(model, headrace.Rules([("experts", "cache")], expert_slots=given.slots), device=device) as it:
-        if device.type == "cuda":
-            headrace.decode_in_graphs(model)
-        fetched = [0]
+        graphs = headrace.decode_in_graphs(model) if is_cuda else None
         for _ in range(2):
             sequence.run()
-        tell({"headrace": str(Path(headrace.__file__).parent)})
+        tell({"headrace": str(Path(headrace.__file__).parent), "logits": resident})
         for _ in sys.stdin:
-            fetched.append(sum(layer.fetched for layer in it.stats().experts))
+            before = sum(layer.fetched for layer in it.stats().experts)
             run = sequence.run()
-            logits = hashlib.sha256(run.logits.view(torch.int16).numpy().tobytes()).hexdigest()
             after = sum(layer.fetched for layer in it.stats().experts)
-            tell({"ms": run.ms, "median_ms": statistics.median(run.samples_ms), "logits": logits,
-                  "fetched": after - fetched[-1]})  # fmt: skip
+            tell({"ms": run.ms, "median_ms": statistics.median(run.samples_ms), "logits": logits_of(run),
+                  "fetched": after - before})  # fmt: skip
+        if graphs is not None:
+            graphs.remove()
 
 
 def tell(row: dict[str, Any]) -> None:
@@ -85,7 +93,7 @@ def start(folder: Path, given: argparse.Namespace) -> subprocess.Popen[str]:
 def rows_of(trees: dict[str, Path], given: argparse.Namespace) -> Iterator[dict[str, Any]]:
     processes = {name: start(folder, given) for name, folder in trees.items()}
     try:
-        places = {name: heard(process)["headrace"] for name, process in processes.items()}
+        started = {name: heard(process) for name, process in processes.items()}
         found: dict[str, list[dict[str, Any]]] = {name: [] for name in trees}
         for each in range(given.rounds):
             for name in list(trees)[:: 1 if each % 2 else -1]:
@@ -98,7 +106,8 @@ def rows_of(trees: dict[str, Path], given: argparse.Namespace) -> Iterator[dict[
             process.kill()
     first = found[next(iter(trees))]
     for name, runs in found.items():
-        assert Path(places[name]).is_relative_to(trees[name].resolve()), (places[name], trees[name])
+        place = Path(started[name]["headrace"])
+        assert place.is_relative_to(trees[name].resolve()), f"expected headrace of {trees[name]}, found {place}"
         row: dict[str, Any] = {"table": "share-off", "case": name, "model": NAME, "layers": given.layers}
         row |= {"slots": given.slots, "fetched": runs[0]["fetched"]}
         for field in ("ms", "median_ms"):
@@ -106,7 +115,7 @@ def rows_of(trees: dict[str, Path], given: argparse.Namespace) -> Iterator[dict[
             ratios = [run[field] / other[field] for run, other in zip(runs, first, strict=True)]
             row |= {f"against_first_{field}": statistics.median(ratios), f"ratios_{field}": ratios}
         same = {(run["logits"], run["fetched"]) for run in (*first, *runs)}
-        yield row | {"bit_equal": len(same) == 1}
+        yield row | {"bit_equal": len(same) == 1 and {logits for logits, _ in same} == {started[name]["logits"]}}
 
 
 def describe(row: dict[str, Any]) -> str:

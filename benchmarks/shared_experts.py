@@ -9,7 +9,7 @@ CPU with so many threads; with the link free, and with copies of another stream 
 (``held_link.py``). A row of ``held`` says what they left, measured before and after each run (``held_gb_per_s``), and
 how long the resident model takes beside them (``resident_held_ms``), as copies take registers of the GPU, too.
 
-    taskset -c 0,1 python benchmarks/shared_experts.py --layers 12 --slots 40 --threads 1    two cores
+    taskset -c 0,1 python benchmarks/shared_experts.py --layers 12 --slots 40 --threads 1 --ways none    two cores
 
     python benchmarks/shared_experts.py --layers 12 --slots 24 --steps 10000    compares bits alone
 
@@ -70,11 +70,16 @@ def held_links(device: torch.device, held: Sequence[float]) -> dict[float, tuple
         link = HeldLink(device)
         try:
             free, left = link.left_bytes_per_s() / 1e9, link.calibrate(goal * 1e9) / 1e9
+            with link.held():
+                latency_ms = link.latency_ms()
         except Exception as error:  # rows of a free link are worth having without those of a held one
             print(f"held: no rows of {goal:g} GB/s: {error}", flush=True)
             continue
         is_near = "" if abs(left - goal) <= 1 else f", and not the {goal:g} that were asked for"
-        print(f"held: {link.programs} programs leave {left:.1f} of {free:.1f} GB/s{is_near}", flush=True)
+        print(
+            f"held: {link.programs} programs leave {left:.1f} of {free:.1f} GB/s{is_near}; an op that does nothing "
+            f"takes {latency_ms:.3f} ms beside them", flush=True,
+        )  # fmt: skip
         found[goal] = link, left
     return found
 

@@ -113,6 +113,9 @@ def test_calibration_of_a_held_link(gb_per_s: float, left: float, programs: int)
             yield
             self.copying = 0
 
+        def latency_ms(self) -> float:
+            return 0.05
+
         def left_bytes_per_s(self) -> float:
             return 55e9 * 32 / (32 + self.copying)
 
