@@ -13,10 +13,10 @@ import pytest
 import measures
 
 BOUNDS = {
-    "lines of src": 29134,
+    "lines of src": 29153,
     "lines of the core": 17420,
     "files of src": 203,
-    "lines of tests": 50422,
+    "lines of tests": 50438,
     "longest class": 348,
     "Prefetcher": 298,
     "branches on a kind of store": 4,

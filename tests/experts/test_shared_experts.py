@@ -30,6 +30,7 @@ from headrace.adapters.transformers.shared_experts import CpuShare, NoShare, sha
 from headrace.errors import OptionError, OptionTypeError, StateError
 from headrace.experts import cache
 from headrace.experts.cpu import native, pool, share
+from headrace.experts.kernels import ELSEWHERE
 from headrace.experts.rows import IS_CHECKED
 from headrace.plan import cpu_share
 from headrace.plan.nominal_rates import NOMINAL_CPU
@@ -171,6 +172,26 @@ def test_what_the_cpu_computes_enters_no_slot() -> None:
         assert each.doorbell.computed == 2 * 2 * len(steps)
         assert not any(layer.hits or layer.fetched or layer.in_place for layer in handle.stats().experts)
         assert "experts on the CPU: 24 computed by 1 thread," in " ".join(handle.stats().notes)
+
+
+@pytest.mark.parametrize("often", [0, 5])
+def test_the_cpu_has_those_that_are_used_least(often: int) -> None:
+    """Of two that are missing the other one enters a slot."""
+    rows, seldom = torch.zeros(2 + 6, 16, dtype=torch.uint8), 5 - often
+
+    class Share:
+        shares, uses = torch.zeros(65, dtype=torch.int64), torch.zeros(2, 6, dtype=torch.int32)
+        check = ring = staticmethod(lambda *_: None)
+
+    each = cache.ExpertCache([rows], 2 + torch.arange(6), 2)
+    each.share = Share()  # type: ignore[assignment]
+    for ids in ([often, 1], [often, 2], [often, seldom], [1], [2]):
+        each.admit(torch.tensor(ids), rows)
+    Share.shares.fill_(1)
+    found = dict(zip((0, 5), each.admit(torch.tensor([0, 5]), rows).tolist(), strict=True))
+    assert found[seldom] == ELSEWHERE.value
+    assert found[often] in (0, 1)
+    assert each.admit(torch.tensor([seldom]), rows).tolist() == [ELSEWHERE.value]
 
 
 @pytest.fixture(scope="module")

@@ -187,6 +187,7 @@ class ExpertCache:
                 **self._constants,
                 HAS_OVERFLOW=len(overflow_rows) > 0 and ids.numel() > self.num_slots,
                 shares=None if share is None else share.shares,
+                uses=None if share is None else share.uses,
             )
             if share is not None and inputs is not None:
                 share.ring(ids, rows, inputs, self._fetched)

@@ -44,6 +44,7 @@ def admit_kernel(
     BLOCK_OTHERS: tl.constexpr,
     HAS_OVERFLOW: tl.constexpr,  # false: experts without a slot are read in host memory
     shares=None,  # int64 [65] in pinned memory: of so many missing experts the CPU computes so many; None: none
+    uses=None,  # int32 [2, E], for shares: how often each expert was chosen, of which old times fade, and scratch
 ):
     """Give every chosen expert a slot as far as there are any, least recently used first; one program.
 
@@ -71,9 +72,24 @@ def admit_kernel(
     num_missing = tl.sum(is_missing.to(tl.int32), axis=0)
     if shares is not None:
         share = tl.load(shares + tl.minimum(num_missing, _MOST_SHARED), volatile=True).to(tl.int32)
-        # By turns: an expert that the CPU computes enters no slot.
-        place = tl.cumsum(is_missing.to(tl.int32), axis=0) - 1 + (step % 64).to(tl.int32)
-        is_elsewhere = is_missing & (place % tl.maximum(num_missing, 1) < share)
+        used_often = tl.load(uses + expert, mask=is_expert, other=0)
+        used_often += tl.where(is_chosen, 1024, 0) - (used_often >> 7)
+        tl.store(uses + expert, used_often, mask=is_expert)
+        is_elsewhere = is_missing & (num_missing <= share)
+        if (share > 0) & (share < num_missing):
+            # An expert that the CPU computes enters no slot, so it has those that were used least.
+            key = tl.where(is_missing, used_often, 1 << 30)
+            tl.store(uses + NUM_EXPERTS + expert, key, mask=is_expert)
+            tl.debug_barrier()
+            place = tl.zeros([BLOCK_EXPERTS], tl.int32)
+            for start in range(0, NUM_EXPERTS, BLOCK_OTHERS):
+                other_one = start + tl.arange(0, BLOCK_OTHERS)
+                other_key = tl.load(uses + NUM_EXPERTS + other_one, mask=other_one < NUM_EXPERTS, other=1 << 30)
+                precedes = (other_key[None, :] < key[:, None]) | (
+                    (other_key[None, :] == key[:, None]) & (other_one[None, :] < expert[:, None])
+                )
+                place += tl.sum(precedes.to(tl.int32), axis=1)
+            is_elsewhere = is_missing & (place < share)
         is_missing = is_missing & (is_elsewhere == 0)
         num_missing -= tl.sum(is_elsewhere.to(tl.int32), axis=0)
         tl.store(location + expert, tl.zeros([BLOCK_EXPERTS], home_row.dtype) + ELSEWHERE, mask=is_elsewhere)

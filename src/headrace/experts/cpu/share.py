@@ -133,11 +133,17 @@ def _stop(library: ctypes.CDLL, at: int, process: OwnProcess, kept: object) -> N
 
 
 class LayerShare:
-    """The share in the experts of one layer, the ``number``-th of its doorbell."""
+    """The share in the experts of one layer, the ``number``-th of its doorbell.
+
+    Attributes:
+        shares, uses: for :func:`headrace.experts.kernels.admit_kernel`.
+    """
 
     def __init__(self, doorbell: Doorbell, number: int) -> None:
         self._doorbell, self._number = doorbell, number
         self.shares, self.check = doorbell.shares, doorbell.check
+        count, device = doorbell._layers[number].num_experts, doorbell.memory[1].device
+        self.uses = torch.zeros(2, count, dtype=torch.int32, device=device)
 
     def ring(self, ids: torch.Tensor, rows: torch.Tensor, inputs: torch.Tensor, fetched: torch.Tensor) -> None:
         """Launch what asks for the experts ``ids`` whose ``rows`` are elsewhere.
