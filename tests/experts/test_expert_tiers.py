@@ -10,13 +10,15 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
+import numpy as np
 import pytest
 import torch
 from safetensors.torch import save_model
 
 import headrace
+import interrupts
 from checks import run_threads
 from expert_layers import Layers, X, fail_read, steps
 from headrace import Handle, Plan, Rules
@@ -37,7 +39,7 @@ from headrace.planning.checks import needs_of
 from headrace.stores import expert_files
 from headrace.testing import assert_same_bits
 from headrace.transfer import expert_tiers
-from headrace.transfer.expert_tiers import Staging, TieredCache
+from headrace.transfer.expert_tiers import TieredCache
 from moe_models import gpt_oss, outputs, qwen
 
 MIB = 2**20
@@ -220,59 +222,148 @@ def read_bytes(handle: Handle) -> int:
     return reads.direct + reads.buffered
 
 
-class Stream:
-    """What is started runs when the host waits for it, and no sooner: the latest that a GPU may."""
+class Late:
+    """A stream, and an event of one, whose work is done when another waits for it, and no sooner: the latest a GPU may.
 
-    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
-        self.started = deque[Callable[[], object]]()
-        self.num_run = 0
-        ends: dict[int, int] = {}
+    Attributes:
+        started: what it has been given and not done; a pair is an event of another stream that it waits for.
+        num_done, num_given: how much of all that was given.
+    """
 
-        def give(staging: Staging, number: int, device: torch.device) -> None:
-            ends[number] = self.num_run + len(self.started)
-            staging.idle.append(number)
+    def __init__(self) -> None:
+        self.started = deque[Callable[[], object] | Passed]()
+        self.num_done = self.num_given = 0
 
-        def take(staging: Staging, sizes: Sequence[int]) -> Any:
-            if (end := ends.pop(staging.idle[0], None)) is not None:
-                self.run(end - self.num_run)
-            return taken(staging, sizes)
+    def give(self, work: Callable[[], object] | Passed) -> None:
+        self.started.append(work)
+        self.num_given += 1
 
-        taken = Staging.take
-        monkeypatch.setattr(Staging, "give", give)
-        monkeypatch.setattr(Staging, "take", take)
-        monkeypatch.setattr(TieredCache, "_synchronize", lambda _: self.run(len(self.started)))
-        monkeypatch.setattr(
-            expert_tiers, "_copy", lambda into, source: self.started.append(partial(into.copy_, source))
-        )
+    def record_event(self) -> Passed:
+        return Passed(self, self.num_given)
 
-    def run(self, count: int) -> None:
-        for _ in range(count):
-            self.started.popleft()()
-            self.num_run += 1
+    def wait_event(self, event: Passed) -> None:
+        self.give(event)
+
+    def wait_stream(self, stream: Late) -> None:
+        self.give(stream.record_event())
+
+    def synchronize(self) -> None:
+        self.record_event().synchronize()
+
+    def advance(self) -> bool:
+        """Do what is next, if it waits for nothing."""
+        if not self.started or (isinstance(self.started[0], Passed) and not self.started[0].has_passed):
+            return False
+        if not isinstance(work := self.started.popleft(), Passed):
+            work()
+        self.num_done += 1
+        return True
 
 
-@pytest.mark.parametrize(("num_slots", "host_slots"), SIZES)
-def test_whenever_copies_run(folder: Path, num_slots: int, host_slots: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Kernels of a step read the right bytes, though threads read for the next rows before they have run."""
-    expected, checked = Layers(), [0]
-    _model, handle = offloaded(folder, num_slots, host_slots)
-    with handle:
-        stream = Stream(monkeypatch)
-        weights = [[w.detach().flatten(1).view(torch.uint8) for w in (e.up, e.bias)] for e in expected.layers]
+class Passed(NamedTuple):
+    """A point in a stream."""
 
-        def kernel(cache: TieredCache, layer: int, ids: list[int], rows: list[int]) -> None:
-            for (memory, _), weight in zip(cache._parts, weights[layer], strict=True):
-                assert all(torch.equal(memory[row], weight[each]) for each, row in zip(ids, rows, strict=True))
-            checked[0] += 1
+    stream: Late
+    end: int
 
-        choices = (*steps(30), ALL, *steps(20, most=30, seed=1), *steps(40, most=3, seed=2), ALL)
-        for ids in choices:
-            for layer, cache in enumerate(caches(handle)):
-                rows = cache.admit(ids).tolist()
-                stream.started.append(partial(kernel, cache, layer, ids.tolist(), rows))
-        stream.run(len(stream.started))
-        assert checked[0] == 2 * len(choices)
-        require_exclusive(handle, expected)
+    @property
+    def has_passed(self) -> bool:
+        return self.stream.num_done >= self.end
+
+    def synchronize(self) -> None:
+        while not self.has_passed:
+            if isinstance(work := self.stream.started[0], Passed):
+                work.synchronize()
+            self.stream.advance()
+
+
+class LateStreams:
+    """Those of a GPU; ``early`` do all they are allowed to whenever more is given, a part of them or in any order."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch, early: str) -> None:
+        self.up, self.down, self.compute = each = Late(), Late(), Late()
+        self._early = [stream for name, stream in zip(("up", "down", "compute"), each, strict=True) if name in early]
+        self._chooser = np.random.default_rng(int(early)) if early.isdigit() else None
+        monkeypatch.setattr(expert_tiers, "Streams", lambda _: self)
+        monkeypatch.setattr(expert_tiers, "_copy", self._copy)
+
+    def _copy(self, stream: Late, pairs: Sequence[tuple[torch.Tensor, torch.Tensor]]) -> None:
+        for into, source in pairs:
+            self.give(stream, partial(into.copy_, source))
+
+    def give(self, stream: Late, work: Callable[[], object]) -> None:
+        stream.give(work)
+        while any(early.advance() for early in self._early):
+            pass
+        if self._chooser is not None:
+            for choice in self._chooser.integers(0, 3, self._chooser.integers(0, 4)):
+                (self.up, self.down, self.compute)[choice].advance()
+
+    def synchronize(self) -> None:
+        for stream in (self.up, self.down, self.compute):
+            stream.synchronize()
+
+    def close(self) -> None:
+        self.synchronize()
+
+
+class Kernels:
+    """What reads rows of each layer, late."""
+
+    def __init__(self, handle: Handle, streams: LateStreams) -> None:
+        self.model, self.num_run = Layers(), 0
+        self._caches, self._streams = list(caches(handle)), streams
+        self._weights = [[w.detach().flatten(1).view(torch.uint8) for w in (e.up, e.bias)] for e in self.model.layers]
+
+    def step(self, ids: torch.Tensor) -> None:
+        for layer, cache in enumerate(self._caches):
+            rows = cache.admit(ids).tolist()
+            self._streams.give(self._streams.compute, partial(self._read, layer, ids.tolist(), rows))
+
+    def _read(self, layer: int, ids: list[int], rows: list[int]) -> None:
+        for (memory, _), weight in zip(self._caches[layer]._parts, self._weights[layer], strict=True):
+            assert all(torch.equal(memory[row], weight[each]) for each, row in zip(ids, rows, strict=True))
+        self.num_run += 1
+
+
+@pytest.mark.parametrize("early", ["", "up", "down", "compute", "0"])
+class TestWheneverCopiesRun:
+    """Kernels read the right bytes, though threads read for the next rows before copies have run."""
+
+    @pytest.mark.parametrize(("num_slots", "host_slots"), SIZES)
+    def test_steps(
+        self, folder: Path, num_slots: int, host_slots: int, early: str, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        streams = LateStreams(monkeypatch, early)
+        _model, handle = offloaded(folder, num_slots, host_slots)
+        choices = (*steps(30), ALL, *steps(20, most=30, seed=1), *steps(40, most=3, seed=2), ALL, *steps(20, seed=3))
+        with handle:
+            kernels = Kernels(handle, streams)
+            for ids in choices:
+                kernels.step(ids)
+            streams.synchronize()
+            assert kernels.num_run == 2 * len(choices)
+            require_exclusive(handle, kernels.model)
+
+    def test_interrupts(self, folder: Path, early: str, monkeypatch: pytest.MonkeyPatch) -> None:
+        """One at each line of an admission, in turn, and in another step each time."""
+        monkeypatch.setattr(interrupts, "SOURCES", expert_tiers.__file__)
+        streams, choices = LateStreams(monkeypatch, early), steps(500, most=14, seed=9)
+        _model, handle = offloaded(folder, 6, 10)
+        with handle:
+            kernels, places = Kernels(handle, streams), set[str]()
+            for number, ids in enumerate(choices):
+                interrupter = interrupts.Interrupter(number % 170)
+                _, error = interrupter.run(partial(kernels._caches[number % 2].admit, ids))
+                assert error is None or isinstance(error, KeyboardInterrupt), error
+                places.add(interrupter.place)
+                kernels.step(choices[number - 1])
+                if number % 9 == 0:
+                    streams.synchronize()
+                    require_exclusive(handle, kernels.model)
+            streams.synchronize()
+            assert kernels.num_run == 2 * len(choices)
+            assert len(places) > 60
 
 
 class TestFaults:

@@ -9,6 +9,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from safetensors.torch import save_model
@@ -28,6 +29,7 @@ from headrace.plan.cached_experts import with_host_slots
 from headrace.planning.checks import needs_of
 from headrace.stores.file_reads import can_read_direct
 from headrace.testing import assert_same_bits, boundaries
+from headrace.transfer import cuda_stream, expert_tiers
 from headrace.transfer.expert_tiers import TieredCache
 from moe_models import IDS, cached, qwen
 
@@ -126,6 +128,58 @@ class TestBits:
                     found.append(run(model, ids))
             torch.cuda.synchronize()
             assert_same_bits(found, [run(expected, ids) for ids in choices])
+
+    @pytest.mark.usefixtures("few_rows")
+    @pytest.mark.parametrize("slow", ["up", "down", "up down", "up or down"])
+    @pytest.mark.parametrize(("num_slots", "host_slots"), [(1, 1), (3, 5), (6, 34), (39, 1)])
+    def test_slow_copies(
+        self, folder: Path, num_slots: int, host_slots: int, slow: str, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        """A stream that is behind: another one that does not wait for it reads or writes too early."""
+        expected, (model, handle) = resident(), offloaded(folder, num_slots, host_slots)
+        streams, copy, chooser = next(caches(handle))._streams, expert_tiers._copy, np.random.default_rng(0)
+
+        def late(stream: torch.cuda.Stream, pairs: Any) -> None:
+            name = "up" if stream == streams.up else "down"
+            if name in slow and ("or" not in slow or chooser.random() < 0.3):
+                with torch.cuda.stream(stream):
+                    torch.cuda._sleep(1_000_000)
+            copy(stream, pairs)
+
+        choices = [*steps(20), ALL, *steps(10, most=30, seed=1), *steps(20, most=3, seed=2)]
+        with handle:
+            monkeypatch.setattr(expert_tiers, "_copy", late)
+            found = [run(model, ids) for ids in choices]
+            torch.cuda.synchronize()
+            assert_same_bits(found, [run(expected, ids) for ids in choices])
+            require_exclusive(handle, expected)
+
+    def test_a_step_does_not_wait_for_what_leaves_slots(self, folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+        """The next one does; and the end of the offload gives the streams to others when they are idle."""
+        expected, (model, handle) = resident(), offloaded(folder, 6, 10)
+        with handle:
+            streams, copy = next(caches(handle))._streams, expert_tiers._copy
+            for at in range(0, 12, 6):
+                run(model, torch.arange(at, at + 6))
+            torch.cuda.synchronize()
+
+            def late(stream: torch.cuda.Stream, pairs: Any) -> None:
+                if stream == streams.down:
+                    with torch.cuda.stream(stream):
+                        torch.cuda._sleep(300_000_000)  # about 0.15 s, of each of six experts
+                copy(stream, pairs)
+
+            x, ids = X.to(CUDA), torch.arange(12, 18, device=CUDA)
+            with monkeypatch.context() as patched:
+                patched.setattr(expert_tiers, "_copy", late)
+                found = model.layers[0](x, ids)
+                torch.cuda.current_stream().synchronize()
+                assert not streams.down.query()
+            assert_same_bits(found, expected.layers[0](x, ids))
+            assert_same_bits(run(model, torch.arange(6, 18)), run(expected, torch.arange(6, 18)))
+            own = [streams.up, streams.down]
+        assert all(stream.query() for stream in own)
+        assert all(stream in cuda_stream._unused[CUDA] for stream in own)
 
     def test_debug_mode_finds_no_difference(self, folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
         monkeypatch.setenv("HEADRACE_DEBUG", "1")

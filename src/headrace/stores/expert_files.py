@@ -37,8 +37,8 @@ if TYPE_CHECKING:
     from headrace.memory.split_range import MappedMemory, SplitRange
 
 
-class Readers(Protocol):
-    """Threads that read into the rows."""
+class RowWriter(Protocol):
+    """Threads or streams that write rows."""
 
     def close(self) -> None: ...
 
@@ -179,7 +179,8 @@ class ExpertFiles(Store):
     Attributes:
         destinations: nothing is loaded before a step asks for it.
         notes: how steps run and files are read, where that is not as usual.
-        readers: closed before the files.
+        writers: closed before the memory of the rows, and the files.
+        device: where kernels read the rows.
         staging: rows (uint8, 1-D, pinned) through which experts pass on their way to a GPU; none for a CPU.
     """
 
@@ -198,8 +199,8 @@ class ExpertFiles(Store):
             OptionError: the driver cannot map memory of the device so.
         """
         self._layer_of = {name: layer for layer in layers for name in layer.storages}
-        self._files, self.notes = files, notes
-        self.readers: Readers | None = None
+        self._files, self.notes, self.device = files, notes, device
+        self.writers = list[RowWriter]()
         on_gpu = device.type == "cuda"
         new_memory = partial(pinned_region, near=device) if on_gpu else new_buffer
         with torch.inference_mode(False):  # copies write to it outside of the caller's mode
@@ -274,8 +275,8 @@ class ExpertFiles(Store):
 
     def close(self) -> None:
         """Release the memory; it is freed with the last tensor that views it."""
-        if self.readers is not None:
-            self.readers.close()
+        for each in self.writers:
+            each.close()
         self._files.close()
         self._held.clear()
         self.staging.clear()

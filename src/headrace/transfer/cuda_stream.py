@@ -132,7 +132,7 @@ class StreamLink(Link):
         # Ask for the compute stream's capture state before entering the side stream: inside, current_stream is ours.
         capture = self.capture_id
         self._require_copyable(load, capture is not None)
-        with _CurrentStream(self._stream):
+        with CurrentStream(self._stream):
             wait_for_events(self._stream, after)
             if capture is not None and self._captured is not None and self._captured.capture == capture:
                 self._stream.wait_event(self._captured.event)  # one copy at a time, as on a stream that runs
@@ -181,21 +181,30 @@ class StreamLink(Link):
 
     def close(self) -> None:
         # Slots go back to the allocator, which does not order their next use after the copy stream.
-        torch.cuda.synchronize(self._device)
-        _unused[self._device] += self._own_streams
-        self._own_streams = []
+        give_streams(self._device, self._own_streams)
 
     def _new_stream(self) -> torch.cuda.Stream:
         """A stream that nothing else uses until this link is closed."""
-        try:
-            stream = _unused[self._device].pop()
-        except IndexError:  # asked for, not looked up before: another thread may take the last one in between
-            stream = _create_stream(self._device)
-        self._own_streams.append(stream)
-        return stream
+        self._own_streams.append(take_stream(self._device))
+        return self._own_streams[-1]
 
 
-class _CurrentStream:
+def take_stream(device: torch.device) -> torch.cuda.Stream:
+    """A stream that nothing else uses until :func:`give_streams`; raises ``TransferError`` where there is none."""
+    try:
+        return _unused[device].pop()
+    except IndexError:  # asked for, not looked up before: another thread may take the last one in between
+        return _create_stream(device)
+
+
+def give_streams(device: torch.device, streams: list[torch.cuda.Stream]) -> None:
+    """Wait for ``device``, and empty ``streams``, which others may take then."""
+    torch.cuda.synchronize(device)
+    while streams:  # one by one: an interrupt may lose one, and gives none away twice
+        _unused[device].append(streams.pop())
+
+
+class CurrentStream:
     """``torch.cuda.stream`` without its two queries of the current device."""
 
     def __init__(self, stream: torch.cuda.Stream) -> None:

@@ -4,16 +4,26 @@ An expert is in one of the two at most (*exclusive*): what comes to a slot leave
 copied there, so both hold as many experts as there are slots in all. An expert that finds no slot is read in an
 overflow row, and stays in host memory.
 
-All copies are on the stream that computes. So no row of the device is overwritten while a kernel reads it, and a copy
-to a row of host memory comes after those from it. What threads read goes to rows from which no copy is under way: a
-step begins when the copies of the steps before have ended, and within it a row for reads is used again after its copy.
+Copies go both ways at once, on two streams beside the one that computes. In a step of a layer, in this order:
+
+1. Threads start to read, into rows of the staging from which no copy is under way, or into places of host memory
+   after all copies from and to them.
+2. The stream *up* waits for the kernels and the copies of all steps before. It copies each expert that leaves a slot to
+   an overflow row of its own, then experts from host memory to their rows, and then those that threads have read.
+3. The stream *down* copies from the overflow rows to host memory, each expert after the copy up from the place that it
+   takes. The step does not wait for it; the stream up does in the next step, before it writes to any row.
+4. The stream that computes waits for the stream up.
+
+An expert is noted as held only when the copies that bring it have been started, and is forgotten before its row or
+place is given away. So whatever an interrupt leaves, what is noted has the right bytes.
 """
 
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Callable, Collection, Mapping, Sequence
-from typing import NamedTuple
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from contextlib import nullcontext
+from typing import Any, NamedTuple, Protocol
 
 import torch
 
@@ -21,6 +31,7 @@ from headrace.experts.rows import CacheStreamOrder, MakesCache
 from headrace.plan.cached_experts import CachedLayer
 from headrace.stores.expert_files import ExpertFiles
 from headrace.stores.sources import Copy
+from headrace.transfer.cuda_stream import CurrentStream, give_streams, take_stream
 from headrace.transfer.expert_reads import ExpertReader, FileCache
 from headrace.transfer.link import Transfer
 
@@ -31,16 +42,81 @@ def open_caches(store: ExpertFiles, turn: CacheStreamOrder) -> MakesCache[FileCa
     Raises:
         OptionError: the system starts no more threads.
     """
-    store.readers = reader = ExpertReader()
-    staging = Staging(store.staging)
+    reader, staging, streams = ExpertReader(), Staging(store.staging), Streams(store.device)
+    store.writers += (reader, streams)
 
     def make(layer: CachedLayer, rows: Mapping[str, torch.Tensor], shift: int, check: Callable[[], None]) -> FileCache:
         parts = [(rows[name], store.parts[name]) for name in layer.storages]
         if not store.staging:
             return FileCache(layer, parts, reader, turn, shift, check)
-        return TieredCache(layer, parts, reader, turn, shift, check, store.host_rows(layer), staging)
+        return TieredCache(layer, parts, reader, turn, shift, check, store.host_rows(layer), staging, streams)
 
     return make
+
+
+class Event(Protocol):
+    """Methods of an event of CUDA that are used."""
+
+    def synchronize(self) -> None: ...
+
+
+class Stream(Protocol):
+    """Methods of a stream of CUDA that are used."""
+
+    def record_event(self) -> Event: ...
+
+    def wait_event(self, event: Any) -> None: ...
+
+    def wait_stream(self, stream: Any) -> None: ...
+
+    def synchronize(self) -> None: ...
+
+
+class NoStream:
+    """A stream or event of a CPU, on which all work is done when its call returns."""
+
+    def record_event(self) -> NoStream:
+        return self
+
+    def wait_event(self, event: Event) -> None: ...
+
+    def wait_stream(self, stream: Stream) -> None: ...
+
+    def synchronize(self) -> None: ...
+
+
+class Streams:
+    """Streams of the copies of all layers.
+
+    Attributes:
+        up: to rows of the device.
+        down: from rows of the device to host memory.
+    """
+
+    def __init__(self, device: torch.device) -> None:
+        self._device, self._own = device, list[torch.cuda.Stream]()
+        if device.type == "cuda":
+            self._own += (take_stream(device), take_stream(device))
+        self.up: Stream
+        self.down: Stream
+        self.up, self.down = self._own or (NoStream(), NoStream())
+
+    @property
+    def compute(self) -> Stream:
+        """The stream of the caller's kernels."""
+        return torch.cuda.current_stream(self._device.index) if self._own else self.up
+
+    def close(self) -> None:
+        """Return when no copy is under way, and give the streams back. Idempotent."""
+        if self._own:
+            give_streams(self._device, self._own)
+
+
+def _copy(stream: Stream, pairs: Iterable[tuple[torch.Tensor, torch.Tensor]]) -> None:
+    """Start copies: of each pair, the second tensor to the first."""
+    with CurrentStream(stream) if isinstance(stream, torch.cuda.Stream) else nullcontext():
+        for into, source in pairs:
+            into.copy_(source, non_blocking=True)
 
 
 class Staging:
@@ -53,7 +129,7 @@ class Staging:
     def __init__(self, rows: Sequence[torch.Tensor]) -> None:
         """``rows``: uint8, 1-D, each as long as the largest expert."""
         self._rows = rows
-        self.idle, self._copied = deque[int](), dict[int, torch.cuda.Event]()
+        self.idle, self._copied = deque[int](), dict[int, Event]()
 
     def begin(self) -> None:
         """No thread writes a row, and no copy from one is under way."""
@@ -67,17 +143,10 @@ class Staging:
             copied.synchronize()
         return number, self._rows[number][: sum(sizes)].split(list(sizes))
 
-    def give(self, number: int, device: torch.device) -> None:
-        """A row is idle after the copies that were started."""
-        if device.type == "cuda":
-            self._copied[number] = torch.cuda.Event()
-            self._copied[number].record(torch.cuda.current_stream(device))
+    def give(self, number: int, copied: Event) -> None:
+        """A row is idle after ``copied``."""
+        self._copied[number] = copied
         self.idle.append(number)
-
-
-def _copy(into: torch.Tensor, source: torch.Tensor) -> None:
-    """Start a copy on the current stream."""
-    into.copy_(source, non_blocking=True)
 
 
 class _Read(NamedTuple):
@@ -103,76 +172,75 @@ class TieredCache(FileCache):
         check: Callable[[], None],
         held: Sequence[torch.Tensor],
         staging: Staging,
+        streams: Streams,
     ) -> None:
         """``held``: of each tensor its rows of host memory; others: see :class:`FileCache`."""
         super().__init__(layer, parts, reader, turn, shift, check)
-        self._device = parts[0][0].device
-        self._host_slots, self._held, self._staging = layer.host_slots or 0, held, staging
+        self._host_slots, self._held = layer.host_slots or 0, held
+        self._staging, self._streams = staging, streams
         self._place_of: dict[int, int] = {}  # the experts in host memory, the least recently used first
 
     def _fill(self, row_of: Mapping[int, int], leaving: Mapping[int, int]) -> None:
-        self._synchronize()
+        up, places = self._streams.up, self._place_of
+        up.synchronize()  # threads write to rows of the staging, from which it still copies after an interrupt
         self._staging.begin()
-        places = self._place_of
-        free = sorted(set(range(self._host_slots)).difference(places.values()))
+        free = deque(sorted(set(range(self._host_slots)).difference(places.values())))
         waiting = deque(expert for expert in row_of if expert not in places)
         # Before a copy to any place starts: threads write there.
         without_slot = [expert for expert in waiting if row_of[expert] >= self.num_slots]
         found = ((expert, self._free_place(free, row_of)) for expert in without_slot)
         staying = {expert: place for expert, place in found if place is not None}
+        if staying:
+            self._streams.down.synchronize()  # it may still copy to those places what the steps before gave up
         reads = deque[_Read]()
         with torch.inference_mode():  # the offload may have begun there, and torch refuses to write to it elsewhere
             self._start(waiting, staying, reads)
-            self._exchange(row_of, leaving, free)
+            up.wait_stream(self._streams.compute)  # kernels of the steps before read rows
+            up.wait_stream(self._streams.down)  # which reads overflow rows, and writes what is copied up next
+            self._exchange(row_of, leaving if self._host_slots else {}, free)
             while reads:
                 self._land(reads.popleft(), row_of)
                 self._start(waiting, staying, reads)
+            self._streams.compute.wait_stream(up)
         for expert in [expert for expert in row_of if expert in places]:
             places[expert] = places.pop(expert)
 
-    def _synchronize(self) -> None:
-        """Return when no copy is under way."""
-        if self._device.type == "cuda":
-            torch.cuda.current_stream(self._device).synchronize()
-
-    def _free_place(self, free: list[int], used: Collection[int]) -> int | None:
+    def _free_place(self, free: deque[int], used: Collection[int]) -> int | None:
         """A place in host memory, of ``free`` or of the oldest expert that is not ``used``; ``None``: there is none."""
         if free:
-            return free.pop()
+            return free.popleft()
         oldest = next((expert for expert in self._place_of if expert not in used), None)
         return None if oldest is None else self._place_of.pop(oldest)
 
-    def _exchange(self, row_of: Mapping[int, int], leaving: Mapping[int, int], free: list[int]) -> None:
+    def _exchange(self, row_of: Mapping[int, int], leaving: Mapping[int, int], free: deque[int]) -> None:
         """Copy experts in host memory to their rows, and there what leaves a slot, in place of those or of the oldest.
 
         No expert is looked for in either while its bytes are under way: an interrupt may come between two lines.
         """
-        places, takers = self._place_of, {row: expert for expert, row in row_of.items()}
-        for expert in [each for each, row in row_of.items() if each in places and row not in leaving]:
+        up, down, places, copied = self._streams.up, self._streams.down, self._place_of, dict[int, Event]()
+        # If any leave, all slots are full, so with those that have no slot they are at most as many as overflow rows.
+        saved = dict(zip(leaving, reversed(self._overflow), strict=False))
+        for slot, row in saved.items():
+            _copy(up, [(rows[row], rows[slot]) for rows, _ in self._parts])
+        all_saved = up.record_event()
+        for expert in [each for each in row_of if each in places]:
             self._copy_up(places[expert], row_of[expert])
             if row_of[expert] < self.num_slots:
                 free.append(places.pop(expert))
+                copied[free[-1]] = up.record_event()
         for slot, expert in leaving.items():
-            if (place := places.pop(takers[slot], None)) is not None:
-                # All slots are full, so at most as many experts as there are overflow rows are missing, and this one
-                # has a slot: the last overflow row is free.
-                spare = self._overflow[-1]
-                self._copy_up(place, spare)
-                self._copy_down(slot, place)
-                for rows, _ in self._parts:
-                    _copy(rows[slot], rows[spare])
-            elif (place := self._free_place(free, row_of)) is not None:
-                self._copy_down(slot, place)
-            if place is not None:
+            if (place := self._free_place(free, row_of)) is not None:
+                down.wait_event(copied.get(place, all_saved))
+                self._copy_down(saved[slot], place)
                 places[expert] = place
 
     def _copy_up(self, place: int, row: int) -> None:
-        for (rows, _), held in zip(self._parts, self._held, strict=True):
-            _copy(rows[row], held[place])
+        pairs = zip(self._parts, self._held, strict=True)
+        _copy(self._streams.up, [(rows[row], held[place]) for (rows, _), held in pairs])
 
     def _copy_down(self, row: int, place: int) -> None:
-        for (rows, _), held in zip(self._parts, self._held, strict=True):
-            _copy(held[place], rows[row])
+        pairs = zip(self._parts, self._held, strict=True)
+        _copy(self._streams.down, [(held[place], rows[row]) for (rows, _), held in pairs])
 
     def _start(self, waiting: deque[int], staying: Mapping[int, int], reads: deque[_Read]) -> None:
         """Start reads of the first of ``waiting``, as far as there are rows for them."""
@@ -188,11 +256,12 @@ class TieredCache(FileCache):
             reads.append(_Read(expert, parts, transfers, number, place))
 
     def _land(self, read: _Read, row_of: Mapping[int, int]) -> None:
-        """Copy what was read to its row, when it has been."""
-        self._reader.wait(read.transfers)
-        for (rows, _), part in zip(self._parts, read.parts, strict=True):
-            _copy(rows[row_of[read.expert]], part)
+        """Copy what was read to its row, each tensor when it has been."""
+        row, up = row_of[read.expert], self._streams.up
+        for (rows, _), part, transfer in zip(self._parts, read.parts, read.transfers, strict=True):
+            self._reader.wait([transfer])
+            _copy(up, [(rows[row], part)])
         if read.number is not None:
-            self._staging.give(read.number, self._device)
+            self._staging.give(read.number, up.record_event())
         if read.place is not None:
             self._place_of[read.expert] = read.place
