@@ -158,6 +158,7 @@ class ExpertStats:
         fetched: experts that were copied to the device.
         in_place: experts for which no slot was free: read in host memory, or in an overflow row (copied once).
         evicted: experts whose slot another one took.
+        read: experts that were in no memory, and were read from files; part of ``fetched`` and ``in_place``.
     """
 
     module_fqn: str
@@ -169,6 +170,7 @@ class ExpertStats:
     fetched: int = 0
     in_place: int = 0
     evicted: int = 0
+    read: int = 0
 
     @property
     def bytes_moved(self) -> int:
@@ -302,6 +304,8 @@ class Stats:
             parts.append(f"{format_size(self.staging.bytes_read)} through the ring")
         if self.hit_rate is not None:
             parts.append(f"{self.hit_rate:.1%} of experts hit")
+        if num_read := sum(layer.read for layer in self.experts):
+            parts.append(f"{pluralize(num_read, 'expert')} read from files")
         if self.speculation is not None and self.speculation.passes:
             parts.append(f"{self.speculation.tokens_per_pass:.2f} tokens a pass")
         if self.misses:

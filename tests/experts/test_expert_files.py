@@ -211,7 +211,9 @@ class TestReads:
         with handle:
             model(X, torch.arange(40).repeat(7))
             for layer in handle.stats().experts:
-                assert (layer.fetched, layer.in_place) == (6, 34)
+                assert (layer.fetched, layer.in_place, layer.read) == (6, 34, 40)
+            model(X, torch.arange(40))
+            assert [layer.read for layer in handle.stats().experts] == [74, 74]
 
     def test_requests_are_many_at_a_time(self, folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
         under_way, most, lock = [0], [0], threading.Lock()

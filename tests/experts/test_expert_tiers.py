@@ -194,6 +194,7 @@ class TestMoves:
             counts = cache.counts()
             assert counts.fetched == moved["_copy_up"] + moved["_land"]
             assert counts.evicted == moved["_copy_down"]
+            assert counts.read == moved["_land"]
             assert counts.in_place == 0
 
     def test_a_prompt_reads_each_expert_once(self, folder: Path) -> None:
@@ -205,7 +206,8 @@ class TestMoves:
                 model(X, ALL.repeat(5))
                 assert read_bytes(handle) - before == 2 * count * EXPERT_BYTES
             for layer in handle.stats().experts:
-                assert (layer.hits, layer.fetched, layer.in_place) == (12, 6, 34 * 3)
+                assert (layer.hits, layer.fetched, layer.in_place, layer.read) == (12, 6, 34 * 3, 40 + 24 + 24)
+            assert "176 experts read from files" in str(handle.stats())
 
     def test_all_experts_are_read_once(self, folder: Path) -> None:
         """Host memory has room for all that are in no slot."""

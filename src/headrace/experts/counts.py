@@ -21,6 +21,7 @@ class CacheCounts:
         fetched: experts that were copied into slots.
         in_place: experts without a free slot: kernels read them in host memory, or in an overflow row.
         evicted: experts whose slot was given to another one.
+        read: experts that were read from files, of those fetched or in place.
     """
 
     steps: int
@@ -28,13 +29,15 @@ class CacheCounts:
     fetched: int
     in_place: int
     evicted: int
+    read: int = 0
 
 
 class CountedCache(Protocol):
     """A cache of experts that counts.
 
     Attributes:
-        counters: int64 [6]: :class:`CacheCounts`, and words that differ from the store.
+        counters: int64 [6 or 7]: :class:`CacheCounts`, the last one where there are files, and words that differ from
+            the store.
     """
 
     counters: torch.Tensor

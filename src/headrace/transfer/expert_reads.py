@@ -62,7 +62,7 @@ class FileCache:
         location: int64 [experts]: the row of each one that the latest step could read; -1: in files alone.
         num_slots: rows of slots.
         turn: stream order of all layers, whose overflow rows are one memory.
-        counters: int64 [6]: :class:`CacheCounts`, and bytes that differ.
+        counters: int64 [7]: :class:`CacheCounts`, and bytes that differ.
     """
 
     def __init__(
@@ -80,7 +80,7 @@ class FileCache:
         self._parts, self._reader, self._shift, self._check = parts, reader, shift, check
         self.turn, self._debug = turn, debug_enabled()
         self.location = torch.full((layer.num_experts,), -1, dtype=torch.int64, device=parts[0][0].device)
-        self.counters = torch.zeros(6, dtype=torch.int64, device="cpu")
+        self.counters = torch.zeros(7, dtype=torch.int64, device="cpu")
         self._slot_of: dict[int, int] = {}  # the experts in slots, the least recently used first
 
     def admit(self, ids: torch.Tensor, inputs: torch.Tensor | None = None) -> torch.Tensor:
@@ -120,23 +120,29 @@ class FileCache:
         # From here on no expert has these slots, whatever becomes of the reads.
         leaving = {slots.pop(expert): expert for expert in oldest}
         row_of = dict(zip(missing, [*free, *leaving, *self._overflow], strict=False))
+        num_read = 0
         if row_of:
             with self._reader.reading():
-                self._fill(row_of, leaving)
+                num_read = self._fill(row_of, leaving)
         fetched = {expert: row for expert, row in row_of.items() if row < self.num_slots}
         slots.update(fetched)
         # By numpy: to a tensor that was made in inference mode torch refuses to write outside of it.
-        self.counters.numpy()[:5] += 1, len(hits), len(fetched), len(missing) - len(fetched), len(oldest)
+        counts = 1, len(hits), len(fetched), len(missing) - len(fetched), len(oldest), num_read
+        self.counters.numpy()[:-1] += counts
         return row_of | {expert: slots[expert] for expert in hits}
 
-    def _fill(self, row_of: Mapping[int, int], leaving: Mapping[int, int]) -> None:
-        """Have the bytes of experts in their rows; ``leaving``: by slot, the expert that was there."""
+    def _fill(self, row_of: Mapping[int, int], leaving: Mapping[int, int]) -> int:
+        """Have the bytes of experts in their rows; returns how many were read from files.
+
+        ``leaving``: by slot, the expert that was there.
+        """
         started = [
             self._reader.start(expert, copies[expert], rows[row])
             for expert, row in row_of.items()
             for rows, copies in self._parts
         ]
         self._reader.wait(started)
+        return len(row_of)
 
     def reset(self) -> None:
         """No expert is in a slot: the memory of the slots was given back."""
@@ -149,7 +155,7 @@ class FileCache:
             for memory, copies in self._parts if 0 <= expert < self._num_experts else ():
                 buffer = new_buffer(memory.shape[1])
                 fill(buffer, copies[expert])
-                self.counters.numpy()[5] += int((buffer != memory[row].cpu()).sum())
+                self.counters.numpy()[-1] += int((buffer != memory[row].cpu()).sum())
 
     def counts(self) -> CacheCounts:
         """The counts so far; raises ``RaceError`` if bytes differed."""

@@ -180,12 +180,13 @@ class TieredCache(FileCache):
         self._staging, self._streams = staging, streams
         self._place_of: dict[int, int] = {}  # the experts in host memory, the least recently used first
 
-    def _fill(self, row_of: Mapping[int, int], leaving: Mapping[int, int]) -> None:
+    def _fill(self, row_of: Mapping[int, int], leaving: Mapping[int, int]) -> int:
         up, places = self._streams.up, self._place_of
         up.synchronize()  # threads write to rows of the staging, from which it still copies after an interrupt
         self._staging.begin()
         free = deque(sorted(set(range(self._host_slots)).difference(places.values())))
         waiting = deque(expert for expert in row_of if expert not in places)
+        num_read = len(waiting)
         # Before a copy to any place starts: threads write there.
         without_slot = [expert for expert in waiting if row_of[expert] >= self.num_slots]
         found = ((expert, self._free_place(free, row_of)) for expert in without_slot)
@@ -204,6 +205,7 @@ class TieredCache(FileCache):
             self._streams.compute.wait_stream(up)
         for expert in [expert for expert in row_of if expert in places]:
             places[expert] = places.pop(expert)
+        return num_read
 
     def _free_place(self, free: deque[int], used: Collection[int]) -> int | None:
         """A place in host memory, of ``free`` or of the oldest expert that is not ``used``; ``None``: there is none."""
