@@ -1,7 +1,8 @@
 """Experts in files: reads of what steps miss, steps of layers above them, and hits of two tiers by replacement policy.
 
     python benchmarks/expert_files.py --folder FOLDER [--gib 4] [--rounds 40] [--out FILE]
-    python benchmarks/expert_files.py --steps --folder FOLDER [--layers 3] [--device cuda] [--tiny] [--out FILE]
+    python benchmarks/expert_files.py --steps --folder FOLDER [--form int4] [--layers 3] [--tokens 2000] [--out FILE]
+    python benchmarks/expert_files.py --prompt 2047 --folder FOLDER [--form int4] [--layers 3] [--out FILE]
     python benchmarks/expert_files.py --policies [--out FILE]
 
 *Reads.* A layer of experts of 9.4 MB each (two tensors, those of Qwen3-235B-A22B in four bits) lies in a file of
@@ -10,11 +11,15 @@ tensor of an expert each, that 16 threads read past the page cache into memory o
 at random: neither finds what the other has read. The floor is the plain reads. ``bit_equal``: rows hold the bytes of
 the file.
 
-*Steps.* Layers of experts alone, those of Qwen3-235B-A22B in bf16 (37.7 MB each, 4.8 GB a layer), in a file that is
-written first and stays. A token chooses 8 of 128 by a seeded trace (plan/routing_traces.py). A budget leaves slots on
-the device for 13, and host memory for 51 more; a CPU has no second tier. Every few tokens plain requests read whole
-tensors of other experts; the floor is the bytes that steps read from the file, at that rate. ``bit_equal``: every
-output is that of the same layers with all experts on the device.
+*Steps.* Layers of experts alone, those of Qwen3-235B-A22B in bf16 (37.7 MB each, 4.8 GB a layer) or in int4 with
+groups of 128 (9.7 MB each, 1.2 GB a layer), in a file that is written first and stays. A token chooses 8 of 128 by a
+seeded trace (plan/routing_traces.py). A budget leaves slots on the device for 13, and host memory for 51 more; a CPU
+has no second tier. Every few tokens plain requests read whole tensors of other experts; the floor is the bytes that
+steps read from the file, at that rate. ``bit_equal``: every output is that of the same layers with all experts on the
+device. Products are those of ``experts_implementation="headrace"``.
+
+*Prompts.* The same layers, and as many tokens at once, before which no expert is in a memory. Plain requests of the
+same ranges take turns. ``times_floor``: the time by that of the bytes of all experts at the plain rate.
 
 *Policies.* Seeded traces of headrace's own (plan/routing_traces.py), a token a step, of one text and of texts of 128
 tokens with popular experts of their own. The GPU's slots are LRU; the tier below is asked for what they miss. ``lru``
@@ -30,7 +35,7 @@ import os
 import statistics
 import time
 from collections import OrderedDict
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 from itertools import product
@@ -40,13 +45,14 @@ from typing import Any
 
 import numpy as np
 import torch
-from safetensors.torch import load_file
 from torch import nn
 
 import headrace
 from harness import append, finish, parser_of, writable_folder
 from headrace import Budget, Rules
 from headrace.checkpoint.safetensors_header import Checkpoint
+from headrace.experts import ordered
+from headrace.experts.order import MAX_ROWS, Projection
 from headrace.memory.pages import map_file, resident_bytes
 from headrace.model.inventory import take_inventory
 from headrace.plan.cached_experts import cache_bytes, cached_layers, host_memory_bytes, with_host_slots
@@ -194,29 +200,55 @@ def disk_bytes() -> int:
     return int(Path("/proc/self/io").read_text().split("read_bytes: ")[1].split()[0])
 
 
-# -- steps -------------------------------------------------------------------------------------------------------------
+# -- steps and prompts -------------------------------------------------------------------------------------------------
+
+GROUP = 128  # weights of a row with one scale, in int4
 
 
 class Mixture(nn.Module):
-    """Experts of one layer; what each token chooses is given."""
+    """Experts of one layer, in bf16 or in int4 of compressed-tensors; what each token chooses is given."""
 
-    def __init__(self, num_experts: int, width: int, inner: int) -> None:
+    def __init__(self, form: str, num_experts: int, width: int, inner: int) -> None:
         super().__init__()
-        for name, shape in (("gate_up", (2 * inner, width)), ("down", (width, inner))):
-            weight = torch.empty(num_experts, *shape, dtype=torch.bfloat16)
-            self.register_parameter(name, nn.Parameter(weight, requires_grad=False))
+        shapes = {"gate_up": (num_experts, 2 * inner, width), "down": (num_experts, width, inner)}
+        tensors = {name: torch.empty(shape, dtype=torch.bfloat16) for name, shape in shapes.items()}
+        if form == "int4":
+            for name, (*rows, columns) in shapes.items():
+                tensors[name] = torch.empty(*rows, columns // 8, dtype=torch.int32)
+                tensors[f"{name}_scales"] = torch.empty(*rows, columns // GROUP, dtype=torch.bfloat16)
+        for name, tensor in tensors.items():
+            self.register_parameter(name, nn.Parameter(tensor, requires_grad=False))
 
     def forward(self, x: torch.Tensor, ids: torch.Tensor) -> torch.Tensor:
         experts, rows = headrace.expert_rows(self, ids)
-        gate, up = torch.einsum("eoi,i->eo", experts.gate_up[rows], x).chunk(2, dim=-1)
-        hidden = torch.nn.functional.silu(gate) * up
-        return x + torch.einsum("eoi,ei->eo", experts.down[rows], hidden).mean(0)
+        gate_up, down = (
+            Projection(getattr(experts, n), getattr(experts, f"{n}_scales", None)) for n in ("gate_up", "down")
+        )
+        weights = x.new_full(ids.shape, 1 / ids.shape[1])
+        if len(x) <= MAX_ROWS:
+            return x + ordered.run(x, rows, weights, gate_up, down)
+        y = torch.zeros_like(x)
+        for expert, row in sorted(dict(zip(ids.flatten().tolist(), rows.flatten().tolist(), strict=True)).items()):
+            tokens = (ids == expert).any(1).nonzero().flatten()
+            gate, up = (x[tokens] @ values(gate_up, row).T).chunk(2, dim=-1)
+            y[tokens] += (torch.nn.functional.silu(gate) * up) @ values(down, row).T / ids.shape[1]
+        return x + y
+
+
+def values(projection: Projection, row: int) -> torch.Tensor:
+    """Weights of an expert in bf16 [outputs, inputs]."""
+    weight = projection.weight[row]
+    if projection.scales is None:
+        return weight
+    scales, shifts = projection.scales[row], torch.arange(0, 32, 4, device=weight.device, dtype=torch.int32)
+    codes = (weight[..., None] >> shifts & 15) - 8
+    return (codes.view(*scales.shape, -1).bfloat16() * scales[..., None]).flatten(1)
 
 
 class Mixtures(nn.Module):
-    def __init__(self, num_layers: int, *sizes: int) -> None:
+    def __init__(self, num_layers: int, form: str, *sizes: int) -> None:
         super().__init__()
-        self.layers = nn.ModuleList(Mixture(*sizes) for _ in range(num_layers))
+        self.layers = nn.ModuleList(Mixture(form, *sizes) for _ in range(num_layers))
 
     def forward(self, x: torch.Tensor, ids: torch.Tensor) -> torch.Tensor:
         for layer, chosen in zip(self.layers, ids, strict=True):
@@ -224,23 +256,42 @@ class Mixtures(nn.Module):
         return x
 
 
-def write_layers(model: Mixtures, path: Path, device: str) -> None:
-    """Seeded weights for ``model``, which is on ``meta``; a file of that size is taken as it is."""
-    places, at = {}, 0
+def fill(model: Mixtures, device: str) -> None:
+    """Give ``model``, which is on ``meta``, seeded weights on ``device``."""
+    model.to_empty(device=device)
+    made = torch.Generator(device).manual_seed(0)
     for name, weight in model.named_parameters():
-        size = weight.numel() * 2
-        places[name] = {"dtype": "BF16", "shape": list(weight.shape), "data_offsets": [at, at := at + size]}
+        for part in weight.data:
+            if weight.dtype == torch.int32:
+                part.random_(-(2**31), 2**31, generator=made)
+            elif name.endswith("_scales"):
+                part.uniform_(0.02, 0.06, generator=made).div_(GROUP**0.5)
+            else:
+                part.normal_(generator=made).div_(part.shape[1] ** 0.5)
+
+
+def write_layers(model: Mixtures, path: Path) -> None:
+    """Write the weights of ``model`` by threads; a file of that size is taken as it is."""
+    places, at, words = {}, 0, {torch.bfloat16: "BF16", torch.int32: "I32"}
+    for name, weight in model.named_parameters():
+        span = [at, at := at + weight.nbytes]
+        places[name] = {"dtype": words[weight.dtype], "shape": list(weight.shape), "data_offsets": span}
     header = json.dumps(places).encode()
     header += b" " * (-len(header) % 8)
     if path.exists() and path.stat().st_size == 8 + len(header) + at:
         return
-    made = torch.Generator(device).manual_seed(0)
-    with path.open("wb") as file:
+
+    def write(name: str, start: int, part: torch.Tensor) -> None:
+        left = memoryview(part.cpu().view(torch.uint8).flatten().numpy())
+        start += 8 + len(header) + places[name]["data_offsets"][0]
+        while left:
+            done = os.pwrite(file.fileno(), left, start)
+            left, start = left[done:], start + done
+
+    with path.open("wb", buffering=0) as file, ThreadPoolExecutor(8) as pool:
         file.write(len(header).to_bytes(8, "little") + header)
-        for _, weight in model.named_parameters():
-            for _ in range(len(weight)):
-                some = torch.randn(weight.shape[1:], generator=made, device=device) / weight.shape[2] ** 0.5
-                file.write(memoryview(some.to(torch.bfloat16).cpu().view(torch.uint8).numpy()))
+        parts = [(n, i * part.nbytes, part) for n, w in model.named_parameters() for i, part in enumerate(w.data)]
+        list(pool.map(lambda each: write(*each), parts))
         os.fsync(file.fileno())
 
 
@@ -260,60 +311,144 @@ def budget_of(model: Mixtures, device: str, slots: int, held: int) -> Budget:
     return Budget(cache_bytes(layers), host_memory=host, rules=[("layers", "cache")], expert_slots=slots, mode="disk")
 
 
-def steps(folder: Path, device: str, num_layers: int, tiny: bool, seconds: float, out: Path | None) -> dict[str, Any]:
-    sizes, slots, held, top_k = ((16, 256, 128), 3, 5, 2) if tiny else ((128, 4096, 1536), 13, 51, 8)
-    path = folder / "layers" / "model.safetensors"
-    path.parent.mkdir(exist_ok=True)
-    with torch.device("meta"):
-        model, resident = Mixtures(num_layers, *sizes), Mixtures(num_layers, *sizes)
-    write_layers(model, path, device)
-    # Not views of the mapped file, whose pages would stay.
-    resident.load_state_dict({name: w.clone() for name, w in load_file(path, device).items()}, assign=True)
-    drop_pages(path)
-    with path.open("rb") as file:
-        mapped = map_file(file.fileno(), 0, path.stat().st_size, read_only=True)
-    parts = list(Checkpoint.open(path).tensors.values())
-    plain, chooser = PlainReads(path, max(part.num_bytes // sizes[0] for part in parts)), np.random.default_rng(1)
-    traces = [seeded_trace(seed, 4096, sizes[0], top_k) for seed in range(num_layers)]
-    x = torch.linspace(-1, 1, sizes[1]).to(device, torch.bfloat16)
-    policy, rates, bit_equal, times = budget_of(model, device, slots, held), list[float](), True, list[float]()
-    with headrace.offload(model, policy, checkpoint=path.parent, device=device) as handle, torch.inference_mode():
-        ranges: Any = handle._session._ranges
-        cached_before, warm, end = resident_bytes(mapped), 20 if tiny else 160, time.perf_counter() + seconds
-        read_bytes = 0
-        for token in range(4096):
-            ids = torch.from_numpy(np.stack([trace[token] for trace in traces])).long().to(device)
-            if token % 20 == 0:
-                part = parts[token // 20 % len(parts)]
-                size = part.num_bytes // sizes[0]
-                others = chooser.choice(sizes[0], min(2 * THREADS, sizes[0] // 2), replace=False)
-                spots = [(part.offset + int(each) * size, size) for each in others]
-                rates.append(len(spots) * size / plain(spots))
-            before, begin = ranges.reads, time.perf_counter()
-            found = model(x, ids)
-            if device != "cpu":
-                torch.cuda.synchronize()
-            if token >= warm:
-                times.append(time.perf_counter() - begin)
-                read_bytes += ranges.reads.direct + ranges.reads.buffered - before.direct - before.buffered
-            bit_equal &= torch.equal(found, resident(x, ids))
-            if time.perf_counter() > end and token > warm + 20:
-                break
-        layer, stats = handle.plan.cached[0], handle.stats()
-        floor_s = read_bytes / statistics.median(rates)
-        row = {
-            "table": "expert-steps",
-            "case": f"{num_layers} layers, {layer.num_slots} and {layer.host_slots} of {sizes[0]}", "device": device,
-            "tokens": len(times), "tokens_per_s": len(times) / sum(times),
-            "ms": 1e3 * statistics.median(times), "floor_ms": 1e3 * floor_s / len(times),
-            "share_of_floor": floor_s / sum(times), "bytes_read": read_bytes,
-            "plain_gb_per_s": statistics.median(rates) / 1e9,
-            "device_hits": sum(e.hits for e in stats.experts) / (len(stats.experts) * top_k * stats.experts[0].steps),
-            "misses_of_both": read_bytes / (len(times) * num_layers * top_k * layer.expert_bytes),
+class Layers:
+    """Layers of experts in a file, a resident model with all of them, and what plain reads take.
+
+    Attributes:
+        sizes: experts of a layer, inputs, and values between the products of an expert.
+        top_k: experts of a token.
+        expert_bytes: of one expert.
+        per_layer: tensors of a layer; in the file gate_up and down come before their scales.
+        handle: of ``model``.
+    """
+
+    def __init__(self, folder: Path, device: str, form: str, num_layers: int, tiny: bool, given: Sequence[int]) -> None:
+        self.sizes, self.top_k = ((16, 256, 128), 2) if tiny else ((128, 4096, 1536), 8)
+        slots, held = (3, 5) if tiny else given
+        self.device, self.num_layers, self._form = device, num_layers, form
+        self.path = folder / f"layers-{form}" / "model.safetensors"
+        self.path.parent.mkdir(exist_ok=True)
+        with torch.device("meta"):
+            self.model, self.resident = (Mixtures(num_layers, form, *self.sizes) for _ in range(2))
+        fill(self.resident, device)
+        write_layers(self.resident, self.path)
+        drop_pages(self.path)
+        with self.path.open("rb") as file:
+            self._mapped = map_file(file.fileno(), 0, self.path.stat().st_size, read_only=True)
+        self._parts = sorted(Checkpoint.open(self.path).tensors.values(), key=lambda part: part.offset)
+        self.per_layer = len(self._parts) // num_layers
+        self.expert_bytes = sum(part.num_bytes for part in self._parts) // num_layers // self.sizes[0]
+        self._plain = PlainReads(self.path, max(part.num_bytes for part in self._parts) // self.sizes[0])
+        policy = budget_of(self.model, device, slots, held)
+        self.handle = headrace.offload(self.model, policy, checkpoint=self.path.parent, device=device)
+        self._cached_before = resident_bytes(self._mapped)
+
+    def plain(self, parts: Collection[int], experts: Sequence[int]) -> tuple[int, float]:
+        """Bytes, and seconds in which plain requests read ``experts`` in some of the file's tensors."""
+        sizes = [(part.offset, part.num_bytes // self.sizes[0]) for i, part in enumerate(self._parts) if i in parts]
+        spots = [(offset + each * size, size) for offset, size in sizes for each in experts]
+        return sum(size for _, size in spots), self._plain(spots)
+
+    def run(self, x: torch.Tensor, ids: torch.Tensor) -> tuple[float, int, bool]:
+        """Seconds, bytes that were read, and whether the output is that of the resident model."""
+        ranges: Any = self.handle._session._ranges
+        before, begin = ranges.reads, time.perf_counter()
+        found = self.model(x, ids)
+        if self.device != "cpu":
+            torch.cuda.synchronize()
+        seconds, reads = time.perf_counter() - begin, ranges.reads
+        num_bytes = reads.direct + reads.buffered - before.direct - before.buffered
+        return seconds, num_bytes, torch.equal(found, self.resident(x, ids))
+
+    def forget(self) -> None:
+        """No expert is in a memory."""
+        for _, cache in self.handle._session._caches:
+            cache.reset()
+            vars(cache).get("_place_of", {}).clear()
+
+    def row(self, what: str) -> dict[str, Any]:
+        layer = self.handle.plan.cached[0]
+        case = f"{self.num_layers} layers in {self._form}, {layer.num_slots} and {layer.host_slots} of {self.sizes[0]}"
+        stats = self.handle.stats()
+        return {
+            "table": what, "case": case, "device": self.device, "expert_bytes": self.expert_bytes,
             "host_pinned_bytes": stats.store_bytes.get("host_pinned", 0),
-            "planned_device_bytes": handle.plan.device_bytes,
-            "page_cache_mib": (resident_bytes(mapped) - cached_before) / 2**20, "bit_equal": bit_equal,
+            "planned_device_bytes": self.handle.plan.device_bytes,
+            "page_cache_mib": (resident_bytes(self._mapped) - self._cached_before) / 2**20,
         }  # fmt: skip
+
+
+def steps(layers: Layers, warm: int, tokens: int, seconds: float, out: Path | None) -> dict[str, Any]:
+    """``tokens`` after the first ``warm``, or as many as run in ``seconds``."""
+    num_experts, width, _ = layers.sizes
+    traces = [seeded_trace(seed, warm + tokens, num_experts, layers.top_k) for seed in range(layers.num_layers)]
+    x = torch.linspace(-1, 1, width).to(layers.device, torch.bfloat16)[None]
+    chooser, rates, times, read_bytes, bit_equal = np.random.default_rng(1), list[float](), list[float](), 0, True
+    end = time.perf_counter() + seconds
+    for token in range(warm + tokens):
+        ids = torch.from_numpy(np.stack([trace[token] for trace in traces])).long().to(layers.device)
+        if token % 20 == 0:
+            others = chooser.choice(num_experts, min(2 * THREADS, num_experts // 2), replace=False)
+            at = token // 20 % layers.num_layers * layers.per_layer + token // 20 % 2  # not the scales
+            num_bytes, plain_s = layers.plain([at], others.tolist())
+            rates.append(num_bytes / plain_s)
+        took_s, num_bytes, is_equal = layers.run(x, ids[:, None])
+        bit_equal &= is_equal
+        if token >= warm:
+            times.append(took_s)
+            read_bytes += num_bytes
+        if time.perf_counter() > end and token > warm + 20:
+            break
+    counts, floor_s = layers.handle.stats().experts, read_bytes / statistics.median(rates)
+    row = layers.row("expert-steps") | {
+        "tokens": len(times), "tokens_per_s": len(times) / sum(times),
+        "ms": 1e3 * statistics.median(times), "floor_ms": 1e3 * floor_s / len(times),
+        "share_of_floor": floor_s / sum(times), "bytes_read": read_bytes,
+        "plain_gb_per_s": statistics.median(rates) / 1e9,
+        "device_hits": sum(e.hits for e in counts) / (len(counts) * layers.top_k * counts[0].steps),
+        "misses_of_both": read_bytes / (len(times) * layers.num_layers * layers.top_k * layers.expert_bytes),
+        "experts_read": sum(e.read for e in counts), "bit_equal": bit_equal,
+    }  # fmt: skip
+    print(row, flush=True)
+    append(row, out)
+    return row
+
+
+def prompts(layers: Layers, tokens: int, rounds: int, seconds: float, out: Path | None) -> dict[str, Any]:
+    """Prompts of ``tokens`` by turns with plain reads, at least two of each."""
+    num_experts, width, _ = layers.sizes
+    traces = [seeded_trace(seed, tokens, num_experts, layers.top_k) for seed in range(layers.num_layers)]
+    ids = torch.from_numpy(np.stack(traces)).long().to(layers.device)
+    made = torch.Generator().manual_seed(0)
+    x = torch.randn(tokens, width, generator=made).to(layers.device, torch.bfloat16)
+    used = [chosen.unique().tolist() for chosen in ids]
+    times, plain_times, ratios, bit_equal, end = list[float](), list[float](), list[float](), True, None
+    for turn in range(rounds):
+        for way in ("plain", "headrace")[:: -1 if turn % 2 else 1]:
+            if way == "plain":
+                starts = range(0, layers.num_layers * layers.per_layer, layers.per_layer)
+                parts = [range(start, start + layers.per_layer) for start in starts]
+                reads = [layers.plain(*each) for each in zip(parts, used, strict=True)]
+                plain_bytes = sum(num_bytes for num_bytes, _ in reads)
+                plain_times.append(sum(plain_s for _, plain_s in reads))
+            else:
+                layers.forget()
+                took_s, num_bytes, is_equal = layers.run(x, ids)
+                times.append(took_s)
+                ratios.append(num_bytes / sum(map(len, used)) / layers.expert_bytes)
+                bit_equal &= is_equal
+        if time.perf_counter() > (end := end or time.perf_counter() + seconds) and turn:
+            break
+    rate = plain_bytes / statistics.median(plain_times)
+    floor_s = layers.num_layers * num_experts * layers.expert_bytes / rate
+    row = layers.row("expert-prompts") | {
+        "tokens": tokens, "rounds": len(times), "ms": 1e3 * statistics.median(times),
+        "plain_ms": 1e3 * statistics.median(plain_times), "floor_ms": 1e3 * floor_s,
+        "times_floor": statistics.median(times) / floor_s, "read_ratio": max(ratios),
+        "experts": layers.num_layers * num_experts, "experts_used": sum(map(len, used)),
+        "experts_read": sum(e.read for e in layers.handle.stats().experts) / len(times),
+        "plain_gb_per_s": rate / 1e9, "bit_equal": bit_equal,
+    }  # fmt: skip
     print(row, flush=True)
     append(row, out)
     return row
@@ -426,17 +561,28 @@ def main() -> None:
     parser.add_argument("--folder", type=writable_folder, default=Path("/tmp"), help="on the disk to measure")
     parser.add_argument("--gib", type=float, default=4, help="size of the file, which stays in the folder")
     parser.add_argument("--steps", action="store_true", help="steps of layers")
-    parser.add_argument("--layers", type=int, default=3, help="of 4.8 GB each; all of them have to fit the device")
-    parser.add_argument("--device", default="cuda", help="of the steps")
-    parser.add_argument("--seconds", type=float, default=60, help="after which the steps end")
+    parser.add_argument("--prompt", type=int, metavar="TOKENS", help="prompts of so many tokens through layers")
+    parser.add_argument("--form", choices=["bf16", "int4"], default="bf16", help="of the layers")
+    parser.add_argument("--layers", type=int, default=3, help="of 4.8 or 1.2 GB; all of them have to fit the device")
+    parser.add_argument("--slots", type=int, default=13, help="experts of a layer on the device")
+    parser.add_argument("--held", type=int, default=51, help="experts of a layer in host memory beside those")
+    parser.add_argument("--device", default="cuda", help="of the layers")
+    parser.add_argument("--tokens", type=int, default=4096, help="steps after the first 160, if there is time")
+    parser.add_argument("--seconds", type=float, default=60, help="after which the steps or prompts end")
     parser.add_argument("--tiny", action="store_true", help="small layers")
     parser.add_argument("--policies", action="store_true", help="hits by policy, and no reads")
     given = parser.parse_args()
     if given.policies:
         return finish("expert_files policies", policies(given.out))
-    if given.steps:
-        row = steps(given.folder, given.device, given.layers, given.tiny, given.seconds, given.out)
-        return finish("expert_files steps", [row])
+    if given.steps or given.prompt:
+        slots = given.slots, given.held
+        layers = Layers(given.folder, given.device, given.form, given.layers, given.tiny, slots)
+        with layers.handle, torch.inference_mode():
+            if given.prompt:
+                row = prompts(layers, given.prompt, given.rounds, given.seconds, given.out)
+            else:
+                row = steps(layers, 20 if given.tiny else 160, given.tokens, given.seconds, given.out)
+        return finish("expert_files", [row])
     num_experts = int(given.gib * 2**30) // EXPERT_BYTES
     finish("expert_files", reads(given.folder, num_experts, given.rounds, given.out))
 

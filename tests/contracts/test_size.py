@@ -13,15 +13,15 @@ import pytest
 import measures
 
 BOUNDS = {
-    "lines of src": 29153,
-    "lines of the core": 17420,
+    "lines of src": 29197,
+    "lines of the core": 17463,
     "files of src": 203,
-    "lines of tests": 50438,
+    "lines of tests": 50562,
     "longest class": 348,
     "Prefetcher": 298,
     "branches on a kind of store": 4,
     "files that headrace.api loads": 36,
-    "lines that headrace.api loads": 6536,
+    "lines that headrace.api loads": 6539,
     "lines of the spine": 5201,
     "files of the spine": 53,
     "files to the first copy": 42,

@@ -39,6 +39,7 @@ from headrace.planning.checks import needs_of
 from headrace.stores import expert_files
 from headrace.testing import assert_same_bits
 from headrace.transfer import expert_tiers
+from headrace.transfer.expert_reads import ExpertReader
 from headrace.transfer.expert_tiers import TieredCache
 from moe_models import gpt_oss, outputs, qwen
 
@@ -197,14 +198,25 @@ class TestMoves:
             assert counts.read == moved["_land"]
             assert counts.in_place == 0
 
-    def test_a_prompt_reads_each_expert_once(self, folder: Path) -> None:
-        """Both tiers keep what it uses, and then it reads the rest alone."""
+    def test_a_prompt_reads_each_expert_once(self, folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+        """From front to back. Both tiers keep what it uses, and then it reads the rest alone."""
+        started, start = list[int](), ExpertReader.start
+
+        def note(reader: ExpertReader, expert: int, *others: Any) -> Any:
+            started.append(expert)
+            return start(reader, expert, *others)
+
+        monkeypatch.setattr(ExpertReader, "start", note)
         model, handle = offloaded(folder, 6, 10)
         with handle:
             for count in (40, 24, 24):
                 before = read_bytes(handle)
+                started.clear()
                 model(X, ALL.repeat(5))
                 assert read_bytes(handle) - before == 2 * count * EXPERT_BYTES
+                of_a_layer = sorted(set(started))
+                assert started == 2 * [expert for expert in of_a_layer for _ in range(2)]  # tensors of it
+                assert len(of_a_layer) == count
             for layer in handle.stats().experts:
                 assert (layer.hits, layer.fetched, layer.in_place, layer.read) == (12, 6, 34 * 3, 40 + 24 + 24)
             assert "176 experts read from files" in str(handle.stats())

@@ -108,6 +108,8 @@ OTHER_FIELDS = {
         "page_cache_mib bit_equal load_average",
         "expert-steps": "case device tokens tokens_per_s ms floor_ms share_of_floor bytes_read plain_gb_per_s "
         "device_hits misses_of_both host_pinned_bytes planned_device_bytes page_cache_mib bit_equal",
+        "expert-prompts": "case device tokens rounds ms plain_ms floor_ms times_floor read_ratio experts experts_used "
+        "experts_read plain_gb_per_s host_pinned_bytes planned_device_bytes page_cache_mib bit_equal",
         "copy-after-free": "case num_bytes pause_s samples_ms device",
         "pipeline-peaks": "case height width tiling counted_bytes measured_bytes share device",
         "expert-tiers": "case experts top_k texts gpu_slots host_slots gpu lru aged_16 aged_64",
