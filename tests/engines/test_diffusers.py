@@ -358,6 +358,24 @@ def test_adapters_take_no_load(in_files: bool, tmp_path: Path) -> None:
     assert not torch.equal(expected["none"], expected["one"])
 
 
+def test_loading_an_adapter_reads_no_weight(monkeypatch: pytest.MonkeyPatch) -> None:
+    """diffusers and peft ask for a state_dict several times: of files or codes each would take seconds."""
+    from headrace.runtime.outside_access import StateGuard
+
+    pipe, twin = pipelines.build("flux"), pipelines.build("flux")
+    _, handle = load(pipe, headrace.Prefetch(params=[headrace.config.ALL_MODEL_PARAMS]))
+    weight, expected = twin.transformer.proj_out.weight.clone(), pipelines.call(twin)
+    with monkeypatch.context() as patched:
+        patched.setattr(StateGuard, "_bytes", lambda *_: pytest.fail("a weight was read"))
+        for p in (twin, pipe):
+            p.load_lora_weights(lora("flux", 1), adapter_name="one")
+            p.load_lora_weights(lora("flux", 2), adapter_name="one", hotswap=True)
+    made = pipelines.call(twin)
+    assert not torch.equal(made, expected)
+    assert moved_by(handle, lambda: pipelines.call(pipe), made)[0] > 0
+    assert torch.equal(pipe.transformer.state_dict()["proj_out.weight"], weight)
+
+
 def test_an_exchanged_weight_is_planned_anew() -> None:
     """As control adapters of FLUX exchange an embedding for a wider one."""
     pipe, twin = pipelines.build("flux"), pipelines.build("flux")

@@ -6,6 +6,7 @@
   :meth:`Promoter.check_trace` checks the graph that torch.compile traces.
 * ``state_dict()`` must give the weights and not what a slot happens to hold: :class:`StateGuard` puts in their bytes.
   Those that no module reads there are read-only, since a write to them would not, or not at once, reach the model.
+  Code that loads adapters reads names and shapes of it alone, and gets placeholders.
 * ``load_state_dict()``, ``to()``, ``half()`` and all that goes through ``Module._apply`` would change what is in slots
   and be lost; :class:`StateGuard` refuses them before they have changed anything of the model.
 * Copies and pickles of the model are refused (:class:`NotCopyable`).
@@ -54,6 +55,13 @@ from headrace.stores.store import Store, new_buffer
 _log = logging.getLogger(__name__)
 
 _MARK = "_headrace_offloaded"
+
+# Functions of diffusers and peft that load adapters, several of them for each: the weights would be decoded, or read
+# from files, every time.
+_READ_NO_VALUES = frozenset({
+    "load_lora_adapter", "_maybe_expand_lora_state_dict", "_remap_adapter_state_dict_for_load",
+    "_find_mismatched_keys", "hotswap_adapter_from_state_dict",
+})  # fmt: skip
 
 # By the path to an inner tensor; under () what is no subclass.
 _Parts = dict[tuple[str, ...], tuple[BoundStorage, BoundTensor]]
@@ -596,6 +604,8 @@ class StateGuard(NotCopyable):
     def _put_true_tensors(
         self, module: nn.Module, state: dict[str, torch.Tensor], prefix: str, local_metadata: object
     ) -> None:
+        if _reads_no_values():
+            return  # a placeholder that is read nevertheless has the true bytes
         for attr, parts in self._parts[module].items():
             current = {path: part for path, part in parts.items() if part[1].is_held_by(module, attr, path)}
             if current and prefix + attr in state:
@@ -667,6 +677,17 @@ def is_on_stack(function: Callable[..., Any], owners: Container[object]) -> bool
     """Whether the calling thread is inside a call of the method ``function`` of one of ``owners``."""
     frames = (frame for frame, _ in traceback.walk_stack(sys._getframe()) if frame.f_code is function.__code__)
     return any(frame.f_locals.get("self") in owners for frame in frames)
+
+
+def _reads_no_values() -> bool:
+    """Whether the code that called ``state_dict()`` of the outermost module reads names and shapes of it alone."""
+    frames = (frame for frame, _ in traceback.walk_stack(sys._getframe()))
+    code, inside = nn.Module.state_dict.__code__, False
+    for frame in frames:
+        if inside and frame.f_code is not code:
+            return frame.f_code.co_name in _READ_NO_VALUES
+        inside |= frame.f_code is code
+    return False
 
 
 def place_of(thing: nn.Module | torch.Tensor) -> str | None:
