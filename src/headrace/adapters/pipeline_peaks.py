@@ -192,7 +192,7 @@ def count_call(pipeline: str, height: int | None, width: int | None, frames: int
         known = inspect.signature(type(pipe).__call__).parameters
         if missing := size.keys() - known.keys():
             raise ValueError(f"its call has no argument {', '.join(missing)}")
-        with torch.no_grad(), _FusedKernels(), live:
+        with torch.no_grad(), FusedKernels(), live:
             given = {key: each.to("meta") for key, each in prompt(pipe, known).items()}
             made = pipe(**given, **size, num_inference_steps=1, output_type="pt", return_dict=False)[0]
     except Exception as error:  # of any type: the code of any pipeline, on tensors without data
@@ -328,7 +328,7 @@ def _made(maker: Any) -> Any:
     return maker() if isinstance(maker, partial) else maker
 
 
-class _FusedKernels(TorchFunctionMode):
+class FusedKernels(TorchFunctionMode):
     """Functions that are one kernel on a GPU, with what it allocates."""
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
