@@ -108,6 +108,33 @@ def test_the_images_of_the_resident_pipeline(
     assert_same_bits(pipelines.call(pipe), expected)
 
 
+def test_the_kernel_of_the_resident_weight() -> None:
+    """matmul takes another one, which rounds differently, if the weight requires gradients: under no_grad, too."""
+    from diffusers.hooks import apply_layerwise_casting
+    from torch.utils._python_dispatch import TorchDispatchMode
+
+    class Products(TorchDispatchMode):
+        def __init__(self) -> None:
+            super().__init__()
+            self.names: list[str] = []
+
+        def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+            self.names += [func.__name__] if "mm" in func.__name__ else []
+            return func(*args, **kwargs or {})
+
+    model = nn.Sequential(nn.Linear(24, 16, bias=False)).eval()
+    apply_layerwise_casting(model, storage_dtype=torch.float16, compute_dtype=torch.float32)
+    x = torch.randn(2, 24, 5, 7, generator=torch.Generator().manual_seed(0)).permute(0, 2, 3, 1)
+    found = []
+    for offloaded in (False, True):
+        if offloaded:
+            headrace.offload(model, headrace.Prefetch(params=[headrace.config.ALL_MODEL_PARAMS]))
+        with torch.no_grad(), Products() as products:
+            found.append((model(x).clone(), products.names))
+    assert_same_bits(found[1][0], found[0][0])
+    assert found[1][1] == found[0][1] != []
+
+
 @pytest.mark.parametrize("name", ["stable diffusion", "flux", "wan"])
 def test_bytes_of_one_component(name: str) -> None:
     """Offloaded alone with all weights, it moves 8 bits where bf16 moves 16, but for the few that diffusers skips."""

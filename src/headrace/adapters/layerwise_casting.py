@@ -82,9 +82,14 @@ def _unchanged_output(module: nn.Module, output: Any) -> Any:
 
 
 def _cast_forward(module: nn.Module, dtype: torch.dtype, original: Callable[..., Any]) -> Callable[..., Any]:
+    def cast_one(tensor: torch.Tensor) -> torch.Tensor:
+        made = tensor.to(dtype)
+        # Without gradients, too: matmul takes another kernel for several dimensions if its weight requires none.
+        return made.requires_grad_() if tensor.requires_grad and not torch.compiler.is_compiling() else made
+
     def cast(tensors: Mapping[str, torch.Tensor | None]) -> dict[str, torch.Tensor | None]:
         return {
-            name: tensor.to(dtype) if tensor is not None and tensor.is_floating_point() else tensor
+            name: cast_one(tensor) if tensor is not None and tensor.is_floating_point() else tensor
             for name, tensor in tensors.items()
         }
 
