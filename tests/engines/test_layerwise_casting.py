@@ -8,6 +8,7 @@ from __future__ import annotations
 import importlib.util
 import threading
 from collections.abc import Callable, Iterator
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -16,7 +17,7 @@ import torch
 from torch import nn
 
 import headrace
-from headrace.errors import BudgetError, HeadraceError, OptionError, OptionTypeError
+from headrace.errors import BudgetError, HeadraceError, OptionError, OptionTypeError, StateError
 from headrace.model.inventory import take_inventory
 from headrace.testing import assert_same_bits
 
@@ -199,6 +200,27 @@ def test_an_adapter() -> None:
         p.transformer.set_adapters("one", 0.5)
     assert moved_by(handle, lambda: pipelines.call(pipe), pipelines.call(twin)) > 0
     assert not torch.equal(pipelines.call(twin), expected)
+
+
+@pytest.mark.parametrize("added", ["to the pipeline", "to a component"])
+def test_an_adapter_that_comes_later_is_refused(added: str) -> None:
+    """torch would say that it has no product of 8 bits, as in a resident pipeline."""
+    from peft import LoraConfig
+
+    pipe, twin = build("flux"), cast(build("flux"))
+    handle, expected = load(pipe, int(0.5 * num_bytes(twin)), storage_dtype=FP8), pipelines.call(twin)
+    names = {f"transformer.transformer_blocks.0.attn.to_q.lora_{part}.weight" for part in "AB"}
+    state = {name: torch.ones((4, 128) if "_A" in name else (128, 4), dtype=BF16) for name in names}
+    config = LoraConfig(r=4, target_modules=["to_q"])
+    if added == "to a component":
+        pipe.transformer.add_adapter(config)
+    run = partial(pipe.load_lora_weights, state) if added == "to the pipeline" else partial(pipelines.call, pipe)
+    with pytest.raises(StateError, match=r"to_q\.lora_A.* was loaded in torch.float8_e4m3fn.*unload_lora_weights"):
+        run()
+    with pytest.raises(StateError, match="was loaded"):
+        pipelines.call(pipe)
+    pipe.unload_lora_weights()
+    assert moved_by(handle, lambda: pipelines.call(pipe), expected) > 0
 
 
 @pytest.mark.parametrize("stored", [BF16, torch.float32])

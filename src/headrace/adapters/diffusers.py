@@ -239,14 +239,26 @@ class PipelineHandle(Handle):
         return self.model(run)
 
     def count_adapters(self) -> None:
-        """Count adapters as residents, beside the budget; plan anew if weights that are offloaded were exchanged."""
+        """Count adapters as residents, beside the budget; plan anew if weights that are offloaded were exchanged.
+
+        Raises:
+            StateError: an adapter was loaded in 8 bits, beside weights that are cast at use.
+        """
         now = dict(self.model.named_parameters())
         offloaded = {id(self._planned[name]) for name in super().plan.offloaded_names if name in self._planned}
         if not offloaded <= set(map(id, now.values())):
             with self.without_offload("load_lora_weights"):
                 return
         planned = set(map(id, self._planned.values()))
-        self._adapters = {name: parameter.nbytes for name, parameter in now.items() if id(parameter) not in planned}
+        added = {name: parameter for name, parameter in now.items() if id(parameter) not in planned}
+        for name, parameter in added.items():
+            if parameter.is_floating_point() and parameter.dtype.itemsize == 1:
+                raise StateError(
+                    f"{name} was loaded in {parameter.dtype}, in which the weights beside it are stored, and torch "
+                    f"computes nothing in it, in a resident pipeline either: call unload_lora_weights(); to have "
+                    f"adapters, load them into a pipeline built anew, then call load(pipe, ..., storage_dtype=...)"
+                )
+        self._adapters = {name: parameter.nbytes for name, parameter in added.items()}
 
     @contextmanager
     def without_offload(self, method: str) -> Iterator[None]:
