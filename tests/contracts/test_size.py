@@ -13,16 +13,16 @@ import pytest
 import measures
 
 BOUNDS = {
-    "lines of src": 29197,
-    "lines of the core": 17463,
+    "lines of src": 29222,
+    "lines of the core": 17477,
     "files of src": 203,
-    "lines of tests": 50562,
+    "lines of tests": 50615,
     "longest class": 348,
     "Prefetcher": 298,
     "branches on a kind of store": 4,
     "files that headrace.api loads": 36,
-    "lines that headrace.api loads": 6539,
-    "lines of the spine": 5201,
+    "lines that headrace.api loads": 6553,
+    "lines of the spine": 5211,
     "files of the spine": 53,
     "files to the first copy": 42,
     "functions to the first copy": 393,
