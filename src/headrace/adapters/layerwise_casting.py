@@ -85,7 +85,7 @@ def _cast_forward(module: nn.Module, dtype: torch.dtype, original: Callable[...,
     def cast_one(tensor: torch.Tensor) -> torch.Tensor:
         made = tensor.to(dtype)
         # Without gradients, too: matmul takes another kernel for several dimensions if its weight requires none.
-        return made.requires_grad_() if tensor.requires_grad and not torch.compiler.is_compiling() else made
+        return made.requires_grad_() if tensor.requires_grad else made
 
     def cast(tensors: Mapping[str, torch.Tensor | None]) -> dict[str, torch.Tensor | None]:
         return {
