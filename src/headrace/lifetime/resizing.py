@@ -326,6 +326,8 @@ class Exchange:
         try:
             with self._homes(fresh):
                 self._place(new, fresh)
+                if self._on_gpu:
+                    torch.cuda.empty_cache()  # slots that were cut from the old memory would keep all of it
                 new.attach()
                 self._note_memory(new, fresh)
             for each in (*old.attachments, *old.captured):
@@ -418,9 +420,6 @@ class Exchange:
             fresh[name].adopt(buffer)
             if name in moving:
                 self._bound[name].forget_original()
-        if self._on_gpu:
-            torch.cuda.empty_cache()  # slots that were cut from the old memory would keep all of it
-
     def _note_memory(self, new: OffloadSession, fresh: Mapping[str, BoundStorage]) -> None:
         """Note the memory that tensors had at first, and the host memory of residents."""
         held = self._held
