@@ -13,10 +13,10 @@ import pytest
 import measures
 
 BOUNDS = {
-    "lines of src": 29222,
+    "lines of src": 29227,
     "lines of the core": 17477,
     "files of src": 203,
-    "lines of tests": 50617,
+    "lines of tests": 50618,
     "longest class": 348,
     "Prefetcher": 298,
     "branches on a kind of store": 4,

@@ -420,6 +420,7 @@ class Exchange:
             fresh[name].adopt(buffer)
             if name in moving:
                 self._bound[name].forget_original()
+
     def _note_memory(self, new: OffloadSession, fresh: Mapping[str, BoundStorage]) -> None:
         """Note the memory that tensors had at first, and the host memory of residents."""
         held = self._held

@@ -2,7 +2,7 @@
 // waits for their outputs there. One request is under way at a time.
 #include "experts.c"
 
-enum { MOST = 64, PAIRS = 256 };
+enum { MOST = 64, PAIRS = 256, OFF_S = 60 };
 typedef struct {
     // The device writes these; a request is complete when `posted` is its number.
     _Atomic int64_t posted, awaited; // `awaited`: the GPU has nothing left to do but to wait for this number
@@ -11,7 +11,7 @@ typedef struct {
     // The host writes these.
     _Alignas(128) _Atomic int64_t done;
     _Atomic int64_t code, requests, computed, cpu_ns, link_ns; // of the last expert of a request, by both lines
-    _Alignas(256) _Atomic int64_t shares[MOST + 1]; // of so many missing experts the CPU computes so many
+    _Alignas(256) _Atomic int64_t shares[MOST + 1]; // of so many missing experts the CPU computes so many; [0]: not off
     _Alignas(1024) int64_t ids[PAIRS]; // by pair of token and expert; below 0: not here
 } mail;
 _Static_assert(sizeof(mail) <= 4096, "x begins there");
@@ -26,7 +26,7 @@ typedef struct {
     uint16_t *out;
     const request *layers;
     int num_layers, is_fixed;
-    double spin_s;
+    double spin_s, off_since; // 0: not off
     _Atomic uint32_t is_closing;
     line cpu, link;
     pthread_t thread;
@@ -45,7 +45,11 @@ static void add(line *l, double n, double t) {
     l->nn = .998 * l->nn + n * n, l->nt = .998 * l->nt + n * t;
 }
 
-static int num_known(const doorbell *d) { return (d->cpu.weight > 32) + (d->link.weight > 32); }
+// Of the two lines, those that have what to go by; of a CPU that is far slower a few times are enough.
+static int num_known(const doorbell *d) {
+    if (d->cpu.weight > 4 && d->link.weight > 4 && d->cpu.t * d->link.n > 6 * d->link.t * d->cpu.n) return 2;
+    return (d->cpu.weight > 32) + (d->link.weight > 32);
+}
 
 // The share of the CPU that ends the step first; until both lines have what to go by, one or two of an even number, so
 // that a CPU which is ten times slower delays few steps, and by no more than that. What the CPU computes enters no
@@ -54,7 +58,7 @@ static void divide(doorbell *d) {
     double again = .33 * (time_of(&d->link, 2) - time_of(&d->link, 1));
     int is_known = num_known(d) == 2, is_used = 0;
     for (int64_t missing = 1; missing <= MOST; missing++) {
-        int64_t best = d->cpu.weight > 32 || missing % 2 ? 0 : missing < 4 ? 1 : 2;
+        int64_t best = is_known || d->cpu.weight > 32 || missing % 2 ? 0 : missing < 4 ? 1 : 2;
         double least = time_of(&d->link, missing);
         for (int64_t share = 1; is_known && share <= missing; share++) {
             double a = time_of(&d->link, missing - share), b = time_of(&d->cpu, share);
@@ -64,7 +68,8 @@ static void divide(doorbell *d) {
         atomic_store(&d->box->shares[missing], best);
         is_used |= best > 0 && missing <= 8;
     }
-    if (is_known && !is_used && d->box->requests % 65536 == 1) d->cpu = (line){0}; // look again
+    d->off_since = is_known && !is_used ? now() : 0;
+    atomic_store(&d->box->shares[0], d->off_since == 0); // or the GPU asks for nothing, and threads sleep
     atomic_store(&d->box->cpu_ns, 1e9 * (time_of(&d->cpu, 2) - time_of(&d->cpu, 1)));
     atomic_store(&d->box->link_ns, 1e9 * (time_of(&d->link, 2) - time_of(&d->link, 1)));
 }
@@ -77,6 +82,12 @@ static void learn(doorbell *d, int64_t count, double cpu_s, int64_t fetched, dou
     atomic_fetch_add(&d->box->computed, count);
     int is_due = !(atomic_fetch_add(&d->box->requests, 1) % 64) || num_known(d) != known;
     if (is_due && !d->is_fixed) divide(d);
+}
+
+static void look_again(doorbell *d) {
+    if (d->off_since == 0 || now() - d->off_since < OFF_S) return;
+    d->cpu = (line){0};
+    divide(d);
 }
 
 static void answer(doorbell *d, int64_t number) {
@@ -112,7 +123,7 @@ static void *attend(void *given) {
     for (double last = now(); !atomic_load(&d->is_closing);) {
         int64_t posted = atomic_load(&d->box->posted);
         if (posted != seen) answer(d, seen = posted), last = now();
-        else if (now() - last > d->spin_s) nanosleep(&nap, 0);
+        else if (now() - last > d->spin_s) nanosleep(&nap, 0), look_again(d);
 #ifdef HAS_X86
         else _mm_pause();
 #endif

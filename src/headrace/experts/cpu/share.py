@@ -46,7 +46,8 @@ class Doorbell:
 
     Attributes:
         memory: for :func:`headrace.experts.ordered.run`: what device and host both write, and what the device alone.
-        shares: int64 [65], read by the device: of n missing experts of a layer the CPU computes ``shares[n]``.
+        shares: int64 [65], read by the device: of n missing experts of a layer the CPU computes ``shares[n]``; 0 in
+            ``shares[0]``: it is off.
         threads: how many compute.
     """
 
@@ -79,7 +80,9 @@ class Doorbell:
         self._words = words[: X_AT.value].view(torch.int64)
         self.shares = self._words[SHARES.value : SHARES.value + _MOST_MISSING + 1]
         if shares is not None:
-            self.shares.copy_(torch.tensor([shares[min(n, len(shares) - 1)] for n in range(_MOST_MISSING + 1)]))
+            self.shares.copy_(
+                torch.tensor([1, *(shares[min(n, len(shares) - 1)] for n in range(1, _MOST_MISSING + 1))])
+            )
         pool, address, self.threads = Pool(cores, spin_s=_SPIN_S, patience_s=_PATIENCE_S), words.data_ptr(), len(cores)
         at = pool._library.doorbell_start(
             pool.give(), address, address + X_AT.value, address + OUTPUTS_AT.value, self._layers, len(layers),

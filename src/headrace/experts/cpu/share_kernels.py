@@ -26,13 +26,17 @@ def ring_kernel(
     """Ask for the experts ``ids`` [NUM_IDS] whose ``rows`` are ELSEWHERE, of ``x`` (SIZE words of 8 bytes); 1 program.
 
     fetched: int32 [1], experts that come over the link. state: int64 [3]: the last request's number, if it is
-    awaited, if one was given up. words: pinned. to: where x goes there. Without a missing expert nothing is asked.
+    awaited, if one was given up. words: pinned. to: where x goes there. Without a missing expert nothing is asked, and
+    without one for the CPU only for the time of the link, unless the share is off.
     """
     count = tl.load(fetched)
     at = tl.arange(0, triton.next_power_of_2(NUM_IDS))
     row = tl.load(rows + at, mask=at < NUM_IDS, other=0)
     is_here = (row == ELSEWHERE) & (at < NUM_IDS)
-    if (count > 0) | (tl.max(is_here.to(tl.int32), axis=0) > 0):
+    asks = tl.max(is_here.to(tl.int32), axis=0) > 0
+    if (count > 0) & (asks == 0):
+        asks = tl.load(words + SHARES, volatile=True) != 0
+    if asks:
         tl.store(words + IDS + at, tl.where(is_here, tl.load(ids + at, mask=at < NUM_IDS, other=0), -1).to(tl.int64),
                  mask=at < NUM_IDS)  # fmt: skip
         for start in tl.range(0, SIZE, BLOCK):
