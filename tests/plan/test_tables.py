@@ -54,7 +54,7 @@ OTHER_FIELDS = {
         "experts-vllm-120b experts-vllm-20b experts-vllm-gptq experts-vllm-triton experts-vllm-20b-triton "
         "experts-vllm-qwen-gptq experts-vllm-deepseek-fp8 experts-vllm-deepseek-fp8-mended "
         "experts-vllm-deepseek-bf16 experts-vllm-glm-awq experts-vllm-glm experts-vllm-gptq-before "
-        "experts-vllm-fp8 experts-vllm-fp8-overflow experts-vllm-prompts": "case shape bit_equal ms resident_ms "
+        "experts-vllm-fp8 experts-vllm-fp8-overflow experts-vllm-prompts experts-vllm-nvfp4": "case shape bit_equal ms resident_ms "
         "layers trace rows hits missed_bytes",
         "experts-overlap experts-overlap-again": "case bit_equal ms spread_ms bytes_moved layers rows hits "
         "products gain sum_ms bound_ms fetch_gb_per_s missed_per_layer",
@@ -112,6 +112,11 @@ OTHER_FIELDS = {
         "experts_read plain_gb_per_s host_pinned_bytes planned_device_bytes page_cache_mib bit_equal",
         "copy-after-free": "case num_bytes pause_s samples_ms device",
         "pipeline-peaks": "case height width tiling counted_bytes measured_bytes share device",
+        "vllm-sleep": "case layers eager sleeps device bit_equal",
+        "remove": "case call bytes ms samples_ms device bit_equal",
+        "adapters": "case operation seconds samples_s resident_s floor_s adapter_bytes bit_equal",
+        "frames": "case ms resident_ms frames counted_frames peak_bytes counted_bytes card_bytes bit_equal",
+        "share-off": "case model layers slots fetched ms samples_ms ratios_ms bit_equal",
         "expert-tiers": "case experts top_k texts gpu_slots host_slots gpu lru aged_16 aged_64",
         "expected-rates": "case tokens expected_tokens_per_s tokens_per_s link_gb_per_s",
     }.items()

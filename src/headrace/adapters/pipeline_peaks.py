@@ -96,7 +96,7 @@ class CallProfile(ModelProfile):
         if (room := room_bytes()) is not None:
             larger = f"{_MOST} times as {'many frames' if self.call.frames else 'high'}"
             text += f"; with the fewest weights resident fits, up to {larger}: {self.largest(room) or 'none'}"
-        return [f"{text}. Counted without a GPU"]
+        return [f"{text}. Counted without a GPU, and without gaps of torch's allocator: leave it a third more"]
 
     def largest(self, room_bytes: int) -> Call | None:
         """The call with the most frames, or for the largest image, that takes no more; up to 4 times what was asked."""
