@@ -13,10 +13,10 @@ import pytest
 import measures
 
 BOUNDS = {
-    "lines of src": 29227,
+    "lines of src": 29232,
     "lines of the core": 17477,
     "files of src": 203,
-    "lines of tests": 50618,
+    "lines of tests": 50634,
     "longest class": 348,
     "Prefetcher": 298,
     "branches on a kind of store": 4,

@@ -146,6 +146,17 @@ class TestConfigAlone:
         expected, found = headrace.make_plan(folder, machine="4090"), of_config_alone(folder, place)
         assert found.weight_bytes == pytest.approx(expected.weight_bytes, rel=0.01)
 
+    def test_sizes_experts_in_fp4_beside_fp8(self, tmp_path: Path) -> None:
+        """DeepSeek-V4-Flash, whose sizes are the defaults of transformers: 284 billion weights in 160 GB of files."""
+        fp8 = {"quant_method": "fp8", "fmt": "e4m3", "scale_fmt": "ue8m0", "weight_block_size": [128, 128]}
+        config = {"architectures": ["DeepseekV4ForCausalLM"], "model_type": "deepseek_v4", "expert_dtype": "fp4"}
+        config |= {"dtype": "bfloat16", "quantization_config": fp8}
+        (tmp_path / "config.json").write_text(json.dumps(config))
+        plan = headrace.make_plan(tmp_path, device="cpu")
+        assert plan.weight_bytes == pytest.approx(157e9, rel=0.01)
+        experts = sum(size for name, size in plan.resident.items() if ".experts." in name)
+        assert experts == 43 * 256 * 3 * 4096 * 2048 * (1 / 2 + 1 / 32)
+
     def test_refuses_what_it_cannot_size(self, tmp_path: Path) -> None:
         config = {**MODELS["Qwen/Qwen3-4B"].config, "quantization_config": {"quant_method": "hqq"}}
         (tmp_path / "config.json").write_text(json.dumps(config))

@@ -54,8 +54,8 @@ OTHER_FIELDS = {
         "experts-vllm-120b experts-vllm-20b experts-vllm-gptq experts-vllm-triton experts-vllm-20b-triton "
         "experts-vllm-qwen-gptq experts-vllm-deepseek-fp8 experts-vllm-deepseek-fp8-mended "
         "experts-vllm-deepseek-bf16 experts-vllm-glm-awq experts-vllm-glm experts-vllm-gptq-before "
-        "experts-vllm-fp8 experts-vllm-fp8-overflow experts-vllm-prompts experts-vllm-nvfp4": "case shape bit_equal ms resident_ms "
-        "layers trace rows hits missed_bytes",
+        "experts-vllm-fp8 experts-vllm-fp8-overflow experts-vllm-prompts "
+        "experts-vllm-nvfp4": "case shape bit_equal ms resident_ms layers trace rows hits missed_bytes",
         "experts-overlap experts-overlap-again": "case bit_equal ms spread_ms bytes_moved layers rows hits "
         "products gain sum_ms bound_ms fetch_gb_per_s missed_per_layer",
         "experts-vllm-rows": "case shape bit_equal ms resident_ms layers trace rows hits missed_bytes format steps "

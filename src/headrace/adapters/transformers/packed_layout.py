@@ -41,6 +41,13 @@ def _fp8(stated: Mapping[str, Any], rows: int, columns: int) -> _Tensors:
     return {"weight": ((rows, columns), torch.float8_e4m3fn), "weight_scale_inv": (scales, torch.float32)}
 
 
+def _fp4(stated: Mapping[str, Any], rows: int, columns: int) -> _Tensors:
+    """Experts of ``expert_dtype`` fp4 beside layers in fp8, as transformers' finegrained_fp8 allocates them."""
+    scale = torch.float8_e8m0fnu if stated.get("scale_fmt") == "ue8m0" else torch.float32
+    packed = (rows, columns // 2), torch.int8
+    return {"weight": packed, "weight_scale_inv": ((rows, columns // _MXFP4_BLOCK), scale)}
+
+
 def _mxfp4(stated: Mapping[str, Any], rows: int, columns: int) -> _Tensors:
     blocks = (columns, ceil(rows / _MXFP4_BLOCK))  # experts are stored transposed
     return {"blocks": ((*blocks, _MXFP4_BLOCK // 2), torch.uint8), "scales": (blocks, torch.uint8)}
@@ -104,7 +111,8 @@ def use_packed_layout(folder: Path, model: PreTrainedModel, stated: Mapping[str,
     for module, attr, tensor in weights:
         module._parameters[attr] = None
         *experts, rows, columns = tensor.shape
-        for ending, (shape, dtype) in _LAYOUTS[method](stated, rows, columns).items():
+        is_fp4 = bool(experts) and method == "fp8" and stated.get("expert_dtype") == "fp4"
+        for ending, (shape, dtype) in (_fp4 if is_fp4 else _LAYOUTS[method])(stated, rows, columns).items():
             empty = torch.empty((*experts, *shape), dtype=dtype, device="meta")
             module.register_parameter(_attr(attr, ending), nn.Parameter(empty, requires_grad=False))
 
