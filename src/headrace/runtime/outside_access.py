@@ -56,8 +56,9 @@ _log = logging.getLogger(__name__)
 
 _MARK = "_headrace_offloaded"
 
-# Functions of diffusers and peft that load adapters, several of them for each: the weights would be decoded, or read
-# from files, every time.
+# Functions of these packages that load adapters, several of them for each: the weights would be decoded, or read from
+# files, every time.
+_ADAPTER_PACKAGES = ("diffusers", "peft")
 _READ_NO_VALUES = frozenset({
     "load_lora_adapter", "_maybe_expand_lora_state_dict", "_remap_adapter_state_dict_for_load",
     "_find_mismatched_keys", "hotswap_adapter_from_state_dict",
@@ -685,7 +686,8 @@ def _reads_no_values() -> bool:
     code, inside = nn.Module.state_dict.__code__, False
     for frame in frames:
         if inside and frame.f_code is not code:
-            return frame.f_code.co_name in _READ_NO_VALUES
+            package = str(frame.f_globals.get("__name__")).partition(".")[0]  # other functions may have such a name
+            return frame.f_code.co_name in _READ_NO_VALUES and package in _ADAPTER_PACKAGES
         inside |= frame.f_code is code
     return False
 
