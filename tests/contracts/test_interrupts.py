@@ -11,6 +11,7 @@ import threading
 from pathlib import Path
 
 import pytest
+from torch import nn
 
 import headrace
 from checks import raising, require_forwards
@@ -122,6 +123,31 @@ def test_while_readers_are_sent_home(again: bool) -> None:
     code = textwrap.dedent(_REMOVE) + ("handle.remove()\n" if again else "") + "print('ends', flush=True)\n"
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=120, check=False)
     assert (done.stdout, done.returncode) == ("interrupted\nends\n", 0), done.stderr
+
+
+@pytest.mark.parametrize(
+    "policy", [headrace.Prefetch(1, 1, 1, mode="disk"), headrace.Prefetch(1, 1, 1, codec="exp3")], ids=str
+)
+@pytest.mark.parametrize("refused", ["all", "the second"])
+def test_weights_come_back_where_no_thread_starts(
+    policy: headrace.Prefetch, refused: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As in functions of atexit, which save a model or remove the offload."""
+    model = nn.Sequential(*(nn.Linear(2048, 2100, bias=False).bfloat16() for _ in range(2))).eval()
+    expected = {name: weight.clone() for name, weight in model.state_dict().items()}
+    handle = headrace.offload(model, policy, checkpoint=save(model, tmp_path) if policy.mode == "disk" else None)
+    start, calls = threading.Thread.start, iter(range(1000))
+
+    def refuse(thread: threading.Thread) -> None:
+        if refused == "all" or next(calls) % 2:
+            raise RuntimeError("can't start new thread")
+        start(thread)
+
+    monkeypatch.setattr(threading.Thread, "start", refuse)
+    monkeypatch.setenv("HEADRACE_READERS", "4")
+    assert_same_bits(dict(model.state_dict()), expected)
+    handle.remove()
+    assert_same_bits(dict(model.state_dict()), expected)
 
 
 def test_readers_that_cannot_be_started_leave_none(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -27,7 +27,7 @@ from typing import TYPE_CHECKING, Any, TypeVar
 import numpy as np
 
 from headrace.errors import BudgetError
-from headrace.memory.system import round_up
+from headrace.memory.system import each_in_threads, round_up
 
 if TYPE_CHECKING:
     import torch
@@ -259,8 +259,7 @@ def _out_of_memory(num_bytes: int) -> BudgetError:
 
 def populate_parallel(buffer: torch.Tensor, num_threads: int, piece_bytes: int = TOUCH_BYTES) -> None:
     """:func:`populate` by ``num_threads`` threads, ``piece_bytes`` at a time."""
-    with ThreadPoolExecutor(num_threads) as pool:
-        list(pool.map(populate, buffer.split(piece_bytes)))
+    each_in_threads(populate, buffer.split(piece_bytes), num_threads)
 
 
 def collapse(memory: Bytes) -> bool:

@@ -10,11 +10,12 @@ import os
 import re
 import resource
 import shutil
-from collections.abc import Collection, Iterator
+from collections.abc import Callable, Collection, Iterable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
+from typing import TYPE_CHECKING, Any, NamedTuple, Protocol, TypeVar
 
 from headrace.config import number_in
 from headrace.errors import LimitError
@@ -22,6 +23,8 @@ from headrace.formatting import format_size
 
 if TYPE_CHECKING:
     import torch
+
+_Item = TypeVar("_Item")
 
 DEVICE = "device memory"
 PEER = "memory of the peer GPU"
@@ -75,6 +78,18 @@ EXPERT_READERS = 16
 def touch_threads(at_least: int = 1) -> int:
     """Threads that touch or fill host memory, see :func:`reader_threads`; more than sixteen are no faster."""
     return min(_MOST_TOUCHING, reader_threads(at_least))
+
+
+def each_in_threads(work: Callable[[_Item], object], items: Iterable[_Item], num_threads: int) -> None:
+    """Call ``work`` with each of ``items`` in threads; here, with all again, if one cannot start, as at exit."""
+    items, results = list(items), None
+    with ThreadPoolExecutor(num_threads) as pool:
+        with suppress(RuntimeError):  # at the end those that were started are waited for
+            results = pool.map(work, items)
+        for _ in results or ():
+            pass
+    for item in items if results is None else ():
+        work(item)
 
 
 def round_up(number: int, step: int) -> int:

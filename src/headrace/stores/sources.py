@@ -8,14 +8,13 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Iterable, Iterator, Sequence
-from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 import numpy as np
 
 from headrace.errors import TransferError
-from headrace.memory.system import touch_threads
+from headrace.memory.system import each_in_threads, touch_threads
 
 if TYPE_CHECKING:
     import torch
@@ -146,5 +145,4 @@ def fill_in_threads(destination: torch.Tensor, copies: Iterable[Copy]) -> None:
     """:func:`fill` in several threads, a piece each."""
     view = writable_view(destination)
     parts = (part for copy in copies for part in copy.pieces(_PIECE_BYTES))
-    with ThreadPoolExecutor(touch_threads()) as pool:
-        list(pool.map(lambda part: part.src.read(view[part.dst_offset : part.dst_end]), parts))
+    each_in_threads(lambda part: part.src.read(view[part.dst_offset : part.dst_end]), parts, touch_threads())
