@@ -221,6 +221,11 @@ def test_an_adapter_that_comes_later_is_refused(added: str) -> None:
         run()
     with pytest.raises(StateError, match="was loaded"):
         pipelines.call(pipe)
+    pipe.disable_lora()
+    assert moved_by(handle, lambda: pipelines.call(pipe), expected) > 0
+    pipe.enable_lora()
+    with pytest.raises(StateError, match="was loaded"):
+        pipelines.call(pipe)
     pipe.unload_lora_weights()
     assert moved_by(handle, lambda: pipelines.call(pipe), expected) > 0
 

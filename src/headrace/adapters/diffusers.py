@@ -242,7 +242,7 @@ class PipelineHandle(Handle):
         """Count adapters as residents, beside the budget; plan anew if weights that are offloaded were exchanged.
 
         Raises:
-            StateError: an adapter was loaded in 8 bits, beside weights that are cast at use.
+            StateError: an adapter that is in use was loaded in 8 bits, beside weights that are cast at use.
         """
         now = dict(self.model.named_parameters())
         offloaded = {id(self._planned[name]) for name in super().plan.offloaded_names if name in self._planned}
@@ -251,8 +251,9 @@ class PipelineHandle(Handle):
                 return
         planned = set(map(id, self._planned.values()))
         added = {name: parameter for name, parameter in now.items() if id(parameter) not in planned}
+        idle = {id(parameter) for module in self.model.modules() for parameter in _idle_adapters(module)}
         for name, parameter in added.items():
-            if parameter.is_floating_point() and parameter.dtype.itemsize == 1:
+            if parameter.is_floating_point() and parameter.dtype.itemsize == 1 and id(parameter) not in idle:
                 raise StateError(
                     f"{name} was loaded in {parameter.dtype}, in which the weights beside it are stored, and torch "
                     f"computes nothing in it, in a resident pipeline either: call unload_lora_weights(); to have "
@@ -273,6 +274,13 @@ class PipelineHandle(Handle):
             yield
         finally:
             self._attach()
+
+
+def _idle_adapters(layer: nn.Module) -> Iterator[nn.Parameter]:
+    """Parameters of adapters that a ``layer`` of peft does not compute with now."""
+    if isinstance(active := getattr(layer, "active_adapters", None), list):
+        used = set() if getattr(layer, "disable_adapters", False) else set(active)
+        yield from (each for name, each in layer.named_parameters() if used.isdisjoint(name.split(".")))
 
 
 def _offload(
