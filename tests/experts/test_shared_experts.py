@@ -76,19 +76,20 @@ int64_t share_of(int64_t missing, double cpu_s, double link_s) {
     divide(&d);
     return box.shares[missing];
 }
-// What is computed of requests with 1 to 8 missing experts in turn by a slow CPU, and by another when looked at again.
-void learn_twice(double cpu_s, double then_s, double link_s, int64_t requests, int64_t *computed, int64_t *shares) {
+// What is computed of requests with 1 to `most` missing experts in turn by a slow CPU, and by another when looked at again.
+void learn_twice(double cpu_s, double then_s, double link_s, int64_t requests, int64_t most, int64_t *computed,
+                 int64_t *shares) {
     mail box = {0};
     doorbell d = {.box = &box};
     divide(&d);
     for (int64_t again = 0; again < 2; again++, cpu_s = then_s) {
         if (again) d.off_since -= OFF_S, look_again(&d);
         for (int64_t i = 0; i < requests; i++) {
-            int64_t missing = 1 + i * 5 % 8, share = box.shares[missing];
+            int64_t missing = 1 + i * 5 % most, share = box.shares[missing];
             double cpu = share * cpu_s, link = (missing - share) * link_s;
             learn(&d, share, cpu, missing - share, cpu < link ? link : 0);
         }
-        computed[again] = box.computed, shares[again] = box.shares[8];
+        computed[again] = box.computed, shares[again] = box.shares[most];
     }
 }
 """
@@ -229,15 +230,18 @@ class TestDivision:
             planned = cpu_share.shares(cpu_us, 101, 16)
             assert planned == [0, *(library.share_of(n, cpu_us * 1e-6, 101e-6) for n in range(1, 17))]
 
-    def test_a_slow_cpu_is_tried_for_a_moment_and_then_again(self, library: Any) -> None:
-        """By five of its times and as many of the link, which has none of its own where the CPU is later."""
+    @pytest.mark.parametrize(("most", "share"), [(8, 5), (1, 1)])
+    def test_a_slow_cpu_is_tried_for_a_moment_and_then_again(self, most: int, share: int, library: Any) -> None:
+        """By five of its times and as many of the link, which has none of its own where the CPU is later.
+
+        Where one expert is missing at a time the link has its times first.
+        """
         computed, shares = torch.zeros(2, 2, dtype=torch.int64)
         us = ctypes.c_double(2000e-6), ctypes.c_double(100e-6), ctypes.c_double(180e-6)
-        library.learn_twice(
-            *us, ctypes.c_int64(4096), *(ctypes.c_void_p(each.data_ptr()) for each in (computed, shares))
-        )
+        count = ctypes.c_int64(4096), ctypes.c_int64(most)
+        library.learn_twice(*us, *count, *(ctypes.c_void_p(each.data_ptr()) for each in (computed, shares)))
         assert 5 <= computed[0] <= 2 * 5 + 8
-        assert shares.tolist() == [0, 5]
+        assert shares.tolist() == [0, share]
 
 
 @pytest.mark.slow

@@ -58,7 +58,8 @@ static void divide(doorbell *d) {
     double again = .33 * (time_of(&d->link, 2) - time_of(&d->link, 1));
     int is_known = num_known(d) == 2, is_used = 0;
     for (int64_t missing = 1; missing <= MOST; missing++) {
-        int64_t best = is_known || d->cpu.weight > 32 || missing % 2 ? 0 : missing < 4 ? 1 : 2;
+        int is_tried = missing % 2 == 0 || d->link.weight > 32; // with one expert a token there may be no even number
+        int64_t best = is_known || d->cpu.weight > 32 || !is_tried ? 0 : missing < 4 ? 1 : 2;
         double least = time_of(&d->link, missing);
         for (int64_t share = 1; is_known && share <= missing; share++) {
             double a = time_of(&d->link, missing - share), b = time_of(&d->cpu, share);
