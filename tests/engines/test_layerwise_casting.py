@@ -17,6 +17,7 @@ import torch
 from torch import nn
 
 import headrace
+from checks import raising
 from headrace.errors import BudgetError, HeadraceError, OptionError, OptionTypeError, StateError
 from headrace.model.inventory import take_inventory
 from headrace.testing import assert_same_bits
@@ -221,6 +222,9 @@ def test_an_adapter_that_comes_later_is_refused(added: str) -> None:
         run()
     with pytest.raises(StateError, match="was loaded"):
         pipelines.call(pipe)
+    with pytest.raises(KeyError, match="an error of diffusers"), pytest.MonkeyPatch.context() as patched:
+        patched.setattr(type(pipe.transformer), "load_lora_adapter", raising(KeyError("an error of diffusers")))
+        pipe.load_lora_weights(state)
     pipe.disable_lora()
     assert moved_by(handle, lambda: pipelines.call(pipe), expected) > 0
     pipe.enable_lora()

@@ -236,30 +236,30 @@ class PipelineHandle(Handle):
                     f"that the plan was made for; call handle.remove(), then load() again"
                 )
         self.count_adapters()  # that were loaded into a component
+        self.refuse_8_bits()
         return self.model(run)
 
     def count_adapters(self) -> None:
-        """Count adapters as residents, beside the budget; plan anew if weights that are offloaded were exchanged.
-
-        Raises:
-            StateError: an adapter that is in use was loaded in 8 bits, beside weights that are cast at use.
-        """
+        """Count adapters as residents, beside the budget; plan anew if weights that are offloaded were exchanged."""
         now = dict(self.model.named_parameters())
         offloaded = {id(self._planned[name]) for name in super().plan.offloaded_names if name in self._planned}
         if not offloaded <= set(map(id, now.values())):
             with self.without_offload("load_lora_weights"):
                 return
         planned = set(map(id, self._planned.values()))
-        added = {name: parameter for name, parameter in now.items() if id(parameter) not in planned}
+        self._adapters = {name: each.nbytes for name, each in now.items() if id(each) not in planned}
+
+    def refuse_8_bits(self) -> None:
+        """Raise StateError if an adapter that is in use was loaded in 8 bits, beside weights that are cast at use."""
         idle = {id(parameter) for module in self.model.modules() for parameter in _idle_adapters(module)}
-        for name, parameter in added.items():
-            if parameter.is_floating_point() and parameter.dtype.itemsize == 1 and id(parameter) not in idle:
+        for name, parameter in self.model.named_parameters() if self._adapters else ():
+            is_used = name in self._adapters and id(parameter) not in idle
+            if is_used and parameter.is_floating_point() and parameter.dtype.itemsize == 1:
                 raise StateError(
                     f"{name} was loaded in {parameter.dtype}, in which the weights beside it are stored, and torch "
                     f"computes nothing in it, in a resident pipeline either: call unload_lora_weights(); to have "
                     f"adapters, load them into a pipeline built anew, then call load(pipe, ..., storage_dtype=...)"
                 )
-        self._adapters = {name: parameter.nbytes for name, parameter in added.items()}
 
     @contextmanager
     def without_offload(self, method: str) -> Iterator[None]:
@@ -415,9 +415,11 @@ def _through(original: Callable[..., Any], around: Callable[[PipelineHandle, Cal
 
 def _adapt(handle: PipelineHandle, run: Callable[[], Any]) -> Any:
     try:
-        return run()
+        found = run()
     finally:
         handle.count_adapters()
+    handle.refuse_8_bits()
+    return found
 
 
 def _change(name: str, handle: PipelineHandle, run: Callable[[], Any]) -> Any:
