@@ -13,16 +13,16 @@ import pytest
 import measures
 
 BOUNDS = {
-    "lines of src": 29232,
-    "lines of the core": 17477,
+    "lines of src": 29251,
+    "lines of the core": 17487,
     "files of src": 203,
-    "lines of tests": 50634,
+    "lines of tests": 50676,
     "longest class": 348,
     "Prefetcher": 298,
     "branches on a kind of store": 4,
     "files that headrace.api loads": 36,
-    "lines that headrace.api loads": 6553,
-    "lines of the spine": 5211,
+    "lines that headrace.api loads": 6564,
+    "lines of the spine": 5212,
     "files of the spine": 53,
     "files to the first copy": 42,
     "functions to the first copy": 393,

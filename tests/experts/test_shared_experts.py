@@ -76,7 +76,8 @@ int64_t share_of(int64_t missing, double cpu_s, double link_s) {
     divide(&d);
     return box.shares[missing];
 }
-// What is computed of requests with 1 to `most` missing experts in turn by a slow CPU, and by another when looked at again.
+// What is computed of requests with 1 to `most` missing experts in turn by a slow CPU, and by another when looked at
+// again.
 void learn_twice(double cpu_s, double then_s, double link_s, int64_t requests, int64_t most, int64_t *computed,
                  int64_t *shares) {
     mail box = {0};
