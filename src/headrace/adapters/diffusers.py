@@ -251,8 +251,10 @@ class PipelineHandle(Handle):
 
     def refuse_8_bits(self) -> None:
         """Raise StateError if an adapter that is in use was loaded in 8 bits, beside weights that are cast at use."""
+        if not self._adapters:
+            return
         idle = {id(parameter) for module in self.model.modules() for parameter in _idle_adapters(module)}
-        for name, parameter in self.model.named_parameters() if self._adapters else ():
+        for name, parameter in self.model.named_parameters():
             is_used = name in self._adapters and id(parameter) not in idle
             if is_used and parameter.is_floating_point() and parameter.dtype.itemsize == 1:
                 raise StateError(

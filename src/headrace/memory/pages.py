@@ -20,7 +20,6 @@ import mmap
 import os
 import threading
 from collections.abc import Callable, Sequence
-from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from typing import TYPE_CHECKING, Any, TypeVar
 
@@ -290,8 +289,7 @@ def collapse_parallel(buffer: torch.Tensor, num_threads: int) -> None:
         if not refused.is_set() and not collapse(memory[start : start + TOUCH_BYTES]):
             refused.set()
 
-    with ThreadPoolExecutor(num_threads) as pool:
-        list(pool.map(touch, range(0, memory.size, TOUCH_BYTES)))
+    each_in_threads(touch, range(0, memory.size, TOUCH_BYTES), num_threads)
 
 
 # -- sizes ------------------------------------------------------------------------------------------------------------

@@ -219,7 +219,7 @@ class CodedUnit(Source):
     """The bytes of a unit, decoded as they are read."""
 
     def __init__(self, code: torch.Tensor, pieces: Sequence[Piece], device: torch.device = _CPU) -> None:
-        """``code``: of all pieces (uint8, 1-D, host). ``device``: decodes; a GPU in a hundredth of a core's time."""
+        """``code``: of all pieces (uint8, 1-D, host). ``device``: decodes, if it is a GPU and has room."""
         self._code, self._pieces, self._device = code.numpy(), pieces, device
 
     def read(self, offset: int, into: memoryview) -> None:
