@@ -14,7 +14,7 @@ import measures
 
 BOUNDS = {
     "lines of src": 29251,
-    "lines of the core": 17487,
+    "lines of the core": 17485,
     "files of src": 203,
     "lines of tests": 50676,
     "longest class": 348,
