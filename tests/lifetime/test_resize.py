@@ -260,6 +260,35 @@ class TestMemory:
         assert len(made) == first <= num_units
         check_moved(here)
 
+    @pytest.mark.parametrize("has_room", [True, False])
+    def test_codes_are_made_on_the_device(
+        self, has_room: bool, beside_gpu: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        """Of what it decodes itself; where it has no room, in host memory."""
+        from headrace.stores.coded_host import CodedStore
+
+        in_host_memory, zeros = list[str](), torch.zeros
+        destination = CodedStore._destination
+
+        def no_room(*args: Any, **options: Any) -> torch.Tensor:
+            if options.get("dtype") == torch.uint8 and "device" in options:
+                raise torch.OutOfMemoryError("no room")
+            return zeros(*args, **options)
+
+        def noted(self: CodedStore, storage: str) -> torch.Tensor:
+            in_host_memory.append(storage)
+            return destination(self, storage)
+
+        here = pair("coded budget", tmp_path)
+        monkeypatch.setattr(CodedStore, "_destination", noted)
+        if not has_room:
+            monkeypatch.setattr(torch, "zeros", no_room)
+        for size in ("1GiB", "600KiB", "640KiB", "600KiB"):
+            here.handle.resize(size)
+            check_moved(here)
+        assert here.handle.plan.coded_units
+        assert bool(in_host_memory) is not has_room
+
     def test_nothing_is_left(self, tmp_path: Path) -> None:
         here, threads = pair("prefetch", tmp_path), threading.active_count()
         for size in DENSE_SIZES:

@@ -10,6 +10,7 @@ the old plan again.
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager, suppress
 from dataclasses import replace
 from functools import cached_property, partial
@@ -23,13 +24,14 @@ from headrace.memory.pinned import PinnedBuffer
 from headrace.memory.system import Needs, read_limits
 from headrace.model.live_tensors import BoundStorage, bind
 from headrace.model.torch_private import weak_memory
-from headrace.plan.kinds import HOST
+from headrace.plan.kinds import HOST, Unit
 from headrace.plan.plan import Plan
 from headrace.plan.slabs import SLAB_ALIGNMENT_BYTES, SlabEntry, slab_bytes
 from headrace.planning.checks import check_limits, needs_of
 from headrace.planning.context import PlanContext
 from headrace.runtime.prepare import Prepared
 from headrace.runtime.session import OffloadSession, allocate_residents
+from headrace.stores.pinned_host import registrar_for
 from headrace.stores.sources import ByteRange, Copy
 from headrace.stores.store import AlreadyPinned, Code, Stores, kept_by_others, new_buffer, require_weights
 
@@ -282,15 +284,55 @@ class Exchange:
         return {name: held for name, held in found.items() if held is not None and self._on_gpu}
 
     @cached_property
+    def _coded(self) -> set[str]:
+        """Storages that are coded now."""
+        names = (entry.storage for unit in self._old.planned.coded_units for entry in unit.entries)
+        return {name for name in names if self._now[name] == "rows"}
+
+    @cached_property
     def _codes(self) -> dict[tuple[SlabEntry, ...], Code]:
         """Codes of units that the plan has, too."""
-        coded = {unit.entries: unit for unit in self._old.planned.units if unit.kind.is_coded}
+        coded = {unit.entries: unit for unit in self._old.planned.coded_units}
         same = [unit.entries for unit in self._plan.coded_units if unit.entries in coded]
         same = [entries for entries in same if all(self._now[entry.storage] == "rows" for entry in entries)]
         store = self._old._store
         if same and isinstance(store, Stores):
             store = store.of(same[0][0].storage)
         return {entries: store.code(coded[entries].index) for entries in same}  # type: ignore[attr-defined]
+
+    def _new_codes(self) -> dict[tuple[SlabEntry, ...], Code]:
+        """Codes of the plan's other units, made while the device has room; none of units in files."""
+        in_files = {name for name, where in self._now.items() if where == "files"}
+        units = [unit for unit in self._plan.coded_units if unit.entries not in self._codes]
+        units = [unit for unit in units if in_files.isdisjoint(entry.storage for entry in unit.entries)]
+        if not (self._on_gpu and units):
+            return {}
+        from headrace.codec.layout import UNITS_AT_ONCE
+        from headrace.stores.coded_host import CodedStore
+
+        store = CodedStore(units, self._life.device, registrar_for(self._life.device))
+
+        def make(unit: Unit) -> Code:
+            slab = torch.zeros(unit.num_bytes, dtype=torch.uint8, device=self._life.device)
+            for entry in unit.entries:
+                self._fill(entry.storage, slab[entry.offset : entry.offset + entry.num_bytes])
+            return store.code_of(slab)
+
+        try:
+            with ThreadPoolExecutor(UNITS_AT_ONCE) as pool:  # memory of a code is made while another is computed
+                made = dict(zip([unit.entries for unit in units], pool.map(make, units), strict=True))
+        except torch.OutOfMemoryError:
+            return {}  # they are made in host memory, as at first
+        store.warn_of_length()
+        return made
+
+    def _fill(self, name: str, into: torch.Tensor) -> None:
+        """Copy the bytes of a storage that is not in files ``into`` memory of the device, on the current stream."""
+        plain = self._plain(name)
+        if plain is None:
+            self._old._store.read(name, into)
+        else:
+            into.copy_(plain, non_blocking=True)
 
     # -- the exchange -----------------------------------------------------------------------------------------------
 
@@ -317,7 +359,7 @@ class Exchange:
             self._context.request.disk,
             pooled={n: at for n, at in self._held.items() if self._then[n] != "device" and self._is_aligned(n, at)},
             taken={n: copies for n in self._bound if (copies := self._copies(n))},
-            codes=self._codes,
+            codes=self._codes | self._new_codes(),
             model=old._model,
             inventory=self._context.inventory,
             context=life.context,
@@ -360,9 +402,13 @@ class Exchange:
     def _copies(self, name: str) -> Sequence[Copy]:
         """Copies of ``name`` for a store or the device; empty for what is placed, or in files."""
         if self._now[name] == "rows":
-            return self._old._store.copies(name)
+            return [] if self._is_decoded(name) else self._old._store.copies(name)
         plain = self._plain(name) if self._is_copied(name) else None
         return [] if plain is None else [Copy(ByteRange.of(plain), 0)]
+
+    def _is_decoded(self, name: str) -> bool:
+        """Whether it is decoded to the device, where it is to be."""
+        return self._on_gpu and name in self._coded and self._then[name] == "device"
 
     def _is_copied(self, name: str) -> bool:
         """Whether its bytes are copied into the store, or it keeps their memory, and no live tensor has them."""
@@ -408,11 +454,12 @@ class Exchange:
         # Since an exchange has failed; it stays.
         was_set = {name for name in moving if any(tensor.has_other_data for tensor in fresh[name].tensors)}
         plain |= {name: fresh[name].current_bytes() for name in was_set}
+        moving |= {name for name in names if self._is_decoded(name)}
         moving -= was_set
         staying = [name for name in moving if self._home[name] in (_META, self._life.device)]
         places = allocate_residents([fresh[name] for name in moving], self._life.device, staying)
         for name, place in places.items():
-            place.copy_(plain[name], non_blocking=True)
+            self._fill(name, place)
         if self._on_gpu:
             torch.cuda.synchronize(self._life.device)
         stays = {n: plain[n] for n in (was_set if self._on_gpu else plain.keys() - moving)}

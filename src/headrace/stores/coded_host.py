@@ -11,6 +11,7 @@ import threading
 from collections import deque
 from collections.abc import Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
+from dataclasses import replace
 
 import numpy as np
 import torch
@@ -27,9 +28,8 @@ from headrace.plan.kinds import Unit
 from headrace.plan.slabs import SlabEntry, slab_bytes
 from headrace.stores.pinned_host import registrar_for
 from headrace.stores.sources import ByteRange, Copy, MemorySource, Source, fill_in_threads
-from headrace.stores.store import Code, Destinations, Load, Opened, Store, StoreRequest, kept_by_others
+from headrace.stores.store import Code, Destinations, Load, Opened, Store, StoreRequest, kept_by_others, new_buffer
 
-_BY_CPU_BYTES = 128 << 10  # so much is decoded in the time of the copies of a piece
 # Of a code, beyond what plans expect, without a warning.
 _MOST_LONGER = 8 << 20
 _CPU, _ONE_AT_A_TIME = torch.device("cpu"), threading.Lock()
@@ -100,12 +100,17 @@ class CodedStore(Store):
             self._jobs.popleft().result()
         self._pool.shutdown()
         trim_heap()  # of what encoding took
+        self.warn_of_length()
+
+    def warn_of_length(self) -> None:
+        """Warn of what has no code, and of codes that are longer than a plan expects."""
         if self._unmade_bytes:
             warn_user(
                 f"no memory was left to code {format_size(self._unmade_bytes)} of weights: they are stored as they "
                 "are; free device or host memory before the model is offloaded"
             )
-        more = max(memory.num_bytes - self._units[unit].bytes_in_slot for unit, (memory, _) in self._coded.items())
+        lengths = {unit: memory.num_bytes for unit, (memory, _) in self._coded.items()}
+        more = max((size - self._units[unit].bytes_in_slot for unit, size in lengths.items()), default=0)
         if more > _MOST_LONGER:
             warn_user(
                 f"weights have more exponents than a plan expects, and their code is longer: each slot takes up to "
@@ -124,7 +129,7 @@ class CodedStore(Store):
         self._coded[unit] = code
 
     def code_of(self, slab: torch.Tensor) -> Code:
-        """The code of a unit, ``slab`` (uint8, 1-D, host), in memory of its own, and what it consists of."""
+        """The code of a unit, ``slab`` (uint8, 1-D, any device), in memory of its own, and what it consists of."""
         pieces: list[Piece] = []
         parts: list[torch.Tensor] = []  # of the code: where they were made, or of the slab itself
         at = 0
@@ -145,7 +150,7 @@ class CodedStore(Store):
 
     def _code_of(self, weights: torch.Tensor) -> torch.Tensor | None:
         """The code of ``weights`` where it was made: on the device, or if there is no room on the host."""
-        for device in (self._device, torch.device("cpu")):
+        for device in (self._device, _CPU):
             try:
                 return _verified_code(weights.to(device))
             except (RuntimeError, MemoryError) as error:
@@ -158,13 +163,40 @@ class CodedStore(Store):
 
     def copies(self, storage: str) -> list[Copy]:
         unit, entry = self._entries[storage]
-        return [Copy(ByteRange(CodedUnit(*self._code(unit), self._device), entry.offset, entry.num_bytes), 0)]
+        return [Copy(ByteRange(CodedUnit(*self._code(unit)), entry.offset, entry.num_bytes), 0)]
 
     def in_place(self, storage: str) -> torch.Tensor:
         raise TransferError(f"{storage} is coded, so it cannot be read in place")
 
     def read(self, storage: str, into: torch.Tensor) -> None:
-        fill_in_threads(into, self.copies(storage))  # which decode
+        """Decode ``storage`` ``into`` host memory, or that of the GPU that computes, on the current stream."""
+        if self._device.type == "cuda":
+            try:
+                return self._read_by_gpu(storage, into)
+            except torch.OutOfMemoryError:
+                pass
+        target = into if into.is_cpu else new_buffer(into.numel())
+        fill_in_threads(target, self.copies(storage))  # which decode
+        if target is not into:
+            into.copy_(target)
+
+    def _read_by_gpu(self, storage: str, into: torch.Tensor) -> None:
+        from headrace.codec.decode_kernels import decode_on_gpu  # needs Triton
+
+        unit, entry = self._entries[storage]
+        code, pieces = self._code(unit)
+        first, end = entry.offset, entry.offset + entry.num_bytes
+        with _ONE_AT_A_TIME, torch.cuda.device(self._device):  # or each reader would take memory
+            for piece in pieces:
+                begin, stop = max(first, piece.start), min(end, piece.start + piece.num_bytes)
+                if begin >= stop:
+                    continue
+                part = code[piece.code_start : piece.code_start + piece.code_bytes]
+                if piece.is_coded:
+                    decoded = torch.empty(piece.num_bytes, dtype=torch.uint8, device=self._device)
+                    decode_on_gpu(replace(piece, start=0), part.to(self._device, non_blocking=True), decoded)
+                    part = decoded
+                into[begin - first : stop - first].copy_(part[begin - piece.start : stop - piece.start])
 
     def load(self, unit: Unit) -> Load:
         code, pieces = self._code(unit.index)
@@ -218,9 +250,9 @@ def _verified_code(weights: torch.Tensor) -> torch.Tensor | None:
 class CodedUnit(Source):
     """The bytes of a unit, decoded as they are read."""
 
-    def __init__(self, code: torch.Tensor, pieces: Sequence[Piece], device: torch.device = _CPU) -> None:
-        """``code``: of all pieces (uint8, 1-D, host). ``device``: decodes, if it is a GPU and has room."""
-        self._code, self._pieces, self._device = code.numpy(), pieces, device
+    def __init__(self, code: torch.Tensor, pieces: Sequence[Piece]) -> None:
+        """``code``: of all pieces (uint8, 1-D, host)."""
+        self._code, self._pieces = code.numpy(), pieces
 
     def read(self, offset: int, into: memoryview) -> None:
         end, view = offset + len(into), np.frombuffer(into, np.uint8)
@@ -234,24 +266,7 @@ class CodedUnit(Source):
         if not piece.is_coded:
             np.copyto(into, code[offset : offset + len(into)])
             return
-        if self._device.type == "cuda" and len(into) > _BY_CPU_BYTES:
-            try:
-                _read_by_gpu(piece.num_bytes, code, self._device, offset, into)
-            except torch.OutOfMemoryError:
-                pass  # the GPU has no room
-            else:
-                return
         first = offset // 2  # whole weights, of which the first and last may be read in part
         weights = np.empty((offset + len(into) + 1) // 2 - first, np.uint16)
         decode(code, piece.num_bytes // 2, first, weights)
         np.copyto(into, weights.view(np.uint8)[offset - 2 * first :][: len(into)])
-
-
-def _read_by_gpu(num_bytes: int, code: np.ndarray, device: torch.device, offset: int, into: np.ndarray) -> None:
-    """Copy what ``code`` stands for, from ``offset`` on, ``into`` host memory; ``num_bytes``: of all of it."""
-    from headrace.codec.decode_kernels import decode_on_gpu  # needs Triton
-
-    with _ONE_AT_A_TIME, torch.cuda.device(device):  # or each reader would take memory
-        decoded = torch.empty(num_bytes, dtype=torch.uint8, device=device)
-        decode_on_gpu(Piece(0, num_bytes, True, 0, len(code)), torch.from_numpy(code).to(device), decoded)
-        torch.from_numpy(into).copy_(decoded[offset : offset + len(into)])
