@@ -1,11 +1,16 @@
-"""A link to the device on which others copy, for measurements of what it then leaves.
+"""A link to the device that is slower: others copy on it, or it has fewer reads under way.
+
+*Held.* What the link leaves to one kernel while another one reads, too.
 
 Cached experts are fetched by a kernel that reads pinned memory, so another such kernel holds the link: how they share
 it follows from how many programs of each have reads under way, and a copy engine's share is fixed. A launch takes about
 25 ms and a thread keeps three ahead, so that Python's lock, which ``generate`` holds for 5 ms at a time, leaves no gap.
 
 Streams share queues of the GPU, and one then waits for what another has ahead: with ``CUDA_DEVICE_MAX_CONNECTIONS=32``
-hardly any do, and calibration takes another stream where the first one makes copies wait.
+hardly any do, and calibration takes another stream where the first one makes copies wait. The kernel takes the GPU and
+its queue of commands from the model as well: an op that does nothing takes 40 us beside it.
+
+*Throttled.* The kernel that fetches experts has fewer programs, or smaller blocks, and nothing else runs.
 """
 
 from __future__ import annotations
@@ -21,7 +26,7 @@ import triton
 import triton.language as tl
 
 from harness import Timing, event_times, time_host
-from headrace.experts.cache import _BLOCK, _PROGRAMS
+from headrace.experts import cache
 from headrace.experts.kernels import fetch_kernel
 
 # Beyond the L2 cache (50 MB), so that all reads cross the link: of the kernel, and of what measures.
@@ -29,6 +34,7 @@ _SOURCE, _PROBE, _ROW = 256 << 20, 128 << 20, 1 << 20
 _AHEAD, _LOOK_S, _PATIENCE_S = 3, 10e-3, 20.0
 _MOST_PROGRAMS, _PIECES_OF_A_PROGRAM, _MOST_PIECES = 256, 512, 1 << 15
 _MOST_STREAMS, _MOST_LATENCY_MS = 8, 2.0  # behind three launches of one program it is 10 ms
+_BLOCK = cache._BLOCK
 _WORDS_OF_TARGET = 64 * _BLOCK
 
 
@@ -57,7 +63,7 @@ class HeldLink:
     """
 
     def __init__(self, device: torch.device) -> None:
-        self.programs = _PROGRAMS
+        self.programs = cache._PROGRAMS
         self._device, self._stream = device, torch.cuda.Stream(device)
         host = torch.zeros(_SOURCE + _PROBE + _ROW, dtype=torch.uint8, device="cpu", pin_memory=True)
         rows = torch.zeros(_PROBE + _ROW, dtype=torch.uint8, device=device)
@@ -79,7 +85,8 @@ class HeldLink:
         """Bytes per second of a copy as cached experts are fetched, on the current stream; waits for it."""
 
         def fetch() -> None:
-            fetch_kernel[(_PROGRAMS,)](*self._probe, NUM_TENSORS=1, WORD=tl.int64, BLOCK=_BLOCK, num_warps=8)
+            grid, block = (cache._PROGRAMS,), cache._BLOCK
+            fetch_kernel[grid](*self._probe, NUM_TENSORS=1, WORD=tl.int64, BLOCK=block, num_warps=8)
 
         return _PROBE / Timing(tuple(event_times(fetch, 8)[1:])).ms * 1e3
 
@@ -152,3 +159,35 @@ class HeldLink:
             if copies.done() or time.monotonic() > deadline:
                 raise RuntimeError(f"held link: expected copies to run within {_PATIENCE_S:.0f} s, found none")
             time.sleep(1e-3)
+
+
+class ThrottledLink(HeldLink):
+    """The link with fewer reads of cached experts under way while :meth:`held`, which captured graphs keep.
+
+    Attributes:
+        block: words of 8 bytes that a program reads at once.
+    """
+
+    block = _BLOCK
+
+    def calibrate(self, bytes_per_s: float) -> float:
+        """Choose programs and a block with which experts are fetched at ``bytes_per_s``; returns what they reach."""
+        found: dict[tuple[int, int], float] = {}
+        for block in (_BLOCK // 8, _BLOCK // 4, _BLOCK // 2, _BLOCK):
+            for self.programs in range(1, cache._PROGRAMS):
+                self.block = block
+                with self.held():
+                    found[self.programs, block] = self.left_bytes_per_s()
+                if found[self.programs, block] > bytes_per_s:
+                    break
+        self.programs, self.block = min(found, key=lambda each: abs(found[each] - bytes_per_s))
+        return found[self.programs, self.block]
+
+    @contextmanager
+    def held(self, programs: int | None = None) -> Iterator[None]:
+        before = cache._PROGRAMS, cache._BLOCK
+        cache._PROGRAMS, cache._BLOCK = programs or self.programs, self.block
+        try:
+            yield
+        finally:
+            cache._PROGRAMS, cache._BLOCK = before

@@ -7,7 +7,8 @@ Models have seeded weights of published shapes; routers follow a seeded trace (`
 ``--slots`` says how many experts of a layer are on the device, so how many are hits. By turns: the link alone, then the
 CPU with so many threads; with the link free, and with copies of another stream that leave ``--held`` GB/s of it
 (``held_link.py``). A row of ``held`` says what they left, measured before and after each run (``held_gb_per_s``), and
-how long the resident model takes beside them (``resident_held_ms``), as copies take registers of the GPU, too.
+how long the resident model takes beside them (``resident_held_ms``), as copies take registers of the GPU, too. With
+``--throttle`` there are no such copies, and the kernel that fetches experts has fewer reads under way.
 
     taskset -c 0,1 python benchmarks/shared_experts.py --layers 12 --slots 40 --threads 1 --ways none    two cores
 
@@ -35,7 +36,7 @@ from headrace.experts import ordered
 from headrace.experts.cpu.pool import physical_cores
 from headrace.experts.cpu.share import LayerShare, wait
 from headrace.experts.ordered import Launch
-from held_link import HeldLink
+from held_link import HeldLink, ThrottledLink
 from ordered_experts import _TINY, GPT_OSS_120B, MODELS, gpt_oss
 
 # Forced shares of the CPU whose bits are compared: of n missing experts.
@@ -60,14 +61,16 @@ def build(rehearsal: Rehearsal) -> Any:
     return gpt_oss({**sizes, "layer_types": kinds}, rehearsal.device)
 
 
-def held_links(device: torch.device, held: Sequence[float]) -> dict[float, tuple[HeldLink | None, float | None]]:
+def held_links(
+    device: torch.device, held: Sequence[float], throttles: bool
+) -> dict[float, tuple[HeldLink | None, float | None]]:
     """What holds the link by GB/s that it is to leave, and what it leaves; none where the link is free, or a CPU's."""
     found: dict[float, tuple[HeldLink | None, float | None]] = {}
     for goal in held:
         if not goal or device.type != "cuda":
             found[goal] = None, None
             continue
-        link = HeldLink(device)
+        link = (ThrottledLink if throttles else HeldLink)(device)
         try:
             free, left = link.left_bytes_per_s() / 1e9, link.calibrate(goal * 1e9) / 1e9
             with link.held():
@@ -75,9 +78,10 @@ def held_links(device: torch.device, held: Sequence[float]) -> dict[float, tuple
         except Exception as error:  # rows of a free link are worth having without those of a held one
             print(f"held: no rows of {goal:g} GB/s: {error}", flush=True)
             continue
+        how = "throttled" if throttles else "held"
         is_near = "" if abs(left - goal) <= 1 else f", and not the {goal:g} that were asked for"
         print(
-            f"held: {link.programs} programs leave {left:.1f} of {free:.1f} GB/s{is_near}; an op that does nothing "
+            f"{how}: {link.programs} programs leave {left:.1f} of {free:.1f} GB/s{is_near}; an op that does nothing "
             f"takes {latency_ms:.3f} ms beside them", flush=True,
         )  # fmt: skip
         found[goal] = link, left
@@ -86,7 +90,7 @@ def held_links(device: torch.device, held: Sequence[float]) -> dict[float, tuple
 
 def rows_of(
     rehearsal: Rehearsal, slots: Sequence[int], threads: Sequence[int], held: Sequence[float], rounds: int,
-    ways: Sequence[str],
+    ways: Sequence[str], throttles: bool = False,
 ) -> Iterator[dict[str, Any]]:  # fmt: skip
     device, tiny = rehearsal.device, rehearsal.tiny
     if tiny:  # each program takes the interpreter 50 ms
@@ -112,12 +116,12 @@ def rows_of(
                 left.append(link.left_bytes_per_s() / 1e9)
         return run, statistics.mean(left) if left else None
 
-    resident, links = measured()[0], held_links(device, held)
+    resident, links = measured()[0], held_links(device, held, throttles)
     about = about_run(rehearsal, model) | {"link_gb_per_s": link_bytes_per_s(device, 5) / 1e9}
     about |= {"resident_ms": resident.ms}
     resident_held_ms = {goal: measured(link)[0].ms if link else None for goal, (link, _) in links.items()}
     rest_on_host(model)
-    all_cores = physical_cores()
+    all_cores, slower = physical_cores(), "throttled" if throttles else "held"
     for count in slots:
         policy = headrace.Rules([("experts", "cache")], expert_slots=count)
         with headrace.offload(model, policy, device=device) as handle:
@@ -159,7 +163,7 @@ def rows_of(
                             share.remove()
                 for (way, number), samples in found.items():
                     ms = statistics.median(samples)
-                    row = about | {"case": "held" if goal else "free", "slots": count, "way": way}
+                    row = about | {"case": slower if goal else "free", "slots": count, "way": way}
                     if goal:
                         row |= {"held_to": goal, "calibrated_gb_per_s": calibrated}
                         row |= {"held_programs": link and link.programs, "resident_held_ms": resident_held_ms[goal]}
@@ -275,6 +279,7 @@ def main() -> None:
         "--held", type=lambda text: [float(word) for word in text.split(",")], default=[0.0, 22.0],
         help="GB/s of the link that copies of another stream leave; 0: there are none",
     )  # fmt: skip
+    parser.add_argument("--throttle", action="store_true", help="the link has fewer reads under way, and no others")
     parser.add_argument(
         "--ways", type=words_of([*FORCED, "random"]), default=[*FORCED, "random"], help="whose bits are compared"
     )
@@ -283,7 +288,7 @@ def main() -> None:
     given = parser.parse_args()
     results = []
     for rehearsal in rehearsals(given, ["graphs"]):
-        rows = rows_of(rehearsal, given.slots, given.threads, given.held, given.rounds, given.ways)
+        rows = rows_of(rehearsal, given.slots, given.threads, given.held, given.rounds, given.ways, given.throttle)
         rows = long_rows(rehearsal, given.slots, given.steps, given.ways) if given.steps else rows
         results += kept(rows, describe, given.out)
     finish("shared experts", results)

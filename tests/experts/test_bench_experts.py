@@ -15,8 +15,9 @@ import card_24gb
 import expert_steps
 import tables
 from expert_steps import ExpertsShape, driven, run, seeded
+from headrace.experts import cache
 from headrace.plan.routing_traces import lru_hits, save_trace
-from held_link import HeldLink, hold_kernel
+from held_link import HeldLink, ThrottledLink, hold_kernel
 
 TINY = ExpertsShape(num_layers=2, num_experts=8, top_k=2, hidden=64, intermediate=64)
 
@@ -122,3 +123,22 @@ def test_calibration_of_a_held_link(gb_per_s: float, left: float, programs: int)
     link = Fair()
     assert link.calibrate(gb_per_s * 1e9) == pytest.approx(left * 1e9, rel=0.02)
     assert link.programs == programs
+
+
+def test_calibration_of_a_throttled_link(monkeypatch: pytest.MonkeyPatch) -> None:
+    """By programs and blocks, which are as before afterwards."""
+
+    class ByReads(ThrottledLink):
+        def __init__(self) -> None:
+            pass
+
+        def left_bytes_per_s(self) -> float:
+            return min(55e9, 1e6 * cache._PROGRAMS * cache._BLOCK)
+
+    monkeypatch.setattr(cache, "_PROGRAMS", 32)
+    link, before = ByReads(), (cache._PROGRAMS, cache._BLOCK)
+    left = link.calibrate(2.2e9)
+    assert left == 1e6 * link.programs * link.block == pytest.approx(2.2e9, rel=0.1)
+    with link.held():
+        assert (link.programs, link.block) == (cache._PROGRAMS, cache._BLOCK)
+    assert before == (cache._PROGRAMS, cache._BLOCK)
