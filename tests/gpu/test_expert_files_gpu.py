@@ -166,7 +166,7 @@ class TestBits:
             def late(stream: torch.cuda.Stream, pairs: Any) -> None:
                 if stream == streams.down:
                     with torch.cuda.stream(stream):
-                        torch.cuda._sleep(300_000_000)  # about 0.15 s, of each of six experts
+                        torch.cuda._sleep(1_500_000_000)  # most of a second
                 copy(stream, pairs)
 
             x, ids = X.to(CUDA), torch.arange(12, 18, device=CUDA)

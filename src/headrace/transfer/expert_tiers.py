@@ -10,8 +10,8 @@ Copies go both ways at once, on two streams beside the one that computes. In a s
    after all copies from and to them.
 2. The stream *up* waits for the kernels and the copies of all steps before. It copies each expert that leaves a slot to
    an overflow row of its own, then experts from host memory to their rows, and then those that threads have read.
-3. The stream *down* copies from the overflow rows to host memory, each expert after the copy up from the place that it
-   takes. The step does not wait for it; the stream up does in the next step, before it writes to any row.
+3. The stream *down* copies from the overflow rows to host memory, after the copies up from there.
+   The step does not wait for it; the stream up does in the next step, before it writes to any row.
 4. The stream that computes waits for the stream up.
 
 An expert is noted as held only when the copies that bring it have been started, and is forgotten before its row or
@@ -21,7 +21,7 @@ place is given away. So whatever an interrupt leaves, what is noted has the righ
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from contextlib import nullcontext
 from typing import Any, NamedTuple, Protocol
 
@@ -112,11 +112,11 @@ class Streams:
             give_streams(self._device, self._own)
 
 
-def _copy(stream: Stream, pairs: Iterable[tuple[torch.Tensor, torch.Tensor]]) -> None:
+def _copy(stream: Stream, pairs: Sequence[tuple[torch.Tensor, torch.Tensor]]) -> None:
     """Start copies: of each pair, the second tensor to the first."""
+    into, sources = [each for each, _ in pairs], [source for _, source in pairs]
     with CurrentStream(stream) if isinstance(stream, torch.cuda.Stream) else nullcontext():
-        for into, source in pairs:
-            into.copy_(source, non_blocking=True)
+        torch._foreach_copy_(into, sources, non_blocking=True)  # one by one, launches take Python 10 us each
 
 
 class Staging:
@@ -219,30 +219,30 @@ class TieredCache(FileCache):
 
         No expert is looked for in either while its bytes are under way: an interrupt may come between two lines.
         """
-        up, down, places, copied = self._streams.up, self._streams.down, self._place_of, dict[int, Event]()
+        up, down, places = self._streams.up, self._streams.down, self._place_of
         # If any leave, all slots are full, so with those that have no slot they are at most as many as overflow rows.
         saved = dict(zip(leaving, reversed(self._overflow), strict=False))
-        for slot, row in saved.items():
-            _copy(up, [(rows[row], rows[slot]) for rows, _ in self._parts])
-        all_saved = up.record_event()
-        for expert in [each for each in row_of if each in places]:
-            self._copy_up(places[expert], row_of[expert])
-            if row_of[expert] < self.num_slots:
-                free.append(places.pop(expert))
-                copied[free[-1]] = up.record_event()
-        for slot, expert in leaving.items():
-            if (place := self._free_place(free, row_of)) is not None:
-                down.wait_event(copied.get(place, all_saved))
-                self._copy_down(saved[slot], place)
-                places[expert] = place
+        if saved:
+            _copy(up, [(rows[row], rows[slot]) for slot, row in saved.items() for rows, _ in self._parts])
+        if hits := [each for each in row_of if each in places]:
+            self._copy_up({places[each]: row_of[each] for each in hits})
+        copied = up.record_event()
+        free += [places.pop(each) for each in hits if row_of[each] < self.num_slots]
+        found = {slot: self._free_place(free, row_of) for slot in leaving}
+        if left := {slot: place for slot, place in found.items() if place is not None}:
+            down.wait_event(copied)
+            self._copy_down({saved[slot]: place for slot, place in left.items()})
+            places.update({leaving[slot]: place for slot, place in left.items()})
 
-    def _copy_up(self, place: int, row: int) -> None:
-        pairs = zip(self._parts, self._held, strict=True)
-        _copy(self._streams.up, [(rows[row], held[place]) for (rows, _), held in pairs])
+    def _copy_up(self, row_at: Mapping[int, int]) -> None:
+        """Start to copy experts from host memory; ``row_at``: by place, the row."""
+        pairs = list(zip(self._parts, self._held, strict=True))
+        _copy(self._streams.up, [(rows[r], held[p]) for p, r in row_at.items() for (rows, _), held in pairs])
 
-    def _copy_down(self, row: int, place: int) -> None:
-        pairs = zip(self._parts, self._held, strict=True)
-        _copy(self._streams.down, [(held[place], rows[row]) for (rows, _), held in pairs])
+    def _copy_down(self, place_of: Mapping[int, int]) -> None:
+        """Start to copy experts to host memory; ``place_of``: by row, the place."""
+        pairs = list(zip(self._parts, self._held, strict=True))
+        _copy(self._streams.down, [(held[p], rows[r]) for r, p in place_of.items() for (rows, _), held in pairs])
 
     def _start(self, waiting: deque[int], staying: Mapping[int, int], reads: deque[_Read]) -> None:
         """Start reads of the first of ``waiting``, as far as there are rows for them."""
