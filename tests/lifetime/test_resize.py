@@ -20,6 +20,7 @@ from typing import Any
 import pytest
 import torch
 from torch import nn
+from torch.multiprocessing.reductions import StorageWeakRef
 
 import headrace
 from checks import raising, run_threads
@@ -36,6 +37,7 @@ from headrace.errors import (
 from headrace.lifetime import resizing
 from headrace.lifetime.host_copies import HostCopies
 from headrace.memory.system import Limits
+from headrace.plan.slabs import slab_bytes
 from headrace.runtime.session import OffloadSession
 from headrace.stores import plain_host
 from headrace.stores.pinned_host import open_pinned
@@ -288,6 +290,30 @@ class TestMemory:
             check_moved(here)
         assert here.handle.plan.coded_units
         assert bool(in_host_memory) is not has_room
+
+    @pytest.mark.parametrize("way", ["prefetch", "coded budget"])
+    def test_residents_of_before_are_freed(
+        self, way: str, beside_gpu: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        """Also while something keeps the records of tensors, as their cycles do until garbage is collected."""
+        allocated, records, allocate = list[StorageWeakRef](), list[Any](), resizing.allocate_residents
+
+        def in_one(storages: Any, device: torch.device, staying: Any = ()) -> dict[str, torch.Tensor]:
+            places = allocate(storages, device, staying)
+            sizes = [slab_bytes([place.numel()]) for place in places.values()]
+            whole = torch.empty(sum(sizes), dtype=torch.uint8)
+            allocated.append(StorageWeakRef(whole.untyped_storage()))
+            parts = zip(places.items(), whole.split(sizes), strict=True)
+            return {name: part[: place.numel()] for (name, place), part in parts}
+
+        monkeypatch.setattr(resizing, "allocate_residents", in_one)
+        here = pair(way, tmp_path)
+        for size in ("1MiB", "640KiB", "1MiB", "640KiB"):
+            records.append(dict(here.handle._session._bound))
+            here.handle.resize(size)
+            check_moved(here)
+            assert all(memory.expired() for memory in allocated[:-1])
+        assert sum(not memory.expired() for memory in allocated) <= 1
 
     def test_nothing_is_left(self, tmp_path: Path) -> None:
         here, threads = pair("prefetch", tmp_path), threading.active_count()

@@ -36,6 +36,7 @@ from headrace.stores.sources import ByteRange, Copy
 from headrace.stores.store import AlreadyPinned, Code, Stores, kept_by_others, new_buffer, require_weights
 
 _META = torch.device("meta")
+_CODED_AT_ONCE = 4  # units: host memory of a code is made while others are computed
 
 
 def resize(life: Lifetime, device_memory: str | int, graphs_released: bool) -> int:
@@ -307,7 +308,6 @@ class Exchange:
         units = [unit for unit in units if in_files.isdisjoint(entry.storage for entry in unit.entries)]
         if not (self._on_gpu and units):
             return {}
-        from headrace.codec.layout import UNITS_AT_ONCE
         from headrace.stores.coded_host import CodedStore
 
         store = CodedStore(units, self._life.device, registrar_for(self._life.device))
@@ -318,13 +318,12 @@ class Exchange:
                 self._fill(entry.storage, slab[entry.offset : entry.offset + entry.num_bytes])
             return store.code_of(slab)
 
-        try:
-            with ThreadPoolExecutor(UNITS_AT_ONCE) as pool:  # memory of a code is made while another is computed
+        for threads in (_CODED_AT_ONCE, 1):
+            with suppress(torch.OutOfMemoryError), ThreadPoolExecutor(threads) as pool:
                 made = dict(zip([unit.entries for unit in units], pool.map(make, units), strict=True))
-        except torch.OutOfMemoryError:
-            return {}  # they are made in host memory, as at first
-        store.warn_of_length()
-        return made
+                store.warn_of_length()
+                return made
+        return {}  # they are made in host memory, as at first
 
     def _fill(self, name: str, into: torch.Tensor) -> None:
         """Copy the bytes of a storage that is not in files ``into`` memory of the device, on the current stream."""
@@ -386,6 +385,9 @@ class Exchange:
                 fresh[name].forget_original()  # perhaps a place on the device
             raise
         life.bound = {}
+        for name, bound in self._bound.items():
+            for tensor in bound.tensors if fresh[name] is not bound else ():
+                tensor.original_data = new_buffer(0)  # garbage with cycles would keep residents until the next resize
         old.in_force = False
         old._store.close()
         old._promoter.close()
