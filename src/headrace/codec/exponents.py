@@ -68,9 +68,10 @@ def encode(weights: torch.Tensor) -> torch.Tensor | None:
         return None
     code = torch.zeros(parts.end, dtype=torch.uint8, device=device)
     code[: parts.planes] = (bits.bitwise_right_shift(8) & 0x80).bitwise_or_(bits & 0x7F).to(torch.uint8)
-    bit, row = (torch.arange(size, dtype=torch.uint8, device=device) for size in (WIDTH, 8))
-    planes = (indices[:, None] >> bit[:, None, None] & 1) << row[:, None]
-    code[parts.planes : parts.table] = planes.sum(2, dtype=torch.uint8).flatten()
+    planes = code[parts.planes : parts.table].view(-1, WIDTH, _PLANE)
+    row = torch.arange(8, dtype=torch.uint8, device=device)[:, None]
+    for bit in range(WIDTH):
+        planes[:, bit] = ((indices >> bit).bitwise_and_(1) << row).sum(1, dtype=torch.uint8)
     code[parts.table : parts.table + _ESCAPE] = table
     counts = (indices == _ESCAPE).sum((1, 2))
     firsts = code[parts.firsts : parts.firsts + 4 * len(counts)].view(torch.int32)
