@@ -67,6 +67,7 @@ def aten_operators() -> Iterator[tuple[Any, str, bool]]:
 
 use_count = torch._C._storage_Use_Count  # of a storage, by storage_id: how many tensors and Python objects hold it
 refuse_pointer = torch._C._set_throw_on_mutable_data_ptr  # data_ptr() of the tensor raises, in place of giving null
+copy_each = torch._foreach_copy_  # (into, sources, non_blocking), by one call
 negative_view = torch._neg_view
 make_subclass = torch.Tensor._make_subclass  # (class, data, requires_grad), without a call of its __init__
 

@@ -28,6 +28,7 @@ from typing import Any, NamedTuple, Protocol
 import torch
 
 from headrace.experts.rows import CacheStreamOrder, MakesCache
+from headrace.model.torch_private import copy_each
 from headrace.plan.cached_experts import CachedLayer
 from headrace.stores.expert_files import ExpertFiles
 from headrace.stores.sources import Copy
@@ -116,7 +117,7 @@ def _copy(stream: Stream, pairs: Sequence[tuple[torch.Tensor, torch.Tensor]]) ->
     """Start copies: of each pair, the second tensor to the first."""
     into, sources = [each for each, _ in pairs], [source for _, source in pairs]
     with CurrentStream(stream) if isinstance(stream, torch.cuda.Stream) else nullcontext():
-        torch._foreach_copy_(into, sources, non_blocking=True)  # one by one, launches take Python 10 us each
+        copy_each(into, sources, non_blocking=True)  # one by one, launches take Python 10 us each
 
 
 class Staging:
