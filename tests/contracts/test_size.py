@@ -13,15 +13,15 @@ import pytest
 import measures
 
 BOUNDS = {
-    "lines of src": 29251,
-    "lines of the core": 17485,
+    "lines of src": 29307,
+    "lines of the core": 17537,
     "files of src": 203,
-    "lines of tests": 50676,
+    "lines of tests": 50754,
     "longest class": 348,
     "Prefetcher": 298,
     "branches on a kind of store": 4,
     "files that headrace.api loads": 36,
-    "lines that headrace.api loads": 6564,
+    "lines that headrace.api loads": 6565,
     "lines of the spine": 5212,
     "files of the spine": 53,
     "files to the first copy": 42,

@@ -46,6 +46,7 @@ from headrace.testing import assert_same_bits
 from headrace.transfer.link import ThreadLink
 from interrupts import Interrupter
 from lifetimes import UNIT_BYTES, WAYS, Pair, pair
+from moe_models import outputs, qwen
 
 SIZES = {"experts": ("3MiB", "1GiB", "2560KiB", "1MiB"), "coded": ("600KiB", "1GiB", "640KiB", "700KiB")}
 DENSE_SIZES = ("640KiB", "1GiB", "1MiB", "600KiB")
@@ -290,6 +291,27 @@ class TestMemory:
             check_moved(here)
         assert here.handle.plan.coded_units
         assert bool(in_host_memory) is not has_room
+
+    def test_codes_of_what_was_cached(self, beside_gpu: int, monkeypatch: pytest.MonkeyPatch) -> None:
+        """Their rows are read to host memory alone."""
+        filled, fill = set[bool](), resizing.Exchange._fill
+
+        def noted(self: resizing.Exchange, name: str, into: torch.Tensor) -> None:
+            filled.add(self._plain(name) is not None or name in self._coded)
+            fill(self, name, into)
+
+        monkeypatch.setattr(resizing.Exchange, "_fill", noted)
+        model = qwen(num_experts=16, num_hidden_layers=3, moe_intermediate_size=256).to(torch.bfloat16)
+        expected, rules = outputs(model), [("experts", "cache"), ("self_attn", "prefetch")]
+        with headrace.offload(model, headrace.Rules(rules, expert_slots=3, codec="exp3")) as handle:
+            assert handle.plan.cached
+            handle.resize("6000KiB")
+            assert not handle.plan.cached
+            assert handle.plan.coded_units
+            assert_same_bits(outputs(model), expected)
+            handle.sync_prev_onload()
+            assert handle.stats().bytes_moved > 0
+        assert filled == {True}
 
     @pytest.mark.parametrize("way", ["prefetch", "coded budget"])
     def test_residents_of_before_are_freed(

@@ -302,10 +302,10 @@ class Exchange:
         return {entries: store.code(coded[entries].index) for entries in same}  # type: ignore[attr-defined]
 
     def _new_codes(self) -> dict[tuple[SlabEntry, ...], Code]:
-        """Codes of the plan's other units, made while the device has room; none of units in files."""
-        in_files = {name for name, where in self._now.items() if where == "files"}
+        """Codes of the plan's other units, made while the device has room; none of units in files, or with rows."""
+        others = {name for name, where in self._now.items() if where in ("files", "rows")} - self._coded
         units = [unit for unit in self._plan.coded_units if unit.entries not in self._codes]
-        units = [unit for unit in units if in_files.isdisjoint(entry.storage for entry in unit.entries)]
+        units = [unit for unit in units if others.isdisjoint(entry.storage for entry in unit.entries)]
         if not (self._on_gpu and units):
             return {}
         from headrace.stores.coded_host import CodedStore
@@ -326,7 +326,7 @@ class Exchange:
         return {}  # they are made in host memory, as at first
 
     def _fill(self, name: str, into: torch.Tensor) -> None:
-        """Copy the bytes of a storage that is not in files ``into`` memory of the device, on the current stream."""
+        """Copy the bytes of what is coded, or plain in memory, ``into`` memory of the device, on the current stream."""
         plain = self._plain(name)
         if plain is None:
             self._old._store.read(name, into)
