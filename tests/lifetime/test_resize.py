@@ -292,6 +292,27 @@ class TestMemory:
         assert here.handle.plan.coded_units
         assert bool(in_host_memory) is not has_room
 
+    def test_an_interrupt_at_the_end(self, beside_gpu: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+        """Parked, with the copies of what is parked."""
+        here, note = pair("coded budget", tmp_path), resizing.Exchange._note_memory
+
+        def interrupted(*arguments: Any) -> Any:
+            note(*arguments)
+            raise KeyboardInterrupt
+
+        for size in ("640KiB", "1GiB"):
+            here.handle.resize(size)
+        with monkeypatch.context() as patched:
+            patched.setattr(resizing.Exchange, "_note_memory", interrupted)
+            with pytest.raises(KeyboardInterrupt) as caught:
+                here.handle.resize("640KiB")
+        assert "parked" in caught.value.__notes__[0]
+        here.handle.resume()
+        check_moved(here)
+        here.handle.resize("640KiB")
+        check_moved(here)
+        here.check_state()
+
     def test_codes_of_what_was_cached(self, beside_gpu: int, monkeypatch: pytest.MonkeyPatch) -> None:
         """Their rows are read to host memory alone."""
         filled, fill = set[bool](), resizing.Exchange._fill

@@ -370,7 +370,7 @@ class Exchange:
                 if self._on_gpu:
                     torch.cuda.empty_cache()  # slots that were cut from the old memory would keep all of it
                 new.attach()
-                self._note_memory(new, fresh)
+                kept = self._note_memory(new, fresh)
             for each in (*old.attachments, *old.captured):
                 each.session = new
             new.attachments, new.captured = old.attachments, old.captured
@@ -384,6 +384,7 @@ class Exchange:
             for name in fresh.keys() - self._stay:
                 fresh[name].forget_original()  # perhaps a place on the device
             raise
+        life.copies.keep(kept)  # not before: what is parked has no others
         life.bound = {}
         for name, bound in self._bound.items():
             for tensor in bound.tensors if fresh[name] is not bound else ():
@@ -470,8 +471,8 @@ class Exchange:
             if name in moving:
                 self._bound[name].forget_original()
 
-    def _note_memory(self, new: OffloadSession, fresh: Mapping[str, BoundStorage]) -> None:
-        """Note the memory that tensors had at first, and the host memory of residents."""
+    def _note_memory(self, new: OffloadSession, fresh: Mapping[str, BoundStorage]) -> dict[str, AlreadyPinned]:
+        """Note the memory that tensors had at first; returns the host memory of residents."""
         held = self._held
         for name, bound in fresh.items():
             before = self._bound[name]
@@ -486,7 +487,7 @@ class Exchange:
         kept = {n for n, where in self._then.items() if where == "host" and self._is_kept(new, n, held.get(n))}
         # Not of memory of which other parts are used no longer: it would be kept as a whole.
         left = {id(at.memory) for name, at in held.items() if name not in kept and name not in residents}
-        self._life.copies.keep({n: at for n, at in residents.items() if id(at.memory) not in left})
+        return {n: at for n, at in residents.items() if id(at.memory) not in left}
 
     def _is_kept(self, new: OffloadSession, name: str, held: AlreadyPinned | None) -> bool:
         now = new._store.held(name)

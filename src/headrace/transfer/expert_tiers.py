@@ -229,8 +229,8 @@ class TieredCache(FileCache):
             self._copy_up({places[each]: row_of[each] for each in hits})
         copied = up.record_event()
         free += [places.pop(each) for each in hits if row_of[each] < self.num_slots]
-        found = {slot: self._free_place(free, row_of) for slot in leaving}
-        if left := {slot: place for slot, place in found.items() if place is not None}:
+        found = {slot: self._free_place(free, row_of) for slot in reversed([*leaving])}  # if few, for the newest
+        if left := {slot: place for slot in leaving if (place := found[slot]) is not None}:
             down.wait_event(copied)
             self._copy_down({saved[slot]: place for slot, place in left.items()})
             places.update({leaving[slot]: place for slot, place in left.items()})
