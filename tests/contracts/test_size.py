@@ -13,10 +13,10 @@ import pytest
 import measures
 
 BOUNDS = {
-    "lines of src": 29307,
-    "lines of the core": 17537,
+    "lines of src": 29308,
+    "lines of the core": 17538,
     "files of src": 203,
-    "lines of tests": 50754,
+    "lines of tests": 50773,
     "longest class": 348,
     "Prefetcher": 298,
     "branches on a kind of store": 4,
