@@ -13,8 +13,8 @@ import pytest
 import measures
 
 BOUNDS = {
-    "lines of src": 29308,
-    "lines of the core": 17538,
+    "lines of src": 29307,
+    "lines of the core": 17537,
     "files of src": 203,
     "lines of tests": 50773,
     "longest class": 348,

@@ -295,7 +295,7 @@ class Exchange:
         """Codes of units that the plan has, too."""
         coded = {unit.entries: unit for unit in self._old.planned.coded_units}
         same = [unit.entries for unit in self._plan.coded_units if unit.entries in coded]
-        same = [entries for entries in same if all(self._now[entry.storage] == "rows" for entry in entries)]
+        same = [entries for entries in same if self._coded.issuperset(entry.storage for entry in entries)]
         store = self._old._store
         if same and isinstance(store, Stores):
             store = store.of(same[0][0].storage)

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import threading
 from collections import deque
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import replace
 
@@ -187,10 +187,7 @@ class CodedStore(Store):
         code, pieces = self._code(unit)
         first, end = entry.offset, entry.offset + entry.num_bytes
         with _ONE_AT_A_TIME, torch.cuda.device(self._device):  # or each reader would take memory
-            for piece in pieces:
-                begin, stop = max(first, piece.start), min(end, piece.start + piece.num_bytes)
-                if begin >= stop:
-                    continue
+            for piece, begin, stop in _overlaps(pieces, first, end):
                 part = code[piece.code_start : piece.code_start + piece.code_bytes]
                 if piece.is_coded:
                     decoded = torch.empty(piece.num_bytes, dtype=torch.uint8, device=self._device)
@@ -247,6 +244,14 @@ def _verified_code(weights: torch.Tensor) -> torch.Tensor | None:
     return code
 
 
+def _overlaps(pieces: Iterable[Piece], first: int, end: int) -> Iterator[tuple[Piece, int, int]]:
+    """Pieces that have some of the bytes ``first`` to ``end`` of their slab, and where these begin and end in it."""
+    for piece in pieces:
+        begin, stop = max(first, piece.start), min(end, piece.start + piece.num_bytes)
+        if begin < stop:
+            yield piece, begin, stop
+
+
 class CodedUnit(Source):
     """The bytes of a unit, decoded as they are read."""
 
@@ -255,11 +260,9 @@ class CodedUnit(Source):
         self._code, self._pieces = code.numpy(), pieces
 
     def read(self, offset: int, into: memoryview) -> None:
-        end, view = offset + len(into), np.frombuffer(into, np.uint8)
-        for piece in self._pieces:
-            begin, stop = max(offset, piece.start), min(end, piece.start + piece.num_bytes)
-            if begin < stop:
-                self._read_piece(piece, begin - piece.start, view[begin - offset : stop - offset])
+        view = np.frombuffer(into, np.uint8)
+        for piece, begin, stop in _overlaps(self._pieces, offset, offset + len(into)):
+            self._read_piece(piece, begin - piece.start, view[begin - offset : stop - offset])
 
     def _read_piece(self, piece: Piece, offset: int, into: np.ndarray) -> None:
         code = self._code[piece.code_start : piece.code_start + piece.code_bytes]

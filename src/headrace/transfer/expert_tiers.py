@@ -10,8 +10,8 @@ Copies go both ways at once, on two streams beside the one that computes. In a s
    after all copies from and to them.
 2. The stream *up* waits for the kernels and the copies of all steps before. It copies each expert that leaves a slot to
    an overflow row of its own, then experts from host memory to their rows, and then those that threads have read.
-3. The stream *down* copies from the overflow rows to host memory, after the copies up from there.
-   The step does not wait for it; the stream up does in the next step, before it writes to any row.
+3. The stream *down* copies from the overflow rows to host memory, after the copies up from there. The step does not
+   wait for it; the stream up does in the next step, before it writes to any row.
 4. The stream that computes waits for the stream up.
 
 An expert is noted as held only when the copies that bring it have been started, and is forgotten before its row or
@@ -227,11 +227,10 @@ class TieredCache(FileCache):
             _copy(up, [(rows[row], rows[slot]) for slot, row in saved.items() for rows, _ in self._parts])
         if hits := [each for each in row_of if each in places]:
             self._copy_up({places[each]: row_of[each] for each in hits})
-        copied = up.record_event()
         free += [places.pop(each) for each in hits if row_of[each] < self.num_slots]
         found = {slot: self._free_place(free, row_of) for slot in reversed([*leaving])}  # if few, for the newest
         if left := {slot: place for slot in leaving if (place := found[slot]) is not None}:
-            down.wait_event(copied)
+            down.wait_event(up.record_event())
             self._copy_down({saved[slot]: place for slot, place in left.items()})
             places.update({leaving[slot]: place for slot, place in left.items()})
 
