@@ -412,6 +412,6 @@ def _print_address(address: Any, names: Sequence[str], has_key: bool) -> None:
     lines = [f"serving {', '.join(names)} at {url}/v1, Ctrl-C ends it; in another terminal:"]
     lines += [f"  curl {url}/v1/completions{key} -H 'Content-Type: application/json' -d {shlex.quote(body)}"]
     if not has_key and not host.startswith("127.") and host != "::1":
-        lines.append(f"anyone who can reach {host} may use it; --api-key or HEADRACE_API_KEY requires a key")
+        lines.append(f"every client that reaches {host} is answered; --api-key or HEADRACE_API_KEY requires a key")
     for line in lines:
         stderr.print(line, markup=False, soft_wrap=True)
