@@ -8,7 +8,7 @@ it follows from how many programs of each have reads under way, and a copy engin
 
 Streams share queues of the GPU, and one then waits for what another has ahead: with ``CUDA_DEVICE_MAX_CONNECTIONS=32``
 hardly any do, and calibration takes another stream where the first one makes copies wait. The kernel takes the GPU and
-its queue of commands from the model as well: an op that does nothing takes 40 us beside it.
+its queue of commands from the model as well.
 
 *Throttled.* The kernel that fetches experts has fewer programs, or smaller blocks, and nothing else runs.
 """
