@@ -190,11 +190,11 @@ class _Sequence:
             seeded_trace(layer, prompt_tokens + num_tokens, router.num_experts, router.top_k)
             for layer, router in enumerate(routers(model))
         ]
-        self._routing = FollowedTraces(model, traces, device)
+        self.routing = FollowedTraces(model, traces, device)
 
     def run(self, at_first: Callable[[], object] = lambda: None) -> _Run:
         """Generate; ``at_first`` is called when the first new token is there."""
-        self._routing.restart()
+        self.routing.restart()
         clock = Clock(at_first)
         found: list[torch.Tensor] = []
 

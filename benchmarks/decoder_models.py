@@ -288,12 +288,19 @@ class FollowedTraces:
 
     def __init__(self, model: nn.Module, traces: Sequence[Trace], device: torch.device) -> None:
         self._at = torch.zeros(len(traces), dtype=torch.long, device=device)  # there, so that graphs count, too
-        for layer, (router, trace) in enumerate(zip(routers(model), traces, strict=True)):
+        self._hooks = [
             router.register_forward_hook(partial(self._choose, layer, torch.from_numpy(trace).to(device, torch.long)))
+            for layer, (router, trace) in enumerate(zip(routers(model), traces, strict=True))
+        ]
 
     def restart(self) -> None:
         """The next token is the first one of a sequence."""
         self._at.zero_()
+
+    def remove(self) -> None:
+        """Let routers choose by themselves."""
+        for hook in self._hooks:
+            hook.remove()
 
     def _choose(self, layer: int, table: torch.Tensor, router: nn.Module, args: Any, out: Any) -> Any:
         logits, weights, chosen = out

@@ -4,12 +4,13 @@
     python benchmarks/llama_cpp.py --library FOLDER --device cpu --tiny     tries the script
 
 ``--library``: the folder of a build's libllama, libggml and their backends, such as ``bins/linux-x64-cuda`` of the npm
-package ``@node-llama-cpp/linux-x64-cuda`` 3.22.1 (llama.cpp v0.5.0, whose structures are below). ``--folder`` gets a
-GGUF file of the published shape (``--layers`` of it) by the package ``gguf``. As ``--n-cpu-moe`` of its commands does,
-experts of the first layers are on the CPU, of so many that the rest fits ``--card`` less ``--reserve`` bytes; all else
-is on the GPU. ``--threads``: default one of each core. A token is the mean of ``--tokens`` after a prompt of 128;
-prompts of ``--prompts`` tokens run once each after one that is not timed. The rest of the device is held, as in
-``card_24gb.py``. Weights are random, so that routers choose as they please: rates of the CPU do not depend on it.
+package ``@node-llama-cpp/linux-x64-cuda`` 3.14.5 (llama.cpp b7347, whose structures are below; later ones want a driver
+of CUDA 13.1). ``--folder`` gets a GGUF file of the published shape (``--layers`` of it) by the package ``gguf``. As
+``--n-cpu-moe`` of its commands does, experts of the first layers are on the CPU, of so many that the rest fits
+``--card`` less ``--reserve`` bytes; all else is on the GPU. ``--threads``: default the better of all cores less two and
+half of them. A token is the mean of ``--tokens`` after a prompt of 128; prompts of ``--prompts`` tokens run once each
+after one that is not timed. The rest of the device is held, as in ``card_24gb.py``. Weights are random, so that routers
+choose as they please: rates of the CPU do not depend on it.
 """
 
 from __future__ import annotations
@@ -17,7 +18,7 @@ from __future__ import annotations
 import ctypes
 import time
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import nullcontext
+from contextlib import AbstractContextManager, nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -41,23 +42,22 @@ _AT, _I32, _U32, _F32, _BOOL = ctypes.c_void_p, ctypes.c_int32, ctypes.c_uint32,
 
 
 class ModelParams(ctypes.Structure):
-    """``llama_model_params`` of v0.5.0; ``rest`` is room for that of another."""
+    """``llama_model_params`` of b7347; ``rest`` is room for that of another."""
 
     _fields_ = (
         ("devices", _AT), ("tensor_buft_overrides", _AT), ("n_gpu_layers", _I32), ("split_mode", _I32),
-        ("load_mode", _I32), ("lazy_mode", _I32), ("main_gpu", _I32), ("tensor_split", _AT),
-        ("progress_callback", _AT), ("user_data", _AT), ("kv_overrides", _AT), ("bools", _BOOL * 8),
+        ("main_gpu", _I32), ("tensor_split", _AT), ("progress_callback", _AT), ("user_data", _AT),
+        ("kv_overrides", _AT), ("vocab_only", _BOOL), ("use_mmap", _BOOL), ("bools", _BOOL * 6),
         ("rest", ctypes.c_char * 176),
     )  # fmt: skip
 
 
 class ContextParams(ctypes.Structure):
-    """``llama_context_params`` of v0.5.0, as far as it is set here."""
+    """``llama_context_params`` of b7347, as far as it is set here."""
 
     _fields_ = (
-        ("n_ctx", _U32), ("n_batch", _U32), ("n_ubatch", _U32), ("n_seq_max", _U32), ("n_rs_seq", _U32),
-        ("n_outputs_max", _U32), ("n_outputs_max_per_seq", _U32), ("n_threads", _I32), ("n_threads_batch", _I32),
-        ("rest", ctypes.c_char * 220),
+        ("n_ctx", _U32), ("n_batch", _U32), ("n_ubatch", _U32), ("n_seq_max", _U32), ("n_threads", _I32),
+        ("n_threads_batch", _I32), ("rest", ctypes.c_char * 232),
     )  # fmt: skip
 
 
@@ -75,8 +75,7 @@ class Override(ctypes.Structure):
 
 def open_library(folder: Path) -> ctypes.CDLL:
     """libllama, with the backends of the folder loaded."""
-    (llama,) = folder.glob("libllama*v*.so*") or folder.glob("libllama.so")
-    (ggml,) = (each for each in folder.glob("libggml*.so*") if each.name.startswith(("libggml.so", "libggml.cuda.v")))
+    (llama,), (ggml,) = (folder.glob(f"{name}.*so") for name in ("libllama", "libggml"))
     ctypes.CDLL(str(folder / "libggml-base.so"), ctypes.RTLD_GLOBAL)
     backends = ctypes.CDLL(str(ggml), ctypes.RTLD_GLOBAL)
     library = ctypes.CDLL(str(llama), ctypes.RTLD_GLOBAL)
@@ -90,6 +89,7 @@ def open_library(folder: Path) -> ctypes.CDLL:
     library.llama_batch_get_one.argtypes, library.llama_batch_get_one.restype = (_AT, _I32), Batch
     library.llama_decode.argtypes = _AT, Batch
     library.llama_memory_clear.argtypes = _AT, _BOOL
+    library.llama_set_n_threads.argtypes = _AT, _I32, _I32
     for name in ("llama_model_load_from_file", "llama_init_from_model", "llama_get_memory", "llama_get_logits_ith"):
         getattr(library, name).restype = _AT
     for name in ("llama_get_memory", "llama_synchronize", "llama_free", "llama_model_free"):
@@ -198,7 +198,7 @@ class Running:
     def __init__(self, library: ctypes.CDLL, path: Path, cpu_layers: int, threads: int, is_cuda: bool) -> None:
         self._library = library
         params = library.llama_model_default_params()
-        params.n_gpu_layers, params.load_mode = 999 if is_cuda else 0, 1  # mapped
+        params.n_gpu_layers, params.use_mmap = 999 if is_cuda else 0, True
         patterns = [rf"blk\.{layer}\.ffn_(up|down|gate)_exps\.".encode() for layer in range(cpu_layers)]
         self._kept = (Override * (cpu_layers + 1))(*(Override(each, library.cpu_buffer_type()) for each in patterns))
         params.tensor_buft_overrides = ctypes.addressof(self._kept) if is_cuda else None
@@ -206,7 +206,7 @@ class Running:
         if not self._model:
             raise RuntimeError(f"llama.cpp does not load {path}")
         params = library.llama_context_default_params()
-        params.n_ctx, params.n_batch, params.n_ubatch = CONTEXT, 2048, 512
+        params.n_ctx, params.n_batch, params.n_ubatch = CONTEXT, 2048, 2048
         params.n_threads = params.n_threads_batch = threads
         self._context = library.llama_init_from_model(self._model, params)
         if not self._context:
@@ -227,6 +227,10 @@ class Running:
             raise RuntimeError(f"expected finite logits, found {first}")
         return seconds
 
+    def use_threads(self, number: int) -> None:
+        """Compute by so many threads from here on."""
+        self._library.llama_set_n_threads(self._context, number, number)
+
     def clear(self) -> None:
         """Forget the text."""
         self._library.llama_memory_clear(self._library.llama_get_memory(self._context), True)
@@ -236,7 +240,20 @@ class Running:
         self._library.llama_model_free(self._model)
 
 
-def row_of(library: ctypes.CDLL, name: str, given: Any) -> dict[str, Any]:
+def quiet_library(folder: Path) -> ctypes.CDLL:
+    """:func:`open_library`, which prints errors alone."""
+    library = open_library(folder)
+    library.quiet = ctypes.CFUNCTYPE(None, ctypes.c_int, ctypes.c_char_p, _AT)(
+        lambda level, text, _: print(text.decode(), end="") if level >= 4 else None
+    )
+    library.llama_log_set(library.quiet, None)
+    return library
+
+
+def row_of(
+    library: ctypes.CDLL, name: str, given: Any, measuring: Callable[[], AbstractContextManager[object]] = nullcontext
+) -> dict[str, Any]:
+    """Load and measure a model; the latter within ``measuring()``."""
     is_cuda = given.device == "cuda"
     config = {**MODELS[name], **({**_TINY, **_TINY_EXPERTS} if given.tiny else {})}
     config = {key: value for key, value in config.items() if key in MODELS[name]}
@@ -249,29 +266,41 @@ def row_of(library: ctypes.CDLL, name: str, given: Any) -> dict[str, Any]:
     room = parse_size(given.card) - parse_size(given.reserve)
     rest = sum(sizes.values()) - experts * layers
     on_cpu = min(layers, max(0, layers - int((room - rest) / experts))) if is_cuda else layers
-    threads = given.threads or len(physical_cores())
+    cores = len(physical_cores())
+    threads = [given.threads] if given.threads else [max(1, cores // 2), max(1, cores - 2)]
     device = torch.device(given.device)
     prompts = {num: made.integers(0, config["vocab_size"], num).tolist() for num in (PROMPT_TOKENS, *given.prompts)}
     with Card(parse_size(given.card), device) if is_cuda else nullcontext() as card:
         begin = time.perf_counter()
-        running = Running(library, path, on_cpu, threads, is_cuda)
+        running = Running(library, path, on_cpu, max(threads), is_cuda)
+        for first in (prompts[PROMPT_TOKENS], [1]):  # the driver compiles kernels for this GPU
+            running.run(first)
         start_s = time.perf_counter() - begin
-        running.run(prompts[PROMPT_TOKENS])
-        tokens: list[int] = made.integers(0, config["vocab_size"], given.tokens + 8).tolist()
-        steps = [running.run([token]) for token in tokens][8:]
-        rates = {}
-        for num in given.prompts:
-            for _ in range(2):
-                running.clear()
-                rates[str(num)] = num / running.run(prompts[num])
-        peak = card.peak_bytes() if card is not None else None
+        with measuring():
+            running.clear()
+            running.run(prompts[PROMPT_TOKENS])
+            tokens: list[int] = made.integers(0, config["vocab_size"], given.tokens + 8).tolist()
+            of_threads = {}
+            for number in threads:
+                running.use_threads(number)
+                of_threads[number] = [running.run([token]) for token in tokens][8:]
+            best = min(threads, key=lambda number: sum(of_threads[number]))
+            steps, rates = of_threads[best], {}
+            running.use_threads(best)
+            for num in given.prompts:
+                for _ in range(2 if num == min(given.prompts) else 1):
+                    running.clear()
+                    rates[str(num)] = num / running.run(prompts[num])
+            peak = card.peak_bytes() if card is not None else None
         running.close()
     path.unlink()
     return {
         "table": "peers", "peer": "llama.cpp", "model": name, "case": f"experts of {on_cpu} of {layers} layers on CPU",
         "layers": layers, "ms": float(np.mean(steps)) * 1e3, "tokens_per_s": 1 / float(np.mean(steps)),
-        "prompt_tokens_per_s": rates, "threads": threads, "start_s": start_s, "written_s": written_s,
-        "file_gb": sum(sizes.values()) / 1e9, "card_bytes": parse_size(given.card), "peak_device_bytes": peak,
+        "prompt_tokens_per_s": rates, "threads": best, "start_s": start_s, "written_s": written_s,
+        "ms_of_threads": {number: float(np.mean(each)) * 1e3 for number, each in of_threads.items()},
+        "file_gb": sum(sizes.values()) / 1e9, "host_bytes": int(experts * on_cpu),
+        "card_bytes": parse_size(given.card), "peak_device_bytes": peak,
         "device": torch.cuda.get_device_name(device) if is_cuda else "cpu",
     }  # fmt: skip
 
@@ -296,11 +325,7 @@ def main() -> None:
     parser.add_argument("--threads", type=int)
     add_card_arguments(parser)
     given = parser.parse_args()
-    library = open_library(given.library)
-    quiet: Callable[[int, bytes, Any], None] = ctypes.CFUNCTYPE(None, ctypes.c_int, ctypes.c_char_p, _AT)(
-        lambda level, text, _: print(text.decode(), end="") if level >= 4 else None  # errors
-    )
-    library.llama_log_set(quiet, None)
+    library = quiet_library(given.library)
     rows = (row_of(library, name, given) for name in given.models)
     finish("llama.cpp", list(kept(rows, describe, given.out)))
 

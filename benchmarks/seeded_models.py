@@ -32,6 +32,7 @@ QWEN3_TINY = {
     "torch_dtype": "float32",
 }
 # Of what an integer or an 8-bit float stands for, so that a weight comes out at about 1 / sqrt(1024).
+_MANY_BYTES = 64 << 20  # of experts on a host
 _SCALE_OF_4_BITS, _SCALE_OF_8_BITS = 6e-3, 3e-4
 
 
@@ -92,7 +93,12 @@ def use_seeded_weights() -> None:
         if not is_scale and parameter.dtype.itemsize in (1, 4) and parameter.dtype != torch.float32:
             four_bits = parameter.dtype in (torch.int32, torch.uint8)
             scale[0] = _SCALE_OF_4_BITS if four_bits else _SCALE_OF_8_BITS
-        _fill(parameter.data, generator, name, is_scale, scale[0])
+        data = parameter.data
+        if data.device.type == "cpu" and data.dim() > 2 and data.nbytes > _MANY_BYTES:
+            _fill(data[:1], generator, name, is_scale, scale[0])
+            data[1:] = data[:1]  # one thread draws, all of them copy
+        else:
+            _fill(data, generator, name, is_scale, scale[0])
 
     for module in (weight_utils, dummy_loader):
         module.initialize_single_dummy_weight = initialize  # type: ignore[attr-defined]

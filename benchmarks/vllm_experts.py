@@ -17,6 +17,9 @@ that name this file; device memory is then left out. With ``--rounds`` they take
 median of its rounds. Two compilations may round in two ways: with ``--bits eager``
 nothing is compiled, with ``--bits artifact`` all cases take the code that the first one has compiled, and both compare
 bits and time nothing; with HEADRACE_DEBUG=1 each step also compares the rows that a kernel has read with the store.
+``uva``, ``prefetch`` and ``flextensor`` are offloaders of others in the memory of ``--budget-gib``; their weights have
+other values, and bits are not compared. ``--card`` is all that torch's allocator may take of the device once an engine
+has started, and ``--one`` measures one sequence alone.
 With ``--starts`` engines start and end, in the order given, and ``OUT/starts.jsonl`` has the seconds; a case that
 started before finds its compiled code.
 """
@@ -34,6 +37,7 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
+from headrace.sizes import parse_size
 from published_configs import (
     AWQ,
     DEEPSEEK_V2_LITE,
@@ -48,6 +52,7 @@ from published_configs import (
 )
 from seeded_models import use_seeded_weights, write_config
 from vllm_offload import (
+    FLEXTENSOR,
     NO_COPY,
     ONE_ROUNDING,
     WORKER,
@@ -58,6 +63,7 @@ from vllm_offload import (
     run_logged,
     sampling,
     scored,
+    use_flextensor,
 )
 
 SHAPES: dict[str, tuple[str, dict[str, Any]]] = {
@@ -67,7 +73,8 @@ SHAPES: dict[str, tuple[str, dict[str, Any]]] = {
     "gpt-oss-120b": ("gpt-oss-120b", GPT_OSS_120B),
     "glm": ("glm-4.5-air", GLM_4_5_AIR),
 }
-CASES = ("still", "resident", "cache", "in-place", "budget")
+OWN = ("still", "cache", "in-place", "budget")  # headrace's worker
+CASES = (*OWN, "resident", "uva", "prefetch", "flextensor")
 HITS = (0.0, 0.5, 0.67, 0.8, 0.9, 1.0)
 QUANTISED: dict[str, Any] = {
     "fp8": {"quant_method": "fp8", "fmt": "e4m3", "activation_scheme": "dynamic", "weight_block_size": [128, 128]},
@@ -88,6 +95,7 @@ _BYTES_OF_4_BITS = {
 }
 BYTES = {"bf16": 2.0, "fp8": 1.0, **_BYTES_OF_4_BITS}
 LENGTHS, REPEATS, SCORED = {1: (8, 48), 16: (8, 24)}, 2, 16
+SLOW_LENGTHS = {1: (4, 16), 16: (4, 12)}  # of offloaders that move whole layers for each token
 LINK_BYTES_PER_S = 50e9  # of the bar
 STEPS = 600  # of a table
 PROMPTS = 2047, 8191  # tokens
@@ -112,6 +120,8 @@ def main() -> None:
     parser.add_argument("--bits", choices=["eager", "artifact"], help="compare bits and time nothing")
     parser.add_argument("--scored", type=int, default=SCORED, help="tokens that are compared of one sequence")
     parser.add_argument("--starts", action="store_true", help="measure nothing but the time to start")
+    parser.add_argument("--card", type=parse_size, help="device memory for torch's allocator, from the start on")
+    parser.add_argument("--one", action="store_true", help="measure one sequence alone, by the seeded trace")
     parser.add_argument("--publish", metavar="TABLE")
     parser.add_argument("--child", action="store_true", help=argparse.SUPPRESS)
     given = parser.parse_args()
@@ -162,7 +172,8 @@ def _run_child(case: str, given: argparse.Namespace) -> None:
     command += ["--budget-gib", str(given.budget_gib)] if given.budget_gib else []
     command += ["--scored", str(given.scored)]
     command += ["--together", str(given.together)] if given.together else []
-    command += ["--rounds", str(given.rounds)]
+    command += ["--rounds", str(given.rounds), *(["--card", f"{given.card}B"] if given.card else [])]
+    command += ["--one"] * given.one
     command += ["--starts"] * given.starts
     command += ["--bits", given.bits] if given.bits else []
     environment = {**engine_environment(given.out), "VLLM_CACHE_ROOT": str(given.out / f"cache-{case}")}
@@ -230,13 +241,13 @@ def _measure(given: argparse.Namespace, config: dict[str, Any]) -> None:
         "budget": budget,
     }.get(case, {})
     worker = NO_COPY if case == "still" else WORKER
+    others = {} if case in OWN or case == "resident" else _other_offloader(case, config, given)
     compilation: dict[str, Any] = {"cudagraph_capture_sizes": [1, 16], **ONE_ROUNDING}
     if given.bits == "eager":
         compilation = {}
     elif given.bits == "artifact":
         compilation |= {"cache_dir": str(out / "artifact")}  # vLLM's own place depends on our options
-    before, free = host_memory(), torch.cuda.mem_get_info()[0]
-    begin = time.perf_counter()
+    (before, (free, total)), begin = (host_memory(), torch.cuda.mem_get_info()), time.perf_counter()
     engine = LLM(
         model=str(folder),
         load_format="dummy",
@@ -251,9 +262,14 @@ def _measure(given: argparse.Namespace, config: dict[str, Any]) -> None:
         disable_log_stats=True,
         enforce_eager=given.bits == "eager",
         compilation_config=compilation,
-        **({"worker_cls": worker, "additional_config": {"headrace": own}} if own else {}),
+        **({"worker_cls": worker, "additional_config": {"headrace": own}} if own else others),
     )
     start_s = time.perf_counter() - begin
+    start_peak = torch.cuda.max_memory_reserved()
+    torch.cuda.empty_cache()
+    torch.cuda.reset_peak_memory_stats()
+    if given.card:
+        torch.cuda.set_per_process_memory_fraction(given.card / total)
     if given.starts:
         with (out / "starts.jsonl").open("a") as lines:
             lines.write(json.dumps({"case": case, "start_s": start_s, **_added(before)}) + "\n")
@@ -261,6 +277,7 @@ def _measure(given: argparse.Namespace, config: dict[str, Any]) -> None:
     facts = {
         "start_s": start_s,
         "device_bytes": free - torch.cuda.mem_get_info()[0] if turn is None else None,
+        "start_peak_device_bytes": start_peak,
         "experts_bytes": layers * count * size,
         "started_with_others": turn is not None,
         "compiled": {None: "each by itself", "eager": "not", "artifact": "once for all"}[given.bits],
@@ -269,7 +286,8 @@ def _measure(given: argparse.Namespace, config: dict[str, Any]) -> None:
     if turn is not None:
         fcntl.flock(turn, fcntl.LOCK_EX)
     rows: list[dict[str, Any]] = []
-    for number, (name, _, choices) in enumerate(list(_loads(config, given.format)) * given.rounds):
+    loads = [load for load in _loads(config, given.format) if not given.one or load[0] == "seeded trace, 1 seq"]
+    for number, (name, _, choices) in enumerate(loads * given.rounds):
         if number and turn is not None and given.rounds > 1:
             fcntl.flock(turn, fcntl.LOCK_UN)
             time.sleep(_PAUSE_S)
@@ -279,11 +297,12 @@ def _measure(given: argparse.Namespace, config: dict[str, Any]) -> None:
             is_timed &= given.bits is None and (case != "still" or name == "100% hits")  # what the cache itself takes
             rows.append({"load": name, **_run(engine, case, replay, choices, is_timed, given.scored)})
         facts["offloader"] = engine.collective_rpc("headrace_stats")[0] if own else {}
-        facts |= _added(before)
+        facts |= _added(before) | _held(facts["offloader"])
         (out / f"{case}.json").write_text(json.dumps({"facts": facts, "rows": rows}))
     for length in PROMPTS if given.bits is None else ():
-        replay.begin(choices)
+        replay.begin(choices[:, :1].transpose(0, 1) if given.one else choices)  # tokens choose as those of a text
         rows.append({"load": f"{length} in, 1 out", **_prefill(engine, case, length)})
+        facts |= _held(facts["offloader"])
         (out / f"{case}.json").write_text(json.dumps({"facts": facts, "rows": rows}))
 
 
@@ -303,6 +322,32 @@ def _merged(rounds: list[dict[str, Any]]) -> dict[str, Any]:
     return {**merged, "spread_ms": max(times) - min(times), "tokens_per_s": rounds[0]["sequences"] / ms * 1e3}
 
 
+def _other_offloader(case: str, config: dict[str, Any], given: argparse.Namespace) -> dict[str, Any]:
+    """Arguments of the engine: experts beyond the budget are elsewhere, of whole layers if they are prefetched."""
+    layers, count, _, size = _experts(config, given.format)
+    hidden, heads = config["hidden_size"], config["num_attention_heads"] + config["num_key_value_heads"]
+    rest = 2 * (2 * config["vocab_size"] * hidden + layers * 2 * hidden * config["head_dim"] * heads)
+    beyond = layers * count * size + rest - int(given.budget_gib * 2**30)
+    if case == "uva":
+        return {"cpu_offload_gb": beyond / 2**30, "cpu_offload_params": {"experts"}}
+    if case == "prefetch":  # and one layer of slots
+        moved = beyond / (count * size) + 1
+        group = next(group for group in (2, 3, 4, 6, 12) if layers % group == 0 and layers - layers // group >= moved)
+        return {"offload_group_size": group, "offload_num_in_group": group - 1, "offload_params": {"experts"}}
+    use_flextensor(int(given.budget_gib * 2**30))
+    return {"worker_cls": FLEXTENSOR}
+
+
+def _held(offloader: dict[str, Any]) -> dict[str, int]:
+    """Device memory since the start, of torch's allocator and of slots, and what is pinned in host memory."""
+    import torch
+
+    stores = offloader.get("store_bytes", {})
+    pinned = torch.cuda.host_memory_stats().get("allocated_bytes.current", 0)
+    device = torch.cuda.max_memory_reserved() + stores.get("cache", 0)
+    return {"peak_device_bytes": device, "host_bytes": stores.get("host_pinned", pinned)}
+
+
 def _added(before: dict[str, int]) -> dict[str, int]:
     return {f"added_{key}": now - before[key] for key, now in host_memory().items()}
 
@@ -317,7 +362,7 @@ def _counts(engine: Any, has_worker: bool) -> tuple[int, int, int]:
 def _run(engine: Any, case: str, replay: Any, choices: Any, is_timed: bool, length: int) -> dict[str, Any]:
     sequences = choices.shape[1]
     asked, found = prompts(sequences, 16), []
-    has_worker = case != "resident"
+    has_worker = case in OWN
     begun = _counts(engine, has_worker)
     for _ in range(2):  # an engine may round otherwise in its first steps
         replay.begin(choices)
@@ -326,7 +371,7 @@ def _run(engine: Any, case: str, replay: Any, choices: Any, is_timed: bool, leng
     hits, missed, steps = 0, 0, 0
     if not is_timed:  # with HEADRACE_DEBUG=1 each of these steps compares rows, and a difference raises here
         hits, missed, steps = (now - then for now, then in zip(_counts(engine, has_worker), begun, strict=True))
-    short, long = LENGTHS[sequences]
+    short, long = (LENGTHS if has_worker or case == "resident" else SLOW_LENGTHS)[sequences]
     for _ in range(REPEATS if is_timed else 0):
         times = []
         for length, sign in ((short, -1), (long, 1)):  # so that prefill counts in neither

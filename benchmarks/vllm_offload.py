@@ -291,9 +291,7 @@ def _start(out: Path, case: str, from_files: bool) -> tuple[Any, dict[str, int],
         drive_routing()
     torch.cuda.init()
     if arguments.get("worker_cls") == FLEXTENSOR:
-        fraction = same_memory(SHAPES[shape]) / torch.cuda.mem_get_info()[1]
-        os.environ |= {"FT_ENABLED": "1", "FT_MAX_GPU_MEM_FRACTION": f"{fraction:.6f}"}
-        os.environ.setdefault("FT_PINNED_MEMORY_MODE", "host_register")  # the default takes more host memory
+        use_flextensor(same_memory(SHAPES[shape]))
     before = host_memory()
     begin = time.perf_counter()
     loading = {"load_format": "auto" if from_files else "dummy"}
@@ -301,6 +299,15 @@ def _start(out: Path, case: str, from_files: bool) -> tuple[Any, dict[str, int],
     given = {**_arguments(shape), **loading, **arguments, "compilation_config": compilation}
     engine = LLM(model=str(folder), **given)
     return engine, before, time.perf_counter() - begin
+
+
+def use_flextensor(weights_bytes: int) -> None:
+    """Have the engines of this process, with FlexTensor's worker, keep so many bytes of weights on the device."""
+    import torch
+
+    fraction = weights_bytes / torch.cuda.mem_get_info()[1]
+    os.environ |= {"FT_ENABLED": "1", "FT_MAX_GPU_MEM_FRACTION": f"{fraction:.6f}"}
+    os.environ.setdefault("FT_PINNED_MEMORY_MODE", "host_register")  # the default takes more host memory
 
 
 def _start_again(out: Path, case: str, from_files: bool) -> None:
