@@ -13,8 +13,8 @@ Each gets ``--card`` less ``--reserve`` bytes for weights. Of ``generate`` and l
 while they start, so they have a GPU of their own; an engine of vLLM may take ``--card`` bytes from torch's allocator
 once it has started. All that name one file in ``--turns`` start at once and measure one at a time, when nothing starts.
 
-A token is a mean: of those of ``generate`` and llama.cpp after the first, of an engine the slope between two lengths.
-Prompts run twice, and the second is timed. ``host_bytes``: weights in host memory as each has them there.
+A token is a mean: of those of ``generate`` and llama.cpp after the first eight, of an engine the slope from eight to
+48 tokens. Prompts run twice, and the second is timed. ``host_bytes``: weights in host memory as each has them there.
 """
 
 from __future__ import annotations
@@ -22,6 +22,7 @@ from __future__ import annotations
 import argparse
 import fcntl
 import json
+import statistics
 import subprocess
 import sys
 import time
@@ -74,6 +75,7 @@ def generate_rows(given: argparse.Namespace) -> Iterator[dict[str, Any]]:
     """headrace's ``generate``, with the link alone and with the CPU's share; bits against the resident model."""
     import headrace
     from card_24gb import Card, Rehearsal, _Sequence, rest_on_host
+    from headrace.adapters.transformers.liger import use_liger_norms
     from headrace.adapters.transformers.shared_experts import share_experts
     from headrace.experts.cpu.pool import physical_cores
     from headrace.model.inventory import take_inventory
@@ -97,7 +99,9 @@ def generate_rows(given: argparse.Namespace) -> Iterator[dict[str, Any]]:
             if graphs is not None:
                 graphs.remove()
 
-    token = (8, 4) if given.tiny else (128, 64)
+    if given.liger_kernel:
+        use_liger_norms(model, device)
+    token, first = ((8, 4), 1) if given.tiny else ((16, 48), 8)  # tokens of which the first are not timed
     turns = Turns(given.turns)
     resident = run(*token)
     rest_on_host(model)
@@ -123,7 +127,8 @@ def generate_rows(given: argparse.Namespace) -> Iterator[dict[str, Any]]:
                 missed = [sum(each.fetched + each.in_place for each in stats.experts) for stats in (before, after)]
                 used = hits[1] - hits[0] + missed[1] - missed[0] + (share.doorbell.computed if share else 0)
                 yield {
-                    "peer": "headrace generate", "case": way, "ms": found.ms, "prompt_tokens_per_s": rates or None,
+                    "peer": "headrace generate", "case": way + ", liger-kernel" * given.liger_kernel,
+                    "ms": statistics.mean(found.samples_ms[first - 1 :]), "prompt_tokens_per_s": rates or None,
                     "layers": model.config.num_hidden_layers,
                     "hits": (hits[1] - hits[0]) / used if used else None, "start_s": start_s,
                     "host_bytes": handle.plan.offloaded_bytes, "peak_device_bytes": card.peak_bytes(),
@@ -180,6 +185,7 @@ def main() -> None:
     parser.add_argument("--reserve", default="3.6GB", help="of it, what is no weights: CUDA, activations, cache, ...")
     parser.add_argument("--layers", type=int, help="fewer than the published model has")
     parser.add_argument("--device", default="cuda")
+    parser.add_argument("--liger-kernel", action="store_true", help="generate() with its RMSNorm")
     parser.add_argument("--tiny", action="store_true")
     parser.add_argument("--publish", action="store_true")
     given = parser.parse_args()
@@ -194,7 +200,9 @@ def main() -> None:
             device = torch.cuda.get_device_name() if given.device == "cuda" else "cpu"
             row = {"table": "peers", "model": given.model, "device": device, **row}
             row |= {"card_bytes": parse_size(given.card), "tokens_per_s": 1e3 / row["ms"]}
-            (given.out / f"{given.model}-{peer}-{number}.row").write_text(json.dumps(row))
+            (given.out / f"{given.model}-{peer}{'-liger' * given.liger_kernel}-{number}.row").write_text(
+                json.dumps(row)
+            )
             print({key: value for key, value in row.items() if key not in ("table", "device")}, flush=True)
 
 
