@@ -6,6 +6,7 @@ The reference is always the resident pipeline with diffusers' own layerwise cast
 from __future__ import annotations
 
 import importlib.util
+import itertools
 import threading
 from collections.abc import Callable, Iterator
 from functools import partial
@@ -18,7 +19,7 @@ from torch import nn
 
 import headrace
 from checks import raising
-from headrace.errors import BudgetError, HeadraceError, OptionError, OptionTypeError, StateError
+from headrace.errors import BudgetError, HeadraceError, OptionError, OptionTypeError, SizeError, StateError
 from headrace.model.inventory import take_inventory
 from headrace.testing import assert_same_bits
 
@@ -381,6 +382,8 @@ def test_casts_that_are_refused(enable: Callable[[nn.Module], None], message: st
         (torch.int8, OptionError, r"expected a floating dtype smaller than torch\.bfloat16, .* found torch\.int8"),
         ({"unet": FP8, "vae": torch.float32}, OptionError, r"in which vae computes, .* found torch\.float32"),
         ({"unet": "fp8"}, OptionError, "found fp8"),
+        (torch.float8_e8m0fnu, OptionError, r"unet cannot be stored in torch\.float8_e8m0fnu: diffusers rounds"),
+        (torch.float4_e2m1fn_x2, OptionError, r"unet cannot be stored in torch\.float4_e2m1fn_x2: torch casts nothing"),
     ],
 )
 def test_wrong_storage_dtypes(given: Any, error: type[HeadraceError], message: str) -> None:
@@ -400,3 +403,72 @@ def test_another_storage_dtype_than_before() -> None:
     expected = pipelines.call(cast(build("stable diffusion")))
     assert_same_bits(pipelines.call(pipe), expected)
     assert moved_by(load(pipe, int(0.5 * num_bytes(pipe))), lambda: pipelines.call(pipe), expected) > 0
+
+
+def test_a_wrong_budget_rounds_nothing() -> None:
+    pipe = build("flux")
+    with pytest.raises(SizeError, match="6 Gibs"):
+        load(pipe, "6 Gibs", storage_dtype=FP8)
+    assert {weight.dtype for weight in pipe.transformer.parameters()} == {BF16}
+
+
+def test_a_model_with_two_names_is_cast_once() -> None:
+    pipe = build("wan")
+    pipe.transformer_2 = pipe.transformer
+    twin = cast(build("wan"))
+    twin.transformer_2 = twin.transformer
+    handle = load(pipe, int(0.5 * num_bytes(pipe)), storage_dtype={"transformer": FP8, "transformer_2": FP8})
+    assert moved_by(handle, lambda: pipelines.call(pipe), pipelines.call(twin)) > 0
+
+
+# -- casts of a part -----------------------------------------------------------------------------------------------
+
+
+def test_an_interrupt_while_weights_are_cast(monkeypatch: pytest.MonkeyPatch) -> None:
+    """What it leaves is not taken for a model that is cast."""
+    from diffusers.hooks.layerwise_casting import LayerwiseCastingHook
+
+    pipe, calls, initialize = build("flux"), itertools.count(), LayerwiseCastingHook.initialize_hook
+
+    def interrupted(self: Any, module: nn.Module) -> nn.Module:
+        if next(calls) == 24:
+            raise KeyboardInterrupt
+        return initialize(self, module)
+
+    with monkeypatch.context() as patched:
+        patched.setattr(LayerwiseCastingHook, "initialize_hook", interrupted)
+        with pytest.raises(KeyboardInterrupt) as caught:
+            load(pipe, "6MiB", storage_dtype=FP8)
+    assert "cast in part: build or load it anew" in caught.value.__notes__[0]
+    with pytest.raises(
+        OptionError, match=r"stores a part of transformer in .*, and not transformer\.transformer_blocks"
+    ):
+        load(pipe, "6MiB", storage_dtype=FP8)
+
+
+def test_casts_of_a_part_are_kept_as_they_are() -> None:
+    from diffusers.hooks import apply_layerwise_casting
+
+    pipe, twin = build("flux"), build("flux")
+    for each in (pipe, twin):
+        apply_layerwise_casting(each.transformer.transformer_blocks[0], FP8, BF16)
+    with pytest.raises(OptionError, match="leave storage_dtype out to keep it so"):
+        load(pipe, "6MiB", storage_dtype=FP8)
+    handle = load(pipe, int(0.5 * num_bytes(pipe)))
+    assert moved_by(handle, lambda: pipelines.call(pipe), pipelines.call(twin)) > 0
+
+
+def test_weights_that_left_their_storage() -> None:
+    """They go back there if they have its values, as those of the resident model do in its next forward."""
+    pipe, twin = cast(build("flux")), cast(build("flux"))
+    size, expected = num_bytes(twin), pipelines.call(twin)
+    pipe.transformer.to(BF16)
+    handle = load(pipe, int(0.5 * size))
+    assert handle.plan.weight_bytes == size
+    assert moved_by(handle, lambda: pipelines.call(pipe), expected) > 0
+    handle.remove()
+    pipe.transformer.to(BF16)
+    with torch.no_grad():
+        pipe.transformer.transformer_blocks[0].attn.to_q.weight.mul_(1.03)
+    with pytest.raises(OptionError, match=r"to_q' \(Linear\).* has weights in torch\.bfloat16 that diffusers"):
+        load(pipe, int(0.5 * size), storage_dtype=FP8)

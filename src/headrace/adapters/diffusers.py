@@ -25,7 +25,7 @@ from diffusers import DiffusionPipeline, ModularPipeline
 from torch import nn
 
 from headrace.adapters.engine_interface import require_names
-from headrace.adapters.layerwise_casting import casting_of, store_in
+from headrace.adapters.layerwise_casting import casting_of, store_again, store_in
 from headrace.adapters.pipeline_peaks import CallProfile, describe
 from headrace.api import Handle, handle_of, refuse_second_offload, start
 from headrace.checkpoint.safetensors_header import Checkpoint, FileFingerprint, FileTensor
@@ -119,6 +119,8 @@ def load(
             f"found {found}"
         )
     if storage_dtype is not None:
+        if not isinstance(policy, Plan):
+            as_policy(policy)  # which raises for what is none, before weights are rounded
         components = Components(pipe)
         _refuse_hooks(pipe, components)
         refuse_second_offload(components)
@@ -298,6 +300,7 @@ def _offload(
     _refuse_hooks(pipe, components)
     _refuse_upcast(pipe)
     refuse_second_offload(components)
+    store_again(components)
     inventory = take_inventory(components)
     given = policy if isinstance(policy, Plan) else as_policy(policy)
     # A policy with another store than files does not read them.

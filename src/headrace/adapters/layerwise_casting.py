@@ -34,14 +34,34 @@ def why_not_cast(module: nn.Module) -> str | None:
     """Why the weights of ``module``, which diffusers casts, cannot be cast while they are offloaded, as a clause."""
     hook = casting_of(module)
     forward = hook.fn_ref.forward
+    if others := {weight.dtype for weight in _floats(module)} - {hook.storage_dtype}:
+        return f"has weights in {others.pop()} that diffusers' layerwise casting stores in {hook.storage_dtype}"
     if next(module.children(), None) is not None:
         return "diffusers casts together with the modules inside it"
     if getattr(forward, "__self__", None) is not module or not isinstance(forward, types.MethodType):
         return "had its forward wrapped before diffusers' layerwise casting was enabled"
-    stored, computed = torch.finfo(hook.storage_dtype), torch.finfo(hook.compute_dtype)
+    return _why_rounded(hook.storage_dtype, hook.compute_dtype)
+
+
+def _why_rounded(storage_dtype: torch.dtype, compute_dtype: torch.dtype) -> str | None:
+    stored, computed = torch.finfo(storage_dtype), torch.finfo(compute_dtype)
     if computed.eps > stored.eps or computed.max < stored.max or computed.tiny > stored.tiny:
         return f"diffusers rounds in each forward, from {stored.dtype} to {computed.dtype} and back"
     return None
+
+
+def _floats(module: nn.Module) -> list[nn.Parameter]:
+    return [weight for weight in module.parameters(recurse=False) if weight.is_floating_point()]
+
+
+def store_again(model: nn.Module) -> None:
+    """Cast weights that have left the dtype of their storage, as by ``to(dtype)``, back where none loses a bit."""
+    for module in model.modules():
+        if (hook := casting_of(module)) is None:
+            continue
+        others = [weight for weight in _floats(module) if weight.dtype != hook.storage_dtype]
+        if others and all(torch.equal(w.to(hook.storage_dtype).to(w.dtype), w) for w in others):
+            module.to(hook.storage_dtype)
 
 
 class CastsAtUse:
@@ -129,8 +149,12 @@ def store_in(pipe: Any, storage_dtype: torch.dtype | Mapping[str, torch.dtype], 
     if not storage_dtype:
         raise OptionError("storage_dtype: expected a component to store in it, found none; leave it out")
     casts = [each for name, dtype in storage_dtype.items() if (each := _to_cast(pipe, name, dtype)) is not None]
-    for part, dtype, compute_dtype in casts:
-        part.enable_layerwise_casting(storage_dtype=dtype, compute_dtype=compute_dtype)
+    for part, dtype, compute_dtype in {id(each[0]): each for each in casts}.values():  # one may have two names
+        try:
+            part.enable_layerwise_casting(storage_dtype=dtype, compute_dtype=compute_dtype)
+        except BaseException as error:
+            error.add_note(f"headrace: the weights of {type(part).__name__} are cast in part: build or load it anew")
+            raise
 
 
 def _to_cast(pipe: Any, name: str, dtype: torch.dtype) -> tuple[Any, torch.dtype, torch.dtype] | None:
@@ -142,6 +166,7 @@ def _to_cast(pipe: Any, name: str, dtype: torch.dtype) -> tuple[Any, torch.dtype
         raise OptionError(f"storage_dtype: expected components of diffusers' own ({', '.join(own)}), found {name!r}")
     if active := {hook.storage_dtype for module in part.modules() if (hook := casting_of(module)) is not None}:
         if active == {dtype}:
+            _require_all_cast(part, name, dtype)
             return None
         raise OptionError(
             f"storage_dtype: diffusers' layerwise casting stores {name} in {', '.join(map(str, active))} already: "
@@ -155,4 +180,30 @@ def _to_cast(pipe: Any, name: str, dtype: torch.dtype) -> tuple[Any, torch.dtype
             f"storage_dtype: expected a floating dtype smaller than {compute_dtype}, in which {name} computes, such as "
             f"torch.float8_e4m3fn, found {dtype}"
         )
+    if why := _why_not_stored(dtype, compute_dtype):
+        raise OptionError(f"storage_dtype: {name} cannot be stored in {dtype}: {why}; use torch.float8_e4m3fn")
     return part, dtype, compute_dtype
+
+
+def _why_not_stored(dtype: torch.dtype, compute_dtype: torch.dtype) -> str | None:
+    try:
+        torch.ones(1, dtype=compute_dtype).to(dtype)
+    except (RuntimeError, NotImplementedError) as error:  # of packed numbers
+        return f"torch casts nothing to it ({error})"
+    return _why_rounded(dtype, compute_dtype)
+
+
+def _require_all_cast(part: Any, name: str, dtype: torch.dtype) -> None:
+    """Raise OptionError if layerwise casting is enabled on a part of a component only, as after an interrupt."""
+    with torch.device("meta"):
+        twin = type(part).from_config(part.config)
+    twin.enable_layerwise_casting(storage_dtype=dtype)
+    # PEFT wraps layers in layers with adapters.
+    found = {at.removesuffix(".base_layer") for at, each in part.named_modules() if casting_of(each) is not None}
+    missing = [at for at, each in twin.named_modules() if casting_of(each) is not None and at not in found]
+    if missing:
+        raise OptionError(
+            f"storage_dtype: diffusers' layerwise casting stores a part of {name} in {dtype}, and not "
+            f"{name}.{missing[0]} (of {len(missing)}): expected all or nothing of it; build or load it anew, or leave "
+            f"storage_dtype out to keep it so"
+        )
