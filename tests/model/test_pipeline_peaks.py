@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import inspect
 import json
+import types
 import weakref
 from pathlib import Path
 from typing import Any
@@ -210,3 +211,49 @@ def test_a_pipeline_that_is_loaded_keeps_room_for_its_call() -> None:
     pipe("a b", height=64, width=64, num_inference_steps=1, output_type="pt")
     assert handle.stats().bytes_moved > 0
     handle.remove()
+
+
+class Derived(diffusers.FluxTransformer2DModel):  # type: ignore[misc]
+    """A user's transformer, which is counted by its own class."""
+
+
+class DerivedPipeline(diffusers.FluxPipeline):  # type: ignore[misc]
+    """A user's pipeline, the same."""
+
+
+@pytest.mark.parametrize("change", ["compiled transformer", "compiled vae", "derived transformer", "derived pipeline"])
+def test_a_component_that_is_compiled_or_derived_is_counted(change: str) -> None:
+    pipe, twin = pipelines.build("flux"), pipelines.build("flux")
+    how, name = change.split()
+    if how == "compiled":
+        setattr(pipe, name, torch.compile(getattr(pipe, name), backend="eager"))
+    elif name == "transformer":
+        pipe.transformer.__class__ = Derived
+    else:
+        pipe.__class__ = DerivedPipeline
+    budget = headrace.Budget("8MiB", workload=headrace.Workload(height=32, width=32))
+    plans = []
+    for each in (pipe, twin):
+        _, handle = load(each, budget)
+        plans.append((handle.plan.resident, handle.plan.device_bytes))
+        handle.remove()
+    assert plans[0] == plans[1]
+
+
+def test_what_cannot_be_counted_is_named() -> None:
+    from diffusers.modular_pipelines.flux.modular_blocks_flux import FluxAutoBlocks
+
+    budget = headrace.Budget("8MiB", workload=headrace.Workload(height=32, width=32))
+    pipe = pipelines.build("flux")
+    modular = FluxAutoBlocks().init_pipeline()
+    modular.update_components(
+        **{key: pipe.components[key] for key in modular.component_names if key in pipe.components}
+    )
+    with pytest.raises(OptionError, match=r"height, width: expected a DiffusionPipeline.*FluxModularPipeline.*leave"):
+        load(modular, budget)
+    pipe.transformer.__class__ = types.new_class("Own", (diffusers.FluxTransformer2DModel,))
+    with pytest.raises(OptionError, match=r"expected Own at the top of .*or leave height"):
+        load(pipe, budget)
+    pipe.transformer = torch.nn.Linear(2, 2)
+    with pytest.raises(OptionError, match="expected a transformer or unet that is a model of diffusers, found none"):
+        load(pipe, budget)

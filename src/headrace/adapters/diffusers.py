@@ -313,14 +313,26 @@ def _offload(
         given = replace(given, workload=replace(given.workload, repeated=patterns, batch_sizes=rows))
     request = PlanRequest(components, given, checkpoint=weights, device=device, disk=disk)
     if isinstance(given, Budget) and given.workload.call_size:
-        described = describe({"_class_name": type(pipe).__name__, **pipe.config}, pipe.components)
-        request = replace(request, profile=CallProfile(pipeline=described))
+        request = replace(request, profile=CallProfile(pipeline=_described(pipe, given)))
     prepared = prepare(replace(request, inventory=inventory, unstreamable=unstreamable))
     return start(prepared, repeats=True, **arguments)
 
 
+def _described(pipe: Any, budget: Budget) -> str:
+    """The pipeline, whose call ``budget`` states a size of, to be counted."""
+    if isinstance(pipe, ModularPipeline):
+        raise OptionError(
+            f"{', '.join(budget.workload.call_size)}: expected a DiffusionPipeline, whose call is counted, found "
+            f"{type(pipe).__name__}, which is modular; leave them out, and give a budget for the weights alone"
+        )
+    kind = type(pipe)
+    return describe({**pipe.config, "_class_name": kind.__qualname__}, pipe.components, module=kind.__module__)
+
+
 def _step_models(components: Components) -> list[str]:
-    return [name for name, part in components.named_children() if type(part).__module__.startswith(_STEP_MODELS)]
+    # Those that a user has derived from them, too.
+    kinds = ((name, type(part).__mro__) for name, part in components.named_children())
+    return [name for name, bases in kinds if any(base.__module__.startswith(_STEP_MODELS) for base in bases)]
 
 
 def _weights(folder: Path, components: Components, options: Mapping[str, Any]) -> WeightMap:

@@ -20,8 +20,8 @@ from importlib import import_module
 from itertools import zip_longest
 from typing import Any, NamedTuple
 
-import diffusers
 import torch
+from diffusers.configuration_utils import ConfigMixin
 from torch import nn
 from torch.nn import functional
 from torch.overrides import TorchFunctionMode
@@ -129,34 +129,40 @@ class CallProfile(ModelProfile):
 # -- the pipeline on meta ----------------------------------------------------------------------------------------------
 
 
-def describe(index: Mapping[str, Any], parts: Mapping[str, Any], configs: Mapping[str, Any] | None = None) -> str:
+def describe(
+    index: Mapping[str, Any],
+    parts: Mapping[str, Any],
+    configs: Mapping[str, Any] | None = None,
+    module: str = "diffusers",
+) -> str:
     """A pipeline as JSON: what its model_index.json states, and its schedulers and models of diffusers as configs.
 
     Args:
         index: the content of model_index.json.
         parts: components, on any device; those of other libraries are left out.
         configs: components that are not built, in the form that is returned: module, class, config, dtype, state.
+        module: where the class of the pipeline is.
     """
     configs = dict(configs or {})
     for name, part in parts.items():
-        config = getattr(part, "config", None)
-        if type(part).__module__.startswith("diffusers.") and isinstance(config, Mapping):
+        part = getattr(part, "_orig_mod", part)  # torch.compile's wrapper
+        if isinstance(part, ConfigMixin):
             # As enable_tiling() and enable_slicing() leave them.
             state = {key: each for key, each in vars(part).items() if key.startswith(("use_", "tile_"))}
             dtype = str(part.dtype).removeprefix("torch.") if isinstance(part, nn.Module) else None
-            configs[name] = [type(part).__module__, type(part).__name__, dict(config), dtype, state]
+            configs[name] = [type(part).__module__, type(part).__qualname__, dict(part.config), dtype, state]
     kept = {key: each for key, each in index.items() if not isinstance(each, list | tuple)}
-    return json.dumps({"index": kept, "configs": configs}, default=lambda each: None)
+    return json.dumps({"index": kept, "configs": configs, "module": module}, default=lambda each: None)
 
 
 def on_meta(description: str) -> Any:
     """The pipeline without text encoders and tokenizers, and weights without bytes."""
     stated = json.loads(description)
-    kind = getattr(diffusers, stated["index"]["_class_name"])
+    kind = _class_of(stated.get("module", "diffusers"), stated["index"]["_class_name"])
     parts: dict[str, Any] = {}
     for name, (module, named, config, dtype, state) in stated["configs"].items():
         with torch.device("meta" if dtype else "cpu"):
-            parts[name] = part = getattr(import_module(module), named).from_config(config, trust_remote_code=False)
+            parts[name] = part = _class_of(module, named).from_config(config, trust_remote_code=False)
         if dtype:
             nn.Module.to(part, getattr(torch, dtype)).eval()
             vars(part).update(state)
@@ -164,10 +170,21 @@ def on_meta(description: str) -> Any:
             vars(part).update({blend: lambda before, tile, extent: tile for blend in _BLENDS if hasattr(part, blend)})
             if name.startswith(_BLOCKS):
                 _shorten(part)
+    for needed in (("transformer", "unet"), ("vae",)):
+        if parts.keys().isdisjoint(needed):
+            raise ValueError(f"expected a {' or '.join(needed)} that is a model of diffusers, found none")
     names = [name for name in inspect.signature(kind.__init__).parameters if name != "self"]
     pipe = kind(**{name: parts.get(name, stated["index"].get(name)) for name in names})
     pipe.set_progress_bar_config(disable=True)
     return pipe
+
+
+def _class_of(module: str, name: str) -> Any:
+    """The class of that name, as a user may have derived it from one of diffusers."""
+    found = getattr(import_module(module), name, None)
+    if found is None:
+        raise ValueError(f"expected {name} at the top of {module}, where it can be built anew, found none there")
+    return found
 
 
 def _shorten(model: nn.Module) -> None:
