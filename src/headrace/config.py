@@ -263,7 +263,8 @@ class Workload:
         height, width, frames: size in pixels and length of what a call of a pipeline of diffusers makes; with one of
             them the budget is for the activations of that call too, the others are the pipeline's own (``--height``,
             ``--width``, ``--frames``).
-        tiling: the pipeline's VAE decodes in tiles, as after ``pipe.vae.enable_tiling()`` (``--tiling``).
+        tiling: the pipeline's VAE decodes in tiles, as after ``pipe.vae.enable_tiling()``, which comes before ``load``
+            (``--tiling``); alone it counts a call of the pipeline's own size.
     """
 
     batch_sizes: Sequence[int] = (1,)

@@ -257,3 +257,17 @@ def test_what_cannot_be_counted_is_named() -> None:
     pipe.transformer = torch.nn.Linear(2, 2)
     with pytest.raises(OptionError, match="expected a transformer or unet that is a model of diffusers, found none"):
         load(pipe, budget)
+
+
+@pytest.mark.parametrize("size", [{"height": 256, "width": 256}, {}])
+def test_tiles_that_the_pipeline_does_not_decode_in_are_refused(size: dict[str, int]) -> None:
+    """Without a size the pipeline's own counts, in tiles too."""
+    pipe = pipelines.build("flux")
+    budget = headrace.Budget("60MiB", workload=headrace.Workload(**size, tiling=True))
+    with pytest.raises(OptionError, match=r"tiling: .*pipe\.vae\.enable_tiling\(\) before load.*leave tiling out"):
+        load(pipe, budget)
+    pipe.vae.enable_tiling()
+    _, handle = load(pipe, budget)
+    described = pipeline_peaks.describe({"_class_name": "FluxPipeline"}, pipe.components)
+    peak_bytes = pipeline_peaks.count_call(described, size.get("height"), size.get("width"), None, True).peak_bytes
+    assert handle.plan.device_bytes <= (60 << 20) - peak_bytes

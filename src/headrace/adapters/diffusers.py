@@ -325,6 +325,11 @@ def _described(pipe: Any, budget: Budget) -> str:
             f"{', '.join(budget.workload.call_size)}: expected a DiffusionPipeline, whose call is counted, found "
             f"{type(pipe).__name__}, which is modular; leave them out, and give a budget for the weights alone"
         )
+    if budget.workload.tiling and not getattr(getattr(pipe, "vae", None), "use_tiling", False):
+        raise OptionError(
+            "tiling: expected a pipeline whose VAE decodes in tiles, found one that decodes whole images, which takes "
+            "more than would be counted; call pipe.vae.enable_tiling() before load(pipe, ...), or leave tiling out"
+        )
     kind = type(pipe)
     return describe({**pipe.config, "_class_name": kind.__qualname__}, pipe.components, module=kind.__module__)
 
