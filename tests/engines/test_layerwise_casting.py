@@ -256,6 +256,12 @@ def test_a_folder(stored: torch.dtype, tmp_path: Path) -> None:
     streamed = {name for name in handle.plan.offloaded_names if live[name].dtype == FP8}
     assert bool(streamed) is (stored is BF16)
     assert handle.plan.reads_files
+    if stored is not BF16:
+        few = int(0.33 * num_bytes(twin))
+        for mode in ("disk", None):
+            with pytest.raises(BudgetError, match=r"do not hold \d+ tensors \(transformer\..*use mode 'cpu'"):
+                diffusers.load(tmp_path, headrace.Budget(few, mode=mode), **options)
+        diffusers.load(tmp_path, headrace.Budget(few, mode="cpu"), **options)
 
 
 # -- what goes wrong -----------------------------------------------------------------------------------------------

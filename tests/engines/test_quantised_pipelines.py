@@ -14,7 +14,7 @@ import pytest
 import torch
 
 import headrace
-from headrace.errors import CheckpointError, ModelChangedError, OptionError
+from headrace.errors import BudgetError, CheckpointError, ModelChangedError, OptionError
 from headrace.model.inventory import inner_tensors, take_inventory
 from headrace.testing import assert_same_bits
 
@@ -180,6 +180,23 @@ def test_lora_on_packed_weights(name: str, make: Callable[[str], Any]) -> None:
     assert_moves(handle, lambda: pipelines.call(pipe), expected)
     pipe.unload_lora_weights()
     assert_moves(handle, lambda: pipelines.call(pipe), plain)
+
+
+@pytest.mark.parametrize("name", ["GGUF Q4_0", "torchao int8"])
+def test_mode_disk_refuses_packed_weights_by_name(name: str, make: Callable[[str], Any], tmp_path: Path) -> None:
+    """Which would stay on the device, all of the transformer's; without a mode a budget that fails for them says so."""
+    from headrace.adapters.diffusers import load as load_pipeline
+
+    pipe = pipeline(make(name))
+    for part in ("vae", "text_encoder", "text_encoder_2"):
+        getattr(pipe, part).save_pretrained(tmp_path / part)
+    everything = headrace.Prefetch(params=[headrace.config.ALL_MODEL_PARAMS], mode="disk")
+    for policy in (everything, headrace.Budget("3MiB", mode="disk"), headrace.Budget("12MiB", mode="disk")):
+        with pytest.raises(OptionError, match=r"\d+ packed tensors \(transformer\..*use mode 'cpu'") as caught:
+            load_pipeline(pipe, policy, checkpoint=tmp_path)
+        assert not isinstance(caught.value, BudgetError)
+    with pytest.raises(BudgetError, match=r"too small.*the files do not hold .*\(transformer\..*use mode 'cpu'"):
+        load_pipeline(pipe, "3MiB", checkpoint=tmp_path)
 
 
 @pytest.mark.slow

@@ -14,7 +14,7 @@ from __future__ import annotations
 
 import functools
 import os
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
@@ -30,10 +30,13 @@ from headrace.adapters.pipeline_peaks import CallProfile, describe
 from headrace.api import Handle, handle_of, refuse_second_offload, start
 from headrace.checkpoint.safetensors_header import Checkpoint, FileFingerprint, FileTensor
 from headrace.checkpoint.weight_map import TensorSource, WeightMap
-from headrace.config import Budget, Policy, as_policy
-from headrace.errors import CheckpointError, OptionError, OptionTypeError, StateError
+from headrace.config import Budget, Policy, Rules, as_policy
+from headrace.errors import BudgetError, CheckpointError, OptionError, OptionTypeError, StateError
+from headrace.formatting import listed
 from headrace.model.inventory import take_inventory, without_lora
+from headrace.model.records import Inventory
 from headrace.plan.plan import Plan
+from headrace.plan.units import selected
 from headrace.planning.context import not_in_files
 from headrace.planning.request import PlanRequest, require_kinds
 from headrace.runtime.prepare import prepare
@@ -314,8 +317,40 @@ def _offload(
     request = PlanRequest(components, given, checkpoint=weights, device=device, disk=disk)
     if isinstance(given, Budget) and given.workload.call_size:
         request = replace(request, profile=CallProfile(pipeline=_described(pipe, given)))
-    prepared = prepare(replace(request, inventory=inventory, unstreamable=unstreamable))
+    stay = _kept_from_files(components, given, device, inventory, unstreamable)
+    try:
+        prepared = prepare(replace(request, inventory=inventory, unstreamable=unstreamable))
+    except BudgetError as error:
+        if stay:
+            raise BudgetError(f"{error}; {stay}", error.minimum_bytes) from error
+        raise
     return start(prepared, repeats=True, **arguments)
+
+
+def _kept_from_files(
+    components: Components,
+    given: Policy | Plan,
+    device: torch.device | str,
+    inventory: Inventory,
+    unstreamable: Collection[str],
+) -> str:
+    """Sentence on selected weights that stay on the device since no file holds them in this form, or nothing.
+
+    Raises:
+        OptionError: mode ``disk`` was asked for, and some of them are packed.
+    """
+    is_asked = given.mode == "disk"
+    if isinstance(given, Plan | Rules) or not (is_asked or torch.device(device).type == "cpu"):  # whose default it is
+        return ""
+    missing = set(unstreamable)
+    stay = [s.name for s in selected(inventory, given.params) if s.name in missing and s.is_saved]
+    kinds = {name: type(each) for name, each in components.named_parameters(remove_duplicate=False)}
+    # Quantised weights are parameters of classes of their own; one of torchao has its tensors as "weight:qdata".
+    packed = [name for name in stay if kinds.get(name.partition(":")[0], nn.Parameter) is not nn.Parameter]
+    text = "the files do not hold {} in this form, so that mode 'disk' would keep them on the device: use mode 'cpu'"
+    if packed and is_asked:
+        raise OptionError(text.format(listed(packed, "packed tensor")))
+    return text.format(listed(stay, "tensor")) if stay else ""
 
 
 def _described(pipe: Any, budget: Budget) -> str:
