@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import importlib.util
 import os
+import re
 import shutil
 import time
 import warnings
@@ -437,6 +438,63 @@ def test_an_ip_adapter(tmp_path: Path) -> None:
     assert handle.plan.device_bytes <= budget
     for p in (pipe, twin):
         p.unload_ip_adapter()
+    assert_same_bits(pipelines.call(pipe), pipelines.call(twin))
+
+
+@pytest.mark.parametrize("policy", ["plan", "budget"])
+def test_a_change_that_has_no_plan_leaves_nothing_that_runs_silently(policy: str) -> None:
+    """A finished plan is for the weights of before, and a budget may be too small for those of then."""
+    pipe, twin = pipelines.build("stable diffusion"), pipelines.build("stable diffusion")
+    given: Any = handle_least(pipe)
+    if policy == "plan":
+        with offloaded(pipe, 0.5) as before:
+            given = before.plan
+    _, handle = load(pipe, given)
+    state = pipelines.ip_adapter(twin.unet)
+    if policy == "budget":
+        state["image_proj"] |= {"proj.weight": torch.ones(512, 8192)}
+    added = {"subfolder": "", "weight_name": "", "image_encoder_folder": None}
+    with pytest.raises(OptionError) as caught:
+        pipe.load_ip_adapter(state, **added)
+    fix = r"load_ip_adapter\(\) has changed the pipeline.* not offloaded.*load\(pipe, \.\.\.\) again.*handle\.remove"
+    assert re.match(f"headrace: {fix}", caught.value.__notes__[0])
+    latents, text = torch.ones(1, 4, 4, 4), torch.zeros(1, 4, dtype=torch.long)
+    for run in (
+        lambda: pipelines.call(pipe), lambda: pipe.vae.decode(latents), lambda: pipe.text_encoder(text),
+        handle.stats, lambda: handle.plan,
+    ):  # fmt: skip
+        with pytest.raises(StateError, match=fix):
+            run()
+    assert "not offloaded" in repr(handle)
+    # What undoes the change has the offload back, and so has a larger budget after it.
+    if policy == "budget":
+        pipe.unload_ip_adapter()
+        assert moved_by(handle, lambda: pipelines.call(pipe), pipelines.call(twin))[0] > 0
+        with pytest.raises(BudgetError):
+            pipe.load_ip_adapter(state, **added)
+    twin.load_ip_adapter(state, **added)
+    image = torch.randn(2, 1, 1, state["image_proj"]["proj.weight"].shape[1])
+    expected = pipelines.call(twin, ip_adapter_image_embeds=[image])
+    again = offloaded(pipe, 0.7)
+    assert moved_by(again, lambda: pipelines.call(pipe, ip_adapter_image_embeds=[image]), expected)[0] > 0
+    again.remove()
+    assert type(pipe) is type(twin)
+    assert_same_bits(pipelines.call(pipe, ip_adapter_image_embeds=[image]), expected)
+
+
+def test_a_pipeline_that_could_not_be_offloaded_again_runs_after_remove() -> None:
+    pipe, twin = pipelines.build("flux"), pipelines.build("flux")
+    with offloaded(pipe, 0.4) as before:
+        plan = before.plan
+    _, handle = load(pipe, plan)
+    for p in (pipe, twin):
+        p.load_lora_weights(lora("flux", 1), adapter_name="one")
+    twin.fuse_lora()
+    with pytest.raises(OptionError, match="another model"):
+        pipe.fuse_lora()
+    with pytest.raises(StateError, match=r"fuse_lora\(\) has changed the pipeline"):
+        pipelines.call(pipe)
+    handle.remove()
     assert_same_bits(pipelines.call(pipe), pipelines.call(twin))
 
 

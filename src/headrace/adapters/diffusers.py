@@ -7,7 +7,8 @@ are learned from the calls (``repeats`` of :class:`~headrace.runtime.prefetcher.
 
 While it is offloaded, the pipeline object has a special class. It makes a call a forward, refuses methods
 that would move the components as well, and plans again around methods that change their weights (IP-adapters, merged
-LoRA). Adapters that are loaded beside the weights become residents of the plan in force.
+LoRA). If no plan fits then, neither it nor its components run until it is offloaded again, or the handle removed.
+Adapters that are loaded beside the weights become residents of the plan in force.
 """
 
 from __future__ import annotations
@@ -23,6 +24,7 @@ from typing import Any
 import torch
 from diffusers import DiffusionPipeline, ModularPipeline
 from torch import nn
+from torch.utils.hooks import RemovableHandle
 
 from headrace.adapters.engine_interface import require_names
 from headrace.adapters.layerwise_casting import casting_of, store_again, store_in
@@ -40,6 +42,7 @@ from headrace.plan.units import selected
 from headrace.planning.context import not_in_files
 from headrace.planning.request import PlanRequest, require_kinds
 from headrace.runtime.prepare import prepare
+from headrace.stats import Stats
 from headrace.stores.file_reads import DiskOptions
 from headrace.stores.store import Progress
 
@@ -191,13 +194,18 @@ class PipelineHandle(Handle):
 
     def __init__(self, pipe: Any, begin: Callable[[Components], Handle]) -> None:
         """``begin``: plans and offloads the components as they are."""
-        if "_headrace" in vars(pipe):
+        held = vars(pipe).get("_headrace")
+        if held is not None and held._stopped:
+            held.remove()
+        elif held is not None:
             raise StateError(
                 "the pipeline is offloaded already: call remove() on the handle that load() returned for it first"
             )
         self.pipe = pipe
         self._begin = begin
         self._class: type[Any] = type(pipe)
+        self._stopped = ""  # why no call runs: weights were changed, and could not be offloaded again
+        self._gates: list[RemovableHandle] = []
         self._attach()
 
     def _attach(self) -> None:
@@ -218,20 +226,36 @@ class PipelineHandle(Handle):
     @property
     def plan(self) -> Plan:
         """Plan in force, with adapters that were loaded since as residents."""
+        self._require_offload()
         plan = super().plan
         return replace(plan, resident={**plan.resident, **self._adapters}) if self._adapters else plan
+
+    def stats(self) -> Stats:
+        self._require_offload()
+        return super().stats()
+
+    def __repr__(self) -> str:
+        return f"<headrace.Handle of {self._class.__name__}: {self._stopped}>" if self._stopped else super().__repr__()
+
+    def _require_offload(self, *_: Any) -> None:
+        if self._stopped:
+            raise StateError(self._stopped)
 
     def remove(self, *, graphs_released: bool = False) -> None:
         super().remove(graphs_released=graphs_released)
         self._restore()
 
     def _restore(self) -> None:
-        """Restore the class of the pipeline."""
+        """Restore the class of the pipeline, which runs without an offload then."""
+        self._stopped = ""
+        for gate in self._gates:
+            gate.remove()
         self.pipe.__class__ = self._class
         vars(self.pipe).pop("_headrace", None)
 
     def call(self, run: Callable[[], Any]) -> Any:
         """``run()``, which is a call of the pipeline, as a forward of its components."""
+        self._require_offload()
         _refuse_hooks(self.pipe, self.model)  # added since
         offloaded, now = self.model._modules, modules_of(self.pipe)  # named_children() has each module once
         for name in offloaded.keys() | now.keys():
@@ -248,7 +272,7 @@ class PipelineHandle(Handle):
         """Count adapters as residents, beside the budget; plan anew if weights that are offloaded were exchanged."""
         now = dict(self.model.named_parameters())
         offloaded = {id(self._planned[name]) for name in super().plan.offloaded_names if name in self._planned}
-        if not offloaded <= set(map(id, now.values())):
+        if self._stopped or not offloaded <= set(map(id, now.values())):
             with self.without_offload("load_lora_weights"):
                 return
         planned = set(map(id, self._planned.values()))
@@ -271,7 +295,7 @@ class PipelineHandle(Handle):
     @contextmanager
     def without_offload(self, method: str) -> Iterator[None]:
         """Within, the pipeline is not offloaded; afterwards it is planned and offloaded again."""
-        if method in _WRITES and self.plan.reads_files:
+        if method in _WRITES and super().plan.reads_files:
             raise StateError(
                 f"{method}() writes weights, and some are in files, which headrace does not write: expected all of "
                 f"them in host memory; call handle.remove(), {method}() and save_pretrained(), then load that folder"
@@ -280,7 +304,24 @@ class PipelineHandle(Handle):
         try:
             yield
         finally:
-            self._attach()
+            try:
+                self._attach()
+            except BaseException as error:
+                self._stop(method)
+                error.add_note(f"headrace: {self._stopped}")
+                raise
+
+    def _stop(self, method: str) -> None:
+        """Have calls of the pipeline and of its components raise, instead of running without an offload."""
+        self._stopped = (
+            f"{method}() has changed the pipeline, and then it could not be offloaded again: it is not offloaded, and "
+            f"its weights are resident where they are stored; call load(pipe, ...) again, with a larger budget or in "
+            f"place of a finished plan with a budget, or handle.remove() to run it there"
+        )
+        self.pipe._headrace = self
+        self.pipe.__class__ = _offloaded_class(self._class)
+        modules = Components(self.pipe).modules()  # of all, since a VAE's decode() is no forward of it
+        self._gates = [module.register_forward_pre_hook(self._require_offload) for module in modules]
 
 
 def _idle_adapters(layer: nn.Module) -> Iterator[nn.Parameter]:
