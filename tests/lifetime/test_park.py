@@ -368,6 +368,17 @@ class TestFaults:
         plain.check()
         plain.check_state()
 
+    def test_an_interrupt_of_a_forward_that_resumes(self, plain: Pair, monkeypatch: pytest.MonkeyPatch) -> None:
+        plain.handle.park(resume="auto")
+        with monkeypatch.context() as patch:
+            patch.setattr(HostCopies, "fill", raising(KeyboardInterrupt()))
+            with pytest.raises(KeyboardInterrupt) as caught:
+                plain.run(plain.model)
+        assert caught.value.__notes__ == ["headrace: the offload is parked"]
+        run_threads([plain.handle.resume])  # no lock is left to this thread
+        plain.check()
+        plain.check_state()
+
     @pytest.mark.parametrize("call", ["park", "resume", "update"])
     @pytest.mark.parametrize("again", [True, False])
     def test_an_interrupt_where_forwards_begin_again(

@@ -253,18 +253,27 @@ class Lifetime:
                     self._open()
 
     @contextmanager
-    def _undisturbed(self) -> Iterator[None]:
-        """Locks are given up, whatever an interrupt has left of them, and the error says what has become of it."""
+    def _undisturbed(self, otherwise: str = "as it was before") -> Iterator[None]:
+        """Within, no other thread changes the offload. Everything that depends on its state has to be inside.
+
+        An error says what has become of the offload: ``otherwise``, if it is neither parked nor half updated. Locks
+        are given up, whatever an interrupt has left of them.
+        """
+        is_inner = self._lock._is_owned()  # type: ignore[attr-defined] # a caller still needs the lock
         try:
-            with torch.inference_mode(False), torch.no_grad():  # what is made lives on after the caller's mode
+            self._process.require_own_process()  # in a fork the lock may be locked forever
+            # What is made lives on after the caller's mode.
+            with self._lock, torch.inference_mode(False), torch.no_grad():
                 yield
         except BaseException as error:
+            if is_inner:
+                raise
             if not isinstance(error, Exception):
                 release_left(self._lock)
                 release_left(self.session._promoter.tensor_lock)
                 if self.session.prefetcher is not None:
                     self.session.prefetcher.abandon()
-            state = "as it was before" if self.parked is None else "parked"
+            state = otherwise if self.parked is None else "parked"
             error.add_note(f"headrace: the offload is {'half updated' if self.broken else state}")
             raise
 
@@ -335,7 +344,7 @@ class Lifetime:
 
     @leave_to_python
     def _gate(self, module: nn.Module, args: Any) -> None:
-        self._process.require_own_process()  # in a fork the lock may be locked forever
+        self._process.require_own_process()
         me, code = threading.get_ident(), nn.Module._call_impl.__code__
         if self.parked is None:
             frames = [frame for frame, _ in traceback.walk_stack(sys._getframe()) if frame.f_code is code]
@@ -343,8 +352,9 @@ class Lifetime:
                 return  # a part of a forward that began before
         self._waiting.add(me)
         try:
-            with self._lock:
+            with self._undisturbed():
                 self.on_use(f"{type(module).__name__} was called")
+                self._waiting.discard(me)  # with the lock: what takes it next has to wait for this forward
         finally:
             self._waiting.discard(me)
 
