@@ -16,6 +16,7 @@ from torch import nn
 from headrace.config import RANK_MODES, Policy, instead_of
 from headrace.errors import OptionTypeError, StateError, warn_user
 from headrace.formatting import format_size
+from headrace.lifetime.parking import Lifetime
 from headrace.plan.plan import Plan
 from headrace.planning.request import PlanRequest, require_kinds
 from headrace.runtime.outside_access import place_of
@@ -30,7 +31,6 @@ if TYPE_CHECKING:
 
     from headrace.checkpoint.safetensors_header import Checkpoint
     from headrace.checkpoint.weight_map import WeightMap
-    from headrace.lifetime.parking import Lifetime
     from headrace.planning.context import PlanContext
     from headrace.stores.file_reads import DiskOptions
 
@@ -44,19 +44,19 @@ class Handle:
 
     def __init__(self, model: nn.Module, session: OffloadSession, context: PlanContext | None = None) -> None:
         self.model = model
-        self._first_session, self._context = session, context
-        self._life: Lifetime | None = None
+        # From the start: threads that call at the same time have to find the same lock.
+        self._life = Lifetime(session, context=context)
 
     @property
     def _session(self) -> OffloadSession:
-        return self._first_session if self._life is None else self._life.session
+        return self._life.session
 
     def __repr__(self) -> str:
         name, plan = type(self.model).__name__, self.plan
         state = f"{format_size(plan.weight_bytes)} of weights in {format_size(plan.device_bytes)} of device memory"
         if not self._session.in_force:
             state = "removed, its weights are back"
-        elif self._life is not None and self._life.parked:
+        elif self._life.parked:
             state = "parked"
         return f"<headrace.Handle of {name}: {state}; {self._session.counters()}>"
 
@@ -108,18 +108,12 @@ class Handle:
             StateError: called inside a forward; another thread does not end one; graphs may still be replayed.
             BudgetError: the device the model came from has no room for it; the offload stays in force.
         """
-        (self._life or self._session).remove(graphs_released)
-        self._first_session, self._life = self._session, None  # which has the copies of residents
+        self._life.remove(graphs_released, self._forget)
+
+    def _forget(self) -> None:
         # A model may have been offloaded again since, and then has another handle.
         if handle_of(self.model) is self:
             del self.model.__dict__[_MARK]
-
-    @property
-    def _lifetime(self) -> Lifetime:
-        from headrace.lifetime.parking import Lifetime
-
-        self._life = self._life or Lifetime(self._session, context=self._context)
-        return self._life
 
     def park(self, *, resume: Literal["call", "auto"] = "call", graphs_released: bool = False) -> int:
         """Give the device memory of all weights back, until :meth:`resume`; the stores stay as they are.
@@ -144,7 +138,7 @@ class Handle:
 
         After an error or interrupt the offload is as before, or parked; a note of the exception says which.
         """
-        return self._lifetime.park(resume, graphs_released)
+        return self._life.park(resume, graphs_released)
 
     def resume(self) -> int:
         """Take device memory again, and copy the residents back; no effect unless the offload is parked.
@@ -155,7 +149,7 @@ class Handle:
         Raises:
             BudgetError: the device has no room; the offload stays parked.
         """
-        return self._lifetime.resume()
+        return self._life.resume()
 
     def resize(self, device_memory: str | int, *, graphs_released: bool = False) -> int:
         """Give the offload another device budget, between two forwards; a parked one is resumed by it.
@@ -188,7 +182,7 @@ class Handle:
         """
         from headrace.lifetime.resizing import resize
 
-        return resize(self._lifetime, device_memory, graphs_released)
+        return resize(self._life, device_memory, graphs_released)
 
     def update(self, tensors: Mapping[str, torch.Tensor] | str | os.PathLike[str]) -> int:
         """Give weights and buffers new values, in the store and on the device, between two forwards.
@@ -213,7 +207,7 @@ class Handle:
         """
         from headrace.lifetime.update import update
 
-        return update(self._lifetime, tensors)
+        return update(self._life, tensors)
 
     def __enter__(self) -> Handle:
         return self

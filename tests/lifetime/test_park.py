@@ -30,10 +30,11 @@ from headrace.errors import (
 )
 from headrace.lifetime import parking
 from headrace.lifetime.host_copies import HostCopies
+from headrace.lifetime.resizing import Exchange
 from headrace.memory.system import Limits
 from headrace.model.live_tensors import _owners
 from headrace.model.torch_private import weak_memory
-from headrace.runtime.session import allocate_residents
+from headrace.runtime.session import OffloadSession, allocate_residents
 from headrace.testing import assert_same_bits
 from headrace.transfer.link import ThreadLink
 from interrupts import Interrupter
@@ -249,7 +250,6 @@ class TestRefused:
         with pytest.raises(StateError, match="inside a forward"), torch.no_grad():
             plain.run(plain.model)
         hook.remove()
-        assert plain.handle._life is not None
         assert plain.handle._life.parked is None
 
     def test_a_wrong_resume(self, plain: Pair) -> None:
@@ -288,7 +288,7 @@ class TestRefused:
     def test_a_forked_child_of_a_thread_that_parks(self, plain: Pair) -> None:
         """A lock that another thread held is locked in the child forever."""
         plain.handle.park(resume="auto")
-        life, has_it, is_over = plain.handle._lifetime, threading.Event(), threading.Event()
+        life, has_it, is_over = plain.handle._life, threading.Event(), threading.Event()
 
         def hold() -> None:
             with life._lock:
@@ -468,6 +468,93 @@ class TestThreads:
 
         run_threads([work, work])
         plain.check()
+
+    @pytest.mark.parametrize("call", ["park", "resume", "resize", "update", "remove"])
+    @pytest.mark.parametrize("way", ["prefetch", "all resident"])
+    def test_in_the_middle_of_remove(
+        self, call: str, way: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        """What another thread calls waits, and finds an offload that has ended."""
+        here, remove = pair(way, tmp_path), OffloadSession.remove
+        arguments = {"resize": ["640KiB"], "update": [{"last.bias": torch.ones(256)}]}.get(call, [])
+        errors: list[StateError] = []
+
+        def other() -> None:
+            try:
+                getattr(here.handle, call)(*arguments)
+            except StateError as error:
+                errors.append(error)
+
+        def in_the_middle(*args: Any) -> None:
+            monkeypatch.setattr(OffloadSession, "remove", remove)
+            thread.start()
+            thread.join(0.3)
+            assert thread.is_alive()
+            remove(*args)
+
+        thread = threading.Thread(target=other)
+        monkeypatch.setattr(OffloadSession, "remove", in_the_middle)
+        here.handle.remove()
+        thread.join(60)
+        assert [str(error).partition(";")[0] for error in errors] == (
+            [] if call in ("resume", "remove") else [f"{call}(): this offload has ended"]
+        )
+        here.check()
+        here.check_state()
+
+    @pytest.mark.parametrize("what", ["resume", "a use"])
+    def test_in_the_middle_of_update_and_resize(self, what: str, plain: Pair, monkeypatch: pytest.MonkeyPatch) -> None:
+        """Another thread waits for the end, and takes no state of the middle for it."""
+        owner, name = (HostCopies, "forget") if what == "resume" else (Exchange, "_place")
+        real, found = getattr(owner, name), []
+
+        def other() -> None:
+            found.append(plain.handle.resume() if what == "resume" else plain.model.layers[1].linear.weight.sum())  # type: ignore[index, union-attr]
+
+        def in_the_middle(*args: Any) -> Any:
+            monkeypatch.setattr(owner, name, real)
+            thread.start()
+            thread.join(0.3)
+            return real(*args)
+
+        thread = threading.Thread(target=other)
+        monkeypatch.setattr(owner, name, in_the_middle)
+        if what == "resume":
+            plain.handle.update({"last.bias": plain.twin.last.bias.detach().clone()})  # type: ignore[union-attr, operator]
+        else:
+            plain.handle.resize("640KiB")
+        thread.join(60)
+        assert [float(each) for each in found] == [
+            0 if what == "resume" else float(plain.twin.layers[1].linear.weight.sum())  # type: ignore[index, union-attr]
+        ]
+        plain.check()
+        plain.check_state()
+
+    def test_a_forward_that_the_gate_lets_go(self, tmp_path: Path) -> None:
+        """It counts as one that runs before another thread can park."""
+        here = pair("all resident", tmp_path)
+        here.handle.park(resume="auto")
+        begins, parked = threading.Event(), threading.Event()
+
+        class Waiting(set[int]):
+            def discard(self, thread: int) -> None:
+                if thread in self:
+                    begins.set()
+                    parked.wait(0.3)
+                super().discard(thread)
+
+        def park() -> None:
+            begins.wait(10)
+            here.handle.park()
+            parked.set()
+
+        here.handle._life._waiting = Waiting()
+        thread = threading.Thread(target=park)
+        thread.start()
+        here.check()
+        thread.join(60)
+        here.handle.resume()
+        here.check()
 
     def test_it_waits_for_a_forward(self, plain: Pair) -> None:
         order: list[str] = []

@@ -102,21 +102,26 @@ class Lifetime:
 
     def resume(self) -> int:
         """See :meth:`headrace.api.Handle.resume`."""
-        self._require_whole("resume()")
-        return self._resume()
+        with self._undisturbed():
+            self._require_whole("resume()")
+            return self._resume()
 
-    def remove(self, graphs_released: bool) -> None:
-        """See :meth:`headrace.api.Handle.remove`."""
-        self._resume()
-        self.session.remove(graphs_released)
-        if self.broken is not None:
-            self.broken = None
-            self._open()
-            warn_user(_HALF)
+    def remove(self, graphs_released: bool, then: Callable[[], None]) -> None:
+        """See :meth:`headrace.api.Handle.remove`; ``then`` is called at the end, while others still wait."""
+        if self._process.is_forked and not self.session.in_force:
+            return
+        with self._undisturbed("in force until remove() has been called again"):
+            self._resume()
+            self.session.remove(graphs_released)
+            self.copies = HostCopies(self.device)
+            then()
+            if self.broken is not None:
+                self.broken = None
+                self._open()
+                warn_user(_HALF)
 
     def _resume(self) -> int:
-        self._process.require_own_process()
-        with self._undisturbed(), self._lock:
+        with self._undisturbed():
             if self.parked is None:
                 if self._gates:  # left by an interrupt, since no operation has the lock
                     self._open()
@@ -140,10 +145,11 @@ class Lifetime:
 
     def on_use(self, what: str) -> None:
         """A parked weight is needed: resume, or raise ``StateError`` that says ``what`` has happened."""
-        self._require_whole(what)
-        if self.parked == "call":
-            raise StateError(f"{what}, and {_PARKED}")
-        self.resume()
+        with self._undisturbed():  # another thread may be about to resume it, or to end an update
+            self._require_whole(what)
+            if self.parked == "call":
+                raise StateError(f"{what}, and {_PARKED}")
+            self._resume()
 
     def _require_whole(self, what: str) -> None:
         if self.broken is not None:
@@ -241,9 +247,8 @@ class Lifetime:
                 does not end its forward; graphs may still be replayed.
             OptionError: the offload is of a kind that this is not for.
         """
-        self._process.require_own_process()
-        self._require_supported(call)
-        with self._undisturbed(), self._lock:
+        with self._undisturbed():
+            self._require_supported(call)
             if self.parked is None:
                 self._close(call, graphs_released)
             try:

@@ -51,8 +51,8 @@ def update(
             torch.cuda.synchronize(device)  # another thread reads them, on another stream
         codes = _new_codes(life, writes)
         _to_the_end(partial(_write, life, writes, codes, beside))
-    if life.parked is None:
-        life.session.reset()
+        if life.parked is None:
+            life.session.reset()
     return num_bytes
 
 
