@@ -32,7 +32,7 @@ from headrace.lifetime import parking
 from headrace.lifetime.host_copies import HostCopies
 from headrace.lifetime.resizing import Exchange
 from headrace.memory.system import Limits
-from headrace.model.live_tensors import _owners
+from headrace.model.live_tensors import BoundStorage, _owners
 from headrace.model.torch_private import weak_memory
 from headrace.runtime.session import OffloadSession, allocate_residents
 from headrace.testing import assert_same_bits
@@ -378,6 +378,30 @@ class TestFaults:
         run_threads([plain.handle.resume])  # no lock is left to this thread
         plain.check()
         plain.check_state()
+
+    @pytest.mark.parametrize("way", ["prefetch", "budget", "all resident"])
+    def test_an_interrupt_in_the_middle_of_remove(
+        self, way: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        """Nothing but another remove() goes on from there."""
+        here, give_back = pair(way, tmp_path), BoundStorage.give_back
+
+        def interrupt(*args: Any) -> None:
+            give_back(*args)
+            raise KeyboardInterrupt
+
+        with monkeypatch.context() as patch:
+            patch.setattr(BoundStorage, "give_back", interrupt)
+            with pytest.raises(KeyboardInterrupt) as caught:
+                here.handle.remove()
+        assert caught.value.__notes__ == ["headrace: the offload is in force until remove() has been called again"]
+        handle, values = here.handle, {"last.bias": torch.ones(256)}
+        for call in (handle.park, lambda: handle.resize("640KiB"), lambda: handle.update(values)):
+            with pytest.raises(StateError, match=r"call remove\(\) again"):
+                call()
+        here.handle.remove()
+        here.check()
+        here.check_state()
 
     @pytest.mark.parametrize("call", ["park", "resume", "update"])
     @pytest.mark.parametrize("again", [True, False])

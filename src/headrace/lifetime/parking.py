@@ -288,6 +288,8 @@ class Lifetime:
             self._require_whole(call)
         if not session.in_force:
             raise StateError(f"{call}: this offload has ended; offload the model again")
+        if session.half_removed:
+            raise StateError(f"{call}: a remove() has ended in the middle: call remove() again")
         if self.detached and call == UPDATE:
             raise StateError(f"{call}: a resize() has ended in the middle: call resume() first")
         kinds = {unit.kind for unit in session.plan.units} | {session.plan.kind}

@@ -107,6 +107,7 @@ class OffloadSession(NotCopyable):
         prefetcher: copies the units; ``None``: there are none.
         planned: the plan without promotions.
         in_force: from :meth:`attach` to :meth:`remove`.
+        half_removed: tensors are being given back, or :meth:`remove` has ended in the middle of that.
         has_ranks: it is one of a group.
     """
 
@@ -124,7 +125,7 @@ class OffloadSession(NotCopyable):
         self.prefetcher: Prefetcher | None = None
         self._reads = ReadStats()
         self._link = options.link
-        self.in_force = False
+        self.in_force = self.half_removed = False
         self.attachments: list[Attachment] = []
         self.captured: weakref.WeakSet[Any] = weakref.WeakSet()
 
@@ -291,6 +292,7 @@ class OffloadSession(NotCopyable):
             if self.prefetcher is not None:
                 self.prefetcher.forwards.resume()
             raise
+        self.half_removed = True
         # Tensors before hooks: an interrupt here leaves a model that refuses to run, not one that runs without waiting.
         for name, buffer in restored.items():
             bound = self._bound[name]
