@@ -24,6 +24,7 @@ from headrace.cli.demo_run import ModelSize, ensure_model
 from headrace.config import Prefetch
 from headrace.errors import BudgetError, LimitError
 from headrace.graphs.cache_rows import Rows
+from headrace.lifetime import host_copies, parking
 from headrace.serving.listening import bind
 from headrace.serving.switch import Hosted
 from models import aligned
@@ -467,6 +468,28 @@ class TestParking:
                 if fields:
                     assert eventually(lambda: "parked" in repr(served.handle), 60)
             assert "parked" not in repr(served.handle)
+            assert json.loads(served.send("/v1/models/tiny/park", {})[1])["state"] == "parked"
+            assert "parked" in repr(served.handle)
+
+    @pytest.mark.parametrize("place", [(host_copies, "read_limits"), (parking, "free_slots")])
+    def test_one_model_that_cannot_be_parked(
+        self, place: tuple[Any, str], folders: dict[str, Path], monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        """It runs on, and the next request tries it again."""
+        real = getattr(*place)
+
+        def fail_once(*_: Any, **__: Any) -> None:
+            monkeypatch.setattr(*place, real)
+            raise LimitError("no host memory for the residents", "host memory", 2, 1)
+
+        with serving(folders["a"], EVERY_LAYER) as served:
+            monkeypatch.setattr(*place, fail_once)
+            status, text = served.send("/v1/models/tiny/park", {})
+            assert (status, "park of 'tiny' failed" in text) == (503, True)
+            found = json.loads(served.send("/v1/models/tiny")[1])
+            assert (found["state"], "error" in found) == ("running", False)
+            assert json.loads(served.send("/health")[1]) == {"status": "ok"}
+            assert served.complete("Water", max_tokens=2)
             assert json.loads(served.send("/v1/models/tiny/park", {})[1])["state"] == "parked"
             assert "parked" in repr(served.handle)
 

@@ -278,10 +278,11 @@ class Switch:
         except Exception as error:
             name, why = blamed.names[0], f"{type(error).__name__}: {error}"
             _log.error("%s of %s failed", kind, name, exc_info=error)
-            blamed.error = f"{kind} of {name!r} failed, and its next request tries it again: {why}"
+            text = f"{kind} of {name!r} failed, and its next request tries it again: {why}"
+            blamed.error = None if blamed is self.running else text  # it runs on
             for ticket in [each for each in self._waiting if each.model is blamed and each.parks is (to is None)]:
                 self._waiting.remove(ticket)
-                ticket.admitted.set_exception(RequestError(blamed.error, status=503))
+                ticket.admitted.set_exception(RequestError(text, status=503))
         self._task, self._since_s = None, time.monotonic()
         self._admit()  # however long the others have waited
         self._advance()
@@ -298,7 +299,7 @@ class Switch:
             progress: called while weights are loaded.
 
         Raises:
-            Exception: of any type, with no model on the device.
+            Exception: of any type, with no model on the device; or with the only one, which could not be parked.
         """
         held = [model for model in self.models if model.served is not None and model is not to]
         held.sort(key=lambda model: model.used_s)
@@ -307,12 +308,10 @@ class Switch:
             gone.append(held.pop(0))
         if (leaving := self.running) is not None and leaving.served is not None:
             leaving.served.engine.engine.rest()
-            try:
-                if leaving not in gone and not self._is_parked(leaving):
-                    gone.append(leaving)
-                    held.remove(leaving)
-            finally:
-                self.running = None
+            if leaving not in gone and not self._is_parked(leaving):
+                gone.append(leaving)
+                held.remove(leaving)
+            self.running = None
         for model in gone:
             self._release(model)
         if to is None:
@@ -326,11 +325,15 @@ class Switch:
 
     def _is_parked(self, model: Hosted) -> bool:
         """Park ``model``; ``False``: it cannot be, and has to be loaded again."""
+        if model.handle is None:
+            return True
         try:
-            if model.handle is not None:
-                model.handle.park()
+            model.handle.park()
         except Exception as error:
             if model.load is None:
+                self.running = None
+                model.handle.resume()  # an error in the middle leaves it parked
+                self.running = model
                 raise
             _log.warning("%s is not parked, and is loaded again when it is wanted: %s", model.names[0], error)
             return False
