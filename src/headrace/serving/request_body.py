@@ -11,6 +11,7 @@ import json
 import logging
 import re
 from collections.abc import Collection, Mapping
+from contextlib import suppress
 from difflib import get_close_matches
 from functools import cache
 from typing import Annotated, Any, Literal, TypeVar
@@ -208,7 +209,8 @@ _UNITS = {"ms": 0.001, "s": 1, "m": 60, "h": 3600}
 def _seconds(given: Any) -> float:
     """A number of seconds, or, as Ollama has it, a text such as "5m" or "1h30m"; negative: without end."""
     if isinstance(given, int | float) and not isinstance(given, bool):
-        return float(given)
+        with suppress(OverflowError):
+            return float(given)
     parts = re.findall(r"(\d+(?:\.\d+)?)(ms|[smh])", str(given))
     if not parts or str(given).removeprefix("-") != "".join(map("".join, parts)):
         raise ValueError('expected seconds, or a text such as "5m"; 0: none, -1: without end')
