@@ -341,6 +341,19 @@ class TestFaults:
         plain.check()
         plain.check_state()
 
+    def test_a_second_park_frees_what_an_error_has_left(self, plain: Pair, monkeypatch: pytest.MonkeyPatch) -> None:
+        with monkeypatch.context() as patch:
+            patch.setattr(parking, "free_slots", raising(RuntimeError("no")))
+            with pytest.raises(RuntimeError):
+                plain.handle.park()
+        prefetcher = plain.handle._session.prefetcher
+        assert prefetcher is not None
+        assert all(slot.memory.nbytes for slot in prefetcher.replays.live)
+        assert plain.handle.park() == 0
+        assert not any(slot.memory.nbytes for slot in prefetcher.replays.live)
+        plain.handle.resume()
+        plain.check()
+
     @pytest.mark.parametrize("error", [RuntimeError("no"), torch.OutOfMemoryError("no"), KeyboardInterrupt()])
     @pytest.mark.parametrize(
         ("owner", "name"),

@@ -92,6 +92,8 @@ class Lifetime:
         with self.alone("park()", graphs_released):
             if self.parked is not None:
                 self.parked = resume
+                if not self.detached:
+                    self.free()  # what an error or interrupt has left
                 return 0
             residents = self._residents()
             moved = self.copies.update({name: bound.current_bytes() for name, bound in residents.items()})
