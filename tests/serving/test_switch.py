@@ -460,6 +460,15 @@ class TestParking:
                 time.sleep(0.5)
                 assert served.state()["a"] == "running"
 
+    def test_a_later_request_ends_the_wait_of_the_one_before(self, two: dict[str, Path]) -> None:
+        with serving_several(two, EVERY_LAYER) as served:
+            model, waits = served.of("a"), list[Any]()
+            for keep_alive in ("1h", "2h", None):
+                text_of(served, "a", keep_alive=keep_alive)
+                assert eventually(lambda: not model.is_busy and model.expiry is not None, 10)
+                waits.append(model.expiry)
+            assert eventually(lambda: all(each.cancelled() for each in waits), 10)  # no timer keeps the model
+
     def test_one_model(self, folders: dict[str, Path], expected: dict[tuple[str, str], str]) -> None:
         with serving(folders["a"], EVERY_LAYER) as served:
             for fields in ({"keep_alive": 0}, {}):

@@ -49,6 +49,7 @@ class Hosted:
         entering: requests whose turn it is, and that are not in its engine yet.
         used_s: when it was used last.
         keep_alive_s: by its last request, for how long it stays on the device without one; ``None``: for good.
+        expiry: ends that time.
         ended: counts of engines that it has had.
     """
 
@@ -62,6 +63,7 @@ class Hosted:
     entering: int = 0
     used_s: float = 0.0
     keep_alive_s: float | None = None
+    expiry: asyncio.TimerHandle | None = None
     ended: Counter[str] = field(default_factory=Counter)
 
     @property
@@ -239,9 +241,12 @@ class Switch:
 
     def _after(self, model: Hosted) -> None:
         """Requests of ``model`` may have ended."""
+        if model.expiry is not None:
+            model.expiry.cancel()
         if not model.is_busy and model.keep_alive_s is not None and model.handle is not None:
             model.used_s = time.monotonic()
-            asyncio.get_running_loop().call_later(model.keep_alive_s, self._expire, model, model.used_s)
+            loop = asyncio.get_running_loop()
+            model.expiry = loop.call_later(model.keep_alive_s, self._expire, model, model.used_s)
         self._advance()
 
     def _expire(self, model: Hosted, used_s: float) -> None:
