@@ -16,7 +16,6 @@ from torch import nn
 from headrace.config import RANK_MODES, Policy, instead_of
 from headrace.errors import OptionTypeError, StateError, warn_user
 from headrace.formatting import format_size
-from headrace.lifetime.parking import Lifetime
 from headrace.plan.plan import Plan
 from headrace.planning.request import PlanRequest, require_kinds
 from headrace.runtime.outside_access import place_of
@@ -31,6 +30,7 @@ if TYPE_CHECKING:
 
     from headrace.checkpoint.safetensors_header import Checkpoint
     from headrace.checkpoint.weight_map import WeightMap
+    from headrace.lifetime.parking import Lifetime
     from headrace.planning.context import PlanContext
     from headrace.stores.file_reads import DiskOptions
 
@@ -42,21 +42,23 @@ _log = logging.getLogger(__name__)
 class Handle:
     """An active offload. Leaving its ``with`` block, or :meth:`remove`, ends it; dropping the handle does not."""
 
+    _life: Lifetime | None = None
+
     def __init__(self, model: nn.Module, session: OffloadSession, context: PlanContext | None = None) -> None:
         self.model = model
-        # From the start: threads that call at the same time have to find the same lock.
-        self._life = Lifetime(session, context=context)
+        self._first_session, self._context = session, context
+        self.__dict__.pop("_life", None)
 
     @property
     def _session(self) -> OffloadSession:
-        return self._life.session
+        return self._first_session if self._life is None else self._life.session
 
     def __repr__(self) -> str:
         name, plan = type(self.model).__name__, self.plan
         state = f"{format_size(plan.weight_bytes)} of weights in {format_size(plan.device_bytes)} of device memory"
         if not self._session.in_force:
             state = "removed, its weights are back"
-        elif self._life.parked:
+        elif self._life is not None and self._life.parked:
             state = "parked"
         return f"<headrace.Handle of {name}: {state}; {self._session.counters()}>"
 
@@ -108,7 +110,16 @@ class Handle:
             StateError: called inside a forward; another thread does not end one; graphs may still be replayed.
             BudgetError: the device the model came from has no room for it; the offload stays in force.
         """
-        self._life.remove(graphs_released, self._forget)
+        self._lifetime.remove(graphs_released, self._forget)
+
+    @property
+    def _lifetime(self) -> Lifetime:
+        from headrace.lifetime.parking import Lifetime
+
+        if self._life is None:  # setdefault() is atomic: threads that call at the same time need the same lock
+            self.__dict__.setdefault("_life", Lifetime(self._first_session, context=self._context))
+        assert self._life is not None
+        return self._life
 
     def _forget(self) -> None:
         # A model may have been offloaded again since, and then has another handle.
@@ -138,7 +149,7 @@ class Handle:
 
         After an error or interrupt the offload is as before, or parked; a note of the exception says which.
         """
-        return self._life.park(resume, graphs_released)
+        return self._lifetime.park(resume, graphs_released)
 
     def resume(self) -> int:
         """Take device memory again, and copy the residents back; no effect unless the offload is parked.
@@ -149,7 +160,7 @@ class Handle:
         Raises:
             BudgetError: the device has no room; the offload stays parked.
         """
-        return self._life.resume()
+        return self._lifetime.resume()
 
     def resize(self, device_memory: str | int, *, graphs_released: bool = False) -> int:
         """Give the offload another device budget, between two forwards; a parked one is resumed by it.
@@ -182,7 +193,7 @@ class Handle:
         """
         from headrace.lifetime.resizing import resize
 
-        return resize(self._life, device_memory, graphs_released)
+        return resize(self._lifetime, device_memory, graphs_released)
 
     def update(self, tensors: Mapping[str, torch.Tensor] | str | os.PathLike[str]) -> int:
         """Give weights and buffers new values, in the store and on the device, between two forwards.
@@ -207,7 +218,7 @@ class Handle:
         """
         from headrace.lifetime.update import update
 
-        return update(self._life, tensors)
+        return update(self._lifetime, tensors)
 
     def __enter__(self) -> Handle:
         return self

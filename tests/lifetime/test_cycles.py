@@ -42,9 +42,9 @@ def test_a_hundred_in_random_order(way: str, tmp_path: Path) -> None:
             value = torch.randn(twin.shape, generator=torch.Generator().manual_seed(step)).mul(0.05).to(twin.dtype)
             here.handle.update({name: value})
             twin.data.copy_(value)
-        elif here.handle._life.parked != "call":
+        elif here.handle._life is None or here.handle._life.parked != "call":
             here.check()
-        if here.handle._life.parked:
+        if here.handle._life is not None and here.handle._life.parked:
             kept = here.handle._life.copies
             placed = {kept.bytes_of(name).data_ptr() for name in kept._held}
             copies = copies or placed

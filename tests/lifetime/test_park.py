@@ -250,7 +250,7 @@ class TestRefused:
         with pytest.raises(StateError, match="inside a forward"), torch.no_grad():
             plain.run(plain.model)
         hook.remove()
-        assert plain.handle._life.parked is None
+        assert plain.handle._lifetime.parked is None
 
     def test_a_wrong_resume(self, plain: Pair) -> None:
         with pytest.raises(OptionError, match="'call', 'auto'"):
@@ -288,7 +288,7 @@ class TestRefused:
     def test_a_forked_child_of_a_thread_that_parks(self, plain: Pair) -> None:
         """A lock that another thread held is locked in the child forever."""
         plain.handle.park(resume="auto")
-        life, has_it, is_over = plain.handle._life, threading.Event(), threading.Event()
+        life, has_it, is_over = plain.handle._lifetime, threading.Event(), threading.Event()
 
         def hold() -> None:
             with life._lock:
@@ -585,7 +585,7 @@ class TestThreads:
             here.handle.park()
             parked.set()
 
-        here.handle._life._waiting = Waiting()
+        here.handle._lifetime._waiting = Waiting()
         thread = threading.Thread(target=park)
         thread.start()
         here.check()

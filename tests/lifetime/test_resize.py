@@ -241,7 +241,7 @@ class TestMemory:
         for size in (*DENSE_SIZES, *DENSE_SIZES):
             here.handle.park()
             here.handle.resize(size)
-            life, store = here.handle._life, here.handle._session._store
+            life, store = here.handle._lifetime, here.handle._session._store
             held = [store.held(name) for name in here.handle.plan.offloaded_names]
             held += [life.copies.held(name) for name in here.handle.plan.resident]
             memories = {id(each.memory): each.memory.num_bytes for each in held if each is not None}
