@@ -236,14 +236,22 @@ class TestBytes:
 
 
 class TestRefused:
-    def test_residents_with_another_user_stay(self, plain: Pair) -> None:
-        alias = plain.model.last.bias.detach()  # type: ignore[union-attr]
-        with pytest.warns(HeadraceWarning, match="stay where they are"):
-            plain.handle.park()
-        plain.handle.resume()
-        alias.mul_(3)
-        plain.twin.last.bias.data.mul_(3)  # type: ignore[union-attr]
-        plain.check()
+    @pytest.mark.parametrize("then", ["resume", "resize"])
+    @pytest.mark.parametrize("way", ["prefetch", "all resident", "checkpoint"])
+    def test_residents_with_another_user_stay(self, way: str, then: str, tmp_path: Path) -> None:
+        """Also those of a model that came without bytes, whose memory is the offload's."""
+        here = pair(way, tmp_path)
+        aliases = [model.last.bias.detach()[1:] for model in (here.model, here.twin)]  # type: ignore[union-attr]
+        with pytest.warns(HeadraceWarning, match=r"1\.0 KiB of residents \(last\.bias, 1 in all\) stay where they are"):
+            here.handle.park()
+        here.handle.resume() if then == "resume" else here.handle.resize("600KiB")
+        for alias, model in zip(aliases, (here.model, here.twin), strict=True):
+            alias.mul_(3)
+            model.layers[2].norm.weight.data.mul_(2)  # type: ignore[index, union-attr]
+        here.check()
+        new = torch.full([256], 0.5)
+        here.handle.update({"last.bias": new})
+        assert_same_bits(aliases[0], new[1:])
 
     def test_inside_a_forward(self, plain: Pair) -> None:
         hook = plain.model.layers[1].register_forward_hook(lambda *_: plain.handle.park() and None)  # type: ignore[index, union-attr]

@@ -516,6 +516,12 @@ class BoundStorage:
         """The memory that the tensors view now: uint8, 1-D."""
         return self._bytes_around(self._first.tensor.data)
 
+    def held_memory(self) -> list[torch.Tensor]:
+        """What the tensors view, or are to view again; nothing of what has no bytes of its own."""
+        # A tensor from `meta` has an original without memory for good.
+        data = [tensor.tensor if self.on_meta else tensor.original_data for tensor in self.tensors]
+        return [each for each in data if not each.is_meta and not is_placeholder(each)]
+
     @property
     def is_kept_elsewhere(self) -> bool:
         """Whether the memory that the model came with was released, and views kept elsewhere hold it still."""
@@ -613,8 +619,7 @@ def used_elsewhere(storages: Collection[BoundStorage]) -> list[BoundStorage]:
             if data is not None:
                 own.setdefault(storage_id(data), {})[id(data)] = data
     used = {address for address, tensors in own.items() if count(address) > len(tensors) + of_python}
-    live = (storage for storage in storages if not storage.on_meta)
-    return [storage for storage in live if used & {storage_id(bound.original_data) for bound in storage.tensors}]
+    return [storage for storage in storages if used & {storage_id(data) for data in storage.held_memory()}]
 
 
 def live_tensors(module: nn.Module, paths: Iterable[Path]) -> Iterator[torch.Tensor]:
