@@ -11,6 +11,7 @@ import os
 import signal
 import threading
 import time
+import warnings
 import weakref
 from pathlib import Path
 from typing import Any
@@ -18,7 +19,9 @@ from typing import Any
 import pytest
 import torch
 
+import headrace
 from checks import raising, run_threads
+from headrace import Prefetch
 from headrace.errors import (
     BudgetError,
     HeadraceWarning,
@@ -252,6 +255,27 @@ class TestRefused:
         new = torch.full([256], 0.5)
         here.handle.update({"last.bias": new})
         assert_same_bits(aliases[0], new[1:])
+
+    @pytest.mark.parametrize("is_kept", [True, False])
+    def test_a_buffer_that_is_a_view(self, is_kept: bool, tmp_path: Path) -> None:
+        """Torch keeps what a view was made of: another user only if somebody else has it."""
+        here = pair("prefetch", tmp_path)
+        here.handle.remove()
+        kept = list[torch.Tensor]()
+        for model in (here.model, here.twin):
+            kept.append(whole := torch.zeros(2, 256))
+            model.register_buffer("shift", whole[0])
+        if not is_kept:
+            del kept[:], whole
+        with warnings.catch_warnings(record=True) as caught:
+            warnings.simplefilter("always")
+            handle = headrace.offload(here.model, Prefetch(1, 1, 2, params=("linear.weight",)))
+            handle.park()
+            handle.resume()
+        assert ["stay where they are" in str(each.message) for each in caught] == [True] * is_kept
+        for model in (here.model, here.twin):
+            model.shift.add_(1)  # type: ignore[operator, union-attr]
+        assert_same_bits(kept[:1], kept[1:])
 
     def test_inside_a_forward(self, plain: Pair) -> None:
         hook = plain.model.layers[1].register_forward_hook(lambda *_: plain.handle.park() and None)  # type: ignore[index, union-attr]

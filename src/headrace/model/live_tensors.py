@@ -24,6 +24,7 @@ in place, through any view, reaches :func:`_on_write` and is refused, since the 
 from __future__ import annotations
 
 import functools
+import sys
 import weakref
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -615,11 +616,21 @@ def used_elsewhere(storages: Collection[BoundStorage]) -> list[BoundStorage]:
     of_python = count(storage_id(probe)) - 1  # Python's object of a storage, which storage_id() makes, counts too
     own: dict[int, dict[int, torch.Tensor]] = {}  # by storage and identity
     for bound in tuple(_bound):  # also those of plans, and of an offload that has failed, which its traceback keeps
-        for data in (bound.tensor, bound.original_data, bound.tensor._base):  # a view keeps what it was made of
-            if data is not None:
-                own.setdefault(storage_id(data), {})[id(data)] = data
+        for data in (bound.tensor, bound.original_data):
+            own.setdefault(storage_id(data), {})[id(data)] = data
+    for base in _held_by_views(bound.tensor for bound in tuple(_bound)):
+        own.setdefault(storage_id(base), {})[id(base)] = base
     used = {address for address, tensors in own.items() if count(address) > len(tensors) + of_python}
     return [storage for storage in storages if used & {storage_id(data) for data in storage.held_memory()}]
+
+
+def _held_by_views(views: Iterable[torch.Tensor]) -> list[torch.Tensor]:
+    """What ``views`` were made of and keep, unless somebody else has it, too."""
+    with torch.inference_mode(False):  # where no view has a base
+        probe = torch.empty(1, device="cpu")[:]
+    bases = {id(view._base): view._base for view in (probe, *views) if view._base is not None}
+    counts = {key: sys.getrefcount(bases[key]) for key in bases}  # a view's own reference is one of C++
+    return [base for key, base in bases.items() if counts[key] == counts[id(probe._base)]]
 
 
 def live_tensors(module: nn.Module, paths: Iterable[Path]) -> Iterator[torch.Tensor]:
