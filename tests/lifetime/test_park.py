@@ -237,6 +237,19 @@ class TestBytes:
         plain.handle.resume()
         assert_same_bits(state["last.bias"].clone(), plain.twin.state_dict()["last.bias"])
 
+    @pytest.mark.parametrize("way", ["coded", "disk", "checkpoint"])
+    def test_state_dict_with_a_parked_weight_that_was_promoted(self, way: str, tmp_path: Path) -> None:
+        """It is as any other resident's."""
+        here, name = pair(way, tmp_path, Prefetch(1, 1, 2) if way == "checkpoint" else None), "layers.3.linear.weight"
+        here.model.get_parameter(name).sum()
+        here.handle.park()
+        state = here.model.state_dict()
+        with pytest.raises(StateError, match=r"resume\(\)"):
+            state[name].clone()
+        here.handle.park(resume="auto")
+        assert_same_bits(here.model.state_dict()[name].clone(), here.twin.state_dict()[name])
+        here.check_state()
+
 
 class TestRefused:
     @pytest.mark.parametrize("then", ["resume", "resize"])

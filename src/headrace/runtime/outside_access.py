@@ -494,10 +494,12 @@ class StateGuard(NotCopyable):
     Args:
         model: the root.
         storages: what is offloaded.
-        read: the bytes of a storage, by name (uint8, 1-D).
+        read: the bytes of a storage, by name (uint8, 1-D); ``None``: its tensors are as a resident's.
     """
 
-    def __init__(self, model: nn.Module, storages: Sequence[BoundStorage], read: Callable[[str], torch.Tensor]) -> None:
+    def __init__(
+        self, model: nn.Module, storages: Sequence[BoundStorage], read: Callable[[str], torch.Tensor | None]
+    ) -> None:
         self._read = read
         self._parts: dict[nn.Module, dict[str, _Parts]] = {}
         for storage in storages:
@@ -616,9 +618,9 @@ class StateGuard(NotCopyable):
         """``tensor`` with the bytes from the store; a subclass is made anew from its inner tensors."""
         if path in parts:
             storage, bound = parts[path]
-            if bound.has_other_data:
+            buffer = None if bound.has_other_data else self._bytes(storage, state)
+            if buffer is None:
                 return tensor.detach()
-            buffer = self._bytes(storage, state)
             found = bound.view_of(buffer) if bound.reads(buffer) else bound.copy_of(buffer)
             return found if type(tensor) in (torch.Tensor, nn.Parameter) else self._in_class_of(tensor, found)
         if (flatten := getattr(tensor, "__tensor_flatten__", None)) is None:
@@ -634,7 +636,7 @@ class StateGuard(NotCopyable):
         found.__class__ = type(tensor)
         return found
 
-    def _bytes(self, storage: BoundStorage, state: object) -> torch.Tensor:
+    def _bytes(self, storage: BoundStorage, state: object) -> torch.Tensor | None:
         """Read once per ``state_dict()``, so that tied tensors share their memory in it as they do in the model."""
         if self._state is None or self._state() is not state:
             contents: dict[str, torch.Tensor] = {}
@@ -645,7 +647,8 @@ class StateGuard(NotCopyable):
                 self._state = None
         name = storage.info.name
         if name not in self._contents:
-            found = self._read(name)
+            if (found := self._read(name)) is None:
+                return None
             # What moves the storage of a state to shared memory (share_memory_, a queue) must not move the store's.
             self._contents[name] = found if storage.tensors[0].reads(found) else own_storage(found)
         return self._contents[name]

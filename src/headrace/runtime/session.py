@@ -523,7 +523,9 @@ class OffloadSession(NotCopyable):
         self._store.read(name, buffer)
         return buffer
 
-    def _state_bytes(self, name: str) -> torch.Tensor:
+    def _state_bytes(self, name: str) -> torch.Tensor | None:
+        if name in self.plan.resident and self._bound[name].is_placeholder:  # promoted, and parked since
+            return None
         if self._bound[name].is_back:  # by a remove() that was interrupted
             return self._bound[name].current_bytes()
         # Of shared memory a GPU's tensors see the very pages that other ranks read; a CPU's have pages of their own.
