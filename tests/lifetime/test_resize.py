@@ -37,6 +37,8 @@ from headrace.errors import (
 from headrace.lifetime import resizing
 from headrace.lifetime.host_copies import HostCopies
 from headrace.memory.system import Limits
+from headrace.model import live_tensors
+from headrace.model.live_tensors import _materialize
 from headrace.plan.slabs import slab_bytes
 from headrace.runtime.session import OffloadSession
 from headrace.stores import plain_host
@@ -620,6 +622,24 @@ class TestThreads:
         for each in outputs:
             assert_same_bits(each, expected.detach())
         plain.check()
+
+    @pytest.mark.parametrize("size", ["640KiB", "1GiB"])
+    def test_a_weight_used_outside_just_before_it(
+        self, size: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        """The weight belongs to another session, or is resident, when its bytes are asked for."""
+        here, name, sizes = pair("all resident", tmp_path), "layers.1.linear.weight", [size]
+        here.handle.park(resume="auto")
+
+        def after_a_resize(*args: Any) -> Any:
+            if sizes:
+                run_threads([lambda: here.handle.resize(sizes.pop())])
+            return _materialize(*args)
+
+        monkeypatch.setattr(live_tensors, "_materialize", after_a_resize)
+        with torch.no_grad():
+            assert_same_bits(here.model.get_parameter(name).clone(), here.twin.get_parameter(name))
+        here.check_state()
 
     def test_two_threads(self, plain: Pair) -> None:
         def work(sizes: tuple[str, ...]) -> None:

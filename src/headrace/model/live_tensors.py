@@ -840,12 +840,14 @@ def _on_access(operator: OpOverload, *args: Any, **kwargs: Any) -> Any:
         for argument in tree_leaves((args, kwargs)):
             if isinstance(argument, torch.Tensor) and is_placeholder(argument):
                 storage = storage_id(argument)
-                if operator.is_view and (owner := _owners.get(storage)) is not None and owner.is_read_here:
+                owner = _owners.get(storage)  # as of now: a resize() of another thread ends it
+                if operator.is_view and owner is not None and owner.is_read_here:
                     return _view_pinned(operator, args, kwargs)
                 copy = copies.get(storage) or _materialize(argument, operator, storage in written)
                 if copy is not None:
                     copies[storage] = copy
-                    given[id(argument)] = with_bytes = _with_history(argument, _owners[storage].like(argument, copy[0]))
+                    part = copy[0] if owner is None else owner.like(argument, copy[0])
+                    given[id(argument)] = with_bytes = _with_history(argument, part)
                     returned |= {id(with_bytes): argument} if storage in written else {}
         if given:
             args, kwargs = tree_map_only(torch.Tensor, lambda tensor: given.get(id(tensor), tensor), (args, kwargs))
@@ -930,18 +932,21 @@ def _written(operator: OpOverload) -> list[tuple[int, str]]:
 
 
 def _materialize(argument: torch.Tensor, operator: OpOverload, is_written: bool) -> TemporaryCopy | None:
-    first = owner = _owners.get(storage_id(argument))
-    if first is None or owner is None:
-        raise StateError(
-            f"{operator} was given an alias (.data or .detach()) of a weight, taken while its model was offloaded; "
-            f"the offload is gone: take the alias again"
-        )
-    has_other_data = argument is not owner.tensor and owner.has_other_data
+    while (first := _owners.get(storage := storage_id(argument))) is None:
+        if not is_placeholder(argument):
+            return None  # it has its bytes since, by another thread's resume() or resize()
+        if storage == storage_id(argument):
+            raise StateError(
+                f"{operator} was given an alias (.data or .detach()) of a weight, taken while its model was offloaded; "
+                f"the offload is gone: take the alias again"
+            )
+    owner, is_alias = first, argument is not first.tensor
+    has_other_data = owner.has_other_data
     if is_placeholder(owner.tensor):  # perhaps for another offload than the one in which the alias was taken
         latest = _owners.get(storage_id(owner.tensor), owner)
         has_other_data = latest is not owner and latest._first_address != owner._address
         owner = latest
-    if has_other_data:
+    if is_alias and has_other_data:
         raise StateError(
             f"{operator} was given an alias (.data or .detach()) of {owner.name}, which was taken while the weight was "
             f"offloaded, and the weight's data was set (.data = ...) since, so the bytes that the alias stands for are "
@@ -952,7 +957,7 @@ def _materialize(argument: torch.Tensor, operator: OpOverload, is_written: bool)
     is_out = owner.state is PINNED or is_placeholder(owner.tensor)
     copy = owner.on_access(owner, operator, is_written) if owner.on_access and is_out else None
     # An alias of the placeholder has a TensorImpl of its own, which is not changed with the owner's.
-    if copy is None and argument is not owner.tensor:
+    if copy is None and is_alias:
         with torch.no_grad():
             argument.data = first.like(argument, owner.tensor.data)
     return copy
