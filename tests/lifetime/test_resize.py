@@ -480,6 +480,15 @@ class TestRefused:
         here.handle.resize("600KiB")
         check_moved(here)
 
+    @pytest.mark.parametrize("is_old_gone", [False, True])
+    def test_an_alias_of_what_was_offloaded_before(self, is_old_gone: bool, plain: Pair) -> None:
+        alias = plain.model.layers[1].linear.weight.detach()  # type: ignore[index, union-attr]
+        plain.handle.resize("600KiB")
+        if is_old_gone:
+            gc.collect()
+        with pytest.raises(StateError, match=r"resized.*take (it|the alias) again"):
+            alias.clone()
+
     def test_an_alias_of_a_resident_that_leaves_a_gpu(self, beside_gpu: int, tmp_path: Path) -> None:
         here = pair("all resident", tmp_path)
         alias = here.model.layers[3].linear.weight.detach()  # type: ignore[index, union-attr]

@@ -938,7 +938,7 @@ def _materialize(argument: torch.Tensor, operator: OpOverload, is_written: bool)
         if storage == storage_id(argument):
             raise StateError(
                 f"{operator} was given an alias (.data or .detach()) of a weight, taken while its model was offloaded; "
-                f"the offload is gone: take the alias again"
+                f"the offload has ended or was resized: take the alias again"
             )
     owner, is_alias = first, argument is not first.tensor
     has_other_data = owner.has_other_data
@@ -949,8 +949,8 @@ def _materialize(argument: torch.Tensor, operator: OpOverload, is_written: bool)
     if is_alias and has_other_data:
         raise StateError(
             f"{operator} was given an alias (.data or .detach()) of {owner.name}, which was taken while the weight was "
-            f"offloaded, and the weight's data was set (.data = ...) since, so the bytes that the alias stands for are "
-            f"gone: take it again"
+            f"offloaded, and since then the offload was resized or the weight's data was set (.data = ...), so the "
+            f"alias stands for it no longer: take it again"
         )
     if owner.is_read_here:
         return owner.in_slot.data, None
