@@ -175,6 +175,26 @@ class TestBits:
             plain.handle.update({"first.weight": zero, "last.weight": -zero})
         plain.check_state()
 
+    @pytest.mark.parametrize("way", ["prefetch", "checkpoint"])
+    def test_a_whole_state_with_a_tensor_without_elements(
+        self, way: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        make = Model.__init__
+
+        def make_with_it(model: Model) -> None:
+            make(model)
+            model.register_buffer("empty", torch.zeros(0, 4))
+
+        monkeypatch.setattr(Model, "__init__", make_with_it)
+        here = pair(way, tmp_path)
+        values = new_values(here)
+        give(here, values)
+        here.handle.update(values)
+        with pytest.raises(OptionError, match=r"empty: expected \[0, 4\].*found \[0, 3\]"):
+            here.handle.update({"empty": torch.zeros(0, 3)})
+        here.check()
+        here.check_state()
+
 
 class TestRefused:
     """Nothing is changed then."""
@@ -197,6 +217,17 @@ class TestRefused:
             plain.handle.update(given)
         plain.check()
         plain.check_state()
+
+    def test_of_a_tensor_that_no_plan_has(self, plain: Pair) -> None:
+        plain.model.added = torch.nn.Parameter(torch.zeros(3))
+        plain.model.register_buffer("sparse", torch.eye(3).to_sparse())
+        for name, message in (
+            ("added", "added was added since"),
+            ("sparse", r"sparse is a Tensor \(torch\.sparse_coo\)"),
+        ):
+            with pytest.raises(OptionError, match=message + r".*nothing was changed\. Write it in the model"):
+                plain.handle.update({"last.bias": torch.ones(256), name: torch.ones(3)})
+        plain.check()
 
     @pytest.mark.parametrize("way", ["disk", "disk in place"])
     def test_of_files(self, way: str, tmp_path: Path) -> None:

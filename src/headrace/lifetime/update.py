@@ -22,6 +22,7 @@ from torch import nn
 from headrace.errors import ModelChangedError, OptionError, OptionTypeError, StateError
 from headrace.lifetime.parking import BROKEN, UPDATE, Lifetime
 from headrace.model.live_tensors import BoundTensor, is_placeholder
+from headrace.model.records import TensorInfo
 from headrace.runtime.session import OffloadSession
 from headrace.stores.store import Stores
 
@@ -31,6 +32,7 @@ if TYPE_CHECKING:
     from headrace.stores.coded_host import CodedStore
 
 _STAGED_BYTES = 64 << 20
+_PLAIN = (torch.Tensor, nn.Parameter, nn.Buffer)
 
 # By storage: its tensors that get values.
 _Writes = dict[str, list[tuple[BoundTensor, torch.Tensor]]]
@@ -75,9 +77,10 @@ def _checked(session: OffloadSession, values: Mapping[str, torch.Tensor]) -> _Wr
     found: dict[int, tuple[str, str, BoundTensor, torch.Tensor]] = {}
     for name, value in values.items():
         if name not in known:
-            raise OptionError(f"update(): the model has no tensor {name!r}; nothing was changed. Leave it out")
+            _check_unknown(name, value, modules)
+            continue
         storage, tensor = known[name]
-        _check_value(name, tensor, value)
+        _check_value(name, tensor.info, value)
         _check_place(session, modules, storage, name, tensor)
         other = found.setdefault(id(tensor), (name, storage, tensor, value))
         if other[3] is not value and not torch.equal(_bits(other[3]).to(value.device), _bits(value)):
@@ -95,17 +98,32 @@ def _checked(session: OffloadSession, values: Mapping[str, torch.Tensor]) -> _Wr
     return writes
 
 
-def _check_value(name: str, tensor: BoundTensor, value: Any) -> None:
-    if type(value) not in (torch.Tensor, nn.Parameter, nn.Buffer) or value.is_meta or value.layout != torch.strided:
+def _check_unknown(name: str, value: Any, modules: Mapping[str, nn.Module]) -> None:
+    """Raise unless the model has a tensor without elements there, which no plan has, and ``value`` is like it."""
+    module, _, attr = name.rpartition(".")
+    found = getattr(modules.get(module), attr, None)
+    if not isinstance(found, torch.Tensor):
+        raise OptionError(f"update(): the model has no tensor {name!r}; nothing was changed. Leave it out")
+    if found.numel():
+        is_plain = type(found) in _PLAIN and found.layout == torch.strided
+        why = "was added since the model was offloaded" if is_plain else f"is a {type(found).__name__} ({found.layout})"
+        raise OptionError(
+            f"update(): {name} {why}, so that no plan has it; nothing was changed. Write it in the model itself, or "
+            f"leave it out"
+        )
+    _check_value(name, found, value)
+
+
+def _check_value(name: str, expected: TensorInfo | torch.Tensor, value: Any) -> None:
+    if type(value) not in _PLAIN or value.is_meta or value.layout != torch.strided:
         raise OptionTypeError(
             f"update(): {name}: expected a dense tensor of a CPU or GPU, found {type(value).__name__}; nothing was "
             f"changed"
         )
-    info = tensor.info
-    if tuple(value.shape) != tuple(info.shape) or value.dtype != info.dtype:
+    if tuple(value.shape) != tuple(expected.shape) or value.dtype != expected.dtype:
         raise OptionError(
-            f"update(): {name}: expected {list(info.shape)} {info.dtype}, found {list(value.shape)} {value.dtype}; "
-            f"nothing was changed. Convert it first (.to({info.dtype}))"
+            f"update(): {name}: expected {list(expected.shape)} {expected.dtype}, found {list(value.shape)} "
+            f"{value.dtype}; nothing was changed. Convert it first (.to({expected.dtype}))"
         )
 
 
