@@ -38,8 +38,8 @@ from headrace.lifetime import resizing
 from headrace.lifetime.host_copies import HostCopies
 from headrace.memory.system import Limits
 from headrace.model import live_tensors
-from headrace.model.live_tensors import _materialize
 from headrace.plan.slabs import slab_bytes
+from headrace.runtime.outside_access import Promoter
 from headrace.runtime.session import OffloadSession
 from headrace.stores import plain_host
 from headrace.stores.pinned_host import open_pinned
@@ -633,21 +633,25 @@ class TestThreads:
         plain.check()
 
     @pytest.mark.parametrize("size", ["640KiB", "1GiB"])
+    @pytest.mark.parametrize(
+        ("way", "owner", "name"),
+        [("all resident", live_tensors, "_materialize"), ("prefetch", Promoter, "on_outside_access")],
+    )
     def test_a_weight_used_outside_just_before_it(
-        self, size: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+        self, way: str, owner: Any, name: str, size: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
     ) -> None:
         """The weight belongs to another session, or is resident, when its bytes are asked for."""
-        here, name, sizes = pair("all resident", tmp_path), "layers.1.linear.weight", [size]
+        here, weight, real, sizes = pair(way, tmp_path), "layers.1.linear.weight", getattr(owner, name), [size]
         here.handle.park(resume="auto")
 
         def after_a_resize(*args: Any) -> Any:
             if sizes:
                 run_threads([lambda: here.handle.resize(sizes.pop())])
-            return _materialize(*args)
+            return real(*args)
 
-        monkeypatch.setattr(live_tensors, "_materialize", after_a_resize)
+        monkeypatch.setattr(owner, name, after_a_resize)
         with torch.no_grad():
-            assert_same_bits(here.model.get_parameter(name).clone(), here.twin.get_parameter(name))
+            assert_same_bits(here.model.get_parameter(weight).clone(), here.twin.get_parameter(weight))
         here.check_state()
 
     def test_two_threads(self, plain: Pair) -> None:

@@ -817,6 +817,11 @@ def is_placeholder(tensor: torch.Tensor) -> bool:
     return torch_private.has_key(tensor, _DEFERRED, _PINNED)
 
 
+def owner_of(tensor: torch.Tensor) -> BoundTensor | None:
+    """Who answers for the storage of ``tensor``; ``None``: it has its bytes, or its offload has ended."""
+    return _owners.get(storage_id(tensor))
+
+
 def resident_rule(name: str) -> str:
     """How to keep the tensor ``name`` on the device, for messages: in Python and on a command line."""
     return f"rules=[({name!r}, 'resident')], --offload-rule {name}=resident"

@@ -44,6 +44,7 @@ from headrace.model.live_tensors import (
     TensorState,
     is_placeholder,
     own_storage,
+    owner_of,
     resident_rule,
     written_in_place,
 )
@@ -128,7 +129,9 @@ class Promoter(NotCopyable):
 
         What is written is such a copy, which goes back to the store, where it can.
         """
-        storage = self._storage_of[id(tensor)]
+        if (storage := self._storage_of.get(id(tensor))) is None:  # another thread's resize() or remove() was first
+            latest = owner_of(tensor.tensor)
+            return latest.on_access(latest, operator, is_written) if latest and latest.on_access else None
         name, how = storage.info.name, f"{tensor.info.name} was given to {operator}"
         self._require_allowed(tensor, how)
         # Operators such as t_ write the geometry of a tensor, which goes with the copy; ours only declare to write.
