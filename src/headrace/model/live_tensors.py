@@ -518,7 +518,7 @@ class BoundStorage:
         return self._bytes_around(self._first.tensor.data)
 
     def held_memory(self) -> list[torch.Tensor]:
-        """What the tensors view, or are to view again; nothing of what has no bytes of its own."""
+        """Memory that the tensors view, or are to view again; of what has no bytes of its own none."""
         # A tensor from `meta` has an original without memory for good.
         data = [tensor.tensor if self.on_meta else tensor.original_data for tensor in self.tensors]
         return [each for each in data if not each.is_meta and not is_placeholder(each)]
@@ -625,7 +625,7 @@ def used_elsewhere(storages: Collection[BoundStorage]) -> list[BoundStorage]:
 
 
 def _held_by_views(views: Iterable[torch.Tensor]) -> list[torch.Tensor]:
-    """What ``views`` were made of and keep, unless somebody else has it, too."""
+    """Bases of ``views``, which keep them, without those that somebody else has, too."""
     with torch.inference_mode(False):  # where no view has a base
         probe = torch.empty(1, device="cpu")[:]
     bases = {id(view._base): view._base for view in (probe, *views) if view._base is not None}
@@ -818,7 +818,7 @@ def is_placeholder(tensor: torch.Tensor) -> bool:
 
 
 def owner_of(tensor: torch.Tensor) -> BoundTensor | None:
-    """Who answers for the storage of ``tensor``; ``None``: it has its bytes, or its offload has ended."""
+    """Owner of the storage of ``tensor``; ``None``: it has its bytes, or its offload has ended."""
     return _owners.get(storage_id(tensor))
 
 
