@@ -13,19 +13,19 @@ import pytest
 import measures
 
 BOUNDS = {
-    "lines of src": 29307,
-    "lines of the core": 17537,
+    "lines of src": 29503,
+    "lines of the core": 17595,
     "files of src": 203,
-    "lines of tests": 50773,
-    "longest class": 348,
+    "lines of tests": 51183,
+    "longest class": 351,
     "Prefetcher": 298,
     "branches on a kind of store": 4,
     "files that headrace.api loads": 36,
-    "lines that headrace.api loads": 6565,
-    "lines of the spine": 5212,
-    "files of the spine": 53,
+    "lines that headrace.api loads": 6594,
+    "lines of the spine": 5319,
+    "files of the spine": 55,
     "files to the first copy": 42,
-    "functions to the first copy": 393,
+    "functions to the first copy": 395,
 }
 # What a measure may lie below its bound, so that not every small change edits the table.
 SLACK = dict.fromkeys(["lines of src", "lines of the core", "lines that headrace.api loads", "lines of the spine"], 60)
