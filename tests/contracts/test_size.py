@@ -13,7 +13,7 @@ import pytest
 import measures
 
 BOUNDS = {
-    "lines of src": 29503,
+    "lines of src": 29504,
     "lines of the core": 17595,
     "files of src": 203,
     "lines of tests": 51183,
