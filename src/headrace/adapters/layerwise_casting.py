@@ -195,9 +195,8 @@ def _why_not_stored(dtype: torch.dtype, compute_dtype: torch.dtype) -> str | Non
 
 def _require_all_cast(part: Any, name: str, dtype: torch.dtype) -> None:
     """Raise OptionError if layerwise casting is enabled on a part of a component only, as after an interrupt."""
-    make = type(part).from_config  # diffusers', which runs no code of a folder
     with torch.device("meta"):
-        twin = make(part.config)
+        twin = type(part).from_config(part.config, trust_remote_code=False)
     twin.enable_layerwise_casting(storage_dtype=dtype)
     # PEFT wraps layers in layers with adapters.
     found = {at.removesuffix(".base_layer") for at, each in part.named_modules() if casting_of(each) is not None}
