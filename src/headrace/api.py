@@ -5,8 +5,10 @@ from __future__ import annotations
 import logging
 import os
 import sys
+import threading
 import traceback
 from collections.abc import Mapping
+from contextlib import AbstractContextManager, nullcontext
 from importlib import import_module
 from typing import TYPE_CHECKING, Literal
 
@@ -15,6 +17,7 @@ from torch import nn
 
 from headrace.config import RANK_MODES, Policy, instead_of
 from headrace.errors import OptionTypeError, StateError, warn_user
+from headrace.forks import OwnProcess
 from headrace.formatting import format_size
 from headrace.plan.plan import Plan
 from headrace.planning.request import PlanRequest, require_kinds
@@ -42,12 +45,11 @@ _log = logging.getLogger(__name__)
 class Handle:
     """An active offload. Leaving its ``with`` block, or :meth:`remove`, ends it; dropping the handle does not."""
 
-    _life: Lifetime | None = None
-
     def __init__(self, model: nn.Module, session: OffloadSession, context: PlanContext | None = None) -> None:
         self.model = model
         self._first_session, self._context = session, context
-        self.__dict__.pop("_life", None)
+        self._life: Lifetime | None = None
+        self._lock, self._process = threading.RLock(), OwnProcess()
 
     @property
     def _session(self) -> OffloadSession:
@@ -110,15 +112,22 @@ class Handle:
             StateError: called inside a forward; another thread does not end one; graphs may still be replayed.
             BudgetError: the device the model came from has no room for it; the offload stays in force.
         """
-        self._lifetime.remove(graphs_released, self._forget)
+        with self._alone():
+            if self._life is None:
+                self._session.remove(graphs_released)
+                return self._forget()
+        self._life.remove(graphs_released, self._forget)
+
+    def _alone(self) -> AbstractContextManager[object]:
+        """The lock of what changes the offload; a forked child has one thread, and a lock that may stay locked."""
+        return nullcontext() if self._process.is_forked else self._lock
 
     @property
     def _lifetime(self) -> Lifetime:
         from headrace.lifetime.parking import Lifetime
 
-        if self._life is None:  # setdefault() is atomic: threads that call at the same time need the same lock
-            self.__dict__.setdefault("_life", Lifetime(self._first_session, context=self._context))
-        assert self._life is not None
+        with self._alone():
+            self._life = self._life or Lifetime(self._first_session, context=self._context, lock=self._lock)
         return self._life
 
     def _forget(self) -> None:

@@ -13,17 +13,17 @@ import pytest
 import measures
 
 BOUNDS = {
-    "lines of src": 29504,
-    "lines of the core": 17595,
+    "lines of src": 29517,
+    "lines of the core": 17609,
     "files of src": 203,
-    "lines of tests": 51183,
+    "lines of tests": 51188,
     "longest class": 351,
     "Prefetcher": 298,
     "branches on a kind of store": 4,
     "files that headrace.api loads": 36,
-    "lines that headrace.api loads": 6594,
-    "lines of the spine": 5319,
-    "files of the spine": 55,
+    "lines that headrace.api loads": 6602,
+    "lines of the spine": 5244,
+    "files of the spine": 53,
     "files to the first copy": 42,
     "functions to the first copy": 395,
 }

@@ -69,7 +69,14 @@ class Lifetime:
         bound: the live tensors meanwhile.
     """
 
-    def __init__(self, session: OffloadSession, in_engine: bool = False, context: PlanContext | None = None) -> None:
+    def __init__(
+        self,
+        session: OffloadSession,
+        in_engine: bool = False,
+        context: PlanContext | None = None,
+        lock: threading.RLock | None = None,
+    ) -> None:
+        """``lock``: that of its handle, which may have none."""
         self.session, self.device, self.in_engine, self.context = session, session._device, in_engine, context
         self.detached: Callable[[], int] | None = None
         self.bound: dict[str, BoundStorage] = {}
@@ -77,7 +84,7 @@ class Lifetime:
         self.parked: str | None = None
         self.broken: str | None = None
         self._process = OwnProcess()
-        self._lock = threading.RLock()
+        self._lock = lock or threading.RLock()
         self._gates: list[RemovableHandle] = []
         self._modules: set[nn.Module] = set()  # that have gates
         self._waiting: set[int] = set()  # threads that the gate holds
