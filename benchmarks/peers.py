@@ -110,8 +110,9 @@ def generate_rows(given: argparse.Namespace) -> Iterator[dict[str, Any]]:
         begin = time.perf_counter()
         budget = weights // 2 if given.tiny else sizes[0] - sizes[1]
         rules = (("experts", "cache"),) if device.type == "cuda" else ()
-        with headrace.offload(model, headrace.Budget(budget, rules=rules), device=device) as handle, turns.mine():
-            start_s = time.perf_counter() - begin
+        offloading = headrace.offload(model, headrace.Budget(budget, rules=rules), device=device)
+        start_s = time.perf_counter() - begin  # before the wait for a turn
+        with offloading as handle, turns.mine():
             for way in ("link", "link and CPU") if device.type == "cuda" else ("link",):
                 share = share_experts(model, physical_cores()[1:][-15:]) if "CPU" in way else None
                 before, found = handle.stats(), run(*token)
