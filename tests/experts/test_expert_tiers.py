@@ -5,6 +5,8 @@ Here both tiers are memory of a CPU: a plan for one that has host memory above t
 
 from __future__ import annotations
 
+import os
+import time
 from collections import Counter, deque
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
@@ -23,6 +25,7 @@ from checks import run_threads
 from expert_layers import Layers, X, fail_read, steps
 from headrace import Handle, Plan, Rules
 from headrace.adapters.transformers import load
+from headrace.checkpoint.safetensors_header import Checkpoint
 from headrace.errors import OptionError, StateError, TransferError
 from headrace.memory import split_range
 from headrace.model.inventory import take_inventory
@@ -223,6 +226,22 @@ class TestMoves:
                 assert (layer.hits, layer.fetched, layer.in_place, layer.read) == (12, 6, 34 * 3, 40 + 24 + 24)
             assert "176 experts read from files" in str(handle.stats())
 
+    def test_a_prompt_reads_ahead(self, folder: Path) -> None:
+        """As many as the staging has rows, while the layer before computes; of a layer that is not the last."""
+        resident, (model, handle) = Layers(), offloaded(folder, 6, 10)
+        (first, second), rows = model.layers, len(handle._session._ranges.staging)
+        with handle:
+            before = read_bytes(handle)
+            first(X, ALL)
+            for transfer in (transfer for read in next(caches(handle))._staging.ahead for transfer in read.transfers):
+                transfer.join()
+            assert read_bytes(handle) - before == (40 + rows) * EXPERT_BYTES
+            assert_same_bits(second(X, ALL), resident.layers[1](X, ALL))
+            assert read_bytes(handle) - before == 80 * EXPERT_BYTES
+            assert not next(caches(handle))._staging.ahead
+            first(X, torch.arange(39))
+            assert not next(caches(handle))._staging.ahead
+
     def test_all_experts_are_read_once(self, folder: Path) -> None:
         """Host memory has room for all that are in no slot."""
         model, handle = offloaded(folder, 3, 37)
@@ -331,10 +350,12 @@ class Kernels:
         self._caches, self._streams = list(caches(handle)), streams
         self._weights = [[w.detach().flatten(1).view(torch.uint8) for w in (e.up, e.bias)] for e in self.model.layers]
 
-    def step(self, ids: torch.Tensor) -> None:
+    def step(self, *ids: torch.Tensor, skips: int = 2) -> None:
+        """``ids``: of each layer, or of both; ``skips``: the layer that does not run."""
         for layer, cache in enumerate(self._caches):
-            rows = cache.admit(ids).tolist()
-            self._streams.give(self._streams.compute, partial(self._read, layer, ids.tolist(), rows))
+            if layer != skips:
+                rows = cache.admit(ids[-layer]).tolist()
+                self._streams.give(self._streams.compute, partial(self._read, layer, ids[-layer].tolist(), rows))
 
     def _read(self, layer: int, ids: list[int], rows: list[int]) -> None:
         for (memory, _), weight in zip(self._caches[layer]._parts, self._weights[layer], strict=True):
@@ -380,6 +401,95 @@ class TestWheneverCopiesRun:
             streams.synchronize()
             assert kernels.num_run == 2 * len(choices)
             assert len(places) > 60
+
+    @pytest.mark.parametrize("rows", [2, 9])
+    @pytest.mark.parametrize(("num_slots", "host_slots"), SIZES[::2])
+    def test_reads_ahead(
+        self, folder: Path, num_slots: int, host_slots: int, rows: int, early: str, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        """For the layer that comes next, for one that does not, and of experts that it does not use."""
+        monkeypatch.setattr(cached_experts, "_STAGING_BYTES", rows * EXPERT_BYTES)
+        slow_down(monkeypatch)
+        streams = LateStreams(monkeypatch, early)
+        _model, handle = offloaded(folder, num_slots, host_slots)
+        chooser, few, met = np.random.default_rng(7), steps(30, most=30, seed=6), Counter[bool]()
+        with handle:
+            kernels = Kernels(handle, streams)
+            for ids in few:
+                met[bool(kernels._caches[1]._ahead)] += 1
+                kernels.step(*((ids, ALL)[int(each)] for each in chooser.integers(0, 2, 2)), skips=chooser.integers(3))
+            streams.synchronize()
+            require_exclusive(handle, kernels.model)
+            # Where slots hold all nothing is read after the first prompt.
+            assert (met[True] > 2) == (num_slots + host_slots < 40)
+
+    def test_interrupts_of_reads_ahead(self, folder: Path, early: str, monkeypatch: pytest.MonkeyPatch) -> None:
+        monkeypatch.setattr(interrupts, "SOURCES", expert_tiers.__file__)
+        slow_down(monkeypatch)
+        streams, choices = LateStreams(monkeypatch, early), steps(100, most=30, seed=9)
+        _model, handle = offloaded(folder, 6, 10)
+        with handle:
+            kernels, places = Kernels(handle, streams), set[str]()
+            for number, ids in enumerate(choices):
+                interrupter = interrupts.Interrupter(number % 50)
+                _, error = interrupter.run(kernels._caches[1].read_ahead)
+                assert error is None or isinstance(error, KeyboardInterrupt), error
+                places.update([interrupter.place] if error else [])
+                kernels.step(choices[number - 1], ids, skips=number % 3)
+            streams.synchronize()
+            require_exclusive(handle, kernels.model)
+            assert len(places) > 15, places
+
+
+def slow_down(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Have each read take two milliseconds more."""
+    preadv = os.preadv
+    monkeypatch.setattr(os, "preadv", lambda *arguments: (time.sleep(2e-3), preadv(*arguments))[1])
+
+
+def test_one_layer_is_read_ahead(folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Another one waits, and no row is written for both, where the layers between have all experts in slots."""
+    slow_down(monkeypatch)
+    resident, model = Layers(3).eval(), Layers(3).eval()
+    save_model(resident, str(tmp_path / "model.safetensors"))
+    plan = tiered(model, 40, 0)
+    cached = [
+        with_host_slots(with_slots([layer], count)[0], 0) for layer, count in zip(plan.cached, (40, 3, 3), strict=True)
+    ]
+    with headrace.offload(model, replace(plan, cached=tuple(cached)), checkpoint=tmp_path, device="cpu"):
+        for which in (0, 1, 0, 2, 1, 0, 1, 2) * 3:
+            assert_same_bits(model.layers[which](X, ALL), resident.layers[which](X, ALL))
+
+
+@pytest.mark.parametrize("between", [[], [39]])
+def test_what_is_read_in_vain_writes_no_row_later(
+    between: list[int], folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Though its tensors lie elsewhere in a row, and copies from there are late."""
+    model, resident = Layers().eval(), Layers().eval()
+    for each in (model, resident):
+        each.layers[1].up = torch.nn.Parameter(resident.layers[1].up[:, :96].detach().clone())
+        each.layers[1].bias = torch.nn.Parameter(resident.layers[1].bias[:, :96].detach().clone())
+    save_model(resident, str(tmp_path / "model.safetensors"))
+    slow, preadv = Checkpoint.open(tmp_path).tensors["layers.1.bias"], os.preadv
+
+    def read(fd: int, views: Any, offset: int) -> int:
+        time.sleep(0.1 * (slow.offset - 4096 < offset < slow.offset + slow.num_bytes))
+        return preadv(fd, views, offset)
+
+    monkeypatch.setattr(os, "preadv", read)
+    streams = LateStreams(monkeypatch, "")
+    with headrace.offload(model, tiered(model, 3, 2), checkpoint=tmp_path, device="cpu") as handle:
+        first, second = caches(handle)
+        second.admit(torch.arange(35, 40))
+        first.admit(ALL)
+        assert second._ahead
+        second.admit(torch.tensor(between, dtype=torch.int64))
+        rows = first.admit(torch.arange(20, 30)).tolist()
+        time.sleep(0.3)
+        streams.synchronize()
+        weight = resident.layers[0].up.detach().flatten(1).view(torch.uint8)
+        assert torch.equal(first._parts[0][0][rows], weight[20:30])
 
 
 class TestFaults:

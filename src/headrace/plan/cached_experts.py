@@ -31,8 +31,8 @@ _MIN_ROW_BYTES = 64 << 10
 # Overflow rows take an eighth of the slots' memory at most.
 _OVERFLOW_SHARE = 8
 
-# Rows for experts on their way from files to a GPU: two pieces for each thread that reads.
-_STAGING_BYTES = 64 << 20
+# Rows for experts on their way from files to a GPU: pieces for all threads, and what they read while a layer computes.
+_STAGING_BYTES = 256 << 20
 
 # vLLM's moe_align_block_size takes fewer than 1024 experts.
 _MOST_KERNEL_ROWS = 992

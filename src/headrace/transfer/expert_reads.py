@@ -21,7 +21,7 @@ from headrace.memory.system import EXPERT_READERS, reader_threads
 from headrace.plan.cached_experts import CachedLayer
 from headrace.stores.sources import Copy, fill
 from headrace.stores.store import Load, new_buffer
-from headrace.transfer.link import ThreadLink, Transfer
+from headrace.transfer.link import ThreadLink, ThreadTransfer
 
 
 class ExpertReader:
@@ -34,18 +34,18 @@ class ExpertReader:
 
     @contextmanager
     def reading(self) -> Iterator[None]:
-        """Within, reads are started, and all of them waited for; no thread writes for a caller before this one."""
+        """Within, reads are started; no thread writes for a caller that an error or interrupt has ended."""
         if not self._is_idle:  # after an error or an interrupt threads may still write
             self._link.join()
         self._is_idle = False
         yield
         self._is_idle = True
 
-    def start(self, expert: int, copies: Sequence[Copy], into: torch.Tensor) -> Transfer:
+    def start(self, expert: int, copies: Sequence[Copy], into: torch.Tensor) -> ThreadTransfer:
         """Start to carry out ``copies`` into a row of host memory (uint8, 1-D); ``expert``: number for errors."""
         return self._link.copy(Load(expert, tuple(copies)), into, ())
 
-    def wait(self, transfers: Iterable[Transfer]) -> None:
+    def wait(self, transfers: Iterable[ThreadTransfer]) -> None:
         """Return when all are done.
 
         Raises:

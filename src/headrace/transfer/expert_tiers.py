@@ -14,6 +14,9 @@ Copies go both ways at once, on two streams beside the one that computes. In a s
    wait for it; the stream up does in the next step, before it writes to any row.
 4. The stream that computes waits for the stream up.
 
+After a step with all experts of a layer, as a prompt is, threads fill the staging with experts of the next layer while
+this one computes (*ahead*). What the next step does not use of that is dropped.
+
 An expert is noted as held only when the copies that bring it have been started, and is forgotten before its row or
 place is given away. So whatever an interrupt leaves, what is noted has the right bytes.
 """
@@ -34,7 +37,7 @@ from headrace.stores.expert_files import ExpertFiles
 from headrace.stores.sources import Copy
 from headrace.transfer.cuda_stream import CurrentStream, give_streams, take_stream
 from headrace.transfer.expert_reads import ExpertReader, FileCache
-from headrace.transfer.link import Transfer
+from headrace.transfer.link import ThreadTransfer
 
 
 def open_caches(store: ExpertFiles, turn: CacheStreamOrder) -> MakesCache[FileCache]:
@@ -45,12 +48,18 @@ def open_caches(store: ExpertFiles, turn: CacheStreamOrder) -> MakesCache[FileCa
     """
     reader, staging, streams = ExpertReader(), Staging(store.staging), Streams(store.device)
     store.writers += (reader, streams)
+    latest: TieredCache | None = None
 
     def make(layer: CachedLayer, rows: Mapping[str, torch.Tensor], shift: int, check: Callable[[], None]) -> FileCache:
+        nonlocal latest
         parts = [(rows[name], store.parts[name]) for name in layer.storages]
         if not store.staging:
             return FileCache(layer, parts, reader, turn, shift, check)
-        return TieredCache(layer, parts, reader, turn, shift, check, store.host_rows(layer), staging, streams)
+        cache = TieredCache(layer, parts, reader, turn, shift, check, store.host_rows(layer), staging, streams)
+        if latest is not None:
+            latest.next = cache
+        latest = cache
+        return cache
 
     return make
 
@@ -125,17 +134,29 @@ class Staging:
 
     Attributes:
         idle: numbers of the rows that no thread writes; from the first ones a copy may still be under way.
+        ahead: reads of the layer that is expected next, in a list of its own.
     """
 
     def __init__(self, rows: Sequence[torch.Tensor]) -> None:
         """``rows``: uint8, 1-D, each as long as the largest expert."""
         self._rows = rows
         self.idle, self._copied = deque[int](), dict[int, Event]()
+        self.ahead = deque[_Read]()
 
-    def begin(self) -> None:
-        """No thread writes a row, and no copy from one is under way."""
-        self.idle = deque(range(len(self._rows)))
+    def begin(self, ahead: deque[_Read]) -> deque[_Read]:
+        """Reads that were started ``ahead`` for the layer of which a step begins; no thread writes another row.
+
+        No copy from a row is under way.
+        """
+        if self.ahead is not ahead:  # another layer comes first
+            for transfer in (transfer for read in self.ahead for transfer in read.transfers):
+                transfer.join()
+            self.ahead.clear()
+        reads = deque(ahead)
+        ahead.clear()
+        self.idle = deque(number for number in range(len(self._rows)) if all(number != r.number for r in reads))
         self._copied.clear()
+        return reads
 
     def take(self, sizes: Sequence[int]) -> tuple[int, tuple[torch.Tensor, ...]]:
         """The number of an idle row, from which no copy is under way, and parts of it."""
@@ -155,13 +176,17 @@ class _Read(NamedTuple):
 
     expert: int
     parts: Sequence[torch.Tensor]
-    transfers: Sequence[Transfer]
+    transfers: Sequence[ThreadTransfer]
     number: int | None
     place: int | None
 
 
 class TieredCache(FileCache):
-    """The slots of one layer, and its rows of host memory."""
+    """The slots of one layer, and its rows of host memory.
+
+    Attributes:
+        next: the cache of the layer that follows.
+    """
 
     def __init__(
         self,
@@ -180,21 +205,38 @@ class TieredCache(FileCache):
         self._host_slots, self._held = layer.host_slots or 0, held
         self._staging, self._streams = staging, streams
         self._place_of: dict[int, int] = {}  # the experts in host memory, the least recently used first
+        self._ahead = deque[_Read]()
+        self.next: TieredCache | None = None
+
+    def _bring(self, used: Sequence[int]) -> dict[int, int]:
+        row_of = super()._bring(used)
+        if self.next is not None and len(used) == self._num_experts:
+            self.next.read_ahead()
+        return row_of
+
+    def read_ahead(self) -> None:
+        """Start to read experts that are in neither memory, as many as the staging has rows."""
+        if self._staging.ahead:
+            return
+        waiting = deque(sorted({*range(self._num_experts)}.difference(self._slot_of, self._place_of)))
+        self._staging.ahead = self._ahead
+        with self._reader.reading(), torch.inference_mode():
+            self._start(waiting, {}, self._ahead)
 
     def _fill(self, row_of: Mapping[int, int], leaving: Mapping[int, int]) -> int:
         up, places = self._streams.up, self._place_of
         up.synchronize()  # threads write to rows of the staging, from which it still copies after an interrupt
-        self._staging.begin()
+        reads = self._staging.begin(self._ahead)
         free = deque(sorted(set(range(self._host_slots)).difference(places.values())))
-        waiting = deque(expert for expert in row_of if expert not in places)
-        num_read = len(waiting)
+        ahead = [read.expert for read in reads]
+        waiting = deque(expert for expert in row_of if expert not in places and expert not in ahead)
+        num_read = len(waiting) + len(ahead)
         # Before a copy to any place starts: threads write there.
         without_slot = [expert for expert in waiting if row_of[expert] >= self.num_slots]
         found = ((expert, self._free_place(free, row_of)) for expert in without_slot)
         staying = {expert: place for expert, place in found if place is not None}
         if staying:
             self._streams.down.synchronize()  # it may still copy to those places what the steps before gave up
-        reads = deque[_Read]()
         with torch.inference_mode():  # the offload may have begun there, and torch refuses to write to it elsewhere
             self._start(waiting, staying, reads)
             up.wait_stream(self._streams.compute)  # kernels of the steps before read rows
@@ -203,6 +245,7 @@ class TieredCache(FileCache):
             while reads:
                 self._land(reads.popleft(), row_of)
                 self._start(waiting, staying, reads)
+            self._keep({e: row_of[e] for e in ahead if row_of.get(e, -1) >= self.num_slots}, free, row_of)
             self._streams.compute.wait_stream(up)
         for expert in [expert for expert in row_of if expert in places]:
             places[expert] = places.pop(expert)
@@ -220,7 +263,7 @@ class TieredCache(FileCache):
 
         No expert is looked for in either while its bytes are under way: an interrupt may come between two lines.
         """
-        up, down, places = self._streams.up, self._streams.down, self._place_of
+        up, places = self._streams.up, self._place_of
         # If any leave, all slots are full, so with those that have no slot they are at most as many as overflow rows.
         saved = dict(zip(leaving, reversed(self._overflow), strict=False))
         if saved:
@@ -228,11 +271,15 @@ class TieredCache(FileCache):
         if hits := [each for each in row_of if each in places]:
             self._copy_up({places[each]: row_of[each] for each in hits})
         free += [places.pop(each) for each in hits if row_of[each] < self.num_slots]
-        found = {slot: self._free_place(free, row_of) for slot in reversed([*leaving])}  # if few, for the newest
-        if left := {slot: place for slot in leaving if (place := found[slot]) is not None}:
-            down.wait_event(up.record_event())
-            self._copy_down({saved[slot]: place for slot, place in left.items()})
-            places.update({leaving[slot]: place for slot, place in left.items()})
+        self._keep({expert: saved[slot] for slot, expert in leaving.items()}, free, row_of)
+
+    def _keep(self, row_at: Mapping[int, int], free: deque[int], used: Collection[int]) -> None:
+        """Start to copy experts to host memory, as many as find a place; ``row_at``: by expert, its overflow row."""
+        found = {expert: self._free_place(free, used) for expert in reversed([*row_at])}  # if few, for the newest
+        if kept := {expert: place for expert in row_at if (place := found[expert]) is not None}:
+            self._streams.down.wait_event(self._streams.up.record_event())
+            self._copy_down({row_at[expert]: place for expert, place in kept.items()})
+            self._place_of.update(kept)
 
     def _copy_up(self, row_at: Mapping[int, int]) -> None:
         """Start to copy experts from host memory; ``row_at``: by place, the row."""
@@ -258,9 +305,12 @@ class TieredCache(FileCache):
             reads.append(_Read(expert, parts, transfers, number, place))
 
     def _land(self, read: _Read, row_of: Mapping[int, int]) -> None:
-        """Copy what was read to its row, each tensor when it has been."""
-        row, up = row_of[read.expert], self._streams.up
+        """Copy what was read to its row, each tensor when it has been; or drop it, if it was read ahead in vain."""
+        row, up = row_of.get(read.expert), self._streams.up
         for (rows, _), part, transfer in zip(self._parts, read.parts, read.transfers, strict=True):
+            if row is None:
+                transfer.join()
+                continue
             self._reader.wait([transfer])
             _copy(up, [(rows[row], part)])
         if read.number is not None:
