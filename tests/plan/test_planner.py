@@ -270,6 +270,15 @@ def test_counted_kernels_take_the_place_of_those_by_tensor() -> None:
     assert steps[2] - steps[1] == pytest.approx(1000 * EAGER_KERNEL * SMALL.kernel_s)
 
 
+def test_products_of_more_rows_than_were_measured_take_longer() -> None:
+    """A video has more than the 8,192 of a probe."""
+    storage = layered(1, 64 * KIB).storages[0]
+    most = int(NOMINAL_GPU.product_s_per_byte.points[-1][0])
+    costs = [storage_cost(storage, 1, rows, NOMINAL_GPU, ModelProfile()) for rows in (most, 4 * most)]
+    assert costs[1].resident_s == pytest.approx(4 * costs[0].resident_s)
+    assert costs[1].in_place_s == pytest.approx(4 * costs[0].in_place_s)
+
+
 @pytest.mark.parametrize(("rows", "copied"), [(1, 2 / 8), (3, 6 / 8), (64, 1)])
 def test_experts_of_rows_are_copied_first(rows: int, copied: float) -> None:
     """By `batched_mm`, which transformers decodes with; where an engine runs them, they are not."""

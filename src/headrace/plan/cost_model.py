@@ -178,7 +178,7 @@ def storage_cost(storage: StorageInfo, experts: int, rows: int, rates: Rates, pr
         resident, in_place = rates.grouped_s_per_byte, rates.in_place_grouped_s_per_byte
     # Vectors (norms, biases) belong to kernels that are counted one by one.
     shape = storage.tensors[0].shape
-    resident_s = touched * resident(rows_each) if len(shape) > 1 else 0.0
+    resident_s = touched * resident.of_rows(rows_each) if len(shape) > 1 else 0.0
     if shape[1:] == (1,):  # for more rows than one, every weight is written and read in 16 bits
         many_s = 4 * resident_s + 5 * touched / rates.device_bytes_per_s
         resident_s = max(PACKED_BYTE * resident_s, PACKED_S_PER_BYTE * touched) if rows == 1 else many_s
@@ -192,7 +192,7 @@ def storage_cost(storage: StorageInfo, experts: int, rows: int, rates: Rates, pr
         copied = storage.num_bytes * min(1.0, rows * (profile.experts_per_token or experts) / experts)
         resident_s += 2 * copied / rates.device_bytes_per_s
     # Without a rate only rules read in place, and it takes as long as a copy on demand.
-    alone_s = resident_s + rates.copy_s(touched) if in_place is None else touched * in_place(rows_each)
+    alone_s = resident_s + rates.copy_s(touched) if in_place is None else touched * in_place.of_rows(rows_each)
     return StorageCost(resident_s, max(resident_s, alone_s))
 
 
@@ -217,8 +217,8 @@ def cached_cost(
     expert_bytes = layer.num_bytes / layer.num_experts
     beyond_bytes = (in_use - held - fetched) * expert_bytes  # no slot is free: read in place
     in_place = rates.in_place_grouped_s_per_byte
-    beyond_s = rates.copy_s(beyond_bytes) if in_place is None else beyond_bytes * in_place(rows_each)
-    resident_s = beyond_bytes * rates.grouped_s_per_byte(rows_each)
+    beyond_s = rates.copy_s(beyond_bytes) if in_place is None else beyond_bytes * in_place.of_rows(rows_each)
+    resident_s = beyond_bytes * rates.grouped_s_per_byte.of_rows(rows_each)
     fetch_s = fetched * expert_bytes / rates.expert_bytes_per_s
     if layer.host_slots is not None and rates.file_bytes_per_s is not None:  # a GPU's
         leaving = min(fetched, layer.num_slots - held) if layer.host_slots else 0.0  # their slots, for host memory

@@ -36,6 +36,10 @@ class Curve:
             self._known[size] = float(self.over(np.array(size)))
         return self._known[size]
 
+    def of_rows(self, rows: float) -> float:
+        """The value at ``rows``, of a time of products; beyond the last that was measured it grows with them."""
+        return self(rows) * max(1.0, rows / self.points[-1][0])
+
     def over(self, sizes: Floats) -> Floats:
         """The values at many positive sizes."""
         values: Floats = np.exp(np.interp(np.log(sizes), *np.log(self.points).T))
