@@ -51,6 +51,23 @@ def make(folder: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[[str], Any]:
     return lambda name: quantised_transformers.transformer(name, folder)
 
 
+@pytest.fixture
+def unpacked(monkeypatch: pytest.MonkeyPatch) -> None:
+    """bitsandbytes repacks no weights, as on a GPU."""
+    if importlib.util.find_spec("bitsandbytes") is not None:
+        monkeypatch.setattr("bitsandbytes.nn.modules.has_avx512bf16", lambda: False)
+
+
+def lora() -> dict[str, torch.Tensor]:
+    """An adapter of the first block's attention."""
+    generator, state = torch.Generator().manual_seed(1), {}
+    for layer in ("to_q", "to_v"):
+        for part, shape in (("A", (4, 256)), ("B", (256, 4))):
+            value = torch.randn(shape, generator=generator).to(torch.bfloat16) / 9
+            state[f"transformer.transformer_blocks.0.attn.{layer}.lora_{part}.weight"] = value
+    return state
+
+
 def packed(model: Any) -> dict[str, torch.Tensor]:
     """The plain tensors of ``model`` by name, with those inside of subclasses and beside them."""
     state = dict(model.named_parameters())
@@ -161,15 +178,9 @@ def test_weights_are_read_outside_of_a_forward(name: str, make: Callable[[str], 
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("name", ["GGUF Q4_K", "torchao int8"])
-def test_lora_on_packed_weights(name: str, make: Callable[[str], Any]) -> None:
-    """Not of bitsandbytes on a CPU, whose state_dict(), which diffusers calls here, rounds its scales each time."""
-    pipe, twin = pipeline(make(name)), pipeline(make(name))
-    generator, state = torch.Generator().manual_seed(1), {}
-    for layer in ("to_q", "to_v"):
-        for part, shape in (("A", (4, 256)), ("B", (256, 4))):
-            value = torch.randn(shape, generator=generator).to(torch.bfloat16) / 9
-            state[f"transformer.transformer_blocks.0.attn.{layer}.lora_{part}.weight"] = value
+@pytest.mark.parametrize("name", [*EACH_LIBRARY, "bitsandbytes nf4, scales quantised"])
+def test_lora_on_packed_weights(name: str, make: Callable[[str], Any], unpacked: None) -> None:
+    pipe, twin, state = pipeline(make(name)), pipeline(make(name)), lora()
     plain = pipelines.call(twin)
     handle = load(pipe, SHARE)
     assert any(name.startswith("transformer.") for name in handle.plan.offloaded_names)
@@ -180,6 +191,31 @@ def test_lora_on_packed_weights(name: str, make: Callable[[str], Any]) -> None:
     assert_moves(handle, lambda: pipelines.call(pipe), expected)
     pipe.unload_lora_weights()
     assert_moves(handle, lambda: pipelines.call(pipe), plain)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("loads", [
+    lambda pipe: pipe.load_lora_weights(lora()), lambda pipe: pipe.transformer.state_dict(),
+])  # fmt: skip
+def test_what_bitsandbytes_packed_for_a_cpu_is_not_unpacked_in_place(
+    loads: Callable[[Any], object], make: Callable[[str], Any], unpacked: None
+) -> None:
+    """Its ``state_dict()`` writes the weights, which diffusers calls to load adapters: later calls raised."""
+    pipe = pipeline(make("bitsandbytes nf4"))
+    from bitsandbytes.functional import _convert_weight_packed_for_cpu as pack
+
+    layers = [module for module in pipe.transformer.modules() if type(module).__name__ == "Linear4bit"]
+    for layer in layers:  # as its first forward does on a CPU with AVX512-BF16
+        layer.weight.data, layer.weight.quant_state = pack(layer.weight.data, layer.weight.quant_state)
+    expected = packed(pipe.transformer)
+    handle = load(pipe, SHARE)
+    with pytest.raises(ModelChangedError, match=r"unpack .*blocks\.0\..*\.weight in place.*remove\(\) first"):
+        loads(pipe)
+    assert all(layer.weight.quant_state.packing_format_for_cpu for layer in layers)
+    assert not hasattr(pipe.transformer, "peft_config")
+    handle.remove()
+    assert_same_bits(packed(pipe.transformer), expected)
+    pipe.transformer.state_dict()
 
 
 @pytest.mark.parametrize("name", ["GGUF Q4_0", "torchao int8"])

@@ -9,6 +9,8 @@
   Code that loads adapters reads names and shapes of it alone, and gets placeholders.
 * ``load_state_dict()``, ``to()``, ``half()`` and all that goes through ``Module._apply`` would change what is in slots
   and be lost; :class:`StateGuard` refuses them before they have changed anything of the model.
+* So is ``state_dict()``, and with it the loading of adapters, of what bitsandbytes has packed for a CPU, since it would
+  unpack the weights in place.
 * Copies and pickles of the model are refused (:class:`NotCopyable`).
 """
 
@@ -528,9 +530,12 @@ class StateGuard(NotCopyable):
             # A partial, because torch sets an attribute on the hook, which a bound method cannot have.
             self._handles.append(module.register_state_dict_post_hook(partial(self._put_true_tensors)))
             self._set(module, _MARK, f"{names[module]!r} of {owner}" if names.get(module) else owner)
+        unpacks = any(map(_is_unpacked_when_saved, self._parts))
         # On every module around the owners too: loading goes from the outside in, and must not stop half-way.
         for module in self._around:
             self._handles.append(module.register_load_state_dict_pre_hook(self._refuse_load))
+            if unpacks:
+                self._handles.append(module.register_state_dict_pre_hook(self._refuse_unpacking))
             self._set(module, "_apply", partial(self._apply, module))
             self._set(module, "__getstate__", self.__reduce_ex__)  # of pickle and deepcopy, before they reach a tensor
         # On residents too, or what casts layer by layer would stop half-way. A method, which a copy has as its own.
@@ -566,6 +571,15 @@ class StateGuard(NotCopyable):
                 raise ModelChangedError(
                     f"load_state_dict would write {key}, which is offloaded, and the next copy would undo it; call "
                     f"handle.remove() first, load, then offload again"
+                )
+
+    def _refuse_unpacking(self, module: nn.Module, prefix: str, keep_vars: bool) -> None:
+        for name, part in module.named_modules(prefix=prefix.removesuffix(".")):
+            if part in self._parts and _is_unpacked_when_saved(part):
+                raise ModelChangedError(
+                    f"state_dict(), which load_lora_weights() calls, too, would unpack {name}.weight in place, which "
+                    f"is offloaded and which bitsandbytes has packed for this CPU: call handle.remove() first, or load "
+                    f"adapters before the first forward and the offload"
                 )
 
     def _apply(self, module: nn.Module, fn: Callable[..., Any], recurse: bool = True) -> nn.Module:
@@ -655,6 +669,12 @@ class StateGuard(NotCopyable):
             # What moves the storage of a state to shared memory (share_memory_, a queue) must not move the store's.
             self._contents[name] = found if storage.tensors[0].reads(found) else own_storage(found)
         return self._contents[name]
+
+
+def _is_unpacked_when_saved(module: nn.Module) -> bool:
+    """Whether ``state_dict()`` of ``module`` writes its weight, in bitsandbytes' 4 bits."""
+    state = getattr(module._parameters.get("weight"), "quant_state", None)
+    return bool(getattr(state, "packing_format_for_cpu", False))
 
 
 def _apply_of(guard: weakref.ref[StateGuard]) -> Callable[..., nn.Module]:
