@@ -5,8 +5,10 @@ Tiny pipelines with seeded weights; on a CPU, where copies and hooks are those o
 
 from __future__ import annotations
 
+import copy
 import importlib.util
 import os
+import pickle
 import re
 import shutil
 import time
@@ -310,6 +312,19 @@ def test_lora(name: str, loaded_before: int) -> None:
     assert changes >= len(outputs) - 2, "unfusing may bring back the very bits"
     handle.remove()
     assert_same_bits(pipelines.call(pipe), outputs[-1])
+
+
+@pytest.mark.parametrize("copies", [copy.copy, copy.deepcopy, pickle.dumps])
+def test_copies_and_pickles_are_refused(copies: Callable[[Any], Any]) -> None:
+    pipe = pipelines.build("flux")
+    expected = pipelines.call(pipe)
+    _, handle = load(pipe, int(0.4 * weight_bytes(pipe)))
+    with pytest.raises(StateError, match=r"offloaded FluxPipeline cannot be copied or pickled.*remove\(\) first"):
+        copies(pipe)
+    moved_by(handle, lambda: pipelines.call(pipe), expected)
+    handle.remove()
+    made = copies(pipe)
+    assert_same_bits(pipelines.call(pickle.loads(made) if isinstance(made, bytes) else made), expected)
 
 
 def test_an_adapter_of_one_component_is_counted_at_the_next_call() -> None:

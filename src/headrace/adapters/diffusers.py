@@ -491,6 +491,7 @@ def _offloaded_class(base: type[Any]) -> type[Any]:
     """A class like ``base``, with its name, whose calls and changes go through ``_headrace``, the handle."""
     made: dict[str, Any] = {"__module__": base.__module__, "__doc__": base.__doc__}
     made["__call__"] = _through(base.__call__, lambda handle, run: handle.call(run))
+    made["__reduce_ex__"] = _through(base.__reduce_ex__, _refuse_copy)  # of copy and pickle
     around: dict[str, Callable[[PipelineHandle, Callable[[], Any]], Any]] = dict.fromkeys(_ADAPTS, _adapt)
     around |= {name: functools.partial(_refuse, name) for name in _MOVERS}
     around |= {name: functools.partial(_change, name) for name in _CHANGES}
@@ -523,6 +524,13 @@ def _adapt(handle: PipelineHandle, run: Callable[[], Any]) -> Any:
 def _change(name: str, handle: PipelineHandle, run: Callable[[], Any]) -> Any:
     with handle.without_offload(name):
         return run()
+
+
+def _refuse_copy(handle: PipelineHandle, run: Callable[[], Any]) -> Any:
+    raise StateError(
+        f"an offloaded {handle._class.__name__} cannot be copied or pickled: its weights are stored elsewhere; call "
+        f"handle.remove() first, or use save_pretrained()"
+    )
 
 
 def _refuse(name: str, handle: PipelineHandle, run: Callable[[], Any]) -> Any:
