@@ -39,7 +39,7 @@ Rule = tuple[str, Mechanism]
 
 # A budget of what is free on a GPU, and the tokens per sequence that it has room for unless a workload says so.
 AUTO = "auto"
-CALL_SIZE = ("height", "width", "frames", "tiling")  # fields of a Workload that are about a pipeline of diffusers
+CALL_SIZE = ("height", "width", "frames", "tiling", "steps")  # of a Workload: about a pipeline of diffusers
 AUTO_CONTEXT = 4096
 
 # Takes the name of an option, as its user writes it, and a value; returns the value to keep.
@@ -265,6 +265,8 @@ class Workload:
             ``--width``, ``--frames``).
         tiling: the pipeline's VAE decodes in tiles, as after ``pipe.vae.enable_tiling()``, which comes before ``load``
             (``--tiling``); alone it counts a call of the pipeline's own size.
+        steps: denoising steps of the call, diffusers' ``num_inference_steps``, whose time a plan then predicts
+            (``--steps``); memory does not depend on them.
     """
 
     batch_sizes: Sequence[int] = (1,)
@@ -274,9 +276,10 @@ class Workload:
     width: int | None = None
     frames: int | None = None
     tiling: bool = False
+    steps: int | None = None
 
     def __post_init__(self) -> None:
-        sizes = dict.fromkeys(("height", "width", "frames"), count)
+        sizes = dict.fromkeys(("height", "width", "frames", "steps"), count)
         _check(self, batch_sizes=row_counts, context=partial(count, at_least=0), repeated=names, **sizes)
 
     @property

@@ -63,7 +63,7 @@ FLAGS = {
     "demo": ["--folder", "--keep", "-v", "--verbose"],
     "plan": [
         *GUESSES, "--json", "--save", "--machine", "--link", "--host-bandwidth", "--dtype", "--expert-trace",
-        "--height", "--width", "--frames", "--tiling", "--num-ranks", *OFFLOAD_FLAGS, "-v", "--verbose",
+        "--height", "--width", "--frames", "--tiling", "--steps", "--num-ranks", *OFFLOAD_FLAGS, "-v", "--verbose",
     ],
     "generate": [
         "--prompt", "--chat", "--no-chat", *GUESSES, "--system", "--max-new-tokens", "--temperature", "--top-p",

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import inspect
 import json
+import re
 import types
 import weakref
 from pathlib import Path
@@ -16,7 +17,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 import headrace
 from commands import error_of, succeed
 from headrace.checkpoint.metadata_cache import known_facts
-from headrace.errors import BudgetError, OptionError
+from headrace.errors import BudgetError, OptionError, OptionTypeError
 from headrace.plan_model import plan_model
 from headrace.planning.request import PlanRequest
 
@@ -189,6 +190,58 @@ class TestPlans:
     def test_a_model_that_is_no_pipeline_is_refused(self, policy: Any) -> None:
         with pytest.raises(OptionError, match="height: expected a pipeline of diffusers"):
             headrace.make_plan("Qwen/Qwen3-8B", policy, workload=headrace.Workload(height=512), machine="3060")
+
+    @pytest.mark.slow
+    @pytest.mark.parametrize(("table", "model", "passes"), [
+        ("offloaders-flux", "black-forest-labs/FLUX.1-dev", 1),
+        ("offloaders-wan", "Wan-AI/Wan2.2-T2V-A14B-Diffusers", 2),
+    ])  # fmt: skip
+    def test_predict_steps_somewhat_below_those_of_a_gpu(self, table: str, model: str, passes: int) -> None:
+        """By the share that the note states for what is not counted."""
+        rows = [json.loads(line) for line in RESULTS.read_text().splitlines()]
+        row = next(row for row in rows if (row["table"], row["case"]) == (table, "resident"))
+        size = (480, 832, 81) if passes == 2 else (1024, 1024, None)
+        counted = pipeline_peaks.count_step(known_facts(model, 0).pipeline, *size)
+        assert [name for name, _ in counted] == ["transformer"] * passes
+        with pytest.warns(headrace.HeadraceWarning, match="known by name"):
+            planned = plan_model(PlanRequest(model, "100GiB", machine="h200"))
+        assert not planned.plan.units
+        for name, operations in counted:
+            ratio = row["ms"] / 1e3 / planned.planner._pass_s(planned.plan, name, operations)
+            assert 1.2 < ratio < 1.4
+
+    @pytest.mark.slow
+    def test_steps_take_time_and_no_memory(self) -> None:
+        plans = {}
+        for steps in (None, 1, 28):
+            workload = headrace.Workload(height=512, width=512, steps=steps)
+            plans[steps] = headrace.make_plan("flux.1-dev", headrace.Budget("8GiB", workload=workload), machine="3060")
+        assert plans[None].to_json() == plans[1].to_json() == plans[28].to_json()
+        text = "28 steps of 1 pass each: "
+        assert not any(" of 1 pass " in note for note in plans[None].prediction.notes)
+        assert [note[: len(text)] for note in plans[28].prediction.notes if " of 1 pass " in note] == [text]
+        seconds = []
+        for steps in (1, 28):
+            note = next(note for note in plans[steps].prediction.notes if " of 1 pass " in note)
+            found = re.search(r"each: ([\d.]+) (ms|s) of copies", note)
+            assert found is not None, note
+            seconds.append(float(found[1]) / (1e3 if found[2] == "ms" else 1))
+        assert seconds[1] == pytest.approx(28 * seconds[0], rel=0.01)
+
+    @pytest.mark.parametrize("steps", [0, -1, True, "4", 1.5])
+    def test_steps_are_a_positive_number(self, steps: Any) -> None:
+        with pytest.raises(OptionError if isinstance(steps, int) and not steps > 0 else OptionTypeError, match="steps"):
+            headrace.Workload(steps=steps)
+
+    @pytest.mark.slow
+    def test_steps_on_the_command_line(self) -> None:
+        card = ("--machine", "3060", "--device-memory", "8GiB", "--steps")
+        done = succeed("plan", "flux.1-dev", *card, "4")
+        assert "4 steps of 1 pass each:" in " ".join(done.stdout.split())
+        for wrong in ("0", "-1", "many"):
+            assert "steps" in error_of("plan", "flux.1-dev", *card, wrong)
+        assert "steps: expected a pipeline of diffusers" in error_of("plan", "Qwen/Qwen3-8B", *card, "4")
+        assert "--steps has no effect" in error_of("plan", "flux.1-dev", "--steps", "4")
 
     @pytest.mark.slow
     def test_on_the_command_line(self) -> None:

@@ -4,6 +4,8 @@ So guidance, the scheduler, the VAE and its tiling take part as they are, and no
 loop has one step. Embeddings of the prompt are given, in their full length: text encoders do not run. Kernels count as
 on a GPU: attention without a matrix of scores, norms without float32 copies, convolutions with the channels-last copies
 that cuDNN makes of their inputs and outputs. Workspaces of cuBLAS and the allocator's fragmentation are not counted.
+
+For the time of steps the same call is run again, with all blocks, and its operations are counted (:func:`count_step`).
 """
 
 from __future__ import annotations
@@ -17,7 +19,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from functools import cache, partial
 from importlib import import_module
-from itertools import zip_longest
+from itertools import starmap, zip_longest
 from typing import Any, NamedTuple
 
 import torch
@@ -27,11 +29,12 @@ from torch.nn import functional
 from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves, tree_map
+from torch.utils.flop_counter import FlopCounterMode
 from torch.utils.weak import WeakTensorKeyDictionary
 
 from headrace.config import Workload
 from headrace.errors import OptionError
-from headrace.formatting import format_size
+from headrace.formatting import format_size, format_time, pluralize
 from headrace.model.records import ModelProfile
 
 _ALIGN_BYTES = 512  # of the allocator of CUDA
@@ -40,6 +43,7 @@ _TEXT_WIDTHS = ("joint_attention_dim", "text_dim", "text_embed_dim", "caption_ch
 # Where a pipeline says how many frames more make one more of its latents.
 _FRAME_STEPS = ("vae_scale_factor_temporal", "vae_temporal_compression_ratio")
 _BLOCKS = ("transformer", "connectors")  # components of equal blocks
+_STEP_MODELS = ("transformer", "unet", "controlnet")  # components that steps run
 _BLENDS = ("blend_v", "blend_h", "blend_t")  # of a VAE that decodes in tiles
 _TEXT_LENGTH = 77  # tokens of CLIP, where a call has no max_sequence_length
 _SIDE = 32  # pixels; every pipeline takes multiples of it
@@ -72,13 +76,16 @@ class CallProfile(ModelProfile):
     Attributes:
         pipeline: as :func:`describe` returns it.
         asked: height, width and frames, ``None`` for the pipeline's own; whether the VAE decodes in tiles.
+        steps: of the call, whose time a note says; ``None``: no note.
     """
 
     pipeline: str = ""
     asked: tuple[int | None, int | None, int | None, bool] = (None, None, None, False)
+    steps: int | None = None
 
     def _for_call(self, workload: Workload) -> CallProfile:
-        return replace(self, asked=(workload.height, workload.width, workload.frames, workload.tiling))
+        asked = workload.height, workload.width, workload.frames, workload.tiling
+        return replace(self, asked=asked, steps=workload.steps)
 
     @property
     def call(self) -> Call:
@@ -94,7 +101,7 @@ class CallProfile(ModelProfile):
     def smaller(self, room_bytes: int, batch: int, context: int) -> str:
         return str(self.largest(room_bytes) or "")
 
-    def notes(self, context: int, room_bytes: Callable[[], int | None]) -> list[str]:
+    def notes(self, context: int, room_bytes: Callable[[], int | None], pass_s: Callable[..., float]) -> list[str]:
         text = f"a call for {self.call} takes up to {format_size(self.call.peak_bytes)} beside the weights"
         if not self.asked[-1]:
             text += " (--tiling counts a VAE that decodes in tiles)"
@@ -102,7 +109,17 @@ class CallProfile(ModelProfile):
             larger = f"{_MOST} times as {'many frames' if self.call.frames else 'high'}"
             text += f"; with the fewest weights resident fits, up to {larger}: {self.largest(room) or 'none'}"
         gaps = "without PYTORCH_CUDA_ALLOC_CONF=expandable_segments:True gaps of torch's allocator take a third more"
-        return [f"{text}. Counted without a GPU; {gaps}"]
+        found = [f"{text}. Counted without a GPU; {gaps}"]
+        if self.steps is not None:
+            passes = count_step(self.pipeline, *self.asked[:3])
+            seconds, teraflop = self.steps * sum(starmap(pass_s, passes)), sum(each for _, each in passes) / 1e12
+            found.append(
+                f"{pluralize(self.steps, 'step')} of {pluralize(len(passes), 'pass', 'passes')} each: "
+                f"{format_time(seconds)} of copies, or of products and attention ({teraflop:,.1f} TFLOP a step) at the "
+                f"rate of products. Not in it: other kernels (with them an H200 took 1.2 to 1.4 times as long), text "
+                f"encoders, VAE"
+            )
+        return found
 
     def largest(self, room_bytes: int) -> Call | None:
         """The call with the most frames, or for the largest image, that takes no more; up to 4 times what was asked."""
@@ -155,8 +172,8 @@ def describe(
     return json.dumps({"index": kept, "configs": configs, "module": module}, default=lambda each: None)
 
 
-def on_meta(description: str) -> Any:
-    """The pipeline without text encoders and tokenizers, and weights without bytes."""
+def on_meta(description: str, whole: bool = False) -> Any:
+    """The pipeline without text encoders and tokenizers, and weights without bytes; ``whole``: with all blocks."""
     stated = json.loads(description)
     kind = _class_of(stated.get("module", "diffusers"), stated["index"]["_class_name"])
     parts: dict[str, Any] = {}
@@ -168,7 +185,7 @@ def on_meta(description: str) -> Any:
             vars(part).update(state)
             # Thousands of operators on rows of pixels, in place, that take next to nothing.
             vars(part).update({blend: lambda before, tile, extent: tile for blend in _BLENDS if hasattr(part, blend)})
-            if name.startswith(_BLOCKS):
+            if name.startswith(_BLOCKS) and not whole:
                 _shorten(part)
     for needed in (("transformer", "unet"), ("vae",)):
         if parts.keys().isdisjoint(needed):
@@ -203,30 +220,62 @@ def count_call(pipeline: str, height: int | None, width: int | None, frames: int
     Raises:
         OptionError: it takes no such size, or does not run on ``meta``.
     """
-    name = json.loads(pipeline)["index"].get("_class_name")
-    size = {"height": height, "width": width, "num_frames": frames}
-    size = {key: each for key, each in size.items() if each is not None}
-    try:
-        pipe = on_meta(pipeline)
+
+    def prepare(pipe: Any, live: LiveBytes) -> FusedKernels:
         if tiling:
             pipe.vae.enable_tiling()
-        live = LiveBytes()
         live.run_once(pipe.vae.decoder)
-        known = inspect.signature(type(pipe).__call__).parameters
-        if missing := size.keys() - known.keys():
-            raise ValueError(f"its call has no argument {', '.join(missing)}")
-        with torch.no_grad(), FusedKernels(), live:
-            given = {key: each.to("meta") for key, each in prompt(pipe, known).items()}
-            made = pipe(**given, **size, num_inference_steps=1, output_type="pt", return_dict=False)[0]
-    except Exception as error:  # of any type: the code of any pipeline, on tensors without data
-        asked = ", ".join(f"{key} = {each}" for key, each in size.items()) or "its own size"
-        raise OptionError(
-            f"the call of {name} for {asked} cannot be counted: {type(error).__name__}: {error}; use a size that the "
-            f"pipeline takes, or leave height, width and frames out (--height, --width, --frames)"
-        ) from error
+        return FusedKernels()
+
+    pipe, made, live = _call(pipeline, (height, width, frames), prepare)
+    known = inspect.signature(type(pipe).__call__).parameters
     made_frames, (high, wide) = made.shape[1] if "num_frames" in known else 0, made.shape[-2:]
     step = next((step for key in _FRAME_STEPS if (step := getattr(pipe, key, None))), 1)
     return Call(live.peak_bytes, high, wide, made_frames, step)
+
+
+@cache
+def count_step(pipeline: str, height: int | None, width: int | None, frames: int | None) -> tuple[tuple[str, int], ...]:
+    """Passes of a step of the pipeline: the component that runs, and its operations.
+
+    Raises:
+        OptionError: as :func:`count_call`.
+    """
+    counter, starts = FlopCounterMode(display=False), list[tuple[str, int]]()
+
+    def prepare(pipe: Any, live: LiveBytes) -> FlopCounterMode:
+        for name, part in pipe.components.items():
+            if name.startswith(_STEP_MODELS) and part is not None:
+                part.register_forward_pre_hook(lambda *_, name=name: starts.append((name, counter.get_total_flops())))
+        return counter
+
+    _call(pipeline, (height, width, frames), prepare, whole=True)
+    ends = (*(begin for _, begin in starts[1:]), counter.get_total_flops())  # schedulers multiply no matrices
+    return tuple((name, end - begin) for (name, begin), end in zip(starts, ends, strict=True))
+
+
+def _call(pipeline: str, asked: tuple[Any, ...], prepare: Callable[[Any, LiveBytes], Any], whole: bool = False) -> Any:
+    """The pipeline on ``meta``, what it makes in one step in the mode that ``prepare`` returns, and what that takes.
+
+    ``whole``: with all blocks and no VAE.
+    """
+    name, live = json.loads(pipeline)["index"].get("_class_name"), LiveBytes()
+    names, output = ("height", "width", "num_frames"), "latent" if whole else "pt"
+    size = {key: each for key, each in zip(names, asked, strict=True) if each is not None}
+    try:
+        pipe = on_meta(pipeline, whole)
+        mode, known = prepare(pipe, live), inspect.signature(type(pipe).__call__).parameters
+        if missing := size.keys() - known.keys():
+            raise ValueError(f"its call has no argument {', '.join(missing)}")
+        with torch.no_grad(), live, mode:
+            given = {key: each.to("meta") for key, each in prompt(pipe, known).items()}
+            return pipe, pipe(**given, **size, num_inference_steps=1, output_type=output, return_dict=False)[0], live
+    except Exception as error:  # of any type: the code of any pipeline, on tensors without data
+        stated = ", ".join(f"{key} = {each}" for key, each in size.items()) or "its own size"
+        raise OptionError(
+            f"the call of {name} for {stated} cannot be counted: {type(error).__name__}: {error}; use a size that the "
+            f"pipeline takes, or leave height, width and frames out (--height, --width, --frames)"
+        ) from error
 
 
 def prompt(pipe: Any, known: Mapping[str, Any]) -> dict[str, torch.Tensor]:

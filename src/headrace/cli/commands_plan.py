@@ -56,6 +56,7 @@ class PlanOptions(SpeculationFlags):
     width: int | None = row("PIXELS", "The same (default: the pipeline's own).", count)
     frames: int | None = row("N", "The same, of a video.", count)
     tiling: bool = row("", "The pipeline's VAE decodes in tiles (pipe.vae.enable_tiling()).", off=False)
+    steps: int | None = row("N", "Of a pipeline's call (num_inference_steps): predict the time of them.", count)
     num_ranks: int | None = row("N", "Processes that share the weights in mode sharded_cpu or sharded_gpu.")
 
 

@@ -377,7 +377,7 @@ class ModelProfile:
     def _for_call(self, workload: Workload) -> ModelProfile:
         raise OptionError(
             f"{', '.join(workload.call_size)}: expected a pipeline of diffusers, whose calls have a size, found "
-            f"another model; leave them out (--height, --width, --frames, --tiling)"
+            f"another model; leave them out (--height, --width, --frames, --tiling, --steps)"
         )
 
     def cache_bytes(self, batch: int, context: int) -> int:
@@ -409,6 +409,11 @@ class ModelProfile:
         fitting += [f"--context {tokens} with batch {batch}"] if tokens > 0 else []
         return ", or ".join(fitting)
 
-    def notes(self, context: int, room_bytes: Callable[[], int | None]) -> list[str]:
-        """Sentences for a plan; ``room_bytes``: what the fewest weights leave on the device, ``None``: not known."""
+    def notes(self, context: int, room_bytes: Callable[[], int | None], pass_s: Callable[..., float]) -> list[str]:
+        """Sentences for a plan.
+
+        Args:
+            room_bytes: what the fewest weights leave on the device; ``None``: not known.
+            pass_s: seconds that a module of the root, by name, takes under the plan for so many operations.
+        """
         return [_NO_CACHE] if context and not self.cache_bytes(1, context) else []

@@ -404,7 +404,8 @@ class Planner:
 
     def _notes(self, plan: Plan, workload: Workload) -> Iterator[str]:
         """Sentences on the KV cache, cached experts, and experts read in place in files."""
-        yield from self.profile.notes(workload.context, partial(self._room_bytes, plan, workload))
+        room_bytes, pass_s = partial(self._room_bytes, plan, workload), partial(self._pass_s, plan)
+        yield from self.profile.notes(workload.context, room_bytes, pass_s)
         if plan.cached:
             yield f"expected hit rate of cached experts from {self.hits.source}; misses are fetched before use"
             if plan.kind.in_files and self.spill is not None:
@@ -418,6 +419,15 @@ class Planner:
                 yield f"{shared}: --cpu-experts {'on' if shared.is_worthwhile else 'gains too little'}"
         if self.mapped is not None and plan.kind.in_files:
             yield from self._notes_on_files(plan, self.mapped)
+
+    def _pass_s(self, plan: Plan, module: str, operations: int) -> float:
+        """Seconds that a module of the root takes under ``plan``: of so many rows that its weights, as 16-bit numbers,
+        multiply in ``operations``, which may be of attention, too."""
+        inventory = replace(self.inventory, storages=tuple(self.inventory.under(module)))
+        units = tuple(unit for unit in plan.units if unit.entries[0].storage in inventory.by_name)
+        in_place = {name: size for name, size in plan.uva.items() if name in inventory.by_name}
+        part = replace(self, inventory=inventory)
+        return part.forecast(replace(plan, units=units, uva=in_place), operations // inventory.num_bytes or 1).step_s
 
     def _room_bytes(self, plan: Plan, workload: Workload) -> int | None:
         """Device memory beside the fewest weights, of the budget or the card; ``None``: neither is known."""
