@@ -27,8 +27,9 @@ from headrace.json_files import Positive
 
 Kind = Literal["parameter", "buffer", "attribute"]
 
-# torch's allocator gives the pool of a captured step whole segments, one for small and one for large tensors.
-_GRAPH_POOL_BYTES = (2 + 20) << 20
+# torch's allocator gives the pool of a captured step whole segments, one for small and one for large tensors; and the
+# first capture of a process another one for the workspace of cuBLAS (of Hopper; of other GPUs it is 8 MiB).
+_GRAPH_POOL_BYTES = (2 + 20 + 32) << 20
 
 _NO_CACHE = "no KV cache is counted: the model's forward returns none"
 
