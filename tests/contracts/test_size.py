@@ -13,19 +13,19 @@ import pytest
 import measures
 
 BOUNDS = {
-    "lines of src": 29517,
-    "lines of the core": 17609,
+    "lines of src": 29611,
+    "lines of the core": 17667,
     "files of src": 203,
-    "lines of tests": 51188,
+    "lines of tests": 51375,
     "longest class": 351,
     "Prefetcher": 298,
     "branches on a kind of store": 4,
     "files that headrace.api loads": 36,
-    "lines that headrace.api loads": 6602,
-    "lines of the spine": 5244,
+    "lines that headrace.api loads": 6617,
+    "lines of the spine": 5253,
     "files of the spine": 53,
     "files to the first copy": 42,
-    "functions to the first copy": 395,
+    "functions to the first copy": 397,
 }
 # What a measure may lie below its bound, so that not every small change edits the table.
 SLACK = dict.fromkeys(["lines of src", "lines of the core", "lines that headrace.api loads", "lines of the spine"], 60)

@@ -85,10 +85,10 @@ class TestSizes:
         assert [layer.host_slots for layer in with_slots(LAYERS, 20)] == [0] * 3
 
     def test_rows_for_what_is_read(self) -> None:
-        """Enough bytes for all threads, and two rows; none for a CPU."""
+        """Enough bytes for all threads while a layer computes; none for a CPU."""
         assert staging_rows(LAYERS, on_gpu=True) == (32, (1 << 20) + 1024)
         large = [CachedLayer("layers.0", 128, 4, {"up": 128 * 37 << 20}, 124, 0)]
-        assert staging_rows(large, on_gpu=True) == (2, 37 << 20)
+        assert staging_rows(large, on_gpu=True) == (7, 37 << 20)
         assert staging_rows(LAYERS, on_gpu=False) == (0, 0)
         assert staging_rows([], on_gpu=True) == (0, 0)
         assert staging_rows([CachedLayer("layers.0", 32, 4, {"up": 32 << 20})], on_gpu=True) == (0, 0)
