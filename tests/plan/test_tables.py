@@ -110,6 +110,9 @@ OTHER_FIELDS = {
         "device_hits misses_of_both host_pinned_bytes planned_device_bytes page_cache_mib bit_equal",
         "expert-prompts": "case device tokens rounds ms plain_ms floor_ms times_floor read_ratio experts experts_used "
         "experts_read plain_gb_per_s host_pinned_bytes planned_device_bytes page_cache_mib bit_equal",
+        "expert-plain-reads": "case round threads whole_ms pieces_of_2_mib_ms",
+        "share-trace": "model layers slots case held_gb_per_s wait_us fetch_us",
+        "resize-phases": "model case to_gib ms residents_to_host_ms coding_ms bit_equal",
         "copy-after-free": "case num_bytes pause_s samples_ms device",
         "pipeline-peaks": "case height width tiling counted_bytes measured_bytes share device",
         "vllm-sleep": "case layers eager sleeps device bit_equal",
@@ -133,6 +136,7 @@ NOTHING_COMPARED = {
     "smallest", "coded-start", "starts-wan", "starts-flux", "start-phases", "card-start", "card-fetch", "card-between",
     "copy-after-free", "pipeline-peaks",
     "python-calls", "first-tokens", "ordered-kernels", "ordered-launches", "ordered-orders", "expected-rates", "peers",
+    "expert-plain-reads", "share-trace",
 }  # fmt: skip
 
 
