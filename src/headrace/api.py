@@ -127,7 +127,8 @@ class Handle:
         from headrace.lifetime.parking import Lifetime
 
         with self._alone():
-            self._life = self._life or Lifetime(self._first_session, context=self._context, lock=self._lock)
+            lock = None if self._process.is_forked else self._lock
+            self._life = self._life or Lifetime(self._first_session, context=self._context, lock=lock)
         return self._life
 
     def _forget(self) -> None:

@@ -6,6 +6,7 @@ Here both tiers are memory of a CPU: a plan for one that has host memory above t
 from __future__ import annotations
 
 import os
+import signal
 import time
 from collections import Counter, deque
 from collections.abc import Callable, Iterator, Sequence
@@ -545,6 +546,23 @@ class TestFaults:
             for ids in (*steps(20, seed=5), ALL):
                 assert_same_bits(model(X, ids), resident(X, ids))
                 require_exclusive(handle, resident)
+
+    def test_a_forked_child_while_threads_read_ahead(self, folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+        """Which has no such threads, and would wait for them forever."""
+        slow_down(monkeypatch)
+        resident, (model, handle) = Layers(), offloaded(folder)
+        with handle:
+            model.layers[0](X, ALL)
+            if (child := os.fork()) == 0:
+                signal.alarm(10)
+                try:
+                    next(caches(handle)).admit(ALL)
+                except StateError:
+                    os._exit(0)
+                finally:
+                    os._exit(1)
+            assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 0
+            assert_same_bits(model(X, ALL), resident(X, ALL))
 
     def test_debug(self, folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
         """A byte that changes in host memory is found when its expert is read."""

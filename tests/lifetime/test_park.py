@@ -330,13 +330,15 @@ class TestRefused:
         plain.handle.resume()
         plain.check()
 
-    def test_a_forked_child_of_a_thread_that_parks(self, plain: Pair) -> None:
-        """A lock that another thread held is locked in the child forever."""
-        plain.handle.park(resume="auto")
-        life, has_it, is_over = plain.handle._lifetime, threading.Event(), threading.Event()
+    @pytest.mark.parametrize("is_parked", [False, True])
+    def test_a_forked_child_of_a_thread_that_parks(self, is_parked: bool, plain: Pair) -> None:
+        """A lock that another thread held is locked in the child forever, also for the first call there."""
+        if is_parked:
+            plain.handle.park(resume="auto")
+        lock, has_it, is_over = plain.handle._lock, threading.Event(), threading.Event()
 
         def hold() -> None:
-            with life._lock:
+            with lock:
                 has_it.set()
                 is_over.wait(60)
 
@@ -345,7 +347,7 @@ class TestRefused:
             if (child := os.fork()) == 0:
                 signal.alarm(10)
                 try:
-                    plain.run(plain.model)
+                    plain.run(plain.model) if is_parked else plain.handle.park()
                 except StateError:
                     os._exit(0)
                 finally:
