@@ -322,9 +322,11 @@ def test_copies_and_pickles_are_refused(copies: Callable[[Any], Any]) -> None:
     with pytest.raises(StateError, match=r"offloaded FluxPipeline cannot be copied or pickled.*remove\(\) first"):
         copies(pipe)
     moved_by(handle, lambda: pipelines.call(pipe), expected)
+    other = pipe.from_pipe(pipe)
     handle.remove()
-    made = copies(pipe)
-    assert_same_bits(pipelines.call(pickle.loads(made) if isinstance(made, bytes) else made), expected)
+    for each in (pipe, other):
+        made = copies(each)
+        assert_same_bits(pipelines.call(pickle.loads(made) if isinstance(made, bytes) else made), expected)
 
 
 def test_an_adapter_of_one_component_is_counted_at_the_next_call() -> None:

@@ -492,6 +492,8 @@ def _offloaded_class(base: type[Any]) -> type[Any]:
     made: dict[str, Any] = {"__module__": base.__module__, "__doc__": base.__doc__}
     made["__call__"] = _through(base.__call__, lambda handle, run: handle.call(run))
     made["__reduce_ex__"] = _through(base.__reduce_ex__, _refuse_copy)  # of copy and pickle
+    # Of the class itself, or pickle would look for this one by its name.
+    made |= {name: getattr(base, name) for name in ("from_pipe", "from_pretrained") if hasattr(base, name)}
     around: dict[str, Callable[[PipelineHandle, Callable[[], Any]], Any]] = dict.fromkeys(_ADAPTS, _adapt)
     around |= {name: functools.partial(_refuse, name) for name in _MOVERS}
     around |= {name: functools.partial(_change, name) for name in _CHANGES}
@@ -506,7 +508,7 @@ def _through(original: Callable[..., Any], around: Callable[[PipelineHandle, Cal
     def method(self: Any, *args: Any, **kwargs: Any) -> Any:
         handle = vars(self).get("_headrace")
         run = functools.partial(original, self, *args, **kwargs)
-        # from_pipe() makes a pipeline of this class, with the same components and without a handle: it works as it is.
+        # type(pipe)(**pipe.components) has the same components and no handle: it works as it is.
         return run() if handle is None else around(handle, run)
 
     return method
