@@ -265,8 +265,8 @@ class Workload:
             ``--width``, ``--frames``).
         tiling: the pipeline's VAE decodes in tiles, as after ``pipe.vae.enable_tiling()``, which comes before ``load``
             (``--tiling``); alone it counts a call of the pipeline's own size.
-        steps: denoising steps of the call, diffusers' ``num_inference_steps``, whose time a plan then predicts
-            (``--steps``); memory does not depend on them.
+        steps: denoising steps of the call, diffusers' ``num_inference_steps``, whose time a plan that predicts steps
+            notes (``--steps``); memory does not depend on them.
     """
 
     batch_sizes: Sequence[int] = (1,)

@@ -13,15 +13,15 @@ import pytest
 import measures
 
 BOUNDS = {
-    "lines of src": 29611,
-    "lines of the core": 17667,
+    "lines of src": 29615,
+    "lines of the core": 17670,
     "files of src": 203,
-    "lines of tests": 51375,
+    "lines of tests": 51399,
     "longest class": 351,
     "Prefetcher": 298,
     "branches on a kind of store": 4,
     "files that headrace.api loads": 36,
-    "lines that headrace.api loads": 6617,
+    "lines that headrace.api loads": 6618,
     "lines of the spine": 5253,
     "files of the spine": 53,
     "files to the first copy": 42,

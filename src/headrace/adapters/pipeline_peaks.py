@@ -116,8 +116,8 @@ class CallProfile(ModelProfile):
             found.append(
                 f"{pluralize(self.steps, 'step')} of {pluralize(len(passes), 'pass', 'passes')} each: "
                 f"{format_time(seconds)} of copies, or of products and attention ({teraflop:,.1f} TFLOP a step) at the "
-                f"rate of products. Not in it: other kernels (with them an H200 took 1.2 to 1.4 times as long), text "
-                f"encoders, VAE"
+                f"rate of products. Not in it: other kernels (with them an H200 took 1.2 to 1.4 times as long), VAE, "
+                f"and text encoders, which the predicted step above has"
             )
         return found
 
