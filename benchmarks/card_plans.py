@@ -46,6 +46,7 @@ UNUSED_GIB = 0.5  # of a card's memory beside weights and activations: workspace
 CARDS = {"4060": 8, "3060": 12, "4080": 16, "4090": 24, "5090": 32, "h100": 80}
 CLASSES = {8: ("4060",), 12: ("3060", "4070"), 16: ("4060ti", "5060ti")}
 HOST_GB, BESIDE = (32, 64, 128), "4090"
+HOST_BANDWIDTH = 89.6  # GB/s: two channels of DDR5-5600
 README_MODELS = (
     "Qwen/Qwen3.5-9B",
     "openai/gpt-oss-20b",
@@ -200,6 +201,18 @@ def model_row(model: str) -> dict[str, Any]:
     return row
 
 
+def cpu_rows(models: Sequence[str]) -> Iterator[dict[str, Any]]:
+    """``generate`` of mixtures with the CPU's share in missed experts, where plans cache experts that it computes."""
+    for model in models:
+        found: dict[str, Any] = {}
+        for card in CARDS:
+            planned = plan_model(PlanRequest(model, "auto", machine=card, host_bandwidth=HOST_BANDWIDTH))
+            share = planned.cpu_share
+            found[card] = None if isinstance(share, str) else [share.link_rows_per_s, share.rows_per_s]
+        if any(found.values()):
+            yield {"table": "card-cpu", "case": model, "host_bandwidth": HOST_BANDWIDTH, "predicted": found}
+
+
 def on_card(planned: PlanResult, host_gb: Sequence[int]) -> dict[str, Any]:
     """Tokens per second, engine and host memory: without a limit (""), and with ``host_gb`` where they are short."""
     given, device_bytes = planned.context.request.given, planned.context.target.machine.device_bytes or 0
@@ -247,7 +260,8 @@ def main() -> None:
     args = parser.parse_args()
     warnings.simplefilter("ignore", HeadraceWarning)  # that these are known by name
     made = []
-    for row in (*rows(args.models), *call_rows([name for name in args.models if name in PIPELINES])):
+    models = [name for name in args.models if name not in PIPELINES]
+    for row in (*rows(args.models), *call_rows([n for n in args.models if n in PIPELINES]), *cpu_rows(models)):
         append(row, args.out)
         made.append(row)
     finish("card_plans", made)

@@ -414,6 +414,12 @@ def rate_cell(cell: dict[str, Any] | None) -> str:
     return f"{rate}{' v' if cell['engine'] == 'vllm' else ''}{kept}"
 
 
+def cpu_card_cells(row: dict[str, Any]) -> list[str]:
+    """The link alone, and with the CPU; -: no experts are cached, or the CPU computes none of that form."""
+    pairs = row["predicted"].values()
+    return [row["case"], *("-" if pair is None else f"{pair[0]:.3g}, {pair[1]:.3g}" for pair in pairs)]
+
+
 def pipeline_cells(row: dict[str, Any]) -> list[str]:
     fits = {card: "" if host_bytes else ", fits" for card, host_bytes in row["host_bytes"].items()}
     return [
@@ -523,6 +529,8 @@ def layout_of(row: dict[str, Any]) -> tuple[list[str], Callable[[dict[str, Any]]
         return OVERLAP_HEADINGS, overlap_cells
     if "pass_bytes" in row:
         return GUESSES_HEADINGS, guesses_cells
+    if row["table"] == "card-cpu":
+        return CARD_PLAN_HEADINGS[:1] + CARD_PLAN_HEADINGS[2:8], cpu_card_cells
     if "predicted" in row:
         return CARD_PLAN_HEADINGS, card_plan_cells
     if row["table"].startswith("calls-"):

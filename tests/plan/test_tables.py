@@ -86,6 +86,7 @@ OTHER_FIELDS = {
         "vllm-speculation": "case ms floor_ms bytes_moved rows passes planned_bytes compared",
         "speculation": "case bytes_moved tokens_per_s equal tokens_per_pass prompts as_plain",
         "cards more-cards": "case predicted weight_bytes",
+        "card-cpu": "case predicted host_bandwidth",
         "card-pipelines": "case predicted_seconds host_bytes weight_bytes",
         "calls-8 calls-12 calls-16": "case stored budget_bytes host_bytes calls",
         "card-start": "tree way first_s total_s text",
@@ -131,7 +132,7 @@ OTHER_FIELDS = {
 NOTHING_COMPARED = {
     "policies", "expert-tiers", "host-memory", "ranges", "cards", "more-cards", "two-four", "two-four-power",
     "experts-launch", "experts-launch-small", "experts-vllm-memory", "experts-vllm-starts", "pipelines",
-    "card-pipelines", "calls-8", "calls-12", "calls-16",
+    "card-pipelines", "card-cpu", "calls-8", "calls-12", "calls-16",
     "admission", "experts-vllm-prompt-memory", "experts-vllm-rounding", "ranks-dp-compiled",
     "smallest", "coded-start", "starts-wan", "starts-flux", "start-phases", "card-start", "card-fetch", "card-between",
     "copy-after-free", "pipeline-peaks",
