@@ -84,7 +84,7 @@ def generate_rows(given: argparse.Namespace) -> Iterator[dict[str, Any]]:
     device = torch.device(given.device)
     sizes = parse_size(given.card), parse_size(given.reserve)
     model = build(Rehearsal(given.model, given.layers, given.tiny, *sizes, device, ["graphs"]))
-    prompts = (8, 16) if given.tiny else PROMPTS
+    prompts = (8, 16) if given.tiny else given.prompts
 
     def run(prompt: int, new: int, chunk: int | None = None) -> Any:
         """The second of two runs."""
@@ -143,7 +143,7 @@ def llama_rows(given: argparse.Namespace) -> Iterator[dict[str, Any]]:
     """llama.cpp, with experts of the first layers on the CPU."""
     from llama_cpp import quiet_library, row_of
 
-    options = {"folder": Path("/dev/shm"), "tokens": 64, "threads": None, "prompts": list(PROMPTS), **vars(given)}
+    options = {"folder": Path("/dev/shm"), "tokens": 64, "threads": None, **vars(given)}
     options |= {"prompts": [64]} if given.tiny else {}
     turns = Turns(given.turns)
     row = row_of(quiet_library(given.library), given.model, argparse.Namespace(**options), turns.mine)
@@ -179,6 +179,10 @@ def main() -> None:
     parser.add_argument("out", type=Path)
     parser.add_argument("--model", choices=MODELS, default="qwen3-30b-a3b")
     parser.add_argument("--peers", type=words_of(PEERS), default=["generate"])
+    parser.add_argument(
+        "--prompts", type=lambda text: [int(each) for each in text.split(",")], default=list(PROMPTS),
+        help="their tokens, of generate and llama.cpp",
+    )  # fmt: skip
     parser.add_argument("--turns", type=Path, metavar="FILE", help="start beside others; measure when nobody else does")
     parser.add_argument("--library", type=Path, help="the folder of llama.cpp's libraries")
     parser.add_argument("--limit-s", type=float, help="end an engine that takes longer")
