@@ -546,6 +546,7 @@ class TestTransfers:
 @pytest.mark.parametrize("name", ["headrace", "headrace.model.live_tensors"])
 def test_a_reload_while_offloaded(name: str, policy: Any) -> None:
     """The package is the first of all of its modules; the other one holds what the dispatcher calls."""
+    gc.collect()  # of what tests before this one have left offloaded
     model = Stack(3).eval()
     expected = model(rows())
     with headrace.offload(model, policy) as handle:
@@ -557,7 +558,7 @@ def test_a_reload_while_offloaded(name: str, policy: Any) -> None:
             [expected, model.state_dict()["layers.0.linear.weight"]],
         )
         assert handle.plan.uva or handle.stats().bytes_moved > 0
-    gc.collect()  # of what tests before this one have left offloaded
+    gc.collect()
     assert importlib.reload(headrace) is headrace
 
 

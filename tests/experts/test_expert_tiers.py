@@ -463,7 +463,7 @@ def test_one_layer_is_read_ahead(folder: Path, tmp_path: Path, monkeypatch: pyte
 
 
 @pytest.mark.parametrize("between", [[], [39]])
-def test_what_is_read_in_vain_writes_no_row_later(
+def test_what_is_read_and_not_used_writes_no_row_later(
     between: list[int], folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Though its tensors lie elsewhere in a row, and copies from there are late."""
