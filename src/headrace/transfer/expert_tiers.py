@@ -305,7 +305,7 @@ class TieredCache(FileCache):
             reads.append(_Read(expert, parts, transfers, number, place))
 
     def _land(self, read: _Read, row_of: Mapping[int, int]) -> None:
-        """Copy what was read to its row, each tensor when it has been; or drop it, if it was read ahead and is unused."""
+        """Copy what was read to its row, each tensor when it has been; or drop it, if it is unused."""
         row, up = row_of.get(read.expert), self._streams.up
         for (rows, _), part, transfer in zip(self._parts, read.parts, read.transfers, strict=True):
             if row is None:
