@@ -114,7 +114,11 @@ class Handle:
         """
         with self._alone():
             if self._life is None:
-                self._session.remove(graphs_released)
+                try:
+                    self._session.remove(graphs_released)
+                except BaseException as error:
+                    error.add_note("headrace: the offload is in force until remove() has been called again")
+                    raise
                 return self._forget()
         self._life.remove(graphs_released, self._forget)
 

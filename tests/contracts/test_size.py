@@ -13,16 +13,16 @@ import pytest
 import measures
 
 BOUNDS = {
-    "lines of src": 29615,
-    "lines of the core": 17670,
+    "lines of src": 29619,
+    "lines of the core": 17674,
     "files of src": 203,
-    "lines of tests": 51401,
+    "lines of tests": 51398,
     "longest class": 351,
     "Prefetcher": 298,
     "branches on a kind of store": 4,
     "files that headrace.api loads": 36,
-    "lines that headrace.api loads": 6618,
-    "lines of the spine": 5253,
+    "lines that headrace.api loads": 6622,
+    "lines of the spine": 5257,
     "files of the spine": 53,
     "files to the first copy": 42,
     "functions to the first copy": 397,
