@@ -13,10 +13,10 @@ import pytest
 import measures
 
 BOUNDS = {
-    "lines of src": 29619,
-    "lines of the core": 17674,
+    "lines of src": 29620,
+    "lines of the core": 17672,
     "files of src": 203,
-    "lines of tests": 51406,
+    "lines of tests": 51412,
     "longest class": 351,
     "Prefetcher": 298,
     "branches on a kind of store": 4,

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import os
 import signal
+import threading
 import time
 from collections import Counter, deque
 from collections.abc import Callable, Iterator, Sequence
@@ -547,21 +548,26 @@ class TestFaults:
                 assert_same_bits(model(X, ids), resident(X, ids))
                 require_exclusive(handle, resident)
 
-    def test_a_forked_child_while_threads_read_ahead(self, folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-        """Which has no such threads, and would wait for them forever."""
+    @pytest.mark.parametrize("runs", [False, True])
+    def test_a_forked_child(self, folder: Path, runs: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+        """Which has no threads that read, nor the one inside a forward, and would wait for them forever."""
         slow_down(monkeypatch)
         resident, (model, handle) = Layers(), offloaded(folder)
         with handle:
-            model.layers[0](X, ALL)
+            other = threading.Thread(target=partial(model.layers[0], X, ALL))
+            other.start()
+            if not runs:  # but reads ahead
+                other.join()
             if (child := os.fork()) == 0:
                 signal.alarm(10)
                 try:
-                    next(caches(handle)).admit(ALL)
+                    model(X, ALL)
                 except StateError:
                     os._exit(0)
                 finally:
                     os._exit(1)
             assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 0
+            other.join()
             assert_same_bits(model(X, ALL), resident(X, ALL))
 
     def test_debug(self, folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:

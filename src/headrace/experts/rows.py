@@ -21,6 +21,7 @@ from torch.utils._pytree import tree_leaves, tree_map_only
 
 from headrace.errors import OptionError, StateError
 from headrace.experts.order import MAX_ROWS
+from headrace.forks import OwnProcess
 from headrace.model.live_tensors import Saved, own_forward
 from headrace.model.memory_profile import ROW_IMPLEMENTATIONS, chosen_implementation
 from headrace.model.torch_private import leave_to_python
@@ -83,7 +84,7 @@ def _rows_of(module: nn.Module, ids: torch.Tensor, inputs: torch.Tensor | None) 
     return cached.twin, rows
 
 
-class CacheStreamOrder:
+class CacheStreamOrder(OwnProcess):
     """Between an admission and the read of its experts, no other thread, stream or reordered op may admit.
 
     Attributes:
@@ -94,6 +95,7 @@ class CacheStreamOrder:
     """
 
     def __init__(self, device: torch.device) -> None:
+        super().__init__()
         self.lock = threading.RLock()
         self.stream: torch.cuda.Stream | None = None
         self.reader: int | None = None
@@ -120,6 +122,7 @@ class CacheStreamOrder:
     @contextmanager
     def eager_run(self, device: torch.device) -> Iterator[None]:
         """Hold the lock for a run that has launched its reads when it ends."""
+        self.require_own_process()
         with self.lock:
             self.follow(device)
             try:
@@ -446,6 +449,7 @@ def _expert_rows(
         raise StateError(
             "compiled code refers to a cache of experts that is gone; compile the model again (torch._dynamo.reset())"
         )
+    cache.turn.require_own_process()
     with cache.turn.lock:  # eager runs of other threads hold it until they have launched their reads
         cache.turn.follow(location.device)  # compiled code has no other call before it
         cache.turn.reader = threading.get_ident()

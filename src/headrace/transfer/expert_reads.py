@@ -17,7 +17,6 @@ from headrace.config import debug_enabled
 from headrace.errors import StateError
 from headrace.experts.counts import CacheCounts, checked
 from headrace.experts.rows import CacheStreamOrder
-from headrace.forks import OwnProcess
 from headrace.memory.system import EXPERT_READERS, reader_threads
 from headrace.plan.cached_experts import CachedLayer
 from headrace.stores.sources import Copy, fill
@@ -30,17 +29,12 @@ class ExpertReader:
 
     def __init__(self) -> None:
         self._link = ThreadLink(reader_threads(at_least=EXPERT_READERS))
-        self._is_idle, self._process = True, OwnProcess()
+        self._is_idle = True
         self.close = self._link.close
 
     @contextmanager
     def reading(self) -> Iterator[None]:
-        """Within, reads are started; no thread writes for a caller that an error or interrupt has ended.
-
-        Raises:
-            StateError: in a forked child, which would wait forever for reads that the parent has started.
-        """
-        self._process.require_own_process()
+        """Within, reads are started; no thread writes for a caller that an error or interrupt has ended."""
         if not self._is_idle:  # after an error or an interrupt threads may still write
             self._link.join()
         self._is_idle = False

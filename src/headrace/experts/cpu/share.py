@@ -102,10 +102,9 @@ class Doorbell:
         """Check, before anything of a step of ``num_ids`` experts changes, that outputs so far were computed in time.
 
         Raises:
-            StateError: they were not, and are not to be used; this process is a fork.
+            StateError: they were not, and are not to be used.
             OptionError: there is no room for so many experts.
         """
-        self._process.require_own_process()  # a fork has no thread that answers
         if self._words[CODE.value] or self._words[GIVEN_UP.value]:
             why = "a thread is dead or stopped" if self._words[CODE.value] else "there was no answer for seconds"
             raise StateError(
