@@ -46,7 +46,7 @@ def filled(pipe: Any, parts: dict[str, Any]) -> Any:
 
 
 def call(pipe: Any, **more: Any) -> torch.Tensor:
-    given: dict[str, Any] = {"prompt": "a b c", "num_inference_steps": 3, "height": 32, "width": 32}
+    given: dict[str, Any] = {"prompt": "a b c", "num_inference_steps": 3, "height": 16, "width": 16}
     given |= {"output_type": "pt", "max_sequence_length": 16, "generator": torch.Generator().manual_seed(0)}
     if "Wan" in type(pipe).__name__:
         given |= {"num_frames": 5, "negative_prompt": "d"}

@@ -153,7 +153,7 @@ def _quiet(pipe: Any) -> Any:
 
 def call(pipe: Any, **more: Any) -> torch.Tensor:
     """What ``pipe`` makes of one prompt in a few steps."""
-    given: dict[str, Any] = {"prompt": "a b c", "num_inference_steps": 3, "height": 32, "width": 32}
+    given: dict[str, Any] = {"prompt": "a b c", "num_inference_steps": 3, "height": 16, "width": 16}
     name = type(pipe).__name__
     if name == "WanPipeline":
         given |= {"num_frames": 5, "negative_prompt": "d", "guidance_scale": 2.0, "max_sequence_length": 16}
@@ -162,7 +162,7 @@ def call(pipe: Any, **more: Any) -> torch.Tensor:
     else:
         given |= {"negative_prompt": "d", "guidance_scale": 2.0}
     if "ControlNet" in name:
-        given["image"] = torch.rand(1, 3, 32, 32, generator=torch.Generator().manual_seed(1))
+        given["image"] = torch.rand(1, 3, 16, 16, generator=torch.Generator().manual_seed(1))
     given |= {"output_type": "pt", "generator": torch.Generator().manual_seed(0), "return_dict": False} | more
     made: torch.Tensor = pipe(**given)[0]
     return made
