@@ -494,10 +494,9 @@ def test_what_changes_after_compiling(change: str, wrap: str, fullgraph: bool) -
     """What a resident model is compiled again for, this one is; where hooks are, torch guards on more of it."""
     expected = outputs_around(change, "", fullgraph, offload=False)
     assert not torch.equal(expected[0], expected[1])
-    resident = outputs_around(change, wrap, fullgraph, offload=False)  # and perhaps stale
     found = outputs_around(change, wrap, fullgraph, offload=True)
-    if not all(map(torch.equal, found, expected)):
-        assert_same_bits(found, resident)
+    if not all(map(torch.equal, found, expected)):  # torch may not see the change in the resident model either
+        assert_same_bits(found, outputs_around(change, wrap, fullgraph, offload=False))
 
 
 @pytest.mark.parametrize("wrap", ["model", "layers"])

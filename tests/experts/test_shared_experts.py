@@ -6,6 +6,7 @@ Kernels run in Triton's interpreter, the doorbell and its pool as on a machine w
 from __future__ import annotations
 
 import ctypes
+import functools
 import gc
 import os
 import signal
@@ -117,13 +118,19 @@ def shared(model: nn.Module, shares: Any = None, slots: int = 3, cores: Any = (0
         yield share_experts(model, list(cores), shares)
 
 
+@functools.cache
+def resident_run(build: Any) -> tuple[nn.Module, list[torch.Tensor], list[torch.Tensor]]:
+    """A model, steps, and its logits of them; kept, as the interpreter takes seconds for them."""
+    model, steps = build().bfloat16(), inputs(1, 2, 1, 8, 9)
+    model.set_experts_implementation("headrace")
+    return model, steps, run(model, steps)
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("shares", SHARES)
 @pytest.mark.parametrize("build", [qwen, gpt_oss])
 def test_bits(build: Any, shares: str) -> None:
-    model, steps = build().bfloat16(), inputs(1, 2, 1, 8, 9)
-    model.set_experts_implementation("headrace")
-    expected = run(model, steps)
+    model, steps, expected = resident_run(build)
     with headrace.offload(model, cached(3)) as handle:
         each = share_experts(model, [0, 1], SHARES[shares])
         assert_same_bits(run(model, steps), expected)
