@@ -414,7 +414,7 @@ class TestWheneverCopiesRun:
         slow_down(monkeypatch)
         streams = LateStreams(monkeypatch, early)
         _model, handle = offloaded(folder, num_slots, host_slots)
-        chooser, few, met = np.random.default_rng(7), steps(30, most=30, seed=6), Counter[bool]()
+        chooser, few, met = np.random.default_rng(7), steps(16, most=30, seed=6), Counter[bool]()
         with handle:
             kernels = Kernels(handle, streams)
             for ids in few:
