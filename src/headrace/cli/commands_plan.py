@@ -97,25 +97,25 @@ def plan(
     from headrace.planning.request import PlanRequest
 
     name = device.type if device.index is None else f"{device.type}:{device.index}"
-    request = PlanRequest(folder, policy, machine=machine, dtype=options.dtype, disk=disk_options(flags))
+    here = name if machine is None else None
+    request = PlanRequest(folder, policy, machine=machine, dtype=options.dtype, device=here, disk=disk_options(flags))
     ranks, speculation = 1 if num_ranks is None else num_ranks, options.speculation()
     request = replace(request, num_ranks=ranks, expert_trace=options.expert_trace, speculation=speculation)
-    request = replace(request, host_bandwidth=options.host_bandwidth, device=name if machine is None else None)
+    request = replace(request, host_bandwidth=options.host_bandwidth)
     if sizes := {name: size for name in CALL_SIZE if (size := getattr(options, name))}:
         workload = replace(request.expected, **sizes)
         policy = replace(policy, workload=workload) if isinstance(policy, Budget) else policy
         request = replace(request, policy=policy, workload=workload)
-    with stderr.status("planning"):  # of a large pipeline, whose call is run on meta for its steps, up to a minute
-        try:
-            planned = plan_model(request)
-        except OptionError as error:
-            if chosen is flags or speculation is not None or isinstance(error, BudgetError):
-                raise
-            warn_user(f"planned without a budget, since that of all memory needs caches: {error}")
-            planned = plan_model(replace(request, policy=None))
-        if planned.speculation is not None:
-            planned.speculation.require_faster()
-        made = planned.with_prediction()
+    try:
+        planned = plan_model(request)
+    except OptionError as error:
+        if chosen is flags or speculation is not None or isinstance(error, BudgetError):
+            raise
+        warn_user(f"planned without a budget, since that of all memory needs caches: {error}")
+        planned = plan_model(replace(request, policy=None))
+    if planned.speculation is not None:
+        planned.speculation.require_faster()
+    made = planned.with_prediction()
     if save is not None:
         made.save(save)
         stderr.print(f"plan saved in {save} (use it with --plan {save})", soft_wrap=True)
