@@ -91,8 +91,8 @@ class Doorbell:
         if at is None:
             raise StateError("experts on the CPU: the system has no memory for another thread, or refused it")
         # Also when the process exits or nothing refers to this any more: threads read memory that would be gone.
-        self._process, kept = OwnProcess(), (self.memory, self._layers, kept)
-        self._stop = weakref.finalize(self, _stop, pool._library, at, self._process, kept)
+        kept = self.memory, self._layers, kept
+        self._stop = weakref.finalize(self, _stop, pool._library, at, OwnProcess(), kept)
 
     def stop(self) -> None:
         """End the threads; the device asks for nothing any more. Idempotent."""
