@@ -13,10 +13,10 @@ import pytest
 import measures
 
 BOUNDS = {
-    "lines of src": 29620,
-    "lines of the core": 17672,
+    "lines of src": 29619,
+    "lines of the core": 17671,
     "files of src": 203,
-    "lines of tests": 51416,
+    "lines of tests": 51434,
     "longest class": 351,
     "Prefetcher": 298,
     "branches on a kind of store": 4,

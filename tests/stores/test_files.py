@@ -6,10 +6,12 @@ import errno
 import fcntl
 import mmap
 import os
+import re
 import threading
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from hypothesis import given, settings
@@ -17,7 +19,7 @@ from hypothesis import strategies as st
 
 from checks import raising
 from headrace.errors import CheckpointError, TransferError
-from headrace.memory.pages import map_file, map_pages, resident_bytes
+from headrace.memory.pages import HUGE_PAGE_BYTES, map_file, map_pages, resident_bytes
 from headrace.stats import ReadStats
 from headrace.stores import file_reads as files
 from headrace.stores.file_reads import ALIGN_BYTES, ConvertedFile, DiskOptions, File
@@ -314,6 +316,24 @@ class TestRequests:
         file.close()
         assert into == content[1000 : 1000 + len(into)]
         assert sizes == [files.BLOCK_BYTES + ALIGN_BYTES] * 2
+
+    def test_buffers_have_huge_pages_and_a_fork_has_them(self, written: tuple[Path, bytes]) -> None:
+        """Pages of 4 KiB are more parts than a request to the disk may have."""
+        path, content = written
+        file, into = File(path, direct_or_skip(path, True)), bytearray(SIZE)
+        file.read(0, memoryview(into))
+        address = np.frombuffer(files._bounce_buffer(), np.uint8).ctypes.data
+        assert address % HUGE_PAGE_BYTES == 0
+        mappings = re.split(r"\n(?=[0-9a-f]+-[0-9a-f]+ )", Path("/proc/self/smaps").read_text())
+        (mapping,) = (each for each in mappings if each.startswith(f"{address:08x}-"))
+        assert "hg" in mapping.partition("VmFlags:")[2].split()
+        if (child := os.fork()) == 0:
+            into[:] = bytes(SIZE)
+            file.read(0, memoryview(into))
+            os._exit(0 if into == content else 1)
+        assert os.waitpid(child, 0)[1] == 0
+        file.close()
+        assert into == content
 
     def test_pages_are_given_back_wherever_reads_begin(self, tmp_path: Path) -> None:
         """Read-ahead brings pages around a read that are in no range."""

@@ -15,7 +15,6 @@ from __future__ import annotations
 
 import functools
 import logging
-import mmap
 import os
 import threading
 import weakref
@@ -28,7 +27,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from headrace.errors import CheckpointError, TransferError
-from headrace.memory.pages import Bytes, map_file, resident_bytes
+from headrace.memory.pages import Bytes, map_file, map_pages, resident_bytes
 from headrace.memory.system import dup_above_stdio, round_up
 from headrace.stats import ReadStats
 from headrace.stores.sources import Source, pieces
@@ -361,9 +360,13 @@ def _bounce_buffer() -> memoryview:
 
 
 def _thread_buffer(name: str, num_bytes: int) -> memoryview:
-    """Memory of this thread alone, which starts on a page boundary, as anonymous mappings do; made once."""
+    """Memory of this thread alone, which starts on a page boundary; made once.
+
+    Of huge pages, where the system has them: the disk gets one request for what is contiguous, and 2 MiB of pages of 4
+    KiB may be more parts than a request can have.
+    """
     buffer = getattr(_local, name, None)
     if buffer is None:
-        buffer = memoryview(mmap.mmap(-1, num_bytes))
+        buffer = map_pages(num_bytes, forks=True).data
         setattr(_local, name, buffer)
     return buffer
