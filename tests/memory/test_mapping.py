@@ -7,7 +7,6 @@ import gc
 import os
 import re
 from collections.abc import Iterator
-from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
@@ -15,6 +14,7 @@ import numpy as np
 import pytest
 import torch
 
+from checks import mappings
 from headrace.errors import BudgetError
 from headrace.memory.pages import HUGE_PAGE_BYTES, TOUCH_BYTES, collapse, collapse_parallel, map_file, map_pages
 from headrace.memory.shared import SharedMemory
@@ -34,8 +34,7 @@ def file() -> Iterator[int]:
 
 def mapped(field: str) -> list[int]:
     """KiB that the mappings of the file have of a field of smaps (proc(5))."""
-    parts = re.split(r"\n(?=[0-9a-f]+-[0-9a-f]+ )", Path("/proc/self/smaps").read_text())
-    return [int(re.findall(rf"^{field}:\s+(\d+) kB", part, re.M)[0]) for part in parts if NAME in part]
+    return [int(re.findall(rf"^{field}:\s+(\d+) kB", part, re.M)[0]) for part in mappings() if NAME in part]
 
 
 @pytest.mark.parametrize("start", [0, 4096, HUGE_PAGE_BYTES, HUGE_PAGE_BYTES + 12288])

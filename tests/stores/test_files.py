@@ -6,7 +6,6 @@ import errno
 import fcntl
 import mmap
 import os
-import re
 import threading
 from pathlib import Path
 from typing import Any
@@ -17,7 +16,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from checks import raising
+from checks import mappings, raising
 from headrace.errors import CheckpointError, TransferError
 from headrace.memory.pages import HUGE_PAGE_BYTES, map_file, map_pages, resident_bytes
 from headrace.stats import ReadStats
@@ -324,16 +323,16 @@ class TestRequests:
         file.read(0, memoryview(into))
         address = np.frombuffer(files._bounce_buffer(), np.uint8).ctypes.data
         assert address % HUGE_PAGE_BYTES == 0
-        mappings = re.split(r"\n(?=[0-9a-f]+-[0-9a-f]+ )", Path("/proc/self/smaps").read_text())
-        (mapping,) = (each for each in mappings if each.startswith(f"{address:08x}-"))
-        assert "hg" in mapping.partition("VmFlags:")[2].split()
-        if (child := os.fork()) == 0:
-            into[:] = bytes(SIZE)
-            file.read(0, memoryview(into))
-            os._exit(0 if into == content else 1)
-        assert os.waitpid(child, 0)[1] == 0
-        file.close()
+        (flags,) = (each.partition("VmFlags:")[2] for each in mappings() if each.startswith(f"{address:08x}-"))
+        assert "hg" in flags.split()
         assert into == content
+        if (child := os.fork()) == 0:
+            try:
+                file.read(0, memoryview(into := bytearray(SIZE)))
+            finally:
+                os._exit(into != content)
+        assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 0
+        file.close()
 
     def test_pages_are_given_back_wherever_reads_begin(self, tmp_path: Path) -> None:
         """Read-ahead brings pages around a read that are in no range."""

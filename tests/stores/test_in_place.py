@@ -23,6 +23,7 @@ from torch import nn
 
 import headrace
 from checkpoints import assert_same_tensors, make, resident, run
+from checks import mappings
 from headrace.adapters.transformers import load
 from headrace.checkpoint.safetensors_header import Checkpoint
 from headrace.checkpoint.weight_map import FilePart, TensorSource
@@ -73,7 +74,7 @@ def step_of(dtype: torch.dtype) -> int:
 
 def mapping_of(tensor: torch.Tensor) -> dict[str, Any]:
     """The file, and the KiB of each field of smaps (proc(5)), of the mapping that a tensor starts in."""
-    for part in re.split(r"\n(?=[0-9a-f]+-[0-9a-f]+ )", Path("/proc/self/smaps").read_text()):
+    for part in mappings():
         low, high = (int(end, 16) for end in part.split(" ")[0].split("-"))
         if low <= tensor.data_ptr() < high:
             return {"file": part.split("\n")[0].split()[-1], **dict(re.findall(r"^(\w+):\s+(\d+) kB", part, re.M))}

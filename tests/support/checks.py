@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import gc
+import re
 import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -60,3 +62,8 @@ def require_forwards(handle: headrace.Handle, x: torch.Tensor, expected: Any, co
     for forwards in range(1, count + 1):
         assert_same_bits(handle.model(x), expected)
         assert_moved(handle, forwards)
+
+
+def mappings() -> list[str]:
+    """What smaps (proc(5)) says of each mapping of this process."""
+    return re.split(r"\n(?=[0-9a-f]+-[0-9a-f]+ )", Path("/proc/self/smaps").read_text())
