@@ -35,7 +35,7 @@ import os
 import statistics
 import time
 from collections import OrderedDict
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 from itertools import product
@@ -386,27 +386,38 @@ class Layers:
         }  # fmt: skip
 
 
-def steps(layers: Layers, warm: int, tokens: int, seconds: float, out: Path | None) -> dict[str, Any]:
-    """``tokens`` after the first ``warm``, or as many as run in ``seconds``."""
+def run_steps(
+    layers: Layers, traces: Sequence[Trace], warm: int, seconds: float, rates: list[float]
+) -> Iterator[tuple[int, float, int, bool]]:
+    """Of each token in ``traces`` its number and :meth:`Layers.run`, as many as run in ``seconds``.
+
+    ``rates`` gets those of plain reads in between, in bytes a second.
+    """
     num_experts, width, _ = layers.sizes
-    traces = [seeded_trace(seed, warm + tokens, num_experts, layers.top_k) for seed in range(layers.num_layers)]
     x = torch.linspace(-1, 1, width).to(layers.device, torch.bfloat16)[None]
-    chooser, rates, times, read_bytes, bit_equal = np.random.default_rng(1), list[float](), list[float](), 0, True
-    end = time.perf_counter() + seconds
-    for token in range(warm + tokens):
+    chooser, end = np.random.default_rng(1), time.perf_counter() + seconds
+    for token in range(len(traces[0])):
         ids = torch.from_numpy(np.stack([trace[token] for trace in traces])).long().to(layers.device)
         if token % 20 == 0:
             others = chooser.choice(num_experts, min(2 * THREADS, num_experts // 2), replace=False)
             at = token // 20 % layers.num_layers * layers.per_layer + token // 20 % 2  # not the scales
             num_bytes, plain_s = layers.plain([at], others.tolist())
             rates.append(num_bytes / plain_s)
-        took_s, num_bytes, is_equal = layers.run(x, ids[:, None])
+        yield token, *layers.run(x, ids[:, None])
+        if time.perf_counter() > end and token > warm + 20:
+            break
+
+
+def steps(layers: Layers, warm: int, tokens: int, seconds: float, out: Path | None) -> dict[str, Any]:
+    """``tokens`` after the first ``warm``, or as many as run in ``seconds``."""
+    sizes = layers.sizes[0], layers.top_k
+    traces = [seeded_trace(seed, warm + tokens, *sizes) for seed in range(layers.num_layers)]
+    rates, times, read_bytes, bit_equal = list[float](), list[float](), 0, True
+    for token, took_s, num_bytes, is_equal in run_steps(layers, traces, warm, seconds, rates):
         bit_equal &= is_equal
         if token >= warm:
             times.append(took_s)
             read_bytes += num_bytes
-        if time.perf_counter() > end and token > warm + 20:
-            break
     counts, floor_s = layers.handle.stats().experts, read_bytes / statistics.median(rates)
     row = layers.row("expert-steps") | {
         "tokens": len(times), "tokens_per_s": len(times) / sum(times),

@@ -5,15 +5,14 @@
 The layers of ``expert_files.py --steps``. While a layer lands what it has missed, threads go on with the experts of a
 *hint* that the next layer has in no memory, and its step drops those it does not use. A router with random weights
 predicts nothing, so hints have a given accuracy: each expert of the next layer's choice is in the hint, or, with one
-less that probability, another one that some token of the trace chooses. Tokens take the ways in turn; none changes
-what a memory holds.
+less that probability, another one that some token of the trace chooses. Each token takes one of the ways at random, as
+the trace has a period; none changes what a memory holds.
 """
 
 from __future__ import annotations
 
 import argparse
 import statistics
-import time
 from collections import deque
 from collections.abc import Collection, Sequence
 from pathlib import Path
@@ -22,7 +21,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from expert_files import THREADS, Layers
+from expert_files import Layers, run_steps
 from harness import append, finish, parser_of, writable_folder
 from headrace.plan.routing_traces import Trace, seeded_trace
 from headrace.transfer.expert_tiers import TieredCache
@@ -65,44 +64,30 @@ class Hints:
         following._start(deque(expert for expert in expected if expert not in held), {}, following._ahead)
 
 
-def hinted(chosen: Sequence[int], trace: Trace, accuracy: float, chooser: np.random.Generator) -> list[int]:
-    """``chosen``, of which each is right with probability ``accuracy``; those that are wrong come last."""
+def hinted(chosen: Trace, trace: Trace, accuracy: float, chooser: np.random.Generator) -> list[int]:
+    """The experts ``chosen``, of which each is right with probability ``accuracy``; those that are wrong come last."""
     is_right = chooser.random(len(chosen)) < accuracy
     wrong = chooser.choice(trace.reshape(-1), int((~is_right).sum())).tolist()
-    return list(dict.fromkeys([*np.asarray(chosen)[is_right].tolist(), *wrong]))
+    return list(dict.fromkeys([*chosen[is_right].tolist(), *wrong]))
 
 
 def measure(layers: Layers, warm: int, given: argparse.Namespace) -> list[dict[str, Any]]:
     """A row for each accuracy."""
-    num_experts, width, _ = layers.sizes
-    traces = [seeded_trace(seed, warm + given.tokens, num_experts, layers.top_k) for seed in range(layers.num_layers)]
+    sizes = layers.sizes[0], layers.top_k
+    traces = [seeded_trace(seed, warm + given.tokens, *sizes) for seed in range(layers.num_layers)]
     caches = [cache for _, cache in layers.handle._session._caches if isinstance(cache, TieredCache)]
-    x = torch.linspace(-1, 1, width).to(layers.device, torch.bfloat16)[None]
-    hints, chooser, rates, bit_equal = Hints(), np.random.default_rng(1), list[float](), True
+    hints, chooser, rates, bit_equal = Hints(), np.random.default_rng(2), list[float](), True
     times: list[list[float]] = [[] for _ in ACCURACIES]
-    read_bytes = [0 for _ in ACCURACIES]
-    end = float("inf")
-    for token in range(warm + given.tokens):
-        ids = torch.from_numpy(np.stack([trace[token] for trace in traces])).long().to(layers.device)
-        if token % 20 == 0:
-            others = chooser.choice(num_experts, min(2 * THREADS, num_experts // 2), replace=False).tolist()
-            num_bytes, plain_s = layers.plain([token // 20 % layers.num_layers * layers.per_layer], others)
-            rates.append(num_bytes / plain_s)
-        way = token % len(ACCURACIES)
-        if (accuracy := ACCURACIES[way]) is not None:
-            following = (
-                (cache, trace, trace[token].tolist()) for cache, trace in zip(caches, traces[1:], strict=False)
-            )
-            hints.of_next = {cache: hinted(each, trace, accuracy, chooser) for cache, trace, each in following}
-        took_s, num_bytes, is_equal = layers.run(x, ids[:, None])
+    read_bytes, way = [0 for _ in ACCURACIES], 0  # the first token has no hint
+    for token, took_s, num_bytes, is_equal in run_steps(layers, traces, warm, given.seconds, rates):
         bit_equal &= is_equal
-        if token == warm:
-            end = time.perf_counter() + given.seconds
         if token >= warm:
             times[way].append(took_s)
             read_bytes[way] += num_bytes
-        if time.perf_counter() > end:
-            break
+        way, following = int(chooser.integers(len(ACCURACIES))), min(token + 1, warm + given.tokens - 1)
+        if (accuracy := ACCURACIES[way]) is not None:
+            behind = zip(caches, traces[1:], strict=False)
+            hints.of_next = {cache: hinted(trace[following], trace, accuracy, chooser) for cache, trace in behind}
     rate, rows = statistics.median(rates), []
     for accuracy, each, num_bytes in zip(ACCURACIES, times, read_bytes, strict=True):
         row = layers.row("expert-hints") | {
