@@ -109,6 +109,8 @@ OTHER_FIELDS = {
         "page_cache_mib bit_equal load_average",
         "expert-steps": "case device tokens tokens_per_s ms floor_ms share_of_floor bytes_read plain_gb_per_s "
         "device_hits misses_of_both host_pinned_bytes planned_device_bytes page_cache_mib bit_equal",
+        "expert-hints": "case accuracy tokens mean_ms of_no_hints read_bytes_per_token floor_ms bit_equal",
+        "expert-step-phases": "case tokens mean_ms before_reads_ms reading_ms after_reads_ms floor_ms bit_equal",
         "expert-prompts": "case device tokens rounds ms plain_ms floor_ms times_floor read_ratio experts experts_used "
         "experts_read plain_gb_per_s host_pinned_bytes planned_device_bytes page_cache_mib bit_equal",
         "expert-plain-reads": "case round threads whole_ms pieces_of_2_mib_ms",
