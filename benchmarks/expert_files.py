@@ -345,6 +345,10 @@ class Layers:
         self._cached_before = resident_bytes(self._mapped)
         self.resident_times: list[float] = []
 
+    def traces(self, num_tokens: int) -> list[Trace]:
+        """What tokens choose, by layer."""
+        return [seeded_trace(seed, num_tokens, self.sizes[0], self.top_k) for seed in range(self.num_layers)]
+
     def plain(self, parts: Collection[int], experts: Sequence[int]) -> tuple[int, float]:
         """Bytes, and seconds in which plain requests read ``experts`` in some of the file's tensors."""
         sizes = [(part.offset, part.num_bytes // self.sizes[0]) for i, part in enumerate(self._parts) if i in parts]
@@ -410,8 +414,7 @@ def run_steps(
 
 def steps(layers: Layers, warm: int, tokens: int, seconds: float, out: Path | None) -> dict[str, Any]:
     """``tokens`` after the first ``warm``, or as many as run in ``seconds``."""
-    sizes = layers.sizes[0], layers.top_k
-    traces = [seeded_trace(seed, warm + tokens, *sizes) for seed in range(layers.num_layers)]
+    traces = layers.traces(warm + tokens)
     rates, times, read_bytes, bit_equal = list[float](), list[float](), 0, True
     for token, took_s, num_bytes, is_equal in run_steps(layers, traces, warm, seconds, rates):
         bit_equal &= is_equal
@@ -436,8 +439,7 @@ def steps(layers: Layers, warm: int, tokens: int, seconds: float, out: Path | No
 def prompts(layers: Layers, tokens: int, rounds: int, seconds: float, out: Path | None) -> dict[str, Any]:
     """Prompts of ``tokens`` by turns with plain reads, at least two of each."""
     num_experts, width, _ = layers.sizes
-    traces = [seeded_trace(seed, tokens, num_experts, layers.top_k) for seed in range(layers.num_layers)]
-    ids = torch.from_numpy(np.stack(traces)).long().to(layers.device)
+    ids = torch.from_numpy(np.stack(layers.traces(tokens))).long().to(layers.device)
     made = torch.Generator().manual_seed(0)
     x = torch.randn(tokens, width, generator=made).to(layers.device, torch.bfloat16)
     used = [chosen.unique().tolist() for chosen in ids]

@@ -23,7 +23,7 @@ import torch
 
 from expert_files import Layers, run_steps
 from harness import append, finish, parser_of, writable_folder
-from headrace.plan.routing_traces import Trace, seeded_trace
+from headrace.plan.routing_traces import Trace
 from headrace.transfer.expert_tiers import TieredCache
 
 ACCURACIES = (None, 1.0, 0.8, 0.6)
@@ -73,8 +73,7 @@ def hinted(chosen: Trace, trace: Trace, accuracy: float, chooser: np.random.Gene
 
 def measure(layers: Layers, warm: int, given: argparse.Namespace) -> list[dict[str, Any]]:
     """A row for each accuracy."""
-    sizes = layers.sizes[0], layers.top_k
-    traces = [seeded_trace(seed, warm + given.tokens, *sizes) for seed in range(layers.num_layers)]
+    traces = layers.traces(warm + given.tokens)
     caches = [cache for _, cache in layers.handle._session._caches if isinstance(cache, TieredCache)]
     hints, chooser, rates, bit_equal = Hints(), np.random.default_rng(2), list[float](), True
     times: list[list[float]] = [[] for _ in ACCURACIES]

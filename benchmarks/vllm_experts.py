@@ -332,8 +332,7 @@ def _other_offloader(case: str, config: dict[str, Any], given: argparse.Namespac
         return {"cpu_offload_gb": beyond / 2**30, "cpu_offload_params": {"experts"}}
     if case == "prefetch":  # and one layer of slots
         moved = beyond / (count * size) + 1
-        groups = (group for group in range(2, layers + 1) if layers % group == 0)
-        group = next(group for group in groups if layers - layers // group >= moved)
+        group = next(n for n in range(2, layers + 1) if layers % n == 0 and layers - layers // n >= moved)
         return {"offload_group_size": group, "offload_num_in_group": group - 1, "offload_params": {"experts"}}
     use_flextensor(int(given.budget_gib * 2**30))
     return {"worker_cls": FLEXTENSOR}
