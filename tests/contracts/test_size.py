@@ -13,10 +13,10 @@ import pytest
 import measures
 
 BOUNDS = {
-    "lines of src": 29619,
-    "lines of the core": 17671,
+    "lines of src": 29674,
+    "lines of the core": 17668,
     "files of src": 203,
-    "lines of tests": 51439,
+    "lines of tests": 51738,
     "longest class": 351,
     "Prefetcher": 298,
     "branches on a kind of store": 4,

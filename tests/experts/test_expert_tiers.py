@@ -11,6 +11,7 @@ import threading
 import time
 from collections import Counter, deque
 from collections.abc import Callable, Iterator, Sequence
+from contextlib import suppress
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -28,7 +29,9 @@ from expert_layers import Layers, X, fail_read, steps
 from headrace import Handle, Plan, Rules
 from headrace.adapters.transformers import load
 from headrace.checkpoint.safetensors_header import Checkpoint
-from headrace.errors import OptionError, StateError, TransferError
+from headrace.errors import HeadraceWarning, OptionError, RaceError, StateError, TransferError
+from headrace.experts.rows import CUT
+from headrace.graphs.decoding import CapturedSteps, StepGraph
 from headrace.memory import split_range
 from headrace.model.inventory import take_inventory
 from headrace.plan import cached_experts
@@ -44,9 +47,10 @@ from headrace.planning.checks import needs_of
 from headrace.stores import expert_files
 from headrace.testing import assert_same_bits
 from headrace.transfer import expert_tiers
-from headrace.transfer.expert_reads import ExpertReader
+from headrace.transfer.expert_reads import ExpertReader, FileCache
 from headrace.transfer.expert_tiers import TieredCache
-from moe_models import gpt_oss, outputs, qwen
+from moe_models import IDS, gpt_oss, outputs, qwen
+from recorded_graphs import RecordedGraph, record_graphs
 
 MIB = 2**20
 ALL = torch.arange(40)
@@ -492,6 +496,179 @@ def test_what_is_read_and_not_used_writes_no_row_later(
         streams.synchronize()
         weight = resident.layers[0].up.detach().flatten(1).view(torch.uint8)
         assert torch.equal(first._parts[0][0][rows], weight[20:30])
+
+
+class Graph:
+    """Steps of ``count`` experts of each layer, captured as the decoding steps of ``generate`` are."""
+
+    def __init__(self, model: Layers, count: int) -> None:
+        ids = torch.arange(count)
+        self._step = StepGraph(model, {"x": X, "ids": ids}, torch.device("cpu"), in_parts=True)
+
+    def __call__(self, ids: torch.Tensor) -> list[torch.Tensor]:
+        found: list[torch.Tensor] = self._step.replay({"x": X, "ids": ids})
+        return found
+
+
+def steps_of(model: Any) -> CapturedSteps:
+    found: CapturedSteps = vars(model)["_headrace_decode_graphs"]._steps
+    return found
+
+
+def run_all(model: Callable[[torch.Tensor], Any]) -> list[Any]:
+    """All experts, eight at a time."""
+    return [model(torch.arange(first, first + 8)) for first in range(0, 40, 8)]
+
+
+class TestGraphs:
+    """Of which one ends where the host has to bring experts."""
+
+    @pytest.fixture(autouse=True)
+    def recorded(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        record_graphs(monkeypatch)
+
+    @pytest.mark.parametrize("debug", ["0", "1"])
+    @pytest.mark.parametrize(("num_slots", "host_slots"), SIZES)
+    def test_many_steps(
+        self, folder: Path, num_slots: int, host_slots: int, debug: str, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        """Between eager ones."""
+        monkeypatch.setenv("HEADRACE_DEBUG", debug)
+        resident, (model, handle) = Layers(), offloaded(folder, num_slots, host_slots)
+        with handle, torch.inference_mode():
+            before = read_bytes(handle)
+            graphs = {count: Graph(model, count) for count in (3, 8, 30)}
+            assert read_bytes(handle) == before
+            for seed, ids in enumerate((*steps(12), ALL, *steps(6, most=30, seed=1))):
+                for count, graph in graphs.items():
+                    choice = torch.from_numpy(np.random.default_rng(seed).choice(40, count, replace=False))
+                    assert_same_bits(graph(choice), resident(X, choice))
+                assert_same_bits(model(X, ids), resident(X, ids))
+                require_exclusive(handle, resident)
+            assert handle.stats().experts[0].steps == 4 * 19
+            assert read_bytes(handle) > before
+
+    def test_an_error_of_the_disk(self, folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+        resident, (model, handle) = Layers(), offloaded(folder, 4, 6)
+        with handle, torch.inference_mode():
+            graph = Graph(model, 8)
+            for failing in (1, 2, 9):
+                with monkeypatch.context() as patched:
+                    fail_read(patched, failing)
+                    with pytest.raises(TransferError, match="Input/output error"):
+                        run_all(graph)
+                require_exclusive(handle, resident)
+                assert_same_bits(run_all(graph), run_all(partial(resident, X)))
+
+    def test_a_row_that_is_damaged(self, folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+        """Is found in a replay with ``HEADRACE_DEBUG=1``."""
+        monkeypatch.setenv("HEADRACE_DEBUG", "1")
+        model, handle = offloaded(folder)
+        with handle, torch.inference_mode():
+            graph, cache = Graph(model, 5), next(caches(handle))
+            graph(torch.arange(5))
+            assert handle.stats().experts
+            cache._parts[0][0][cache._slot_of[3]] += 1
+            graph(torch.arange(5))
+            with pytest.raises(RaceError, match="words in rows"):
+                handle.stats()
+
+    @pytest.mark.parametrize("error", [KeyboardInterrupt(), RuntimeError("no memory for the graph")])
+    @pytest.mark.parametrize("where", ["capture_begin", "capture_end"])
+    def test_an_error_of_a_part(
+        self, folder: Path, where: str, error: BaseException, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        """Comes out as it is, when the call to the driver has returned or failed, and eager steps go on."""
+        resident, (model, handle) = Layers(), offloaded(folder)
+        method, count = getattr(RecordedGraph, where), [0]
+
+        def fail(self: RecordedGraph, *arguments: Any, **options: Any) -> None:
+            count[0] += 1
+            if count[0] != 2 or isinstance(error, KeyboardInterrupt):
+                method(self, *arguments, **options)
+            elif where == "capture_end":
+                RecordedGraph.current = None  # it has ended, without a graph
+            if count[0] == 2:
+                raise error
+
+        with handle, torch.inference_mode():
+            with monkeypatch.context() as patched:
+                patched.setattr(RecordedGraph, where, fail)
+                with pytest.raises(type(error)) as raised:
+                    Graph(model, 5)
+            assert raised.value is error
+            assert RecordedGraph.current is None
+            assert CUT.get() is None
+            for ids in steps(5):
+                assert_same_bits(model(X, ids), resident(X, ids))
+            assert_same_bits(Graph(model, 5)(torch.arange(5)), resident(X, torch.arange(5)))
+
+    @pytest.mark.parametrize("make", [qwen, gpt_oss])
+    def test_generate(self, make: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+        model = make()
+        model.save_pretrained(tmp_path)
+        length: Any = {"max_new_tokens": 12, "do_sample": False, "eos_token_id": None, "pad_token_id": 0}
+        expected = model.generate(IDS, **length)
+        loaded, handle = load(tmp_path, tiered(model, 2, 3, "experts"), device="cpu", dtype=torch.float32)
+        with handle:
+            graphs, before = headrace.decode_in_graphs(loaded), read_bytes(handle)
+            for _ in range(2):
+                assert torch.equal(loaded.generate(IDS, **length), expected)
+            assert graphs.replays > 10
+            assert read_bytes(handle) > before
+            for failing in (1, 20):  # in the prompt, and of gpt-oss in a replay
+                with monkeypatch.context() as patched, suppress(TransferError):
+                    fail_read(patched, failing)
+                    assert torch.equal(loaded.generate(IDS, **length), expected)
+                    assert (make, failing) == (qwen, 20)
+                assert torch.equal(loaded.generate(IDS, **length), expected)
+
+    @pytest.mark.parametrize("how", ["park", "resize"])
+    def test_what_changes_the_offload_waits_for_a_replay(
+        self, how: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        """And the next one for its end."""
+        model = qwen()
+        model.save_pretrained(tmp_path)
+        length: Any = {"max_new_tokens": 30, "do_sample": False, "eos_token_id": None, "pad_token_id": 0}
+        expected, found = model.generate(IDS, **length), list[torch.Tensor]()
+        loaded, handle = load(tmp_path, tiered(model, 2, 3, "experts"), device="cpu", dtype=torch.float32)
+        is_inside, admit, times = threading.Event(), FileCache.admit, [0]
+
+        def slow(self: FileCache, ids: torch.Tensor, inputs: torch.Tensor | None = None) -> torch.Tensor:
+            times[0] += steps_of(loaded).replaying == {worker.ident}
+            if times[0] == 20:
+                is_inside.set()
+                time.sleep(0.5)
+            return admit(self, ids, inputs)
+
+        with handle:
+            headrace.decode_in_graphs(loaded)
+            assert torch.equal(loaded.generate(IDS, **length), expected)
+            worker = threading.Thread(target=lambda: found.append(loaded.generate(IDS, **length)))
+            monkeypatch.setattr(FileCache, "admit", slow)
+            worker.start()
+            assert is_inside.wait(30)
+            begin = time.perf_counter()
+            if how == "park":
+                handle.park(resume="auto")
+            else:
+                handle.resize(handle.plan.device_bytes * 2)
+            assert time.perf_counter() - begin > 0.3
+            worker.join(60)
+            assert torch.equal(found[0], expected)
+
+    def test_units_beside_run_eagerly(self, tmp_path: Path) -> None:
+        """Their copies would go on from one graph to the next."""
+        model = qwen()
+        model.save_pretrained(tmp_path)
+        rules = Rules([("experts", "cache"), ("self_attn", "prefetch")], expert_slots=2, mode="disk")
+        loaded, handle = load(tmp_path, rules, device="cpu", dtype=torch.float32)
+        with handle:
+            assert handle.plan.units
+            headrace.decode_in_graphs(loaded)
+            with pytest.warns(HeadraceWarning, match="without CUDA graphs: the host reads what layers miss.*units"):
+                loaded.generate(IDS, max_new_tokens=4, do_sample=False)
 
 
 class TestFaults:

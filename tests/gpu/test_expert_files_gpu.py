@@ -6,27 +6,33 @@ import gc
 import os
 from collections.abc import Iterator
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
 import torch
+import transformers
 from safetensors.torch import save_model
 from torch import nn
 from transformers import Qwen3MoeForCausalLM
 
 import headrace
-from expert_layers import Experts, Layers, X, steps
+from checks import eventually
+from expert_layers import Experts, Layers, X, fail_read, steps
 from headrace import Budget, Handle, Plan, Rules
 from headrace.adapters.transformers import load
-from headrace.errors import HeadraceWarning, OptionError, StateError, TransferError
+from headrace.errors import OptionError, StateError, TransferError
+from headrace.graphs.cache_rows import Rows
+from headrace.graphs.decoding import StepGraph
 from headrace.memory.pages import map_file, resident_bytes
 from headrace.model.inventory import take_inventory
 from headrace.plan import cached_experts
 from headrace.plan.build import build_plan
 from headrace.plan.cached_experts import with_host_slots
 from headrace.planning.checks import needs_of
+from headrace.serving.engine import Engine, Request
 from headrace.stores.file_reads import can_read_direct
 from headrace.testing import assert_same_bits, boundaries
 from headrace.transfer import cuda_stream, expert_tiers
@@ -137,18 +143,9 @@ class TestBits:
     ) -> None:
         """A stream that is behind: another one that does not wait for it reads or writes too early."""
         expected, (model, handle) = resident(), offloaded(folder, num_slots, host_slots)
-        streams, copy, chooser = next(caches(handle))._streams, expert_tiers._copy, np.random.default_rng(0)
-
-        def late(stream: torch.cuda.Stream, pairs: Any) -> None:
-            name = "up" if stream == streams.up else "down"
-            if name in slow and ("or" not in slow or chooser.random() < 0.3):
-                with torch.cuda.stream(stream):
-                    torch.cuda._sleep(1_000_000)
-            copy(stream, pairs)
-
         choices = [*steps(20), ALL, *steps(10, most=30, seed=1), *steps(20, most=3, seed=2)]
         with handle:
-            monkeypatch.setattr(expert_tiers, "_copy", late)
+            slow_down(monkeypatch, next(caches(handle))._streams, slow)
             found = [run(model, ids) for ids in choices]
             torch.cuda.synchronize()
             assert_same_bits(found, [run(expected, ids) for ids in choices])
@@ -188,25 +185,6 @@ class TestBits:
             for ids in (*steps(20), ALL):
                 run(model, ids)
             assert handle.stats().experts[0].steps == 21
-
-    @pytest.mark.parametrize("implementation", ["grouped_mm", "headrace"])
-    def test_generate(self, tmp_path: Path, implementation: str) -> None:
-        """Eagerly, which it says."""
-        qwen().to(torch.bfloat16).save_pretrained(tmp_path)
-        options: Any = {"dtype": torch.bfloat16, "experts_implementation": implementation}
-        model = Qwen3MoeForCausalLM.from_pretrained(tmp_path, **options).eval().to(CUDA)
-        prompt = IDS.to(CUDA)
-        length: Any = {"max_new_tokens": 24, "do_sample": False, "eos_token_id": None}
-        expected, logits = model.generate(prompt, **length), outputs_on(model)
-        loaded, handle = load(tmp_path, tiered(model, 3, 3, "experts"), device=CUDA, **options)
-        with handle:
-            with pytest.warns(HeadraceWarning, match="generate runs eagerly, without CUDA graphs: the host reads"):
-                assert torch.equal(loaded.generate(prompt, **length), expected)
-            assert torch.equal(loaded.generate(prompt, **length), expected)
-            assert_same_bits(outputs_on(loaded), logits)
-            assert any("without CUDA graphs" in note for note in handle.stats().notes)
-            assert handle.stats().bytes_moved > 0
-        assert_same_bits(outputs_on(loaded), logits)
 
     def test_a_long_prompt(self, tmp_path: Path) -> None:
         """It uses all experts, and each is read once."""
@@ -249,6 +227,165 @@ class TestBits:
                 model(x, ids)
             for chosen in steps(10):
                 assert_same_bits(run(model, chosen), run(expected, chosen))
+
+
+class Graph:
+    """Steps of ``count`` experts of each layer, captured as the decoding steps of ``generate`` are."""
+
+    def __init__(self, model: Layers, count: int) -> None:
+        self._x, ids = X.to(CUDA), torch.arange(count, device=CUDA)
+        model(self._x, ids)
+        self._step = StepGraph(model, {"x": self._x, "ids": ids}, CUDA, in_parts=True)
+
+    def __call__(self, ids: torch.Tensor) -> list[torch.Tensor]:
+        found: list[torch.Tensor] = self._step.replay({"x": self._x, "ids": ids.to(CUDA)})
+        return found
+
+
+def choices_of(count: int, num: int, seed: int = 0) -> list[torch.Tensor]:
+    chooser = np.random.default_rng(seed)
+    return [torch.from_numpy(chooser.choice(40, count, replace=False)) for _ in range(num)]
+
+
+class TestGraphs:
+    """Of which one ends where the host has to bring experts."""
+
+    @pytest.mark.usefixtures("few_rows")
+    @pytest.mark.parametrize(("num_slots", "host_slots"), SIZES)
+    def test_many_steps(self, folder: Path, num_slots: int, host_slots: int) -> None:
+        """Between eager ones, on two streams, and without a wait of the host for what they compute."""
+        expected, (model, handle) = resident(), offloaded(folder, num_slots, host_slots)
+        other = torch.cuda.Stream()
+        with handle:
+            graphs = {count: Graph(model, count) for count in (3, 8, 30)}
+            for seed, ids in enumerate((*steps(20), ALL, *steps(10, most=30, seed=1))):
+                choices = [choices_of(count, 1, seed)[0] for count in graphs]
+                with torch.cuda.stream(other if seed % 3 == 1 else torch.cuda.current_stream()):
+                    found = [graph(each) for graph, each in zip(graphs.values(), choices, strict=True)]
+                    found.append(run(model, ids))
+                torch.cuda.synchronize()
+                assert_same_bits(found, [run(expected, each) for each in (*choices, ids)])
+                require_exclusive(handle, expected)
+            assert handle.stats().bytes_moved > 0
+
+    @pytest.mark.usefixtures("few_rows")
+    @pytest.mark.parametrize("slow", ["up", "down", "up down", "up or down"])
+    @pytest.mark.parametrize(("num_slots", "host_slots"), [(1, 1), (3, 5), (6, 34), (39, 1)])
+    def test_slow_copies(
+        self, folder: Path, num_slots: int, host_slots: int, slow: str, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        expected, (model, handle) = resident(), offloaded(folder, num_slots, host_slots)
+        with handle:
+            graph = Graph(model, 8)
+            slow_down(monkeypatch, next(caches(handle))._streams, slow)
+            choices = choices_of(8, 40)
+            found = [graph(ids) if number % 4 else run(model, ids) for number, ids in enumerate(choices)]
+            torch.cuda.synchronize()
+            assert_same_bits(found, [run(expected, ids) for ids in choices])
+            require_exclusive(handle, expected)
+
+    def test_an_error_of_the_disk(self, folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+        expected, (model, handle) = resident(), offloaded(folder, 4, 6)
+        with handle:
+            graph = Graph(model, 8)
+            for failing in (1, 3):
+                graph(torch.arange(8))
+                with monkeypatch.context() as patched:
+                    fail_read(patched, failing)
+                    with pytest.raises(TransferError, match="Input/output error"):
+                        graph(torch.arange(20, 28))
+                for ids in choices_of(8, 20):
+                    assert_same_bits(graph(ids), run(expected, ids))
+
+    @pytest.mark.parametrize("debug", ["0", "1"])
+    @pytest.mark.parametrize("implementation", ["grouped_mm", "headrace"])
+    def test_generate(
+        self, tmp_path: Path, implementation: str, debug: str, monkeypatch: pytest.MonkeyPatch,
+        recwarn: pytest.WarningsRecorder,
+    ) -> None:  # fmt: skip
+        monkeypatch.setenv("HEADRACE_DEBUG", debug)
+        loaded, handle, call, expected = generating(tmp_path, implementation)
+        with handle:
+            before = read_bytes(handle)
+            for _ in range(3):
+                assert torch.equal(call(loaded), expected)
+            assert vars(loaded)["_headrace_decode_graphs"].replays > 50
+            assert read_bytes(handle) > before
+            assert not [each for each in recwarn if "eagerly" in str(each.message)]
+            with monkeypatch.context() as patched:
+                fail_read(patched, 1)
+                with pytest.raises(TransferError, match="Input/output error"):
+                    call(loaded)
+            assert torch.equal(call(loaded), expected)
+
+    def test_served(self, tmp_path: Path) -> None:
+        """One after another, so that both models run steps of the same rows."""
+        loaded, handle, _, _ = generating(tmp_path, "headrace")
+        options: Any = {"dtype": torch.bfloat16, "experts_implementation": "headrace"}
+        model = Qwen3MoeForCausalLM.from_pretrained(tmp_path, **options).eval().to(CUDA)
+        with handle:
+            before = read_bytes(handle)
+            assert served(loaded) == served(model)
+            assert read_bytes(handle) > before
+
+    def test_parked(self, folder: Path) -> None:
+        """Slots come back where the graphs have them."""
+        expected, (model, handle) = resident(), offloaded(folder)
+        with handle:
+            graph = Graph(model, 8)
+            for ids in choices_of(8, 6):
+                assert_same_bits(graph(ids), run(expected, ids))
+                handle.park()
+                handle.resume()
+
+
+def served(model: Any) -> list[list[int]]:
+    """Tokens of three prompts, from rows of a cache."""
+    rows, found = Rows(model, 3, 256), []
+    engine = Engine(rows, CUDA, 64, lambda _: None)
+    engine.start()
+    for length in (5, 60, 17):
+        asked = Request([(7 * at + length) % 90 for at in range(length)], 30, (), transformers.LogitsProcessorList)
+        engine.submit(asked)
+        assert eventually(partial(getattr, asked, "has_ended"), 60)
+        assert asked.error is None
+        found.append(asked.tokens)
+    engine.stop(30)
+    assert rows.replays > 60
+    rows.release()
+    return found
+
+
+def generating(folder: Path, implementation: str) -> tuple[Any, Handle, Any, torch.Tensor]:
+    """A model with experts in files, its offload, a call of ``generate``, and what it gives a resident model."""
+    qwen().to(torch.bfloat16).save_pretrained(folder)
+    options: Any = {"dtype": torch.bfloat16, "experts_implementation": implementation}
+    model = Qwen3MoeForCausalLM.from_pretrained(folder, **options).eval().to(CUDA)
+    length: Any = {"max_new_tokens": 24, "do_sample": False, "eos_token_id": None}
+
+    def call(model: Any) -> torch.Tensor:
+        found: torch.Tensor = model.generate(IDS.to(CUDA), **length)
+        return found
+
+    graphs = headrace.decode_in_graphs(model)
+    expected = call(model)
+    graphs.remove()
+    loaded, handle = load(folder, tiered(model, 3, 3, "experts"), device=CUDA, **options)
+    return loaded, handle, call, expected
+
+
+def slow_down(monkeypatch: pytest.MonkeyPatch, streams: Any, slow: str) -> None:
+    """Have copies of the streams named in ``slow`` begin late."""
+    copy, chooser = expert_tiers._copy, np.random.default_rng(0)
+
+    def late(stream: torch.cuda.Stream, pairs: Any) -> None:
+        name = "up" if stream == streams.up else "down"
+        if name in slow and ("or" not in slow or chooser.random() < 0.3):
+            with torch.cuda.stream(stream):
+                torch.cuda._sleep(1_000_000)
+        copy(stream, pairs)
+
+    monkeypatch.setattr(expert_tiers, "_copy", late)
 
 
 def outputs_on(model: nn.Module) -> list[torch.Tensor]:

@@ -9,7 +9,7 @@ import gc
 import warnings
 import weakref
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from functools import partial
 from types import SimpleNamespace
 from typing import Any
@@ -546,13 +546,16 @@ def test_a_step_is_captured_on_the_device_of_its_model(monkeypatch: pytest.Monke
     @contextmanager
     def graph(made: Any, pool: Any, stream: torch.device, mode: str) -> Iterator[None]:
         captured.append((current[-1], stream))
+        made.capture_begin()
         yield
 
     for name, value in {
         "device": entering(current),
         "graph": graph,
-        "CUDAGraph": lambda: SimpleNamespace(pool=tuple),
+        "CUDAGraph": lambda: SimpleNamespace(pool=tuple, capture_begin=lambda: None),
         "memory_snapshot": list,
+        "current_stream": lambda device: device,
+        "stream": nullcontext,
     }.items():
         monkeypatch.setattr(torch.cuda, name, value)
     monkeypatch.setattr(decoding, "_capture_stream", lambda device: device)

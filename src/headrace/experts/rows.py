@@ -34,6 +34,8 @@ _CACHED = "_headrace_cached_experts"
 SHARED = "_headrace_shared"  # at a twin
 # Whether ``Doorbell.check`` follows the forwards before their outputs are used.
 IS_CHECKED = ContextVar("is_checked", default=False)
+# Of a capture: ends the graph at an admission that the host makes, and begins another; returns its rows, to be filled.
+CUT: ContextVar[Callable[[RowMap, torch.Tensor], torch.Tensor] | None] = ContextVar("cut", default=None)
 
 
 @contextmanager
@@ -44,6 +46,16 @@ def checked() -> Iterator[None]:
         yield
     finally:
         IS_CHECKED.reset(token)
+
+
+@contextmanager
+def cutting(cut: Callable[[RowMap, torch.Tensor], torch.Tensor] | None) -> Iterator[None]:
+    """Within, :data:`CUT` is ``cut``."""
+    token = CUT.set(cut)
+    try:
+        yield
+    finally:
+        CUT.reset(token)
 
 
 def expert_rows(module: nn.Module, ids: torch.Tensor) -> tuple[Any, torch.Tensor]:
@@ -112,7 +124,7 @@ class CacheStreamOrder(OwnProcess):
                 "another thread runs, or raised in, compiled code with cached experts, which this thread would "
                 "replace before they are read: run compiled forwards in one thread, or one after another"
             )
-        if device.type != "cuda":
+        if device.type != "cuda" or CUT.get() is not None:  # such a capture launches no admission
             return
         stream = torch.cuda.current_stream(device.index)  # by a torch.device it takes longer
         if self.stream is not None and stream != self.stream and _captures(stream) == _captures(self.stream):
@@ -160,7 +172,7 @@ class RowMap(Protocol):
     turn: CacheStreamOrder
 
     def admit(self, ids: torch.Tensor, inputs: torch.Tensor | None = None) -> torch.Tensor:
-        """Bring the experts ``ids`` to the device, change ``location`` accordingly, and return their rows."""
+        """Bring the experts ``ids`` to the device, and return their rows; kernels change ``location`` accordingly."""
 
     def compare(self, ids: torch.Tensor, rows: torch.Tensor) -> None:
         """Compare experts ``ids`` in ``rows``, which a kernel has read, with the store (``HEADRACE_DEBUG=1``)."""

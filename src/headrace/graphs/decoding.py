@@ -1,7 +1,8 @@
 """``generate`` of transformers with its decoding step in CUDA graphs, captured from the eager forward.
 
 An eager step of a large model launches thousands of kernels, and Python takes longer to launch them than a GPU to run
-them: 31 ms for 36 layers of Qwen3-8B's shape, of which the GPU needs 8. A replay launches all of them at once.
+them: 31 ms for 36 layers of Qwen3-8B's shape, of which the GPU needs 8. A replay launches all of them at once; where
+the host brings experts from files, all between two layers' admissions.
 
 ``generate`` is unchanged, with a static cache (keys and values at fixed addresses) and a prompt that runs eagerly. For
 each further token it calls ``model.__call__``, an attribute that it looks up at the instance; there headrace puts a
@@ -21,8 +22,8 @@ import inspect
 import logging
 import operator
 import threading
-from collections.abc import Callable, Hashable, Mapping
-from contextlib import nullcontext
+from collections.abc import Callable, Hashable, Iterator, Mapping
+from contextlib import contextmanager, nullcontext
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
@@ -36,7 +37,7 @@ from transformers.generation.utils import GenerateDecoderOnlyOutput
 from headrace.api import session_of
 from headrace.config import RANK_MODES
 from headrace.errors import OptionError, StateError, warn_user
-from headrace.experts.rows import checked
+from headrace.experts.rows import RowMap, checked, cutting
 from headrace.formatting import format_size
 from headrace.graphs.own_graphs import capturing, replaying
 from headrace.memory.system import gc_paused, round_up
@@ -462,19 +463,22 @@ class CapturedSteps:
     Attributes:
         session: that of the offload, if any; another one after a resize.
         replays: steps that were replayed so far.
+        replaying: threads that are inside a replay, where nothing else orders these.
         eager_because: why all steps run eagerly; ``None``: they are captured.
     """
 
     def __init__(self, model: PreTrainedModel, session: OffloadSession | None) -> None:
         """``session``: of the offload of ``model``, if any."""
         self._model, self.session = model, session
+        self.replaying = set[int]()
         if session is not None:
             session.captured.add(self)
         self._steps: dict[Hashable, _Captured | None] = {}  # None: ran eagerly so far
         self.replays = 0
         self.eager_because: str | None = None
-        if session is not None and session.plan.cached and session.plan.kind.in_files:
-            self.eager_because = "the host reads what a layer misses of its experts, which are in files"
+        self._in_parts = session is not None and bool(session.plan.cached) and session.plan.kind.in_files
+        if self._in_parts and self.prefetcher is not None:
+            self.eager_because = "the host reads what layers miss of their experts, and units are copied meanwhile"
 
     @property
     def prefetcher(self) -> Prefetcher | None:
@@ -498,10 +502,26 @@ class CapturedSteps:
         if captured is None:
             return call(**inputs)
         self.replays += 1
-        if (prefetcher := self.prefetcher) is None:
+        if (prefetcher := self.prefetcher) is not None:
+            with replaying(prefetcher, captured.copied):
+                return captured.step.replay(inputs)
+        with self._as_forward():
+            if (captured := self._steps.get(key)) is None:  # dropped meanwhile
+                return call(**inputs)
             return captured.step.replay(inputs)
-        with replaying(prefetcher, captured.copied):
-            return captured.step.replay(inputs)
+
+    @contextmanager
+    def _as_forward(self) -> Iterator[None]:
+        """Within, a replay is a forward for what waits for those to end, and holds others until it has: parking.py."""
+        me = threading.get_ident()
+        self.replaying.add(me)
+        try:
+            for hook in list(self._model._forward_pre_hooks.values()):
+                if getattr(hook, "__name__", "") == "_gate":
+                    hook(self._model, ())
+            yield
+        finally:
+            self.replaying.discard(me)
 
     def _capture(self, key: Hashable, call: Callable[..., Any], inputs: Inputs) -> str | None:
         """Capture ``call``, a step of a kind that has been warmed up; returns why it cannot be captured."""
@@ -510,7 +530,7 @@ class CapturedSteps:
         units = nullcontext(list[int]()) if self.prefetcher is None else capturing(self.prefetcher)
         try:
             with timed(_log, f"capture of a forward of {_tokens(inputs)}", device), units as copied:
-                step = StepGraph(call, inputs, device, pool)
+                step = StepGraph(call, inputs, device, pool, in_parts=self._in_parts)
             self._steps[key] = _Captured(step, copied)
         except (RuntimeError, StateError) as error:
             return f"its decoding step cannot be captured: {reason_of(error, device)}"
@@ -559,18 +579,62 @@ def _capture_stream(device: torch.device) -> torch.cuda.Stream:
     return torch.cuda.Stream(device)
 
 
+class _Parts:
+    """In place of the graph of ``torch.cuda.graph``: one after another, of which each begins where the last has ended.
+
+    Attributes:
+        admitted: between two: the cache that admits, ids, and their rows.
+    """
+
+    def __init__(self) -> None:
+        self.graphs: list[torch.cuda.CUDAGraph] = []
+        self.admitted: list[tuple[RowMap, torch.Tensor, torch.Tensor]] = []
+        self._is_open, self._options = False, dict[str, Any]()
+
+    def capture_begin(self, *pool: Any, **options: Any) -> None:
+        """Begin the next graph, with options of ``torch.cuda.CUDAGraph.capture_begin``."""
+        self._options, self._is_open = options, True
+        self.graphs.append(torch.cuda.CUDAGraph())
+        try:
+            self.graphs[-1].capture_begin(*pool, **options)
+        except Exception:
+            self._is_open = False
+            raise
+
+    def capture_end(self) -> None:
+        """End it; nothing where it has ended, or failed to: to end it twice would hide an interrupt or an error."""
+        was_open, self._is_open = self._is_open, False
+        if was_open:
+            self.graphs[-1].capture_end()
+
+    def cut(self, cache: RowMap, ids: torch.Tensor) -> torch.Tensor:
+        """End a graph where ``cache`` admits, and begin another; returns the rows of ``ids``, filled in a replay."""
+        rows = torch.zeros_like(ids)  # rows that there are, whatever runs
+        self.admitted.append((cache, ids, rows))
+        self.capture_end()
+        self.capture_begin(self.graphs[0].pool(), **self._options)
+        return rows
+
+
 class StepGraph:
     """A captured ``call(**inputs)``. A replay copies its inputs into tensors at fixed addresses.
+
+    Where the host has to bring experts, one graph ends and another begins: it does so between two replays.
 
     Attributes:
         pool: the memory that it computes in, for ``torch.cuda.graph``.
         num_bytes: the size of that.
     """
 
-    def __init__(self, call: Callable[..., Any], inputs: Inputs, device: torch.device, pool: Any = None) -> None:
+    def __init__(
+        self, call: Callable[..., Any], inputs: Inputs, device: torch.device, pool: Any = None, in_parts: bool = False
+    ) -> None:
         """``call`` has run before with inputs of this :func:`signature`, so that libraries and kernels are loaded.
 
-        ``device``: a GPU, where it computes. ``pool``: that of another, of which no replay runs beside one of this.
+        Args:
+            device: a GPU, where it computes.
+            pool: that of another, of which no replay runs beside one of this.
+            in_parts: caches may have the host bring experts.
 
         It is captured now: its Python code runs once, and its kernels do not.
 
@@ -579,22 +643,35 @@ class StepGraph:
         """
         self._inputs: Inputs = tree_map_only(torch.Tensor, torch.clone, dict(inputs))
         self._tensors = _tensors_of(self._inputs)
-        self._graph = torch.cuda.CUDAGraph()
-        # Other threads may allocate and launch meanwhile. A destructor that frees pinned memory would end the capture.
+        self._parts = _Parts()
+        # Other threads may allocate and launch meanwhile. torch leaves the stream of a capture that ends in an error.
+        capture: Any = torch.cuda.graph
         with (
-            gc_paused(),
+            gc_paused(),  # a destructor that frees pinned memory would end the capture
             torch.cuda.device(device),  # for which torch.cuda.graph waits
-            torch.cuda.graph(self._graph, pool, _capture_stream(device), "thread_local"),
+            torch.cuda.stream(torch.cuda.current_stream(device)),
+            capture(self._parts, pool, _capture_stream(device), "thread_local"),
+            cutting(self._parts.cut if in_parts else None),
         ):
             self._output = call(**self._inputs)
-        self.pool, segments = self._graph.pool(), torch.cuda.memory_snapshot()
+        self.pool, segments = self._parts.graphs[0].pool(), torch.cuda.memory_snapshot()
         mine = [each for each in segments if tuple(each["segment_pool_id"]) == tuple(self.pool)]
         self.num_bytes = sum(each["total_size"] for each in mine)
 
     def replay(self, inputs: Inputs) -> Any:
-        """The output of ``call(**inputs)`` in new tensors; ``inputs`` has the signature of the captured ones."""
+        """The output of ``call(**inputs)`` in new tensors; ``inputs`` has the signature of the captured ones.
+
+        Raises:
+            TransferError: experts cannot be read.
+        """
         torch._foreach_copy_(self._tensors, _tensors_of(inputs))
-        self._graph.replay()
+        first, *others = self._parts.graphs
+        first.replay()
+        for (cache, ids, rows), graph in zip(self._parts.admitted, others, strict=True):
+            with cache.turn.eager_run(ids.device):
+                rows.copy_(cache.admit(ids))
+                graph.replay()
+                cache.compare(ids, rows)
         return tree_map_only(torch.Tensor, torch.clone, self._output)
 
 

@@ -349,9 +349,9 @@ class Lifetime:
             self._gates.pop()
 
     def _inside(self) -> set[int]:
-        """Threads that are inside a call of one of the modules."""
+        """Threads that are inside a call of one of the modules, or a replay of them."""
         code = nn.Module._call_impl.__code__
-        return {
+        return {ident for steps in list(self.session.captured) for ident in list(steps.replaying)} | {
             ident
             for ident, frame in sys._current_frames().items()
             for each, _ in traceback.walk_stack(frame)

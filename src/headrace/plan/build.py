@@ -412,7 +412,7 @@ class Planner:
                 layer = plan.cached[-1]  # layers before it may have one more
                 yield (
                     f"experts: {layer.num_slots} of {layer.num_experts} on the device, {layer.host_slots} in host "
-                    f"memory, the rest in files; steps run without CUDA graphs"
+                    f"memory, the rest in files" + "; steps run without CUDA graphs" * bool(plan.units)
                 )
             shared = self.forecast_cpu_share(plan, workload.batch_sizes[0], workload.context)
             if isinstance(shared, CpuShareForecast):

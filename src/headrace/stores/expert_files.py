@@ -68,8 +68,6 @@ def open_experts(request: StoreRequest) -> ExpertFiles:
                 f"experts are read through the page cache, which keeps no page of them: {listed(through, 'file')} on "
                 f"a file system without direct reads (O_DIRECT)"
             )
-    if request.device.type == "cuda":
-        notes.append("steps run without CUDA graphs: the host reads the experts of each layer that they miss")
     files = open_units(replace(request, disk=disk), (), bound).store
     try:
         if adopted := [name for name in bound if files.adopts(name)]:  # a write there would not reach the slots
@@ -178,7 +176,7 @@ class ExpertFiles(Store):
 
     Attributes:
         destinations: nothing is loaded before a step asks for it.
-        notes: how steps run and files are read, where that is not as usual.
+        notes: how files are read, where that is not as usual.
         writers: closed before the memory of the rows, and the files.
         device: where kernels read the rows.
         staging: rows (uint8, 1-D, pinned) through which experts pass on their way to a GPU; none for a CPU.

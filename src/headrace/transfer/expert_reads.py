@@ -10,13 +10,12 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 
-import numpy as np
 import torch
 
 from headrace.config import debug_enabled
 from headrace.errors import StateError
 from headrace.experts.counts import CacheCounts, checked
-from headrace.experts.rows import CacheStreamOrder
+from headrace.experts.rows import CUT, CacheStreamOrder
 from headrace.memory.system import EXPERT_READERS, reader_threads
 from headrace.plan.cached_experts import CachedLayer
 from headrace.stores.sources import Copy, fill
@@ -59,7 +58,7 @@ class FileCache:
     """The slots of one layer (:class:`headrace.experts.rows.RowMap`).
 
     Attributes:
-        location: int64 [experts]: the row of each one that the latest step could read; -1: in files alone.
+        location: int64 [experts], -1: what compiled code knows this cache by; only the host knows rows.
         num_slots: rows of slots.
         turn: stream order of all layers, whose overflow rows are one memory.
         counters: int64 [7]: :class:`CacheCounts`, and bytes that differ.
@@ -90,20 +89,18 @@ class FileCache:
 
         Raises:
             TransferError: a file cannot be read, or was written to. The next step begins with what is in slots.
-            StateError: a CUDA graph is being captured.
+            StateError: a CUDA graph is being captured, which the host does not make in parts (:data:`CUT`).
         """
         self._check()
+        if (cut := CUT.get()) is not None:
+            return cut(self, ids)
         if ids.is_cuda and torch.cuda.is_current_stream_capturing():
             raise StateError(
                 "a CUDA graph is being captured, and experts in files are read by the host, which a replay does not "
-                "run: run the model without graphs, or keep its experts in host memory (mode 'cpu')"
+                "run: let generate capture it (decode_in_graphs), or keep its experts in host memory (mode 'cpu')"
             )
         numbers = ids.reshape(-1).tolist()
         row_of = self._bring(sorted({each for each in numbers if 0 <= each < self._num_experts}))
-        location = np.full(self._num_experts, -1)
-        location[list(row_of)] = list(row_of.values())
-        with torch.inference_mode():  # the offload may have begun there, and torch refuses to write to it elsewhere
-            self.location.copy_(torch.from_numpy(location), non_blocking=True)
         rows = [row_of.get(each, each if each < 0 else each + self._shift) for each in numbers]
         # CUDA has copied memory that is not pinned when the call returns, and the host goes on.
         return torch.tensor(rows, dtype=ids.dtype, device="cpu").view(ids.shape).to(ids.device, non_blocking=True)
@@ -149,8 +146,10 @@ class FileCache:
         self._slot_of.clear()
 
     def compare(self, ids: torch.Tensor, rows: torch.Tensor) -> None:
-        """Compare the experts ``ids`` in ``rows`` with the files; only with ``HEADRACE_DEBUG=1``."""
-        pairs = dict(zip(ids.reshape(-1).tolist(), rows.reshape(-1).tolist(), strict=True)) if self._debug else {}
+        """Compare the experts ``ids`` in ``rows`` with the files; only with ``HEADRACE_DEBUG=1``, and in no capture."""
+        if not self._debug or CUT.get() is not None:
+            return
+        pairs = dict(zip(ids.reshape(-1).tolist(), rows.reshape(-1).tolist(), strict=True))
         for expert, row in pairs.items():
             for memory, copies in self._parts if 0 <= expert < self._num_experts else ():
                 buffer = new_buffer(memory.shape[1])
