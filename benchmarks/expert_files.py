@@ -15,8 +15,9 @@ the file.
 groups of 128 (9.7 MB each, 1.2 GB a layer), in a file that is written first and stays. A token chooses 8 of 128 by a
 seeded trace (plan/routing_traces.py). A budget leaves slots on the device for 13, and host memory for 51 more; a CPU
 has no second tier. Every few tokens plain requests read whole tensors of other experts; the floor is the bytes that
-steps read from the file, at that rate. ``bit_equal``: every output is that of the same layers with all experts on the
-device. Products are those of ``experts_implementation="headrace"``.
+steps read from the file, at that rate. On a GPU half of the tokens, drawn by lot, replay CUDA graphs. ``bit_equal``:
+every output is that of the same layers with all experts on the device. Products are those of
+``experts_implementation="headrace"``.
 
 *Prompts.* The same layers, and as many tokens at once, before which no expert is in a memory. Plain requests of the
 same ranges take turns. ``times_floor``: the time by that of the bytes of all experts at the plain rate.
@@ -32,6 +33,7 @@ from __future__ import annotations
 import json
 import mmap
 import os
+import random
 import statistics
 import time
 from collections import OrderedDict
@@ -41,7 +43,7 @@ from functools import partial
 from itertools import product
 from math import prod
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import numpy as np
 import torch
@@ -320,6 +322,7 @@ class Layers:
         expert_bytes: of one expert.
         per_layer: tensors of a layer; in the file gate_up and down come before their scales.
         handle: of ``model``.
+        in_graphs: replays run, once a step is captured.
         resident_times: seconds of the resident model, of each run.
     """
 
@@ -344,6 +347,14 @@ class Layers:
         self.handle = headrace.offload(self.model, policy, checkpoint=self.path.parent, device=device)
         self._cached_before = resident_bytes(self._mapped)
         self.resident_times: list[float] = []
+        self.in_graphs, self._step = False, cast(Any, None)
+
+    def capture(self, x: torch.Tensor, ids: torch.Tensor) -> None:
+        """Capture a step of ``x`` as headrace captures those of ``generate``; ``ids``: any."""
+        from headrace.graphs.decoding import StepGraph  # imports transformers
+
+        self.model(x, ids)
+        self._step = StepGraph(lambda ids: (self.model(x, ids),), {"ids": ids}, x.device, in_parts=True)
 
     def traces(self, num_tokens: int) -> list[Trace]:
         """What tokens choose, by layer."""
@@ -359,7 +370,7 @@ class Layers:
         """Seconds, bytes that were read, and whether the output is that of the resident model."""
         ranges: Any = self.handle._session._ranges
         before, begin = ranges.reads, time.perf_counter()
-        found = self.model(x, ids)
+        found = self._step.replay({"ids": ids})[0] if self.in_graphs and self._step else self.model(x, ids)
         if self.device != "cpu":
             torch.cuda.synchronize()
         seconds, reads = time.perf_counter() - begin, ranges.reads
@@ -391,7 +402,7 @@ class Layers:
 
 
 def run_steps(
-    layers: Layers, traces: Sequence[Trace], warm: int, seconds: float, rates: list[float]
+    layers: Layers, traces: Sequence[Trace], warm: int, seconds: float, rates: list[float], is_captured: bool = False
 ) -> Iterator[tuple[int, float, int, bool]]:
     """Of each token in ``traces`` its number and :meth:`Layers.run`, as many as run in ``seconds``.
 
@@ -399,6 +410,8 @@ def run_steps(
     """
     num_experts, width, _ = layers.sizes
     x = torch.linspace(-1, 1, width).to(layers.device, torch.bfloat16)[None]
+    if is_captured:
+        layers.capture(x, torch.zeros(layers.num_layers, 1, layers.top_k, dtype=torch.int64, device=x.device))
     chooser, end = np.random.default_rng(1), time.perf_counter() + seconds
     for token in range(len(traces[0])):
         ids = torch.from_numpy(np.stack([trace[token] for trace in traces])).long().to(layers.device)
@@ -412,28 +425,37 @@ def run_steps(
             break
 
 
-def steps(layers: Layers, warm: int, tokens: int, seconds: float, out: Path | None) -> dict[str, Any]:
-    """``tokens`` after the first ``warm``, or as many as run in ``seconds``."""
-    traces = layers.traces(warm + tokens)
-    rates, times, read_bytes, bit_equal = list[float](), list[float](), 0, True
-    for token, took_s, num_bytes, is_equal in run_steps(layers, traces, warm, seconds, rates):
+def steps(
+    layers: Layers, warm: int, tokens: int, seconds: float, out: Path | None, is_captured: bool
+) -> list[dict[str, Any]]:
+    """``tokens`` after the first ``warm``, or as many as run in ``seconds``; replays and eager steps drawn by lot."""
+    traces, chooser = layers.traces(warm + tokens), random.Random(3)
+    ways = ["eager", "graphs"] if is_captured else ["eager"]
+    times: dict[str, list[float]] = {way: [] for way in ways}
+    rates, read_bytes, bit_equal, way = list[float](), dict.fromkeys(ways, 0), True, "eager"
+    for token, took_s, num_bytes, is_equal in run_steps(layers, traces, warm, seconds, rates, is_captured):
         bit_equal &= is_equal
         if token >= warm:
-            times.append(took_s)
-            read_bytes += num_bytes
-    counts, floor_s = layers.handle.stats().experts, read_bytes / statistics.median(rates)
-    row = layers.row("expert-steps") | {
-        "tokens": len(times), "tokens_per_s": len(times) / sum(times),
-        "ms": 1e3 * statistics.median(times), "floor_ms": 1e3 * floor_s / len(times),
-        "share_of_floor": floor_s / sum(times), "bytes_read": read_bytes,
-        "plain_gb_per_s": statistics.median(rates) / 1e9,
-        "device_hits": sum(e.hits for e in counts) / (len(counts) * layers.top_k * counts[0].steps),
-        "misses_of_both": read_bytes / (len(times) * layers.num_layers * layers.top_k * layers.expert_bytes),
-        "experts_read": sum(e.read for e in counts), "bit_equal": bit_equal,
-    }  # fmt: skip
-    print(row, flush=True)
-    append(row, out)
-    return row
+            times[way].append(took_s)
+            read_bytes[way] += num_bytes
+        way = chooser.choice(ways)
+        layers.in_graphs = way == "graphs"
+    counts, rate, rows = layers.handle.stats().experts, statistics.median(rates), []
+    for way, each in times.items():
+        floor_s = read_bytes[way] / rate
+        row = layers.row("expert-steps") | {
+            "way": way, "tokens": len(each), "tokens_per_s": len(each) / sum(each),
+            "ms": 1e3 * statistics.median(each), "mean_ms": 1e3 * statistics.mean(each),
+            "floor_ms": 1e3 * floor_s / len(each), "share_of_floor": floor_s / sum(each), "bytes_read": read_bytes[way],
+            "plain_gb_per_s": rate / 1e9,
+            "device_hits": sum(e.hits for e in counts) / (len(counts) * layers.top_k * counts[0].steps),
+            "misses_of_both": read_bytes[way] / (len(each) * layers.num_layers * layers.top_k * layers.expert_bytes),
+            "experts_read": sum(e.read for e in counts), "bit_equal": bit_equal,
+        }  # fmt: skip
+        print(row, flush=True)
+        append(row, out)
+        rows.append(row)
+    return rows
 
 
 def prompts(layers: Layers, tokens: int, rounds: int, seconds: float, out: Path | None) -> dict[str, Any]:
@@ -591,6 +613,7 @@ def main() -> None:
     parser.add_argument("--tokens", type=int, default=4096, help="steps after the first 160, if there is time")
     parser.add_argument("--seconds", type=float, default=60, help="after which the steps or prompts end")
     parser.add_argument("--tiny", action="store_true", help="small layers")
+    parser.add_argument("--no-graphs", action="store_true", help="eager steps alone")
     parser.add_argument("--policies", action="store_true", help="hits by policy, and no reads")
     given = parser.parse_args()
     if given.policies:
@@ -600,10 +623,11 @@ def main() -> None:
         layers = Layers(given.folder, given.device, given.form, given.layers, given.tiny, slots)
         with layers.handle, torch.inference_mode():
             if given.prompt:
-                row = prompts(layers, given.prompt, given.rounds, given.seconds, given.out)
+                rows = [prompts(layers, given.prompt, given.rounds, given.seconds, given.out)]
             else:
-                row = steps(layers, 20 if given.tiny else 160, given.tokens, given.seconds, given.out)
-        return finish("expert_files", [row])
+                warm, is_captured = 20 if given.tiny else 160, given.device != "cpu" and not given.no_graphs
+                rows = steps(layers, warm, given.tokens, given.seconds, given.out, is_captured)
+        return finish("expert_files", rows)
     num_experts = int(given.gib * 2**30) // EXPERT_BYTES
     finish("expert_files", reads(given.folder, num_experts, given.rounds, given.out))
 
