@@ -68,9 +68,10 @@ KERNELS_PER_EXPERT_LAYER = 45
 # A layer with cached experts: admission, fetching, the rows of what was chosen, and what they delay. Of a step in vLLM
 # 18 us (Qwen3-30B-A3B) and 16 (gpt-oss-120b) a layer (H100, docs/benchmarks/2026-11-26-vllm-experts-h100.md).
 CACHED_LAYER_S = 17e-6
-# A layer whose experts the host fetches: it waits for the device, and launches kernels one by one. 31 ms for 36 layers
-# of Qwen3-8B without CUDA graphs (graphs/decoding.py).
-EAGER_LAYER_S = 0.9e-3
+# A layer whose experts the host brings from files, between two graphs: it waits for the router's choice, and starts
+# copies one by one. 28.5 ms a token of 6 layers, less reads, copies and the resident step; eagerly 0.7 ms a layer
+# (docs/benchmarks/2026-11-30-expert-files-h200.md).
+FILE_LAYER_S = 0.5e-3
 # bitsandbytes stores two weights a byte, in one column. A byte of them takes the kernel for one row as long as so many
 # of 16 bits (Llama-3.3-70B, 43.3 ms a token: docs/benchmarks/2026-11-25-card-24gb-h100.md).
 PACKED_BYTE = 2.4
@@ -223,7 +224,7 @@ def cached_cost(
     if layer.host_slots is not None and rates.file_bytes_per_s is not None:  # a GPU's
         leaving = min(fetched, layer.num_slots - held) if layer.host_slots else 0.0  # their slots, for host memory
         fetch_s += leaving * expert_bytes / rates.expert_bytes_per_s
-        return fetch_s + read_experts_s(layer, rows, rates, profile, hits) + EAGER_LAYER_S, fetch_s
+        return fetch_s + read_experts_s(layer, rows, rates, profile, hits) + FILE_LAYER_S, fetch_s
     return fetch_s + max(0.0, beyond_s - resident_s) + CACHED_LAYER_S, fetch_s + beyond_s
 
 
