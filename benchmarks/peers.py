@@ -14,7 +14,8 @@ while they start, so they have a GPU of their own; an engine of vLLM may take ``
 once it has started. All that name one file in ``--turns`` start at once and measure one at a time, when nothing starts.
 
 A token is a mean: of those of ``generate`` and llama.cpp after the first eight, of an engine the slope from eight to
-48 tokens. Prompts run twice, and the second is timed. ``host_bytes``: weights in host memory as each has them there.
+48 tokens. Prompts run twice, and the second is timed. ``host_bytes``: weights in host memory as each has them there; of
+engines what torch has pinned, and ``added_rss_anon_bytes`` all else too.
 """
 
 from __future__ import annotations
@@ -171,6 +172,7 @@ def engine_rows(peer: str, given: argparse.Namespace) -> Iterator[dict[str, Any]
             "layers": row["layers"], "ms": row["ms"], "prompt_tokens_per_s": prompts, "hits": row["hits"],
             "start_s": row["start_s"], "host_bytes": row["host_bytes"], "peak_device_bytes": row["peak_device_bytes"],
             "start_peak_device_bytes": row["start_peak_device_bytes"],
+            "added_rss_anon_bytes": row["added_rss_anon_bytes"],
         }  # fmt: skip
 
 
