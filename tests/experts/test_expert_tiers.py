@@ -25,13 +25,13 @@ from safetensors.torch import save_model
 import headrace
 import interrupts
 from checks import run_threads
-from expert_layers import Layers, X, fail_read, steps
+from expert_layers import Graph, Layers, X, fail_read, steps
 from headrace import Handle, Plan, Rules
 from headrace.adapters.transformers import load
 from headrace.checkpoint.safetensors_header import Checkpoint
 from headrace.errors import HeadraceWarning, OptionError, RaceError, StateError, TransferError
 from headrace.experts.rows import CUT
-from headrace.graphs.decoding import CapturedSteps, StepGraph
+from headrace.graphs.decoding import CapturedSteps
 from headrace.memory import split_range
 from headrace.model.inventory import take_inventory
 from headrace.plan import cached_experts
@@ -54,6 +54,7 @@ from recorded_graphs import RecordedGraph, record_graphs
 
 MIB = 2**20
 ALL = torch.arange(40)
+CPU = torch.device("cpu")
 EXPERT_BYTES = 4 * (192 * 128 + 192)
 
 
@@ -498,18 +499,6 @@ def test_what_is_read_and_not_used_writes_no_row_later(
         assert torch.equal(first._parts[0][0][rows], weight[20:30])
 
 
-class Graph:
-    """Steps of ``count`` experts of each layer, captured as the decoding steps of ``generate`` are."""
-
-    def __init__(self, model: Layers, count: int) -> None:
-        ids = torch.arange(count)
-        self._step = StepGraph(model, {"x": X, "ids": ids}, torch.device("cpu"), in_parts=True)
-
-    def __call__(self, ids: torch.Tensor) -> list[torch.Tensor]:
-        found: list[torch.Tensor] = self._step.replay({"x": X, "ids": ids})
-        return found
-
-
 def steps_of(model: Any) -> CapturedSteps:
     found: CapturedSteps = vars(model)["_headrace_decode_graphs"]._steps
     return found
@@ -537,7 +526,7 @@ class TestGraphs:
         resident, (model, handle) = Layers(), offloaded(folder, num_slots, host_slots)
         with handle, torch.inference_mode():
             before = read_bytes(handle)
-            graphs = {count: Graph(model, count) for count in (3, 8, 30)}
+            graphs = {count: Graph(model, count, CPU) for count in (3, 8, 30)}
             assert read_bytes(handle) == before
             for seed, ids in enumerate((*steps(12), ALL, *steps(6, most=30, seed=1))):
                 for count, graph in graphs.items():
@@ -551,7 +540,7 @@ class TestGraphs:
     def test_an_error_of_the_disk(self, folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
         resident, (model, handle) = Layers(), offloaded(folder, 4, 6)
         with handle, torch.inference_mode():
-            graph = Graph(model, 8)
+            graph = Graph(model, 8, CPU)
             for failing in (1, 2, 9):
                 with monkeypatch.context() as patched:
                     fail_read(patched, failing)
@@ -565,7 +554,7 @@ class TestGraphs:
         monkeypatch.setenv("HEADRACE_DEBUG", "1")
         model, handle = offloaded(folder)
         with handle, torch.inference_mode():
-            graph, cache = Graph(model, 5), next(caches(handle))
+            graph, cache = Graph(model, 5, CPU), next(caches(handle))
             graph(torch.arange(5))
             assert handle.stats().experts
             cache._parts[0][0][cache._slot_of[3]] += 1
@@ -595,13 +584,13 @@ class TestGraphs:
             with monkeypatch.context() as patched:
                 patched.setattr(RecordedGraph, where, fail)
                 with pytest.raises(type(error)) as raised:
-                    Graph(model, 5)
+                    Graph(model, 5, CPU)
             assert raised.value is error
             assert RecordedGraph.current is None
             assert CUT.get() is None
             for ids in steps(5):
                 assert_same_bits(model(X, ids), resident(X, ids))
-            assert_same_bits(Graph(model, 5)(torch.arange(5)), resident(X, torch.arange(5)))
+            assert_same_bits(Graph(model, 5, CPU)(torch.arange(5)), resident(X, torch.arange(5)))
 
     @pytest.mark.parametrize("make", [qwen, gpt_oss])
     def test_generate(self, make: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -20,12 +20,11 @@ from transformers import Qwen3MoeForCausalLM
 
 import headrace
 from checks import eventually
-from expert_layers import Experts, Layers, X, fail_read, steps
+from expert_layers import Experts, Graph, Layers, X, fail_read, steps
 from headrace import Budget, Handle, Plan, Rules
 from headrace.adapters.transformers import load
 from headrace.errors import OptionError, StateError, TransferError
 from headrace.graphs.cache_rows import Rows
-from headrace.graphs.decoding import StepGraph
 from headrace.memory.pages import map_file, resident_bytes
 from headrace.model.inventory import take_inventory
 from headrace.plan import cached_experts
@@ -136,17 +135,30 @@ class TestBits:
             assert_same_bits(found, [run(expected, ids) for ids in choices])
 
     @pytest.mark.usefixtures("few_rows")
+    @pytest.mark.parametrize("in_graphs", [False, True])
     @pytest.mark.parametrize("slow", ["up", "down", "up down", "up or down"])
     @pytest.mark.parametrize(("num_slots", "host_slots"), [(1, 1), (3, 5), (6, 34), (39, 1)])
     def test_slow_copies(
-        self, folder: Path, num_slots: int, host_slots: int, slow: str, monkeypatch: pytest.MonkeyPatch
+        self, folder: Path, num_slots: int, host_slots: int, slow: str, in_graphs: bool, monkeypatch: pytest.MonkeyPatch
     ) -> None:
         """A stream that is behind: another one that does not wait for it reads or writes too early."""
         expected, (model, handle) = resident(), offloaded(folder, num_slots, host_slots)
         choices = [*steps(20), ALL, *steps(10, most=30, seed=1), *steps(20, most=3, seed=2)]
         with handle:
-            slow_down(monkeypatch, next(caches(handle))._streams, slow)
-            found = [run(model, ids) for ids in choices]
+            graph = partial(run, model)
+            if in_graphs:
+                graph, choices = Graph(model, 8, CUDA), choices_of(8, 40)
+            copy, streams, chooser = expert_tiers._copy, next(caches(handle))._streams, np.random.default_rng(0)
+
+            def late(stream: torch.cuda.Stream, pairs: Any) -> None:
+                name = "up" if stream == streams.up else "down"
+                if name in slow and ("or" not in slow or chooser.random() < 0.3):
+                    with torch.cuda.stream(stream):
+                        torch.cuda._sleep(1_000_000)
+                copy(stream, pairs)
+
+            monkeypatch.setattr(expert_tiers, "_copy", late)
+            found = [graph(ids) if number % 4 else run(model, ids) for number, ids in enumerate(choices)]
             torch.cuda.synchronize()
             assert_same_bits(found, [run(expected, ids) for ids in choices])
             require_exclusive(handle, expected)
@@ -229,19 +241,6 @@ class TestBits:
                 assert_same_bits(run(model, chosen), run(expected, chosen))
 
 
-class Graph:
-    """Steps of ``count`` experts of each layer, captured as the decoding steps of ``generate`` are."""
-
-    def __init__(self, model: Layers, count: int) -> None:
-        self._x, ids = X.to(CUDA), torch.arange(count, device=CUDA)
-        model(self._x, ids)
-        self._step = StepGraph(model, {"x": self._x, "ids": ids}, CUDA, in_parts=True)
-
-    def __call__(self, ids: torch.Tensor) -> list[torch.Tensor]:
-        found: list[torch.Tensor] = self._step.replay({"x": self._x, "ids": ids.to(CUDA)})
-        return found
-
-
 def choices_of(count: int, num: int, seed: int = 0) -> list[torch.Tensor]:
     chooser = np.random.default_rng(seed)
     return [torch.from_numpy(chooser.choice(40, count, replace=False)) for _ in range(num)]
@@ -257,7 +256,7 @@ class TestGraphs:
         expected, (model, handle) = resident(), offloaded(folder, num_slots, host_slots)
         other = torch.cuda.Stream()
         with handle:
-            graphs = {count: Graph(model, count) for count in (3, 8, 30)}
+            graphs = {count: Graph(model, count, CUDA) for count in (3, 8, 30)}
             for seed, ids in enumerate((*steps(20), ALL, *steps(10, most=30, seed=1))):
                 choices = [choices_of(count, 1, seed)[0] for count in graphs]
                 with torch.cuda.stream(other if seed % 3 == 1 else torch.cuda.current_stream()):
@@ -268,26 +267,10 @@ class TestGraphs:
                 require_exclusive(handle, expected)
             assert handle.stats().bytes_moved > 0
 
-    @pytest.mark.usefixtures("few_rows")
-    @pytest.mark.parametrize("slow", ["up", "down", "up down", "up or down"])
-    @pytest.mark.parametrize(("num_slots", "host_slots"), [(1, 1), (3, 5), (6, 34), (39, 1)])
-    def test_slow_copies(
-        self, folder: Path, num_slots: int, host_slots: int, slow: str, monkeypatch: pytest.MonkeyPatch
-    ) -> None:
-        expected, (model, handle) = resident(), offloaded(folder, num_slots, host_slots)
-        with handle:
-            graph = Graph(model, 8)
-            slow_down(monkeypatch, next(caches(handle))._streams, slow)
-            choices = choices_of(8, 40)
-            found = [graph(ids) if number % 4 else run(model, ids) for number, ids in enumerate(choices)]
-            torch.cuda.synchronize()
-            assert_same_bits(found, [run(expected, ids) for ids in choices])
-            require_exclusive(handle, expected)
-
     def test_an_error_of_the_disk(self, folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
         expected, (model, handle) = resident(), offloaded(folder, 4, 6)
         with handle:
-            graph = Graph(model, 8)
+            graph = Graph(model, 8, CUDA)
             for failing in (1, 3):
                 graph(torch.arange(8))
                 with monkeypatch.context() as patched:
@@ -304,25 +287,30 @@ class TestGraphs:
         recwarn: pytest.WarningsRecorder,
     ) -> None:  # fmt: skip
         monkeypatch.setenv("HEADRACE_DEBUG", debug)
-        loaded, handle, call, expected = generating(tmp_path, implementation)
+        model, loaded, handle = loaded_twice(tmp_path, implementation)
+        graphs = headrace.decode_in_graphs(model)
+        expected = generated(model)
+        graphs.remove()
+        logits = outputs_on(model)
         with handle:
             before = read_bytes(handle)
             for _ in range(3):
-                assert torch.equal(call(loaded), expected)
+                assert torch.equal(generated(loaded), expected)
+            assert_same_bits(outputs_on(loaded), logits)
             assert vars(loaded)["_headrace_decode_graphs"].replays > 50
             assert read_bytes(handle) > before
             assert not [each for each in recwarn if "eagerly" in str(each.message)]
             with monkeypatch.context() as patched:
                 fail_read(patched, 1)
                 with pytest.raises(TransferError, match="Input/output error"):
-                    call(loaded)
-            assert torch.equal(call(loaded), expected)
+                    generated(loaded)
+            assert torch.equal(generated(loaded), expected)
+            assert handle.stats().bytes_moved > 0
+        assert_same_bits(outputs_on(loaded), logits)
 
     def test_served(self, tmp_path: Path) -> None:
         """One after another, so that both models run steps of the same rows."""
-        loaded, handle, _, _ = generating(tmp_path, "headrace")
-        options: Any = {"dtype": torch.bfloat16, "experts_implementation": "headrace"}
-        model = Qwen3MoeForCausalLM.from_pretrained(tmp_path, **options).eval().to(CUDA)
+        model, loaded, handle = loaded_twice(tmp_path, "headrace")
         with handle:
             before = read_bytes(handle)
             assert served(loaded) == served(model)
@@ -332,7 +320,7 @@ class TestGraphs:
         """Slots come back where the graphs have them."""
         expected, (model, handle) = resident(), offloaded(folder)
         with handle:
-            graph = Graph(model, 8)
+            graph = Graph(model, 8, CUDA)
             for ids in choices_of(8, 6):
                 assert_same_bits(graph(ids), run(expected, ids))
                 handle.park()
@@ -356,36 +344,17 @@ def served(model: Any) -> list[list[int]]:
     return found
 
 
-def generating(folder: Path, implementation: str) -> tuple[Any, Handle, Any, torch.Tensor]:
-    """A model with experts in files, its offload, a call of ``generate``, and what it gives a resident model."""
+def loaded_twice(folder: Path, implementation: str) -> tuple[Any, Any, Handle]:
+    """A resident model, and the same with experts in files and its offload."""
     qwen().to(torch.bfloat16).save_pretrained(folder)
     options: Any = {"dtype": torch.bfloat16, "experts_implementation": implementation}
     model = Qwen3MoeForCausalLM.from_pretrained(folder, **options).eval().to(CUDA)
-    length: Any = {"max_new_tokens": 24, "do_sample": False, "eos_token_id": None}
-
-    def call(model: Any) -> torch.Tensor:
-        found: torch.Tensor = model.generate(IDS.to(CUDA), **length)
-        return found
-
-    graphs = headrace.decode_in_graphs(model)
-    expected = call(model)
-    graphs.remove()
-    loaded, handle = load(folder, tiered(model, 3, 3, "experts"), device=CUDA, **options)
-    return loaded, handle, call, expected
+    return model, *load(folder, tiered(model, 3, 3, "experts"), device=CUDA, **options)
 
 
-def slow_down(monkeypatch: pytest.MonkeyPatch, streams: Any, slow: str) -> None:
-    """Have copies of the streams named in ``slow`` begin late."""
-    copy, chooser = expert_tiers._copy, np.random.default_rng(0)
-
-    def late(stream: torch.cuda.Stream, pairs: Any) -> None:
-        name = "up" if stream == streams.up else "down"
-        if name in slow and ("or" not in slow or chooser.random() < 0.3):
-            with torch.cuda.stream(stream):
-                torch.cuda._sleep(1_000_000)
-        copy(stream, pairs)
-
-    monkeypatch.setattr(expert_tiers, "_copy", late)
+def generated(model: Any) -> torch.Tensor:
+    found: torch.Tensor = model.generate(IDS.to(CUDA), max_new_tokens=24, do_sample=False, eos_token_id=None)
+    return found
 
 
 def outputs_on(model: nn.Module) -> list[torch.Tensor]:

@@ -38,6 +38,22 @@ class Layers(nn.Module):
         return [layer(x, ids) for layer in self.layers]
 
 
+class Graph:
+    """Steps of ``count`` experts of each layer, captured as the decoding steps of ``generate`` are."""
+
+    def __init__(self, model: Layers, count: int, device: torch.device) -> None:
+        from headrace.graphs.decoding import StepGraph  # imports transformers
+
+        self._x, ids = X.to(device), torch.arange(count, device=device)
+        if device.type == "cuda":  # else there are no kernels to load
+            model(self._x, ids)
+        self._step = StepGraph(model, {"x": self._x, "ids": ids}, device, in_parts=True)
+
+    def __call__(self, ids: torch.Tensor) -> list[torch.Tensor]:
+        found: list[torch.Tensor] = self._step.replay({"x": self._x, "ids": ids.to(self._x.device)})
+        return found
+
+
 def steps(count: int, most: int = 8, seed: int = 0) -> list[torch.Tensor]:
     chooser = np.random.default_rng(seed)
     return [torch.from_numpy(chooser.choice(40, chooser.integers(1, most + 1), replace=False)) for _ in range(count)]
