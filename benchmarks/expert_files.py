@@ -43,7 +43,7 @@ from functools import partial
 from itertools import product
 from math import prod
 from pathlib import Path
-from typing import Any, cast
+from typing import Any
 
 import numpy as np
 import torch
@@ -322,7 +322,7 @@ class Layers:
         expert_bytes: of one expert.
         per_layer: tensors of a layer; in the file gate_up and down come before their scales.
         handle: of ``model``.
-        in_graphs: replays run, once a step is captured.
+        in_graphs: whether a run replays the step that was captured.
         resident_times: seconds of the resident model, of each run.
     """
 
@@ -347,7 +347,8 @@ class Layers:
         self.handle = headrace.offload(self.model, policy, checkpoint=self.path.parent, device=device)
         self._cached_before = resident_bytes(self._mapped)
         self.resident_times: list[float] = []
-        self.in_graphs, self._step = False, cast(Any, None)
+        self.in_graphs = False
+        self._step: Any = None
 
     def capture(self, x: torch.Tensor, ids: torch.Tensor) -> None:
         """Capture a step of ``x`` as headrace captures those of ``generate``; ``ids``: any."""
@@ -370,7 +371,7 @@ class Layers:
         """Seconds, bytes that were read, and whether the output is that of the resident model."""
         ranges: Any = self.handle._session._ranges
         before, begin = ranges.reads, time.perf_counter()
-        found = self._step.replay({"ids": ids})[0] if self.in_graphs and self._step else self.model(x, ids)
+        found = self._step.replay({"ids": ids})[0] if self.in_graphs else self.model(x, ids)
         if self.device != "cpu":
             torch.cuda.synchronize()
         seconds, reads = time.perf_counter() - begin, ranges.reads
