@@ -63,6 +63,7 @@ from published_configs import (
     GPTQ,
     INT4,
     LLAMA_3_3_70B,
+    MXFP4,
     QWEN3_8B,
     QWEN3_30B_A3B,
 )
@@ -123,12 +124,6 @@ QWEN3_NEXT = {
 NF4 = {
     "quant_method": "bitsandbytes", "load_in_4bit": True, "bnb_4bit_quant_type": "nf4",
     "bnb_4bit_use_double_quant": True, "bnb_4bit_compute_dtype": "bfloat16",
-}  # fmt: skip
-MXFP4 = {
-    "quant_method": "mxfp4",
-    "modules_to_not_convert": [
-        "model.layers.*.self_attn", "model.layers.*.mlp.router", "model.embed_tokens", "lm_head",
-    ],
 }  # fmt: skip
 FP8 = {"quant_method": "fp8", "fmt": "e4m3", "activation_scheme": "dynamic", "weight_block_size": [128, 128]}
 DEEPSEEK_V3 = {
