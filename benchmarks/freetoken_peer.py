@@ -1,6 +1,7 @@
-"""Tokens per second of FreeToken 0.2.1 with Qwen3-30B-A3B's shape in bf16, random weights, experts in host memory.
+"""Tokens per second of FreeToken 0.2.1 with a published shape, random weights, experts in host memory.
 
     PYTHONPATH=SITE:src:benchmarks python benchmarks/freetoken_peer.py --folder /dev/shm/freetoken --out FILE
+    ... --model gpt-oss-120b --layers 18 --card 14GB      its experts in MXFP4, the rest in bf16
 
 SITE holds the wheels freetoken 0.2.1, flashlib 0.4.0, apache-tvm-ffi 0.1.13.post3, pyzmq and msgpack, installed without
 their dependencies. Under torch 2.11 its ``kernel/_pinned_tensor`` has to be built from its own source: built for 2.14,
@@ -36,9 +37,13 @@ import triton.language as tl
 from headrace.plan.routing_traces import seeded_trace
 from headrace.sizes import parse_size
 from peers import PROMPTS, Turns
-from published_configs import QWEN3_30B_A3B
+from published_configs import GPT_OSS_120B, MXFP4, QWEN3_30B_A3B
 from seeded_models import write_config
 
+MODELS = {  # config, and its key for the experts of a layer
+    "qwen3-30b-a3b": (QWEN3_30B_A3B, "num_experts"),
+    "gpt-oss-120b": ({**GPT_OSS_120B, "quantization_config": MXFP4}, "num_local_experts"),
+}
 CONTEXT, TRACE = 8448, 1024  # tokens of the KV cache; rows of the trace, from the beginning again at its end
 SHORT, LONG, PROMPT, REPEATS = 8, 48, 16, 3
 
@@ -66,10 +71,16 @@ def use_fast_weights() -> dict[Any, torch.Tensor]:
             weight.fill_(1) if weight.dim() == 1 else weight.mul_(0.02)
         return state
 
-    def fill(_: str, tensor: torch.Tensor) -> None:
-        key = tensor.shape, tensor.dtype
+    def fill(role: str, tensor: torch.Tensor) -> None:
+        key = role, tensor.shape
         if key not in blocks:
-            blocks[key] = (torch.randn(tensor.shape, dtype=tensor.dtype, device="cuda") * 0.02).cpu()
+            if tensor.dtype is not torch.uint8:
+                block = torch.randn(tensor.shape, dtype=tensor.dtype, device="cuda") * 0.02
+            elif role.endswith("_scale"):
+                block = torch.full(tensor.shape, 120, dtype=torch.uint8)  # exponents of E8M0: 2 ** -7
+            else:
+                block = torch.randint(256, tensor.shape, dtype=torch.uint8, device="cuda")
+            blocks[key] = block.cpu()
         tensor.copy_(blocks[key])
 
     engine._make_dummy_weight_state_dict, expert_banks._dummy_fill = dense, fill
@@ -102,14 +113,12 @@ class Replay:
     def install(self) -> None:
         """Have FreeToken's layers take these choices."""
         from freetoken.layers.moe import OffloadMoELayer
+        from freetoken.models.gpt_oss.moe import GptOssOffloadMoELayer
 
-        def decode(layer: Any, x: torch.Tensor, router_logits: Any = None) -> Any:
-            return layer._decode_routed(x, *self.route(layer.layer_id, len(x)))
+        def forward(layer: Any, x: torch.Tensor, router_logits: Any = None) -> Any:
+            return layer.routed_forward(x, *self.route(layer.layer_id, len(x)))
 
-        def prefill(layer: Any, x: torch.Tensor, router_logits: Any = None) -> Any:
-            return layer._prefill_routed(x, *self.route(layer.layer_id, len(x)))
-
-        OffloadMoELayer.decode_forward, OffloadMoELayer.prefill_forward = decode, prefill
+        OffloadMoELayer.forward = GptOssOffloadMoELayer.forward = forward
 
 
 @triton.jit
@@ -122,9 +131,10 @@ def _replay_kernel(table, row, ids, weights, count, layer, rows, TOP_K: tl.const
 
 
 def row_of(given: argparse.Namespace) -> dict[str, Any]:
-    config = {**QWEN3_30B_A3B, "num_hidden_layers": given.layers or QWEN3_30B_A3B["num_hidden_layers"]}
+    published, experts_key = MODELS[given.model]
+    config = {**published, "num_hidden_layers": given.layers or published["num_hidden_layers"]}
     write_config(given.folder, config)
-    layers, experts, top_k = (config[key] for key in ("num_hidden_layers", "num_experts", "num_experts_per_tok"))
+    layers, experts, top_k = (config[key] for key in ("num_hidden_layers", experts_key, "num_experts_per_tok"))
     hidden, head, groups = (config[key] for key in ("hidden_size", "head_dim", "num_key_value_heads"))
     attention = hidden * head * 2 * (config["num_attention_heads"] + groups)
     rest = 2 * (2 * config["vocab_size"] * hidden + layers * (attention + hidden * experts))
@@ -175,7 +185,7 @@ def row_of(given: argparse.Namespace) -> dict[str, Any]:
     outside = total - free - torch.cuda.memory_reserved()
     ms = statistics.median(slopes)
     return {
-        "table": "peers", "peer": "FreeToken 0.2.1", "model": "qwen3-30b-a3b", "layers": layers,
+        "table": "peers", "peer": "FreeToken 0.2.1", "model": given.model, "layers": layers,
         "case": f"{given.strategy}, {llm.engine.moe_offload_cache.cache_size} of {layers * experts} experts in slots",
         "ms": ms, "tokens_per_s": 1e3 / ms, "spread_ms": max(slopes) - min(slopes), "prompt_tokens_per_s": rates,
         "start_s": start_s, "peak_device_bytes": torch.cuda.max_memory_reserved() + outside - held.nbytes,
@@ -186,6 +196,7 @@ def row_of(given: argparse.Namespace) -> dict[str, Any]:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--folder", type=Path, default=Path("/dev/shm/freetoken"))
+    parser.add_argument("--model", choices=MODELS, default="qwen3-30b-a3b")
     parser.add_argument("--card", type=parse_size, default=parse_size("24GB"), help="CUDA's own part included")
     parser.add_argument(
         "--reserve", type=parse_size, default=parse_size("2.5GB"), help="what is no weights, KV cache or slots"

@@ -38,7 +38,8 @@ import torch
 from harness import words_of
 from headrace.sizes import parse_size
 
-MODELS = {"qwen3-30b-a3b": ("qwen", "bf16"), "gpt-oss-120b": ("gpt-oss-120b", "mxfp4")}
+# Shape and format of the engines, and GiB of a KV cache that holds the longest prompt.
+MODELS = {"qwen3-30b-a3b": ("qwen", "bf16", 1), "gpt-oss-120b": ("gpt-oss-120b", "mxfp4", 0.5)}
 ENGINES = {
     "headrace": ["--cases", "cache"], "uva": ["--cases", "uva"], "prefetch": ["--cases", "prefetch"],
     "flextensor": ["--cases", "flextensor"],
@@ -119,7 +120,7 @@ def generate_rows(given: argparse.Namespace) -> Iterator[dict[str, Any]]:
                 before, found = handle.stats(), run(*token)
                 after, rates = handle.stats(), {}
                 for length in prompts if share is None else ():
-                    for chunk in (None, 2048, 512):  # attention of all tokens at once may take more than is left
+                    for chunk in (None, 2048, 512, 128):  # attention of all tokens at once may take more than is left
                         try:
                             rates[str(length)] = length / run(length, 1, chunk).first_token_ms * 1e3
                             break
@@ -153,11 +154,12 @@ def llama_rows(given: argparse.Namespace) -> Iterator[dict[str, Any]]:
 
 def engine_rows(peer: str, given: argparse.Namespace) -> Iterator[dict[str, Any]]:
     """vLLM with that offloader, in a process of its own."""
-    shape, form = MODELS[given.model]
+    shape, form, kv_gib = MODELS[given.model]
     room = parse_size(given.card) - parse_size(given.reserve)
     folder = given.out / f"{given.model}-{peer}"
     command = [sys.executable, str(_HERE / "vllm_experts.py"), str(folder), "--shape", shape]
     command += ["--format", form, "--budget-gib", f"{room / 2**30:.3f}", *ENGINES[peer], "--one", "--card", given.card]
+    command += ["--kv-gib", str(kv_gib)]
     command += ["--limit-s", str(given.limit_s)] * bool(given.limit_s)
     command += ["--layers", str(given.layers)] * bool(given.layers)
     subprocess.run(command + (["--together", str(given.turns)] if given.turns else []), check=True)

@@ -122,6 +122,7 @@ def main() -> None:
     parser.add_argument("--starts", action="store_true", help="measure nothing but the time to start")
     parser.add_argument("--card", type=parse_size, help="device memory for torch's allocator, from the start on")
     parser.add_argument("--one", action="store_true", help="measure one sequence alone, by the seeded trace")
+    parser.add_argument("--kv-gib", type=float, default=2, help="of the KV cache")
     parser.add_argument("--publish", metavar="TABLE")
     parser.add_argument("--child", action="store_true", help=argparse.SUPPRESS)
     given = parser.parse_args()
@@ -173,7 +174,7 @@ def _run_child(case: str, given: argparse.Namespace) -> None:
     command += ["--scored", str(given.scored)]
     command += ["--together", str(given.together)] if given.together else []
     command += ["--rounds", str(given.rounds), *(["--card", f"{given.card}B"] if given.card else [])]
-    command += ["--one"] * given.one
+    command += ["--one"] * given.one + ["--kv-gib", str(given.kv_gib)]
     command += ["--starts"] * given.starts
     command += ["--bits", given.bits] if given.bits else []
     environment = {**engine_environment(given.out), "VLLM_CACHE_ROOT": str(given.out / f"cache-{case}")}
@@ -256,7 +257,7 @@ def _measure(given: argparse.Namespace, config: dict[str, Any]) -> None:
         max_model_len=PROMPTS[-1] + 257,
         max_num_seqs=16,
         max_num_batched_tokens=PROMPTS[-1] + 257,
-        kv_cache_memory_bytes=2 << 30,
+        kv_cache_memory_bytes=int(given.kv_gib * 2**30),
         gpu_memory_utilization=0.9 if turn is None else 0.1,
         enable_prefix_caching=False,
         disable_log_stats=True,
