@@ -30,6 +30,7 @@ from headrace.model.tracing import refuse_export, refuse_tracers, traced_graph
 if TYPE_CHECKING:
     from headrace.plan.cached_experts import CachedLayer
 
+_Value = TypeVar("_Value")
 _CACHED = "_headrace_cached_experts"
 SHARED = "_headrace_shared"  # at a twin
 # Whether ``Doorbell.check`` follows the forwards before their outputs are used.
@@ -39,23 +40,13 @@ CUT: ContextVar[Callable[[RowMap, torch.Tensor], torch.Tensor] | None] = Context
 
 
 @contextmanager
-def checked() -> Iterator[None]:
-    """Within, :data:`IS_CHECKED` holds."""
-    token = IS_CHECKED.set(True)
+def setting(variable: ContextVar[_Value], value: _Value) -> Iterator[None]:
+    """Within, ``variable`` is ``value``."""
+    token = variable.set(value)
     try:
         yield
     finally:
-        IS_CHECKED.reset(token)
-
-
-@contextmanager
-def cutting(cut: Callable[[RowMap, torch.Tensor], torch.Tensor] | None) -> Iterator[None]:
-    """Within, :data:`CUT` is ``cut``."""
-    token = CUT.set(cut)
-    try:
-        yield
-    finally:
-        CUT.reset(token)
+        variable.reset(token)
 
 
 def expert_rows(module: nn.Module, ids: torch.Tensor) -> tuple[Any, torch.Tensor]:

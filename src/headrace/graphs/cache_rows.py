@@ -25,7 +25,7 @@ from transformers.cache_utils import LinearAttentionCacheLayerMixin, LinearAtten
 
 from headrace.api import session_of
 from headrace.errors import OptionError, warn_user
-from headrace.experts.rows import checked
+from headrace.experts.rows import IS_CHECKED, setting
 from headrace.graphs.decoding import CACHE_NAME, GRAPH_DEVICES, LENGTH_STEP, CapturedSteps, bucket
 from headrace.memory.system import round_up
 from headrace.stats import timed
@@ -324,7 +324,7 @@ class Rows:
     def _run_model(self, **inputs: Any) -> Any:
         for layer in self._layers:
             layer.begin()
-        with checked() if self._graphs is not None else nullcontext():
+        with setting(IS_CHECKED, True) if self._graphs is not None else nullcontext():
             return self._model(**inputs, **{CACHE_NAME: self._cache}, use_cache=True)
 
     @property

@@ -37,7 +37,7 @@ from transformers.generation.utils import GenerateDecoderOnlyOutput
 from headrace.api import session_of
 from headrace.config import RANK_MODES
 from headrace.errors import OptionError, StateError, warn_user
-from headrace.experts.rows import RowMap, checked, cutting
+from headrace.experts.rows import CUT, IS_CHECKED, RowMap, setting
 from headrace.formatting import format_size
 from headrace.graphs.own_graphs import capturing, replaying
 from headrace.memory.system import gc_paused, round_up
@@ -190,7 +190,7 @@ class DecodeGraphs:
         # The name of an implementation beside a cache would be refused.
         ours = {**kwargs, CACHE_NAME: cache, "cache_implementation": None, "disable_compile": True}
         try:
-            with checked():
+            with setting(IS_CHECKED, True):
                 output = self._original(inputs, config, **ours)
         except torch.OutOfMemoryError as error:
             if not self._is_first_step:  # the prompt has run, so the cache has its memory
@@ -651,7 +651,7 @@ class StepGraph:
             torch.cuda.device(device),  # for which torch.cuda.graph waits
             torch.cuda.stream(torch.cuda.current_stream(device)),
             capture(self._parts, pool, _capture_stream(device), "thread_local"),
-            cutting(self._parts.cut if in_parts else None),
+            setting(CUT, self._parts.cut if in_parts else None),
         ):
             self._output = call(**self._inputs)
         self.pool, segments = self._parts.graphs[0].pool(), torch.cuda.memory_snapshot()
