@@ -13,19 +13,19 @@ import pytest
 import measures
 
 BOUNDS = {
-    "lines of src": 29674,
-    "lines of the core": 17668,
+    "lines of src": 29699,
+    "lines of the core": 17699,
     "files of src": 203,
     "lines of tests": 51724,
     "longest class": 351,
     "Prefetcher": 298,
     "branches on a kind of store": 4,
     "files that headrace.api loads": 36,
-    "lines that headrace.api loads": 6622,
-    "lines of the spine": 5257,
+    "lines that headrace.api loads": 6624,
+    "lines of the spine": 5283,
     "files of the spine": 53,
     "files to the first copy": 42,
-    "functions to the first copy": 397,
+    "functions to the first copy": 400,
 }
 # What a measure may lie below its bound, so that not every small change edits the table.
 SLACK = dict.fromkeys(["lines of src", "lines of the core", "lines that headrace.api loads", "lines of the spine"], 60)

@@ -132,7 +132,7 @@ def test_no_step_is_shorter_than_its_bound() -> None:
 def test_faster_than_without() -> None:
     """One row, a third of the weights on the device."""
     budget = Budget(WEIGHTS // 3)
-    without = replace(planner(), cacheable=frozenset(), _tables={})
+    without = replace(planner(), cacheable=frozenset())
     steps = {}
     for name, each in (("cached", planner()), ("without", without)):
         plan = each.plan(budget)

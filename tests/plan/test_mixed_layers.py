@@ -55,7 +55,7 @@ def published(name: str) -> tuple[Planner, Budget]:
     planned = plan_model(PlanRequest(name, "auto", machine="4090"))
     given = planned.context.request.given
     assert isinstance(given, Budget)
-    return replace(planned.planner, spill=Spill(), _tables={}), given
+    return replace(planned.planner, spill=Spill()), given
 
 
 def tokens_per_s(planner: Planner, plan: Plan, budget: Budget) -> float:

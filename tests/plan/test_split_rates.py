@@ -159,7 +159,7 @@ class TestPlanning:
 
     def test_choices_know_them(self) -> None:
         planner, budget = self.planner(h200(), "sharded_gpu")
-        blind = replace(planner, rates=replace(h200(), peer_bytes_per_s=None), _tables={}).plan(budget)
+        blind = replace(planner, rates=replace(h200(), peer_bytes_per_s=None)).plan(budget)
         made = planner.plan(budget)
         assert planner.forecast(made, 1).step_s < 0.85 * planner.forecast(blind, 1).step_s
         same = build_plan(planner.inventory, budget, rates=h200(), profile=planner.profile, num_ranks=4)

@@ -127,7 +127,7 @@ def test_every_candidate_is_timed_as_its_plan_is() -> None:
     checked = 0
     for limit in (200 * KIB, 700 * KIB, None):
         for group in planner.candidates(budget).families:
-            fitting = group.fitting(float("inf"), limit)[::17]
+            fitting = group.fitting(float("inf"), limit)[::13]
             seen = group.step_s(fitting, limit)
             assert (group.least_score(fitting) <= mean_log(seen)).all()
             for index, row in enumerate(fitting):

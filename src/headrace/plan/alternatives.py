@@ -74,6 +74,7 @@ def _fewest_moved(family: Family, host_bytes: int | None) -> Ints:
         return every
     total_bytes = max(1, family.table.inventory.num_bytes)
     bins = np.floor(family.memory.device_bytes[every] / total_bytes * _CURVE_BINS)
+    bins += family.num_slots[every] * (bins.max() + 1)
     order = np.lexsort((family.memory.moved_bytes[every], bins))
     changes = np.flatnonzero(np.diff(bins[order], prepend=-1.0))
     kept = np.unique(np.concatenate([changes, np.minimum(changes + 1, len(order) - 1)]))

@@ -107,7 +107,7 @@ class Planner:
     hits: ExpertHits | FixedHits = field(default_factory=ExpertHits)
     has_triton: bool = True
     # Candidates do not depend on the size of the budget, and are asked for again with other sizes.
-    _tables: dict[object, CandidateTable] = field(default_factory=dict, compare=False, repr=False)
+    _tables: dict[object, CandidateTable] = field(default_factory=dict, init=False, compare=False, repr=False)
 
     def plan(
         self, policy: Policy, movable: Collection[str] | None = None, forced: Mapping[str, Mechanism] | None = None
@@ -293,7 +293,7 @@ class Planner:
 
     def forecast(self, plan: Plan, rows: int, context: int = 0) -> Forecast:
         """A step of ``rows`` rows under ``plan``, with ``context`` tokens per sequence in the KV cache."""
-        return self._forecaster(plan, rows, context, self.hits)(plan)
+        return self._forecaster(plan, rows, context)(plan)
 
     def forecast_cpu_share(self, plan: Plan, rows: int, context: int = 0) -> CpuShareForecast | str:
         """A step of ``rows`` rows with the CPU's share in missed experts; a text: why there is no forecast."""
@@ -308,11 +308,11 @@ class Planner:
         """The kind of store that most units are in: the code ``codec``, or that of ``mode``."""
         return kind_of(mode if codec in ("none", "auto") else codec)
 
-    def _forecaster(self, plan: Plan, rows: int, context: int, hits: ExpertHits | FixedHits) -> Forecaster:
+    def _forecaster(self, plan: Plan, rows: int, context: int) -> Forecaster:
         """Forecaster of plans with the stores of ``plan``."""
         rates = self._kind_of_units(plan.codec, plan.mode).rates(self.rates, self.num_ranks)
         stored_bytes = self.stored_bytes if plan.kind.in_files else {}
-        return Forecaster(self.inventory, rates, self.profile, rows, context, stored_bytes, hits)
+        return Forecaster(self.inventory, rates, self.profile, rows, context, stored_bytes, self.hits)
 
     def alternatives(self, budget: Budget, plan: Plan) -> list[Alternative]:
         """Gains by more memory or rows; ``plan`` is the one for ``budget``."""
@@ -385,13 +385,13 @@ class Planner:
     def _caches(self, plan: Plan, rows: int, context: int) -> Iterator[CachePoint]:
         """``plan``, which caches some, with other numbers of slots for experts, and at given hit rates."""
         hits = (self.hits, *(FixedHits(share, both=self.hits) for share in _SHOWN_HITS))
-        forecasters = [self._forecaster(plan, rows, context, each) for each in hits]
         shares = (layer.num_slots / layer.num_experts for layer in plan.cached)
-        for share in sorted({*_SHOWN_SHARES, sum(shares) / len(plan.cached)}):
-            most = max(layer.num_experts for layer in plan.cached)
-            other = replace(plan, cached=tuple(with_slots(plan.cached, max(1, round(share * most)))))
-            layer, top_k = other.cached[0], self.profile.experts_per_token or 1
-            expected, *at_hits = (forecaster(other).rows_per_s for forecaster in forecasters)
+        most = max(layer.num_experts for layer in plan.cached)
+        counts = [max(1, round(share * most)) for share in sorted({*_SHOWN_SHARES, sum(shares) / len(plan.cached)})]
+        caches = [with_slots(plan.cached, count) for count in counts]
+        found = self._forecaster(plan, rows, context).rows_per_s(plan, caches, hits)
+        for cached, (expected, *at_hits) in zip(caches, found.tolist(), strict=True):
+            other, layer, top_k = replace(plan, cached=tuple(cached)), cached[0], self.profile.experts_per_token or 1
             shared = self.forecast_cpu_share(other, rows, context)
             yield CachePoint(
                 layer.num_slots,
@@ -510,8 +510,8 @@ def _best(table: CandidateTable, device_bytes: int, host_bytes: int | None, code
             continue
         least = family.least_score(rows)
         bounds.append((float(least.min()), index, family, rows, least))
-        if family.cached and family.slots is None and family.num_slots == _DOUBLE_BUFFER:
-            roomiest.setdefault(id(family.memories), (family, int(rows[memory.device_bytes[rows].argmin()])))
+        if family.cached and family.slots is None and len(two := rows[family.num_slots[rows] == _DOUBLE_BUFFER]):
+            roomiest.setdefault(id(family.memories), (family, int(two[memory.device_bytes[two].argmin()])))
     # By the least time of any of their steps: of most families none is left to time then.
     for bound, index, family, rows, least in sorted(bounds, key=lambda each: each[:2]):
         expert_slots = family.cached[0].num_slots if family.cached else 0
@@ -563,7 +563,7 @@ def _with_more_experts(plan: Plan, left: int) -> Plan:
     """``plan`` with as many more slots for experts as ``left`` bytes have room for, spread evenly over the layers."""
     room = left + plan.cache_bytes
     counts = range(plan.cached[0].num_slots, max(layer.num_experts for layer in plan.cached) + 1)
-    fitting = bisect_right(counts, room, key=lambda count: cache_bytes(with_slots(plan.cached, count)))
+    fitting = bisect_right(counts, room, key=partial(cache_bytes, plan.cached))
     layers = with_slots(plan.cached, counts[max(0, fitting - 1)])
     left = room - cache_bytes(layers)
     # Overflow rows of layers of files are one memory only while they are as many.

@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import math
 from bisect import bisect_right
-from collections.abc import Collection, Iterable, Mapping
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 
@@ -189,13 +189,18 @@ def cached_layers(
 def with_slots(layers: Iterable[CachedLayer], num_slots: int) -> list[CachedLayer]:
     """``layers`` with another number of slots, and the overflow rows that go with it."""
     layers = list(layers)
+    made = _sized(layers, num_slots)
+    return [replace(made[layer.form], module_fqn=layer.module_fqn, storages=layer.storages) for layer in layers]
+
+
+def _sized(layers: Sequence[CachedLayer], num_slots: int) -> dict[tuple[int | None, ...], CachedLayer]:
+    """By the form of ``layers``, one of them with so many slots."""
     sized = {
         form: replace(layer, num_slots=min(num_slots, layer.num_experts)) for form, layer in _by_form(layers).items()
     }
     room = sum(sized[layer.form].device_bytes for layer in layers) // _OVERFLOW_SHARE
     sized = {form: replace(layer, overflow_rows=_overflow_rows(layer, room)) for form, layer in sized.items()}
-    made = {form: with_host_slots(layer, layer.host_slots) for form, layer in sized.items()}
-    return [replace(made[layer.form], module_fqn=layer.module_fqn, storages=layer.storages) for layer in layers]
+    return {form: with_host_slots(layer, layer.host_slots) for form, layer in sized.items()}
 
 
 def _by_form(layers: Iterable[CachedLayer]) -> dict[tuple[int | None, ...], CachedLayer]:
@@ -251,11 +256,11 @@ def _overflow_rows(layer: CachedLayer, room: int) -> int:
     return max(0, min(fitting, useful))
 
 
-def cache_bytes(layers: Iterable[CachedLayer]) -> int:
-    """Device memory of ``layers``, in which overflow rows exist once."""
+def cache_bytes(layers: Iterable[CachedLayer], num_slots: int | None = None) -> int:
+    """Device memory of ``layers``, in which overflow rows exist once; with another number of slots, if one is given."""
     layers = list(layers)
     # Memory that is mapped twice begins with a piece of its own: see MappedMemory.
-    alike = _by_form(layers)
+    alike = _by_form(layers) if num_slots is None else _sized(layers, num_slots)
     overflow_bytes = sum(size + PIECE_BYTES for _, size in overflow_memories(alike.values()))
     return sum(alike[layer.form].device_bytes for layer in layers) + overflow_bytes
 

@@ -32,7 +32,7 @@ import math
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
-from itertools import combinations
+from itertools import combinations, islice
 from typing import NamedTuple
 
 import numpy as np
@@ -281,7 +281,7 @@ class CandidateTable:
             return families
         beside = {role for mine in self.roles.values() for role, s in mine.items() if s.name in names}
         dense_sets = RoleSets(self, [role for role in self._every_role if role not in beside])
-        dense = [f for how, uva in self._outside_ways() for f in self._evenly_spaced(dense_sets, how, uva)]
+        dense = [self._evenly_spaced(dense_sets, how, uva) for how, uva in self._outside_ways()]
         return families + [replace(family, cached=cached) for cached in self._caches(names) for family in dense]
 
     def families_within(self, device_bytes: float, host_bytes: int | None) -> list[Family]:
@@ -316,9 +316,10 @@ class CandidateTable:
         none, every = np.zeros_like(high), np.tile(np.arange(len(patterns)), len(lows))
         cached = self._layers_of(names)
         return [
-            family.with_some_cached(cached, device_bytes)
+            Family(self, sets, high, low, none, none, every, patterns, how, uva)
+            .with_all_slots()
+            .with_some_cached(cached, device_bytes)
             for how, uva in self._outside_ways()
-            for family in Family(self, sets, high, low, none, none, every, 1, patterns, how, uva).with_all_slots()
         ]
 
     @cached_property
@@ -365,13 +366,13 @@ class CandidateTable:
         in_model = {s.name for storages in experts.values() for s in storages}
         expert_storages = [s for mine in self.roles.values() for s in mine.values() if s.name in in_model]
         for how, uva in self._outside_ways():
-            yield from self._evenly_spaced(all_sets, how, uva)
+            yield self._evenly_spaced(all_sets, how, uva)
             if self.zero_copy:
-                yield from self._evenly_spaced(all_sets, how, uva, in_place=True)
+                yield self._evenly_spaced(all_sets, how, uva, in_place=True)
             elif self.mapped is None or self.rates.in_place_grouped_s_per_byte is None:
                 continue
             if experts and (dense or not self.zero_copy):
-                yield from self._evenly_spaced(dense_sets, how, (*uva, *expert_storages))
+                yield self._evenly_spaced(dense_sets, how, (*uva, *expert_storages))
             if experts and self.spill is not None:
                 yield from self._split_experts(all_sets, how, uva, frozenset(experts))
 
@@ -386,7 +387,7 @@ class CandidateTable:
 
     def _evenly_spaced(
         self, sets: RoleSets, outside: Mechanism, uva: tuple[StorageInfo, ...], in_place: bool = False
-    ) -> list[Family]:
+    ) -> Family:
         """Every set of roles in every number of layers, and none or the next smaller one in the others."""
         counts = np.arange(1, len(self._even_patterns), dtype=np.int64)
         runs = [np.zeros((3, 1), dtype=np.int64)]
@@ -397,8 +398,8 @@ class CandidateTable:
         high, low, pattern = np.concatenate(runs, axis=1)
         none = np.zeros_like(high)
         chosen = (none, none, high, low) if in_place else (high, low, none, none)
-        first = Family(self, sets, *chosen, pattern, 1, self._even_patterns, outside, uva)
-        return [first] if in_place else first.with_all_slots()  # in place, nothing is prefetched in the layers
+        first = Family(self, sets, *chosen, pattern, self._even_patterns, outside, uva)
+        return first if in_place else first.with_all_slots()  # in place, nothing is prefetched in the layers
 
     @cached_property
     def _even_patterns(self) -> Kinds:
@@ -429,7 +430,7 @@ class CandidateTable:
         low = np.repeat([index[chosen] for chosen in lows], len(patterns))
         high = np.repeat([index[chosen | experts] for chosen in lows], len(patterns))
         chosen = (high, low, np.zeros_like(high), np.full_like(low, index[experts]))
-        return Family(self, sets, *chosen, every, 1, patterns, outside, uva).with_all_slots()
+        return [Family(self, sets, *chosen, every, patterns, outside, uva).with_all_slots()]
 
 
 def _three_ways(has_experts: Sequence[bool], least_moved: int = 1) -> Kinds:
@@ -527,14 +528,14 @@ class Family:
         high, low: the set that is prefetched in the ``HIGH`` layers, and that in the others.
         high_uva, low_uva: the set that is read in place in the ``HIGH`` layers, and that in the ``LOW`` ones.
         pattern: row of ``patterns``.
-        num_slots: at most; no more than there are units.
         patterns: [patterns, layers]: the kind of each layer.
         outside: the mechanism outside the layers.
         uva: storages that all of them read in place.
         cached: experts that all of them cache.
         slots: by candidate, slots of ``LOW`` layers, which alone cache experts then; ``None``: all ``cached`` are.
-        memories: by number of slots, :attr:`memory` without cached experts; shared by the families of these candidates.
-        hosts: :attr:`least_host_bytes` once it is known, the same with any number of slots; shared by those, too.
+        memories: :attr:`memory` without cached experts once it is known; shared by the families of these candidates.
+        hosts: :attr:`least_host_bytes` once it is known; shared by those, too.
+        repeats: how often all candidates are there: with one slot, with two and so on.
     """
 
     table: CandidateTable
@@ -544,24 +545,34 @@ class Family:
     high_uva: Ints
     low_uva: Ints
     pattern: Ints
-    num_slots: int
     patterns: Kinds
     outside: Mechanism
     uva: tuple[StorageInfo, ...]
     cached: tuple[CachedLayer, ...] = ()
     slots: Ints | None = None
-    memories: dict[int, Memory] = field(default_factory=dict)
+    memories: list[Memory] = field(default_factory=list)
     hosts: list[Floats] = field(default_factory=list)
+    repeats: int = 1
 
-    def with_all_slots(self) -> list[Family]:
+    def with_all_slots(self) -> Family:
         """The candidates with one slot, with two and so on."""
-        return [replace(self, num_slots=count) for count in range(1, MAX_SLOTS + 1)]
+        return replace(self._take(np.tile(np.arange(len(self.high)), MAX_SLOTS)), repeats=MAX_SLOTS)
 
     def _take(self, rows: Ints) -> Family:
-        """The family with only the candidates of these indices."""
-        arrays = ("high", "low", "high_uva", "low_uva", "pattern")
-        slots = None if self.slots is None else self.slots[rows]
-        return replace(self, memories={}, hosts=[], slots=slots, **{name: getattr(self, name)[rows] for name in arrays})
+        """The family with only the candidates of these indices, with one slot each."""
+        names = ["high", "low", "high_uva", "low_uva", "pattern", *["slots"] * (self.slots is not None)]
+        arrays = {name: getattr(self, name)[rows] for name in names}
+        return replace(self, memories=[], hosts=[], repeats=1, **arrays)
+
+    @property
+    def num_slots(self) -> Ints:
+        """By candidate, slots at most; no more than there are units."""
+        return np.repeat(np.arange(1, self.repeats + 1), len(self.high) // self.repeats)
+
+    @cached_property
+    def _first(self) -> Family:
+        """The candidates with one slot."""
+        return self._take(np.arange(len(self.high) // self.repeats))
 
     def with_some_cached(self, layers: Sequence[CachedLayer], device_bytes: float) -> Family:
         """The candidates with experts of their ``LOW`` layers in as many slots as ``device_bytes`` have room for."""
@@ -584,7 +595,7 @@ class Family:
     @property
     def _kinds(self) -> Kinds:
         """[layers, candidates]: the kind of each layer."""
-        return np.ascontiguousarray(self.patterns[self.pattern].T)
+        return self.patterns.T.take(self.pattern, axis=1)
 
     @cached_property
     def _in_place(self) -> Kinds | None:
@@ -619,8 +630,9 @@ class Family:
     def memory(self) -> Memory:
         """Memory as :class:`~headrace.plan.plan.Plan` counts it once a candidate is laid out."""
         if not self.memories:
-            self.memories.update(self._memories())
-        found = self.memories[self.num_slots]
+            by_slots = islice(self._first._memories(), self.repeats)
+            self.memories.append(Memory(*map(np.concatenate, zip(*by_slots, strict=True))))
+        (found,) = self.memories
         if not self.cached:
             return found
         num_bytes = self._of_caches(lambda layer: layer.num_bytes)
@@ -649,24 +661,30 @@ class Family:
         sizes = (PIECE_BYTES if layer.is_split(name) else 3 * size for name, size in layer.storages.items())
         return _WITH_OVERFLOW * sum(sizes)
 
-    def _memories(self) -> Iterator[tuple[int, Memory]]:
+    def _memories(self) -> Iterator[Memory]:
+        """With one slot, with two and so on."""
         count, ranks, counts = len(self.high), self.table.ranks_on_device, range(1, MAX_SLOTS + 1)
         parts_bytes, moved, num_units = np.zeros(count), np.zeros(count), np.zeros(count, dtype=np.int64)
-        # By the index of a unit modulo a number that every number of slots divides.
-        largest, every = np.zeros((math.lcm(*counts), count)), np.arange(count)
+        # By the index of a unit modulo a number that every number of slots divides, and the place of the next one.
+        largest, places = np.zeros(math.lcm(*counts) * count), np.arange(count)
         first, decoded, uncoded = np.zeros((MAX_SLOTS, count)), np.zeros(count), self._uncoded()
-        is_coded = self.table.kind.is_coded
-        on_peer = self._on_peer(dict(self._units(self.table.slabs)))[0] if is_coded else {}
+        is_coded, has_peer = self.table.kind.is_coded, bool(self.table.peer_bytes)
+        on_peer = self._on_peer(dict(self._units(self.table.slabs)))[0] if is_coded and has_peer else {}
         for (fqn, slab), (_, size) in zip(self._units(self.table.slabs), self._units(self.table.sizes), strict=True):
-            in_slot, places = slab, num_units % len(largest) * count + every
+            has_unit = slab > 0
+            if not has_unit.any():
+                continue
+            in_slot = slab
             if is_coded:  # but for what is on the peer
                 is_plain = np.logical_or(uncoded.get(fqn, False), on_peer.get(fqn, False))
                 in_slot = self._code_bytes(slab, is_plain)
                 np.maximum(decoded, slab * ~is_plain, out=decoded)
-            largest.put(places, np.maximum(largest.take(places), in_slot))
-            early = np.flatnonzero((slab > 0) & (num_units < MAX_SLOTS))
+            largest[places] = np.maximum(largest[places], in_slot)
+            early = np.flatnonzero(has_unit & (num_units < MAX_SLOTS))
             first[num_units[early], early] = size[early]
-            num_units += slab > 0
+            num_units += has_unit
+            places += count * has_unit
+            places -= len(largest) * (places >= len(largest))
             if ranks is not None:  # as Split.part_bytes
                 parts_bytes += np.ceil(slab / (ranks * SLAB_ALIGNMENT_BYTES)) * SLAB_ALIGNMENT_BYTES
             moved += size
@@ -677,10 +695,7 @@ class Family:
             alone = np.arange(wanted)[:, None] + wanted >= num_units
             device_bytes = resident + decoded + largest.reshape(-1, wanted, count).max(axis=0).sum(axis=0)
             moved_bytes = moved - (first[:wanted] * alone).sum(0)
-            yield (
-                wanted,
-                Memory(num_units, np.minimum(wanted, num_units), moved_bytes, offloaded, device_bytes, decoded > 0),
-            )
+            yield Memory(num_units, np.minimum(wanted, num_units), moved_bytes, offloaded, device_bytes, decoded > 0)
 
     def _uncoded(self) -> dict[str, Bools]:
         """Whether each module's unit has no code, where others have one."""
@@ -751,8 +766,9 @@ class Family:
     def least_host_bytes(self) -> Floats:
         """The least host memory of each candidate."""
         if not self.hosts:
-            found = self._placed(np.inf).host_bytes
-            self.hosts.append(found if self.table.spill is None else np.minimum(found, self._placed(0).host_bytes))
+            limits = (np.inf, 0) if self.table.spill is not None else (np.inf,)
+            least = np.min([self._first._placed(limit).host_bytes for limit in limits], axis=0)
+            self.hosts.append(np.tile(least, self.repeats))
         return self.hosts[0]
 
     def fitting(self, device_bytes: float, host_bytes: int | None = None, *, must_code: bool = False) -> Ints:
@@ -775,19 +791,19 @@ class Family:
         rates, as_stored = self.table.rates, not self.table.stored_bytes  # else fewer bytes may be read
         curves = [rates.copy_bytes_per_s, *[rates.from_peer_bytes_per_s] * bool(self.table.peer_bytes)]
         moved_s = as_stored * self.memory.moved_bytes[rows] / max(rate for curve in curves for _, rate in curve.points)
-        least_s = []
+        least_s, taken = [], self if self.slots is None else self._take(rows)
         for step in self.table.steps:
-            extra_s, link_s = map(sum, zip(*self._take(rows)._fixed_reads(step), strict=True))
+            extra_s, link_s = map(sum, zip(*taken._fixed_reads(step), strict=True))
             least_s.append(np.maximum(moved_s + link_s, sum(step.resident_s) + extra_s))
         return mean_log(np.array(least_s)) - 1e-8  # of rounding
 
     def step_s(self, rows: Ints, host_bytes: int | None = None) -> Floats:
         """[batch sizes, ``rows``]: seconds of a step of the candidates of these indices."""
-        taken, rest = self._take(rows), (self.memory.num_slots[rows], self.memory.num_units[rows], self.cached)
+        taken, counts = self._take(rows), (self.memory.num_slots[rows], self.memory.num_units[rows])
         units, placed = dict(taken._units(self.table.read_sizes)), taken._placed(host_bytes)
-        return np.array(
-            [step.step_s(units, placed.stores, taken._read_in_place(step), *rest) for step in self.table.steps]
-        )
+        reads = [(taken._read_in_place(step), *counts, step.read_experts_s(self.cached)) for step in self.table.steps]
+        pairs = zip(self.table.steps, reads, strict=True)
+        return np.array([step.step_s(units, placed.stores, *each) for step, each in pairs])
 
     def _read_in_place(self, step: StepModel) -> list[tuple[Floats | float, Floats | float]]:
         """Per stage, by candidate: seconds that reading in place adds to compute, and that it occupies the link."""

@@ -336,18 +336,22 @@ class StepModel:
         hits: ExpertHits | FixedHits | None = None,
     ) -> None:
         self._rates, self._stages = rates, stages
-        self._cached_cost = partial(cached_cost, rows=rows, rates=rates, profile=profile, hits=hits or ExpertHits())
+        self._cached_cost = partial(cached_cost, rows=rows, rates=rates, profile=profile)
+        self._hits = hits or ExpertHits()
         self._stage_of = {s.name: index for index, stage in enumerate(stages) for s, _ in stage.storages}
         self.costs = {s.name: storage_cost(s, n, rows, rates, profile) for stage in stages for s, n in stage.storages}
         self.resident_s = stages_compute_s(stages, rows, rates, profile, context)
         for name, cost in self.costs.items():
             self.resident_s[self._stage_of[name]] += cost.resident_s
 
-    def read_experts_s(self, layer: CachedLayer) -> float:
-        """See :func:`read_experts_s`."""
-        return read_experts_s(layer, **self._cached_cost.keywords)
+    def read_experts_s(self, cached: Iterable[CachedLayer], hits: ExpertHits | FixedHits | None = None) -> float:
+        """Seconds in which the files are read for experts of ``cached``."""
+        keywords = self._cached_cost.keywords | {"hits": hits or self._hits}
+        return sum(read_experts_s(layer, **keywords) for layer in cached)
 
-    def read_in_place(self, names: Iterable[str], cached: Sequence[CachedLayer] = ()) -> list[tuple[float, float]]:
+    def read_in_place(
+        self, names: Iterable[str], cached: Sequence[CachedLayer] = (), hits: ExpertHits | FixedHits | None = None
+    ) -> list[tuple[float, float]]:
         """Per stage: seconds that reading these storages in place, and experts through these caches, adds to compute,
         and that it occupies the link."""
         added = [(0.0, 0.0)] * len(self.resident_s)
@@ -361,7 +365,7 @@ class StepModel:
             add(name, cost.in_place_s - cost.resident_s, cost.in_place_s)
         costs = dict[tuple[int | None, ...], tuple[float, float]]()
         for layer in cached:
-            costs[layer.form] = costs.get(layer.form) or self._cached_cost(layer)
+            costs[layer.form] = costs.get(layer.form) or self._cached_cost(layer, hits=hits or self._hits)
             add(next(iter(layer.storages)), *costs[layer.form])
         return added
 
@@ -372,7 +376,7 @@ class StepModel:
         in_place: Iterable[tuple[Floats | float, Floats | float]],
         num_slots: Ints,
         num_units: Ints,
-        cached: Sequence[CachedLayer] = (),
+        read_s: Floats | float = 0.0,
     ) -> Floats:
         """Seconds of a step, by candidate.
 
@@ -380,7 +384,7 @@ class StepModel:
             sizes: bytes of units by the module of their stage.
             stores: stores of the units.
             in_place: as :meth:`read_in_place`, by candidate.
-            cached: layers of which files are read as well, by the same disk.
+            read_s: in which the same disk reads experts (:meth:`read_experts_s`).
         """
         rates, none, stages = self._rates, np.zeros(len(num_slots)), []
         for stage, resident_s, (extra_s, link_s) in zip(self._stages, self.resident_s, in_place, strict=True):
@@ -391,8 +395,9 @@ class StepModel:
         reads_files = any(stage.disk_s.any() for stage in stages)
         ring_s = RING_BYTES * rates.file_s_per_byte if reads_files else 0.0
         found = step_s(stages, num_slots, num_units, rates.copies_take_cores, ring_s)
-        read_s = sum(map(self.read_experts_s, cached))  # of files that units are read from, too
-        return np.maximum(found, read_s + sum(stage.disk_s for stage in stages)) if read_s else found
+        if not np.any(read_s):
+            return found
+        return np.where(read_s, np.maximum(found, read_s + sum(stage.disk_s for stage in stages)), found)
 
 
 class StageTimes(NamedTuple):
@@ -500,9 +505,10 @@ class _State:
             begin = np.maximum(begin, arrival)
         self.busy_s += stage.compute_s
         self._now = begin + stage.compute_s
-        if np.any(stage.in_place_s):
+        is_busy = np.greater(stage.in_place_s, 0)
+        if is_busy.any():
             busy_until = np.maximum(self._link_free, begin) + stage.in_place_s
-            self._link_free = np.where(np.greater(stage.in_place_s, 0), busy_until, self._link_free)
+            self._link_free = np.where(is_busy, busy_until, self._link_free)
         if any_unit:
             rows = np.flatnonzero(has_unit)
             self._released[rows, slot[rows]] = self._now[rows]
@@ -592,28 +598,43 @@ class Forecaster:
         self._step = StepModel(stages, rates, profile, rows, context, hits)
 
     def __call__(self, plan: Plan) -> Forecast:
-        """The forecast for ``plan``, which is timed as a table of candidates with one row."""
+        """The forecast for ``plan``."""
         rates = self._rates
-        sizes = {self._fqns[unit.entries[0].storage]: np.array([self._bytes_of(unit)]) for unit in plan.units}
-        there, by_kind = np.array([True]), plan.units_by_kind.items()
-        others = [(kind, {self._fqns[u.entries[0].storage]: there for u in units}) for kind, units in by_kind]
-        stores = UnitStores(plan.kind, others)
-        in_place = self._step.read_in_place(plan.uva, plan.cached)
-        counts = np.array([plan.num_slots]), np.array([len(plan.units)])
-        step_s = self._step.step_s(sizes, stores, in_place, *counts, plan.cached)
-        in_place_s = sum(seconds for _, seconds in in_place)
+        in_place_s = sum(seconds for _, seconds in self._step.read_in_place(plan.uva, plan.cached))
         moved = plan.moved_units
         moved_bytes, copies_s = np.array([float(self._bytes_of(unit)) for unit in moved]), np.zeros(len(moved))
         for kind in plan.units_by_kind if moved else ():
             copies_s = np.where([unit.kind is kind for unit in moved], kind.copy_s(rates, moved_bytes), copies_s)
         link_s = float(copies_s.sum())
-        disk_s = rates.file_s_per_byte * plan.read_bytes + sum(map(self._step.read_experts_s, plan.cached))
+        disk_s = rates.file_s_per_byte * plan.read_bytes + self._step.read_experts_s(plan.cached)
         resident_s = sum(self._step.resident_s)
         compute_s = resident_s + rates.decode_s_per_byte * sum(map(self._bytes_of, plan.coded_units))
         floor_s = max(compute_s, link_s + in_place_s, disk_s)
         link: Bound = "link" if link_s >= in_place_s else "experts" if plan.cached else "in place"
         bound: Bound = "compute" if floor_s == compute_s else "disk" if floor_s == disk_s else link
-        return Forecast(self._rows, float(step_s[0]), resident_s, link_s, disk_s, in_place_s, floor_s, bound)
+        (step_s,) = self._steps_s(plan, [(plan.cached, None)])
+        return Forecast(self._rows, float(step_s), resident_s, link_s, disk_s, in_place_s, floor_s, bound)
+
+    def rows_per_s(
+        self, plan: Plan, caches: Sequence[Sequence[CachedLayer]], hits: Sequence[ExpertHits | FixedHits]
+    ) -> Floats:
+        """[caches, hits]: rows per second under ``plan`` with each of ``caches`` in place of its own."""
+        step_s = self._steps_s(plan, [(cached, each) for cached in caches for each in hits])
+        return self._rows / step_s.reshape(len(caches), len(hits))
+
+    def _steps_s(
+        self, plan: Plan, caches: Sequence[tuple[Sequence[CachedLayer], ExpertHits | FixedHits | None]]
+    ) -> Floats:
+        """Seconds of a step with each of ``caches`` and their hits, timed as a table of candidates: one a row."""
+        every = np.ones(len(caches), dtype=bool)
+        sizes = {self._fqns[unit.entries[0].storage]: every * self._bytes_of(unit) for unit in plan.units}
+        by_kind = plan.units_by_kind.items()
+        others = [(kind, {self._fqns[u.entries[0].storage]: every for u in units}) for kind, units in by_kind]
+        in_place = np.array([self._step.read_in_place(plan.uva, *each) for each in caches])
+        by_stage = [(extra_s, link_s) for extra_s, link_s in in_place.reshape(len(caches), -1, 2).transpose(1, 2, 0)]
+        read_s = np.array([self._step.read_experts_s(*each) for each in caches])
+        counts = every * plan.num_slots, every * len(plan.units)
+        return self._step.step_s(sizes, UnitStores(plan.kind, others), by_stage, *counts, read_s)
 
     def _bytes_of(self, unit: Unit) -> float:
         """Bytes that are read for a transfer of ``unit``, before they are coded."""

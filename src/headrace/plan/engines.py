@@ -88,7 +88,7 @@ def vllm_planner(planner: Planner) -> Planner:
         raise OptionError(f"no measurement for vLLM with {what}")
     profile = replace(planner.profile, kernels_per_step=None, copied_experts_bytes_per_row=0)
     rates = replace(planner.rates, layer_s=_LAYER_S[key])
-    return replace(planner, rates=rates, profile=profile, cacheable=frozenset(experts), spill=None, _tables={})
+    return replace(planner, rates=rates, profile=profile, cacheable=frozenset(experts), spill=None)
 
 
 def step_in_vllm(planner: Planner, budget: Budget, model: str, device_bytes: int | None) -> EngineStep:
