@@ -43,8 +43,8 @@ class Point:
 def curve(table: CandidateTable, host_bytes: int | None = None) -> list[Point]:
     """Nearly the best step times for every amount of device memory, ascending.
 
-    ``host_bytes``: host memory that the weights may take. Of each family, only candidates that move the fewest bytes
-    in each of ``_CURVE_BINS`` ranges of memory are timed.
+    ``host_bytes``: host memory that the weights may take. Of each family and number of slots, only candidates that move
+    the fewest bytes in each of ``_CURVE_BINS`` ranges of memory are timed.
     """
     front: list[tuple[float, float, Floats]] = []
     families = table.families if table.above_files is None else table.families_within(math.inf, host_bytes)
@@ -74,7 +74,7 @@ def _fewest_moved(family: Family, host_bytes: int | None) -> Ints:
         return every
     total_bytes = max(1, family.table.inventory.num_bytes)
     bins = np.floor(family.memory.device_bytes[every] / total_bytes * _CURVE_BINS)
-    bins += family.num_slots[every] * (bins.max() + 1)
+    bins += family.num_slots[every] * (bins.max() + 1)  # each number of slots has its own
     order = np.lexsort((family.memory.moved_bytes[every], bins))
     changes = np.flatnonzero(np.diff(bins[order], prepend=-1.0))
     kept = np.unique(np.concatenate([changes, np.minimum(changes + 1, len(order) - 1)]))

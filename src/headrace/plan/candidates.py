@@ -415,7 +415,7 @@ class CandidateTable:
 
     def _split_experts(
         self, sets: RoleSets, outside: Mechanism, uva: tuple[StorageInfo, ...], experts: frozenset[str]
-    ) -> list[Family]:
+    ) -> Iterator[Family]:
         """Experts prefetched in evenly spaced layers, resident in some of the others, read in place in the last ones.
 
         Of the dense roles all stay or all leave.
@@ -423,14 +423,14 @@ class CandidateTable:
         index = {chosen: number for number, chosen in enumerate(sets.sets)}
         has_experts = [not experts.isdisjoint(mine) for mine in self.roles.values()]
         if experts not in index or sum(has_experts) < 2:
-            return []
+            return
         lows = dict.fromkeys((frozenset[str](), frozenset[str]().union(*sets.sets) - experts))
         patterns = _three_ways(has_experts)
         every = np.tile(np.arange(len(patterns)), len(lows))
         low = np.repeat([index[chosen] for chosen in lows], len(patterns))
         high = np.repeat([index[chosen | experts] for chosen in lows], len(patterns))
         chosen = (high, low, np.zeros_like(high), np.full_like(low, index[experts]))
-        return [Family(self, sets, *chosen, every, patterns, outside, uva).with_all_slots()]
+        yield Family(self, sets, *chosen, every, patterns, outside, uva).with_all_slots()
 
 
 def _three_ways(has_experts: Sequence[bool], least_moved: int = 1) -> Kinds:
@@ -559,7 +559,7 @@ class Family:
         return replace(self._take(np.tile(np.arange(len(self.high)), MAX_SLOTS)), repeats=MAX_SLOTS)
 
     def _take(self, rows: Ints) -> Family:
-        """The family with only the candidates of these indices, with one slot each."""
+        """The family with only the candidates of these indices, with one slot each, whatever they had."""
         names = ["high", "low", "high_uva", "low_uva", "pattern", *["slots"] * (self.slots is not None)]
         arrays = {name: getattr(self, name)[rows] for name in names}
         return replace(self, memories=[], hosts=[], repeats=1, **arrays)
@@ -735,7 +735,7 @@ class Family:
 
     def _placed_in(self, files: Spill) -> Placed:
         """Stores of units that are all in ``files``, and what they, and experts, pass through on the host."""
-        ring_bytes = files.ring_bytes * (self.memory.num_units > 0)
+        ring_bytes = files.ring_bytes * np.any([slab > 0 for _, slab in self._units(self.table.slabs)], axis=0)
         staging = math.prod(staging_rows(self.cached, on_gpu=True))
         return Placed(UnitStores(self.table.kind), ring_bytes + self._in_place_bytes(self.table.slabs) + staging)
 

@@ -47,7 +47,6 @@ from __future__ import annotations
 import re
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass
-from functools import partial
 from typing import Any, Literal, NamedTuple
 
 import numpy as np
@@ -336,7 +335,7 @@ class StepModel:
         hits: ExpertHits | FixedHits | None = None,
     ) -> None:
         self._rates, self._stages = rates, stages
-        self._cached_cost = partial(cached_cost, rows=rows, rates=rates, profile=profile)
+        self._facts: dict[str, Any] = {"rows": rows, "rates": rates, "profile": profile}
         self._hits = hits or ExpertHits()
         self._stage_of = {s.name: index for index, stage in enumerate(stages) for s, _ in stage.storages}
         self.costs = {s.name: storage_cost(s, n, rows, rates, profile) for stage in stages for s, n in stage.storages}
@@ -346,8 +345,7 @@ class StepModel:
 
     def read_experts_s(self, cached: Iterable[CachedLayer], hits: ExpertHits | FixedHits | None = None) -> float:
         """Seconds in which the files are read for experts of ``cached``."""
-        keywords = self._cached_cost.keywords | {"hits": hits or self._hits}
-        return sum(read_experts_s(layer, **keywords) for layer in cached)
+        return sum(read_experts_s(layer, **self._facts, hits=hits or self._hits) for layer in cached)
 
     def read_in_place(
         self, names: Iterable[str], cached: Sequence[CachedLayer] = (), hits: ExpertHits | FixedHits | None = None
@@ -365,7 +363,7 @@ class StepModel:
             add(name, cost.in_place_s - cost.resident_s, cost.in_place_s)
         costs = dict[tuple[int | None, ...], tuple[float, float]]()
         for layer in cached:
-            costs[layer.form] = costs.get(layer.form) or self._cached_cost(layer, hits=hits or self._hits)
+            costs[layer.form] = costs.get(layer.form) or cached_cost(layer, **self._facts, hits=hits or self._hits)
             add(next(iter(layer.storages)), *costs[layer.form])
         return added
 
@@ -397,6 +395,7 @@ class StepModel:
         found = step_s(stages, num_slots, num_units, rates.copies_take_cores, ring_s)
         if not np.any(read_s):
             return found
+        # Of a cache that reads nothing the disk reads units ahead, as without one.
         return np.where(read_s, np.maximum(found, read_s + sum(stage.disk_s for stage in stages)), found)
 
 
@@ -625,7 +624,7 @@ class Forecaster:
     def _steps_s(
         self, plan: Plan, caches: Sequence[tuple[Sequence[CachedLayer], ExpertHits | FixedHits | None]]
     ) -> Floats:
-        """Seconds of a step with each of ``caches`` and their hits, timed as a table of candidates: one a row."""
+        """Seconds of a step with each of ``caches`` and its hits, which are timed as candidates of a table are."""
         every = np.ones(len(caches), dtype=bool)
         sizes = {self._fqns[unit.entries[0].storage]: every * self._bytes_of(unit) for unit in plan.units}
         by_kind = plan.units_by_kind.items()
