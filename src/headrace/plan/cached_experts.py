@@ -194,7 +194,7 @@ def with_slots(layers: Iterable[CachedLayer], num_slots: int) -> list[CachedLaye
 
 
 def _sized(layers: Sequence[CachedLayer], num_slots: int) -> dict[tuple[int | None, ...], CachedLayer]:
-    """By the form of ``layers``, one of them with so many slots."""
+    """One of ``layers`` of each form, by the form, with so many slots."""
     sized = {
         form: replace(layer, num_slots=min(num_slots, layer.num_experts)) for form, layer in _by_form(layers).items()
     }

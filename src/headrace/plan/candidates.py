@@ -566,7 +566,7 @@ class Family:
 
     @property
     def num_slots(self) -> Ints:
-        """By candidate, slots at most; no more than there are units."""
+        """Slots of each candidate at most; no more than there are units."""
         return np.repeat(np.arange(1, self.repeats + 1), len(self.high) // self.repeats)
 
     @cached_property
@@ -662,7 +662,7 @@ class Family:
         return _WITH_OVERFLOW * sum(sizes)
 
     def _memories(self) -> Iterator[Memory]:
-        """With one slot, with two and so on."""
+        """:attr:`memory` of all candidates with one slot, with two and so on."""
         count, ranks, counts = len(self.high), self.table.ranks_on_device, range(1, MAX_SLOTS + 1)
         parts_bytes, moved, num_units = np.zeros(count), np.zeros(count), np.zeros(count, dtype=np.int64)
         # By the index of a unit modulo a number that every number of slots divides, and the place of the next one.
