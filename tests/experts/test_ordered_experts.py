@@ -164,6 +164,16 @@ def test_mxfp4_has_the_bits_of_its_values_in_bf16(made: torch.Generator) -> None
     )
 
 
+@every_form_and({(form, kind) for form in FORMATS for kind in NUMBERS})
+def test_unpacked_weights(form: str, numbers: dict[str, float], made: torch.Generator) -> None:
+    """As many rows are multiplied: words at the end of a program's, and experts that lie anywhere."""
+    weights = projection(form, 3, 130, 288, made=made, **numbers)
+    for expert in (0, 2):
+        assert different(ordered.values(weights, expert), weights.values(expert).bfloat16()) == 0
+    with pytest.raises(IndexError, match="out of bounds"):
+        ordered.values(weights, 3)
+
+
 def test_refused(made: torch.Generator) -> None:
     x, ids, weights, *rest = case("bf16", 1, made)
     with pytest.raises(OptionError, match=r"in torch.bfloat16, found torch.float32"):

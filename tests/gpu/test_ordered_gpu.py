@@ -18,6 +18,7 @@ from headrace.adapters.transformers import load, ordered_experts
 from headrace.experts import ordered
 from headrace.experts.order import Projection
 from headrace.experts.ordered import Launch
+from headrace.memory.pinned import device_view
 from headrace.testing import assert_same_bits
 from moe_models import IDS, cached, gpt_oss, qwen
 from ordered_c import FORMATS, GPT_OSS, compared_with_c, different, dots_in_c, experts_in_c, on_cpu, projection, spread
@@ -82,6 +83,20 @@ def test_experts_of_one_to_eight_rows(form: str) -> None:
             assert different(found, experts_in_c(x, ids, given, first, second, *rest)) == 0
 
 
+@pytest.mark.parametrize("form", FORMATS)
+def test_unpacked_weights(form: str) -> None:
+    """Of gpt-oss-120b's size, and where they are read in host memory; a tenth of the numbers are special."""
+    made = torch.Generator("cuda").manual_seed(0)
+    for special in (0.0, 0.1):
+        weights = projection(form, 3, 5760, 2880, made=made, wide=2.0, special=special)
+        for expert in range(3):
+            found = ordered.values(weights, expert)
+            assert different(found.cpu(), weights.values(expert).bfloat16().cpu()) == 0
+        host = weights.weight.cpu().pin_memory()
+        read = device_view(host.view(-1).view(torch.uint8), found.device).view(host.dtype).view(host.shape)
+        assert different(ordered.values(weights._replace(weight=read), 2).cpu(), found.cpu()) == 0
+
+
 @pytest.mark.parametrize("launch", [Launch(1, 1, 1), Launch(2, 8, 2), Launch(4, 16, 4), Launch(8, 4, 8)])
 def test_a_division_of_work_changes_no_bit(launch: Launch, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(ordered, "LAUNCHES", dict.fromkeys(ordered.LAUNCHES, (launch, launch)))
@@ -127,7 +142,7 @@ class TestModels:
         model, handle = load(tmp_path, policy, device="cuda", experts_implementation="headrace")
         with handle:
             found = [step(model), step(model)]
-            ids = torch.arange(5, device="cuda")[None]
+            ids = torch.arange(20, device="cuda")[None]  # more rows than are multiplied in the order of sums
             text = model.generate(ids, max_new_tokens=12, do_sample=False, eos_token_id=None, pad_token_id=0)
             assert (handle.stats().bytes_moved > 0) == (way == "cache")
         with compared_with_c() as counts:

@@ -69,7 +69,16 @@ def _tree(sums):
 
 
 @triton.jit
-def _code(codes, scale, AT: tl.constexpr, FORMAT: tl.constexpr):
+def _scale(scale, FORMAT: tl.constexpr):
+    """A scale of codes, of MXFP4 by its exponent."""
+    if FORMAT == "int4":
+        return _low(scale.to(tl.int32))
+    bits = scale.to(tl.int32) << 23
+    return tl.where(bits == 0, 1 << 22, bits).to(tl.float32, bitcast=True)
+
+
+@triton.jit
+def _code(codes, scale, AT, FORMAT: tl.constexpr):
     """The MXFP4 number whose 4 bits begin at bit ``AT``: its bits are a float32's, but for a factor of 2 ** 126.
 
     Of int4 they are the last ones of a float32 whose unit is 1.
@@ -124,11 +133,7 @@ def _lanes_of_codes(
         keep = word < K // 8
         codes = tl.load(w + (row * ROW_STRIDE + word * one), mask=keep & keep_row, other=0)
         s = tl.load(scales + (row * (K // SCALE_K) + word // (SCALE_K // 8)), mask=keep & keep_row, other=0)
-        if FORMAT == "int4":
-            scale = _low(s.to(tl.int32))
-        else:
-            s = s.to(tl.int32) << 23
-            scale = tl.where(s == 0, 1 << 22, s).to(tl.float32, bitcast=True)
+        scale = _scale(s, FORMAT)
         x01 = tl.load(x + word * 4, mask=keep, other=0)
         x23 = tl.load(x + word * 4 + 1, mask=keep, other=0)
         x45 = tl.load(x + word * 4 + 2, mask=keep, other=0)
@@ -277,3 +282,17 @@ def down_kernel(
             total += y * tl.load(weights + pair)
     bits = _rounded(total).to(tl.int32, bitcast=True) >> 16
     tl.store(out + token.to(tl.int64) * N + row, bits.to(tl.int16), mask=row < N)
+
+
+@triton.jit
+def values_kernel(w, scales, out, num_words, FORMAT: tl.constexpr, SCALE_K: tl.constexpr, BLOCK: tl.constexpr):
+    """Weights of one expert as bf16; BLOCK words of 8 codes a program, each read once.
+
+    w: int32 [N, K / 8], codes of MXFP4 or int4. scales: [N, K / SCALE_K]. out: bf16 [N, K].
+    """
+    word = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)[:, None]
+    codes = tl.load(w + word, mask=word < num_words, other=0)
+    scale = _scale(tl.load(scales + word // (SCALE_K // 8), mask=word < num_words, other=0), FORMAT)
+    at = tl.arange(0, 8)[None, :]
+    bits = _rounded(_code(codes, scale, at * 4, FORMAT)).to(tl.int32, bitcast=True) >> 16
+    tl.store(out + word * 8 + at, bits.to(tl.int16), mask=word < num_words)

@@ -40,6 +40,7 @@ LAUNCHES = {
     "int4": (Launch(2, 2, 1), Launch(1, 4, 1)),
     "fp8": (Launch(2, 2, 1), Launch(1, 4, 1)),
 }
+_WORDS = 1024  # that a program of values_kernel unpacks
 
 
 def run(
@@ -70,7 +71,7 @@ def _ordered_experts(
     first = Projection(gate_up, gate_up_scales, gate_up_bias, transposed)
     second = Projection(down, down_scales, down_bias, transposed)
     x, ids, weights = x.contiguous(), ids.contiguous(), weights.contiguous()
-    if not x.is_cuda and os.environ.get("TRITON_INTERPRET") != "1":
+    if not _has_kernels(x):
         return _without_a_gpu(x.device.type)(x, ids, weights, first, second, interleaved, glu)
     with torch.cuda.device_of(x):  # Triton launches on the current device, whatever the tensors' one is
         inner = _launch_gate_up(x, ids, first, interleaved, glu, bool(shared))
@@ -80,6 +81,31 @@ def _ordered_experts(
 
         apart = wait(shared[0], shared[1], ids.numel() * second.outputs_and_inputs()[0])
         return _launch_down(inner, ids, weights, second, apart)
+
+
+def _has_kernels(x: torch.Tensor) -> bool:
+    """Whether Triton's kernels run where ``x`` is; its interpreter runs them on a CPU."""
+    return x.is_cuda or os.environ.get("TRITON_INTERPRET") == "1"
+
+
+def values(projection: Projection, expert: int) -> torch.Tensor:
+    """Weights of ``expert``: bf16 [outputs, inputs]. On a GPU a kernel unpacks codes, and reads them once.
+
+    Raises:
+        IndexError: there is no such row of experts.
+    """
+    weight, scales = projection.weight[expert], projection.scales
+    if scales is None or projection.form == "fp8" or not _has_kernels(weight):
+        return projection.values(expert).bfloat16()
+    from headrace.experts.order_kernels import values_kernel
+
+    made = torch.empty(projection.outputs_and_inputs(), dtype=torch.bfloat16, device=weight.device)
+    words, scales = weight.reshape(-1).view(torch.int32), scales[expert].reshape(-1)
+    scales = scales.view(torch.int16) if projection.form == "int4" else scales
+    options = {"FORMAT": projection.form, "SCALE_K": projection.of_a_scale()[1], "BLOCK": _WORDS}
+    with torch.cuda.device_of(weight):
+        values_kernel[(-(-words.numel() // _WORDS),)](words, scales, made.view(torch.int16), words.numel(), **options)
+    return made
 
 
 @cache

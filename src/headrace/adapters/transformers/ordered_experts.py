@@ -83,18 +83,25 @@ def _run_quantised(
     first, second, is_interleaved, glu = arguments_of(module)
     if len(x) <= MAX_ROWS:
         return ordered.run(x, ids, weights, first, second, is_interleaved, glu, shared=shared_with(module))
-    outputs = x.new_empty(*ids.shape, x.shape[1])
-    for row in ids.unique().tolist():
-        token, place = torch.where(ids == row)
-        biases = [None if each.bias is None else each.bias[row] for each in (first, second)]
-        both = linear(x[token], first.values(row).to(x.dtype), biases[0])
-        gate, up = (both[:, ::2], both[:, 1::2]) if is_interleaved else both.chunk(2, -1)
+    pairs = ids.flatten().argsort(stable=True)
+    rows, counts = (each.tolist() for each in ids.flatten()[pairs].unique_consecutive(return_counts=True))
+
+    def multiplied(x: torch.Tensor, by: Projection) -> torch.Tensor:
+        """Products of the rows of ``x``, which are sorted by expert."""
+        biases = [None if by.bias is None else by.bias[row] for row in rows]
+        parts = zip(x.split(counts), rows, biases, strict=True)
+        return torch.cat([linear(part, ordered.values(by, row).to(x.dtype), bias) for part, row, bias in parts])
+
+    both = multiplied(x[pairs // ids.shape[1]], first)
+    gate, up = (both[:, ::2], both[:, 1::2]) if is_interleaved else both.chunk(2, -1)
+    if glu:
+        gate, up = gate.clamp(max=glu[1]), up.clamp(-glu[1], glu[1])
+        inner = (up + 1) * (gate * torch.sigmoid(gate * glu[0]))
+    else:
         inner = silu(gate) * up
-        if glu:
-            gate, up = gate.clamp(max=glu[1]), up.clamp(-glu[1], glu[1])
-            inner = (up + 1) * (gate * torch.sigmoid(gate * glu[0]))
-        outputs[token, place] = linear(inner, second.values(row).to(x.dtype), biases[1])
-    return (outputs * weights[..., None]).sum(1).to(x.dtype)
+    outputs = x.new_empty(len(pairs), x.shape[1])
+    outputs[pairs] = multiplied(inner, second)
+    return (outputs.view(*ids.shape, -1) * weights[..., None]).sum(1).to(x.dtype)
 
 
 def arguments_of(module: Any) -> tuple[Projection, Projection, bool, tuple[float, ...]]:
