@@ -58,6 +58,8 @@ def _mix(value: torch.Tensor) -> torch.Tensor:
 class Replay:
     """The choices of every layer: those of one step after another of a table, from the beginning again at its end.
 
+    Layers begin evenly spread over the table, as texts differ from one stretch of it to the next.
+
     Attributes:
         num_layers: with experts; a step of the model asks so often.
     """
@@ -88,7 +90,7 @@ class Replay:
 @triton.jit
 def _replay_kernel(table, asked, ids, weights, count, layers, steps, ROWS: tl.constexpr, TOP_K: tl.constexpr):  # noqa: N803
     call = tl.load(asked)
-    step = (call // layers) % steps
+    step = (call // layers + call % layers * steps // layers) % steps
     for start in range(0, count, 512):
         at = start + tl.arange(0, 512)
         choice = tl.load(table + step * (ROWS * TOP_K) + at % (ROWS * TOP_K), mask=at < count)

@@ -10,9 +10,10 @@ it reads tensors by another layout.
 The engine runs in this process (``freetoken.llm.LLM``) with dummy weights, experts in pinned host memory and its slots
 on the device, of so many bytes that all fits ``--card``; once it has started, the rest of the device is held. Choices
 of experts come from the seeded trace (``plan/routing_traces.py``), a row for each token, in prompts and in captured
-graphs; the router's product remains. A token is the slope between answers of 8 and 48 tokens after a prompt of 16;
-each prompt of ``--prompts`` runs once before it is timed. With ``--strategy hybrid`` the CPU computes missed experts,
-too. ``--turns``: as in ``peers.py``. The engine initialises CUDA, and nothing here may do so before it.
+graphs; the router's product remains. A token is the slope between answers of 8 and 136 tokens after a prompt of 16;
+hits are those that the engine counts between the two. Each prompt of ``--prompts`` runs once before it is timed. With
+``--strategy hybrid`` the CPU computes missed experts, too. ``--turns``: as in ``peers.py``. The engine initialises
+CUDA, and nothing here may do so before it.
 """
 
 from __future__ import annotations
@@ -45,7 +46,7 @@ MODELS = {  # config, and its key for the experts of a layer
     "gpt-oss-120b": ({**GPT_OSS_120B, "quantization_config": MXFP4}, "num_local_experts"),
 }
 CONTEXT, TRACE = 8448, 1024  # tokens of the KV cache; rows of the trace, from the beginning again at its end
-SHORT, LONG, PROMPT, REPEATS = 8, 48, 16, 3
+SHORT, LONG, PROMPT, REPEATS = 8, 136, 16, 3
 
 
 class Tokenizer:
@@ -152,7 +153,7 @@ def row_of(given: argparse.Namespace) -> dict[str, Any]:
         str(given.folder), use_dummy_weight=True, moe_strategy=given.strategy,
         moe_cache_mem=given.card - rest - given.reserve, num_token_override=CONTEXT, max_running_req=1,
         cuda_graph_bs=[1], cuda_graph_max_bs=1, attention_backend="triton", cache_type="naive",
-        max_extend_tokens=8192, decode_log_interval=10**9,
+        max_extend_tokens=8192, decode_log_interval=10**9, moe_collect_stats=True,
     )  # fmt: skip
     torch.cuda.synchronize()
     start_s = time.perf_counter() - begin
@@ -165,6 +166,8 @@ def row_of(given: argparse.Namespace) -> dict[str, Any]:
     torch.cuda.reset_peak_memory_stats()
     made = random.Random(1)
 
+    counts: Any = llm.engine.moe_offload_cache.lru_stats  # [layers, (choices, missed ones, calls)]
+
     def seconds(num_prompt: int, num_tokens: int) -> float:
         prompt = [made.randrange(config["vocab_size"]) for _ in range(num_prompt)]
         begin = time.perf_counter()
@@ -174,8 +177,14 @@ def row_of(given: argparse.Namespace) -> dict[str, Any]:
         return time.perf_counter() - begin
 
     with turns.mine():
-        seconds(PROMPT, LONG)
-        pairs = [(seconds(PROMPT, SHORT), seconds(PROMPT, LONG)) for _ in range(REPEATS + 1)][1:]
+        for _ in range(2):
+            seconds(PROMPT, LONG)
+        pairs, used = [], torch.zeros(2, dtype=torch.int64)
+        for _ in range(REPEATS):
+            begun = counts.sum(0).cpu()
+            short, between = seconds(PROMPT, SHORT), counts.sum(0).cpu()
+            pairs.append((short, seconds(PROMPT, LONG)))
+            used += (counts.sum(0).cpu() - 2 * between + begun)[:2]
         slopes = [(long - short) / (LONG - SHORT) * 1e3 for short, long in pairs]
         rates = {}
         for num in given.prompts:
@@ -187,6 +196,7 @@ def row_of(given: argparse.Namespace) -> dict[str, Any]:
     return {
         "table": "peers", "peer": "FreeToken 0.2.1", "model": given.model, "layers": layers,
         "case": f"{given.strategy}, {llm.engine.moe_offload_cache.cache_size} of {layers * experts} experts in slots",
+        "hits": 1 - (used[1] / used[0]).item(),
         "ms": ms, "tokens_per_s": 1e3 / ms, "spread_ms": max(slopes) - min(slopes), "prompt_tokens_per_s": rates,
         "start_s": start_s, "peak_device_bytes": torch.cuda.max_memory_reserved() + outside - held.nbytes,
         "card_bytes": given.card, "host_bytes": host_bytes, "device": torch.cuda.get_device_name(),

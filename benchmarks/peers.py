@@ -14,8 +14,9 @@ while they start, so they have a GPU of their own; an engine of vLLM may take ``
 once it has started. All that name one file in ``--turns`` start at once and measure one at a time, when nothing starts.
 
 A token is a mean: of those of ``generate`` and llama.cpp after the first eight, of an engine the slope from eight to
-48 tokens. Prompts run twice, and the second is timed. ``host_bytes``: weights in host memory as each has them there; of
-engines what torch has pinned, and ``added_rss_anon_bytes`` all else too.
+136 tokens (from four to 16 where whole layers move). Prompts run twice, and the second is timed. ``host_bytes``:
+weights in host memory as each has them there; of engines what torch has pinned, and ``added_rss_anon_bytes`` all else
+too.
 """
 
 from __future__ import annotations
@@ -27,7 +28,7 @@ import statistics
 import subprocess
 import sys
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from functools import partial
 from pathlib import Path
@@ -46,6 +47,7 @@ ENGINES = {
 }  # fmt: skip
 PEERS = ["generate", "llama.cpp", *ENGINES]
 PROMPTS = 2047, 8191
+_CHUNKS = None, 2048, 1024, 512, 256  # of a prompt: attention of all tokens at once may take more than is left
 _HERE = Path(__file__).parent
 
 
@@ -88,22 +90,26 @@ def generate_rows(given: argparse.Namespace) -> Iterator[dict[str, Any]]:
     model = build(Rehearsal(given.model, given.layers, given.tiny, *sizes, device, ["graphs"]))
     prompts = (8, 16) if given.tiny else given.prompts
 
-    def run(prompt: int, new: int, chunk: int | None = None) -> Any:
-        """The second of two runs."""
+    def run(prompt: int, new: int, chunk: int | None = None, at_first: Callable[[], object] = lambda: None) -> Any:
+        """The second of two runs; ``at_first`` is called when its first token is there."""
         sequence = _Sequence(model, prompt, new, device)
         model.generation_config.prefill_chunk_size = chunk
         graphs = headrace.decode_in_graphs(model) if device.type == "cuda" else None
         try:
             sequence.run()
-            return sequence.run()
+            return sequence.run(at_first)
         finally:
             sequence.routing.remove()
             if graphs is not None:
                 graphs.remove()
 
+    def computed(share: Any) -> int:
+        """Experts that the CPU has computed."""
+        return share.doorbell.computed if share else 0
+
     if given.liger_kernel:
         use_liger_norms(model, device)
-    token, first = ((8, 4), 1) if given.tiny else ((16, 48), 8)  # tokens of which the first are not timed
+    token, first = ((8, 4), 1) if given.tiny else ((16, 136), 8)  # tokens of which the first are not timed
     turns = Turns(given.turns)
     resident = run(*token)
     rest_on_host(model)
@@ -117,10 +123,11 @@ def generate_rows(given: argparse.Namespace) -> Iterator[dict[str, Any]]:
         with offloading as handle, turns.mine():
             for way in ("link", "link and CPU") if device.type == "cuda" else ("link",):
                 share = share_experts(model, physical_cores()[1:][-15:]) if "CPU" in way else None
-                before, found = handle.stats(), run(*token)
-                after, rates = handle.stats(), {}
+                begun: list[Any] = []
+                found = run(*token, at_first=lambda at=begun, by=share: at.extend((handle.stats(), computed(by))))
+                (before, had), after, rates = begun, handle.stats(), {}
                 for length in prompts if share is None else ():
-                    for chunk in (None, 2048, 512, 128):  # attention of all tokens at once may take more than is left
+                    for chunk in _CHUNKS:
                         try:
                             rates[str(length)] = length / run(length, 1, chunk).first_token_ms * 1e3
                             break
@@ -128,7 +135,7 @@ def generate_rows(given: argparse.Namespace) -> Iterator[dict[str, Any]]:
                             print(f"{length} tokens in chunks of {chunk}: {error!r}"[:300], flush=True)
                 hits = [sum(each.hits for each in stats.experts) for stats in (before, after)]
                 missed = [sum(each.fetched + each.in_place for each in stats.experts) for stats in (before, after)]
-                used = hits[1] - hits[0] + missed[1] - missed[0] + (share.doorbell.computed if share else 0)
+                used = hits[1] - hits[0] + missed[1] - missed[0] + computed(share) - had
                 yield {
                     "peer": "headrace generate", "case": way + ", liger-kernel" * given.liger_kernel,
                     "ms": statistics.mean(found.samples_ms[first - 1 :]), "prompt_tokens_per_s": rates or None,

@@ -94,7 +94,7 @@ _BYTES_OF_4_BITS = {
     "awq": 0.5 + 2.5 / 128,
 }
 BYTES = {"bf16": 2.0, "fp8": 1.0, **_BYTES_OF_4_BITS}
-LENGTHS, REPEATS, SCORED = {1: (8, 48), 16: (8, 24)}, 2, 16
+LENGTHS, REPEATS, SCORED = {1: (8, 136), 16: (8, 24)}, 2, 16
 SLOW_LENGTHS = {1: (4, 16), 16: (4, 12)}  # of offloaders that move whole layers for each token
 LINK_BYTES_PER_S = 50e9  # of the bar
 STEPS = 600  # of a table
