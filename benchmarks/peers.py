@@ -23,6 +23,7 @@ from __future__ import annotations
 
 import argparse
 import fcntl
+import gc
 import json
 import statistics
 import subprocess
@@ -131,8 +132,10 @@ def generate_rows(given: argparse.Namespace) -> Iterator[dict[str, Any]]:
                         try:
                             rates[str(length)] = length / run(length, 1, chunk).first_token_ms * 1e3
                             break
-                        except Exception as error:
+                        except torch.OutOfMemoryError as error:
                             print(f"{length} tokens in chunks of {chunk}: {error!r}"[:300], flush=True)
+                        gc.collect()  # frames of the error hold what the next chunks need
+                        torch.cuda.empty_cache()
                 hits = [sum(each.hits for each in stats.experts) for stats in (before, after)]
                 missed = [sum(each.fetched + each.in_place for each in stats.experts) for stats in (before, after)]
                 used = hits[1] - hits[0] + missed[1] - missed[0] + computed(share) - had
@@ -140,6 +143,7 @@ def generate_rows(given: argparse.Namespace) -> Iterator[dict[str, Any]]:
                     "peer": "headrace generate", "case": way + ", liger-kernel" * given.liger_kernel,
                     "ms": statistics.mean(found.samples_ms[first - 1 :]), "prompt_tokens_per_s": rates or None,
                     "layers": model.config.num_hidden_layers,
+                    "resident_ms": statistics.mean(resident.samples_ms[first - 1 :]),
                     "hits": (hits[1] - hits[0]) / used if used else None, "start_s": start_s,
                     "host_bytes": handle.plan.offloaded_bytes, "peak_device_bytes": card.peak_bytes(),
                     "bit_equal": torch.equal(found.logits, resident.logits) and after.bytes_moved > before.bytes_moved,
@@ -168,6 +172,7 @@ def engine_rows(peer: str, given: argparse.Namespace) -> Iterator[dict[str, Any]
     command += ["--format", form, "--budget-gib", f"{room / 2**30:.3f}", *ENGINES[peer], "--one", "--card", given.card]
     command += ["--kv-gib", str(kv_gib)]
     command += ["--limit-s", str(given.limit_s)] * bool(given.limit_s)
+    command += ["--kernel", given.kernel] if given.kernel else []
     command += ["--layers", str(given.layers)] * bool(given.layers)
     subprocess.run(command + (["--together", str(given.turns)] if given.turns else []), check=True)
     command += ["--publish", "peers"]
@@ -196,6 +201,7 @@ def main() -> None:
     )  # fmt: skip
     parser.add_argument("--turns", type=Path, metavar="FILE", help="start beside others; measure when nobody else does")
     parser.add_argument("--library", type=Path, help="the folder of llama.cpp's libraries")
+    parser.add_argument("--kernel", choices=["triton", "marlin"], help="that runs experts of an engine")
     parser.add_argument("--limit-s", type=float, help="end an engine that takes longer")
     parser.add_argument("--card", default="24GB", help="device memory that is left")
     parser.add_argument("--reserve", default="3.6GB", help="of it, what is no weights: CUDA, activations, cache, ...")
