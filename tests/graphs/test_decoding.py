@@ -191,6 +191,17 @@ def test_a_growing_cache_by_name_is_replaced(name: str, where: str) -> None:
     assert graphs.replays > 0
 
 
+def test_chunks_of_a_prompt_are_no_steps(model: Any, caplog: pytest.LogCaptureFixture) -> None:
+    """They run eagerly in every call, where the host may wait; the same tokens as in eager calls."""
+    graphs = headrace.decode_in_graphs(model)
+    with caplog.at_level("INFO", "headrace"):
+        for length in (8, 13, 12, 8, 13):
+            found = run(model, prompt(length), prefill_chunk_size=4)
+            assert_equal(found, static_of(model, prompt(length), prefill_chunk_size=4))
+    assert graphs.replays > 50
+    assert all(" of [1, 1] tokens" in record.getMessage() for record in caplog.records)
+
+
 def test_a_second_call_replays_what_the_first_has_captured() -> None:
     model = qwen3()
     graphs = headrace.decode_in_graphs(model)
