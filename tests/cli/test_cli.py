@@ -67,14 +67,15 @@ FLAGS = {
     ],
     "generate": [
         "--prompt", "--chat", "--no-chat", *GUESSES, "--system", "--max-new-tokens", "--temperature", "--top-p",
-        "--top-k", "--seed", "--dtype", "--attn-implementation", "--experts-implementation", "--cpu-experts",
-        "--use-liger-kernel", "--no-graphs", "--download", "--quiet", "--trace", "--expert-trace", "--acceptance",
-        *OFFLOAD_FLAGS, "-v", "--verbose",
+        "--top-k", "--seed", "--prefill-chunk-size", "--dtype", "--attn-implementation", "--experts-implementation",
+        "--cpu-experts", "--use-liger-kernel", "--no-graphs", "--download", "--quiet", "--trace", "--expert-trace",
+        "--acceptance", *OFFLOAD_FLAGS, "-v", "--verbose",
     ],
     "chat": [
-        *GUESSES, "--system", "--max-new-tokens", "--temperature", "--top-p", "--top-k", "--seed", "--dtype",
-        "--attn-implementation", "--experts-implementation", "--cpu-experts", "--use-liger-kernel", "--no-graphs",
-        "--download", "--quiet", "--trace", "--expert-trace", "--acceptance", *OFFLOAD_FLAGS, "-v", "--verbose",
+        *GUESSES, "--system", "--max-new-tokens", "--temperature", "--top-p", "--top-k", "--seed",
+        "--prefill-chunk-size", "--dtype", "--attn-implementation", "--experts-implementation", "--cpu-experts",
+        "--use-liger-kernel", "--no-graphs", "--download", "--quiet", "--trace", "--expert-trace", "--acceptance",
+        *OFFLOAD_FLAGS, "-v", "--verbose",
     ],
     "serve": [
         *GUESSES, "--engine", "--host", "--port", "--api-key", "--served-model-name", "--max-queue", "--switch-after",

@@ -22,6 +22,7 @@ import huggingface_hub
 import pytest
 import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer
+from transformers.generation import GenerationMixin
 from typer.testing import CliRunner
 
 from commands import changed, error_of, plain_text, run, succeed, text_of, tiny_model, write_llama_tokenizer
@@ -413,6 +414,36 @@ def test_top_p_and_top_k_sample_as_transformers_does(model: Path) -> None:
         assert result.stdout == expected
         texts.add(expected)
     assert len(texts) == 3, "the options have an effect"
+
+
+@pytest.mark.slow
+def test_a_prompt_in_chunks(model: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    sizes, run_prompt, prompt = [], GenerationMixin._prefill, "Water is water " * 4
+
+    def prefill(self: Any, ids: torch.Tensor, config: Any, *args: Any, **kwargs: Any) -> Any:
+        sizes.append((config.prefill_chunk_size, ids.shape[1] > 8))
+        return run_prompt(self, ids, config, *args, **kwargs)
+
+    expected = plain_text(model, prompt, max_new_tokens=12, prefill_chunk_size=4)
+    monkeypatch.setattr(GenerationMixin, "_prefill", prefill)
+    chunks = "--prefill-chunk-size", 4
+    assert generate(model, *chunks, prompt=prompt).stdout == expected
+    assert sizes == [(4, True)]
+    message = error_of("generate", model, "--prompt", prompt, *chunks, "--speculate", "lookup")
+    assert "--prefill-chunk-size has no effect beside --speculate; leave one of them out" in message
+
+
+def test_a_prompt_that_does_not_fit(model: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def refuse(*_: object) -> None:
+        raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 8.00 GiB. GPU 0 has a total capacity of 9")
+
+    monkeypatch.setattr(commands_generate, "_stream", refuse)
+    message = error_of("generate", model, "--prompt", "Water is", "--device-memory", "2MiB")
+    assert re.search(
+        r"a prompt of \d tokens and its answer do not fit beside 1\.\d+ MiB of weights: CUDA out of memory\. Tried to "
+        r"allocate 8\.00 GiB; read it in parts \(--prefill-chunk-size 512\), or leave more memory \(a smaller ",
+        message,
+    ), message
 
 
 def test_graphs_cannot_be_turned_off_where_there_are_none(model: Path) -> None:

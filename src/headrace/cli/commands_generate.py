@@ -101,6 +101,7 @@ class GenerateOptions(SpeculationFlags):
     )
     top_k: int | None = row("K", "Sample from the K likeliest tokens (default the model's).", count)
     seed: int | None = row("N", "Random seed for sampling (default 0).", _seed)
+    prefill_chunk_size: int | None = row("N", "Read a prompt N tokens at a time: less memory, other roundings.", count)
     dtype: str | None = row("NAME", DTYPE_HELP, check_dtype)
     attn_implementation: str | None = row("NAME", "Attention of transformers: sdpa, eager, ... (default the model's).")
     experts_implementation: str | None = row("NAME", f"{EXPERTS_HELP}.")
@@ -181,6 +182,8 @@ def _run(model: str, text: str | None, chat: bool | None, options: GenerateOptio
     sampling, speculation = options.sampling(), options.speculation()
     if speculation is None:
         refuse_idle({"--acceptance": options.acceptance}, "without --speculate")
+    else:
+        refuse_idle({"--prefill-chunk-size": options.prefill_chunk_size}, "beside --speculate; leave one of them out")
     if options.system is not None and chat is False:
         raise OptionError("--system and --no-chat contradict each other: a system message needs the chat template")
     notes = Console(stderr=True, quiet=True) if options.quiet else stderr
@@ -249,7 +252,15 @@ def _run(model: str, text: str | None, chat: bool | None, options: GenerateOptio
     def answer(inputs: dict[str, Any], stopped: Sequence[int] | None = None) -> _Answer:
         _check_length(inputs["input_ids"].shape[1], max_new_tokens, longest, plan)
         moved = {name: tensor.to(device) for name, tensor in inputs.items()}
-        return _stream(module, tokenizer, moved, options, _Printer(tokenizer, continues=not chat), stopped)
+        try:
+            return _stream(module, tokenizer, moved, options, _Printer(tokenizer, continues=not chat), stopped)
+        except torch.OutOfMemoryError as error:
+            reason = ". ".join(str(error).split(". ")[:2])
+        raise OptionError(  # outside of the except block, whose traceback keeps the tensors of the prompt alive
+            f"a prompt of {pluralize(inputs['input_ids'].shape[1], 'token')} and its answer do not fit beside "
+            f"{format_size(plan.device_bytes)} of weights: {reason}; read it in parts (--prefill-chunk-size 512), or "
+            f"leave more memory (a smaller --device-memory)"
+        )
 
     if text is None:
         answers = _Conversation(tokenizer, folder, options.system, answer, notes).run()
@@ -549,6 +560,7 @@ def _stream(
         return_dict_in_generate=False,
         **({} if module.generation_config.stop_strings is None else {"tokenizer": tokenizer}),
         **({} if stopped is None else {"stopping_criteria": [lambda *_, **__: bool(stopped)]}),
+        **({} if options.prefill_chunk_size is None else {"prefill_chunk_size": options.prefill_chunk_size}),
         **options.sampling(),
     )
     return _Answer(output[0, inputs["input_ids"].shape[1] :], printer.steps, time.perf_counter() - begin)
