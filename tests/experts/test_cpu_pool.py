@@ -300,11 +300,11 @@ class TestLibrary:
             self.load()
         monkeypatch.setattr(native, "library", native.library.__wrapped__)
         monkeypatch.delenv("TRITON_INTERPRET", raising=False)
-        ordered._without_a_gpu.cache_clear()
+        ordered._threads.cache_clear()
         given = case("bf16", 1, made)
         with pytest.warns(HeadraceWarning, match=r"experts on 'cpu' run in torch, slowly: .* no C compiler"):
             found = ordered.run(*given)
-        ordered._without_a_gpu.cache_clear()
+        ordered._threads.cache_clear()
         assert different(found, order.run_experts(*given)) == 0
 
     def test_a_compiler_that_fails(self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -164,14 +164,19 @@ def test_mxfp4_has_the_bits_of_its_values_in_bf16(made: torch.Generator) -> None
     )
 
 
+@pytest.mark.parametrize("by", ["kernel", "threads"])
 @every_form_and({(form, kind) for form in FORMATS for kind in NUMBERS})
-def test_unpacked_weights(form: str, numbers: dict[str, float], made: torch.Generator) -> None:
+def test_unpacked_weights(
+    form: str, numbers: dict[str, float], by: str, made: torch.Generator, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """As many rows are multiplied: words at the end of a program's, and experts that lie anywhere."""
-    weights = projection(form, 3, 130, 288, made=made, **numbers)
+    if by == "threads":
+        monkeypatch.delenv("TRITON_INTERPRET", raising=False)
+    weights, out = projection(form, 3, 130, 288, made=made, **numbers), torch.empty(130, 288, dtype=torch.bfloat16)
     for expert in (0, 2):
-        assert different(ordered.values(weights, expert), weights.values(expert).bfloat16()) == 0
+        assert different(ordered.unpack(weights, expert, out.fill_(7)), weights.values(expert).bfloat16()) == 0
     with pytest.raises(IndexError, match="out of bounds"):
-        ordered.values(weights, 3)
+        ordered.unpack(weights, 3, out)
 
 
 def test_refused(made: torch.Generator) -> None:

@@ -6,11 +6,13 @@ The bits are those of the reference in C, too, layer by layer; bf16 and MXFP4, r
 from __future__ import annotations
 
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
 from torch import nn
+from torch.nn.functional import linear
 from transformers.integrations import moe
 
 import headrace
@@ -18,9 +20,11 @@ from headrace.adapters.transformers import load, load_folder, ordered_experts
 from headrace.adapters.transformers.load_folder import build_meta_model
 from headrace.adapters.transformers.ordered_experts import Mxfp4Experts
 from headrace.errors import OptionError, OptionTypeError
+from headrace.experts import ordered
+from headrace.experts.order import Projection
 from headrace.testing import assert_same_bits
 from moe_models import IDS, cached, gpt_oss, qwen
-from ordered_c import compared_with_c
+from ordered_c import compared_with_c, projection
 from quantised_checkpoints import FORMATS, resident
 
 MOVING = {
@@ -81,6 +85,37 @@ def test_compiled_code_calls_it() -> None:
     compiled = torch.compile(model, backend="eager", fullgraph=True)
     assert_same_bits(step(compiled), expected)
     torch._dynamo.reset()
+
+
+@pytest.mark.parametrize("by", ["interpreter", "threads"])
+def test_gradients_of_many_rows(by: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """They keep the weights of each expert, which are unpacked one after another."""
+    if by == "threads":
+        monkeypatch.delenv("TRITON_INTERPRET")
+    made = torch.Generator().manual_seed(0)
+    sizes = SimpleNamespace(num_local_experts=4, hidden_size=64, intermediate_size=96)
+    experts = Mxfp4Experts(sizes)
+    for name, (rows, columns) in {"gate_up_proj": (192, 64), "down_proj": (64, 96)}.items():
+        for end, given in zip(("blocks", "scales"), projection("mxfp4", 4, rows, columns, made=made)[:2], strict=True):
+            parameter = experts.get_parameter(f"{name}_{end}")
+            parameter.data.copy_(given.view(parameter.shape))  # type: ignore[union-attr]
+        experts.get_parameter(f"{name}_bias").data.normal_(generator=made)
+    ids, weights = torch.randint(4, (24, 2), generator=made), torch.rand(24, 2, generator=made).bfloat16()
+    found, expected = (torch.randn(24, 64, generator=made).bfloat16() * 1e-3 for _ in range(2))
+    expected.copy_(found)
+    experts(found.requires_grad_(), ids, weights).float().sum().backward()
+    first, second, _, (alpha, limit) = ordered_experts.arguments_of(experts)
+    total = torch.zeros(())
+    for x, row, share in zip(expected.requires_grad_(), ids.tolist(), weights, strict=True):
+        for expert, weight in zip(row, share, strict=True):
+            both = linear(x, first.values(expert).bfloat16(), first.bias[expert])  # type: ignore[index]
+            gate, up = both[::2].clamp(max=limit), both[1::2].clamp(-limit, limit)
+            inner = (up + 1) * (gate * torch.sigmoid(gate * alpha))
+            out = linear(inner, second.values(expert).bfloat16(), second.bias[expert])  # type: ignore[index]
+            total = total + (out * weight).float().sum()
+    total.backward()
+    torch.testing.assert_close(found.grad, expected.grad, rtol=0.05, atol=0.05)
+    assert found.grad.abs().max() > 0.1  # type: ignore[union-attr]
 
 
 class TestLoad:
@@ -156,6 +191,33 @@ class TestLoad:
             torch.testing.assert_close(found, plain(ids).logits, rtol=0.02, atol=0.02)
             handle.remove()
             assert_same_bits(model(ids).logits, found)
+
+    @pytest.mark.slow
+    @pytest.mark.parametrize("form", ["MXFP4, experts", "compressed-tensors int4, experts", "fp8, blocks, experts"])
+    def test_prompts_on_a_cpu(self, form: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+        """By threads, without the interpreter: few rows of an expert in the order of sums, more by unpacked weights."""
+        if not FORMATS[form].is_here:
+            pytest.skip(f"{FORMATS[form].package} is not installed")
+        monkeypatch.delenv("TRITON_INTERPRET")
+        FORMATS[form].write(tmp_path)
+        plain, unpack, unpacked = resident(tmp_path), ordered.unpack, []
+
+        def counted(projection: Projection, expert: int, out: torch.Tensor) -> torch.Tensor:
+            unpacked.append(expert)
+            return unpack(projection, expert, out)
+
+        monkeypatch.setattr(ordered, "unpack", counted)
+        model, handle = load(tmp_path, MOVING["prefetch"](), device="cpu", experts_implementation="headrace")
+        prompts = {length: torch.arange(length)[None] for length in (9, 60)}
+        with torch.inference_mode():
+            with handle:
+                found = {length: (model(ids).logits, len(unpacked)) for length, ids in prompts.items()}
+                assert handle.stats().bytes_moved > 0
+            assert (found[9][1] == 0) == ("fp8" not in form)  # which threads unpack sooner
+            assert found[9][1] < found[60][1]
+            for length, ids in prompts.items():
+                assert_same_bits(model(ids).logits, found[length][0])
+                torch.testing.assert_close(found[length][0], plain(ids).logits, rtol=0.02, atol=0.02)
 
     @pytest.mark.parametrize(
         ("given", "kind", "words"),

@@ -6,7 +6,7 @@ A number of an expert, or the row in which a cache has it, is an index into the 
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from functools import cache
 from typing import Any, NamedTuple
 
@@ -41,6 +41,8 @@ LAUNCHES = {
     "fp8": (Launch(2, 2, 1), Launch(1, 4, 1)),
 }
 _WORDS = 1024  # that a program of values_kernel unpacks
+# Rows of an expert that threads multiply in about the time in which they unpack it.
+_FEW = {"mxfp4": 8, "int4": 8, "fp8": 2}
 
 
 def run(
@@ -72,7 +74,9 @@ def _ordered_experts(
     second = Projection(down, down_scales, down_bias, transposed)
     x, ids, weights = x.contiguous(), ids.contiguous(), weights.contiguous()
     if not _has_kernels(x):
-        return _without_a_gpu(x.device.type)(x, ids, weights, first, second, interleaved, glu)
+        threads = _threads(x.device.type)
+        run_here = order.run_experts if threads is None else threads.run
+        return run_here(x, ids, weights, first, second, interleaved, glu)
     with torch.cuda.device_of(x):  # Triton launches on the current device, whatever the tensors' one is
         inner = _launch_gate_up(x, ids, first, interleaved, glu, bool(shared))
         if not shared:
@@ -88,40 +92,53 @@ def _has_kernels(x: torch.Tensor) -> bool:
     return x.is_cuda or os.environ.get("TRITON_INTERPRET") == "1"
 
 
-def values(projection: Projection, expert: int) -> torch.Tensor:
-    """Weights of ``expert``: bf16 [outputs, inputs]. On a GPU a kernel unpacks codes, and reads them once.
+def is_few(x: torch.Tensor, ids: torch.Tensor, projection: Projection, num_experts: int) -> bool:
+    """Whether :func:`run` takes less time for rows ``x`` and their ``ids`` than products with unpacked weights.
+
+    Up to 8 rows; for threads of a CPU, which read an expert once for all of its rows, a few of each expert.
+    """
+    most = _FEW.get(projection.form, 0) * num_experts
+    by_threads = not (_has_kernels(x) or x.requires_grad) and _threads(x.device.type) is not None
+    return len(x) <= order.MAX_ROWS or (by_threads and ids.numel() <= most)
+
+
+def unpack(projection: Projection, expert: int, out: torch.Tensor) -> torch.Tensor:
+    """Weights of ``expert``, written into ``out``: bf16 [outputs, inputs], contiguous. Codes are read once.
 
     Raises:
         IndexError: there is no such row of experts.
+        StateError: a thread of the CPU is lost.
     """
     weight, scales = projection.weight[expert], projection.scales
+    if scales is not None and not _has_kernels(weight) and (threads := _threads(weight.device.type)) is not None:
+        threads.unpack(projection, expert, out)
+        return out
     if scales is None or projection.form == "fp8" or not _has_kernels(weight):
-        return projection.values(expert).bfloat16()
+        return out.copy_(projection.values(expert))
     from headrace.experts.order_kernels import values_kernel
 
-    made = torch.empty(projection.outputs_and_inputs(), dtype=torch.bfloat16, device=weight.device)
     words, scales = weight.reshape(-1).view(torch.int32), scales[expert].reshape(-1)
     scales = scales.view(torch.int16) if projection.form == "int4" else scales
     options = {"FORMAT": projection.form, "SCALE_K": projection.of_a_scale()[1], "BLOCK": _WORDS}
     with torch.cuda.device_of(weight):
-        values_kernel[(-(-words.numel() // _WORDS),)](words, scales, made.view(torch.int16), words.numel(), **options)
-    return made
+        values_kernel[(-(-words.numel() // _WORDS),)](words, scales, out.view(torch.int16), words.numel(), **options)
+    return out
 
 
 @cache
-def _without_a_gpu(device: str) -> Callable[..., torch.Tensor]:
-    """A function that runs experts on ``device``: by threads on a CPU, by torch elsewhere or without a compiler."""
+def _threads(device: str) -> Any:
+    """The module whose threads run experts on ``device``; ``None``: torch does, as elsewhere or without a compiler."""
     why: object = "there are no kernels for it"
     if device == "cpu":
         from headrace.experts.cpu import native, pool
 
         try:
             native.library()
-            return pool.run
+            return pool
         except StateError as error:
             why = error
     warn_user(f"experts_implementation 'headrace': experts on {device!r} run in torch, slowly: {why}")
-    return order.run_experts
+    return None
 
 
 def _launch_gate_up(

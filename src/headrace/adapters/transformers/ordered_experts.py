@@ -73,24 +73,26 @@ def _projections(module: nn.Module, codes: str, scales: str) -> tuple[Projection
     return first, second
 
 
-def _run_quantised(
-    x: torch.Tensor, ids: torch.Tensor, weights: torch.Tensor, module: nn.Module
-) -> torch.Tensor:  # fmt: skip
-    """Experts in the order of sums; for many rows each expert in use is made bf16, and multiplied with its tokens.
+def _run_quantised(x: torch.Tensor, ids: torch.Tensor, weights: torch.Tensor, module: Any) -> torch.Tensor:
+    """Experts in the order of sums; for many rows each expert in use is unpacked, and multiplied with its tokens.
 
     The host waits for ``ids`` of many rows.
     """
     first, second, is_interleaved, glu = arguments_of(module)
-    if len(x) <= MAX_ROWS:
+    if ordered.is_few(x, ids, first, module.num_experts):
         return ordered.run(x, ids, weights, first, second, is_interleaved, glu, shared=shared_with(module))
     pairs = ids.flatten().argsort(stable=True)
     rows, counts = (each.tolist() for each in ids.flatten()[pairs].unique_consecutive(return_counts=True))
 
     def multiplied(x: torch.Tensor, by: Projection) -> torch.Tensor:
         """Products of the rows of ``x``, which are sorted by expert."""
-        biases = [None if by.bias is None else by.bias[row] for row in rows]
-        parts = zip(x.split(counts), rows, biases, strict=True)
-        return torch.cat([linear(part, ordered.values(by, row).to(x.dtype), bias) for part, row, bias in parts])
+        room = torch.empty(by.outputs_and_inputs(), dtype=torch.bfloat16, device=x.device)
+        outputs = []
+        for part, row in zip(x.split(counts), rows, strict=True):
+            # Gradients keep the weights of every expert.
+            weight = ordered.unpack(by, row, torch.empty_like(room) if x.requires_grad else room)
+            outputs.append(linear(part, weight.to(x.dtype), None if by.bias is None else by.bias[row]))
+        return torch.cat(outputs)
 
     both = multiplied(x[pairs // ids.shape[1]], first)
     gate, up = (both[:, ::2], both[:, 1::2]) if is_interleaved else both.chunk(2, -1)

@@ -84,8 +84,20 @@ static float tree(float *sums, long count) {
     return sums[0];
 }
 
-static float dot_plain(const matrix *m, const uint8_t *row, const uint8_t *scales, const float *x) {
+// `count` weights of a row from element `k` on, at most LANES.
+static void widen(const matrix *m, const uint8_t *row, const uint8_t *scales, long k, long count, float *w) {
     const uint16_t *numbers = (const uint16_t *)row;
+    if (m->format == BF16) for (long i = 0; i < count; i++) w[i] = wide(numbers[k + i]);
+    else if (m->format == FP8) for (long i = 0; i < count; i++)
+        w[i] = rounded(e4m3[row[k + i]] * ((const float *)scales)[(k + i) / BLOCK]);
+    else for (long i = 0; i < count; i += 2) {
+        long block = (k + i) / BLOCK;
+        const table *t = m->format == MXFP4 ? mxfp4 + scales[block] : ((const table *const *)scales)[block];
+        w[i] = t->values[row[(k + i) / 2] & 15], w[i + 1] = t->values[row[(k + i) / 2] >> 4];
+    }
+}
+
+static float dot_plain(const matrix *m, const uint8_t *row, const uint8_t *scales, const float *x) {
     long chunks = (m->inputs + CHUNK - 1) / CHUNK;
     float sums[chunks + 1];
     for (long c = 0; c < chunks; c++) {
@@ -93,14 +105,7 @@ static float dot_plain(const matrix *m, const uint8_t *row, const uint8_t *scale
         for (long k = c * CHUNK; k < (c + 1) * CHUNK && k < m->inputs; k += LANES) {
             long count = m->inputs - k < LANES ? m->inputs - k : LANES;
             if (count < LANES) memset(w, 0, sizeof w);
-            if (m->format == BF16) for (long i = 0; i < count; i++) w[i] = wide(numbers[k + i]);
-            else if (m->format == FP8) for (long i = 0; i < count; i++)
-                w[i] = rounded(e4m3[row[k + i]] * ((const float *)scales)[(k + i) / BLOCK]);
-            else for (long i = 0; i < count; i += 2) {
-                long block = (k + i) / BLOCK;
-                const table *t = m->format == MXFP4 ? mxfp4 + scales[block] : ((const table *const *)scales)[block];
-                w[i] = t->values[row[(k + i) / 2] & 15], w[i + 1] = t->values[row[(k + i) / 2] >> 4];
-            }
+            widen(m, row, scales, k, count, w);
             for (long i = 0; i < LANES; i++) lane[i] += w[i] * x[k + i];
         }
         sums[c] = tree(lane, LANES);
@@ -347,17 +352,19 @@ static float activated(float gate, float up, float alpha, float limit) {
 
 enum { FINE, NO_MEMORY, STUCK };
 typedef struct { int64_t expert, first, count; } group; // pairs of token and expert, by expert: order[first], ...
-typedef struct {
-    int threads, kind, is_broken, is_second; // the caller is one of the threads
+typedef struct pool pool;
+struct pool {
+    int threads, kind, is_broken; // the caller is one of the threads
+    void (*take)(pool *, int64_t tile); // of this round
     double spin_s, patience_s;
     request asked;
-    int64_t num_groups, num_here, tiles_of_a_group, tiles, *order, x_stride, inner_stride;
+    int64_t num_groups, num_here, tiles_of_a_group, tiles, *order, x_stride, inner_stride, unpacked;
     group *groups;
     float *x, *inner; // [tokens, x_stride], [pairs, inner_stride]: zeros up to a multiple of LANES
     _Atomic uint64_t claims; // number of the round << 32, and how many of its tiles nobody has taken
     _Atomic uint32_t bell, done, sleepers, caller_sleeps, started, is_closing;
     struct { pthread_t thread; int core; } seats[];
-} pool;
+};
 
 static double now(void) {
     struct timespec t;
@@ -430,11 +437,29 @@ static void second_tile(pool *p, int64_t tile) {
     }
 }
 
+// Rows of one expert's weights, for products of many rows.
+static void unpacked_tile(pool *p, int64_t tile) {
+    const matrix *m = &p->asked.gate_up;
+    table tables[m->format == INT4 ? m->inputs / m->scale_inputs : 1];
+    const table *made[m->inputs / BLOCK + 1];
+    float w[LANES];
+    for (long row = tile * TILE; row < (tile + 1) * TILE && row < m->outputs; row++) {
+        const uint8_t *codes = (const uint8_t *)m->weight + p->unpacked * m->expert_stride + row * m->row_stride;
+        int64_t scale = (p->unpacked * m->outputs + row) / m->scale_outputs;
+        const uint8_t *scales = scales_of(p->kind, m, scale, tables, made);
+        for (long k = 0; k < m->inputs; k += LANES) {
+            long count = m->inputs - k < LANES ? m->inputs - k : LANES;
+            widen(m, codes, scales, k, count, w);
+            for (long i = 0; i < count; i++) p->asked.out[row * m->inputs + k + i] = narrow(w[i]);
+        }
+    }
+}
+
 static void take_tiles(pool *p) {
     for (uint64_t was = atomic_load(&p->claims); (uint32_t)was;) {
         if (!atomic_compare_exchange_weak(&p->claims, &was, was - 1)) continue;
         // What is read from here on stays: the round does not end before this tile is done.
-        (p->is_second ? second_tile : first_tile)(p, p->tiles - (uint32_t)was);
+        p->take(p, p->tiles - (uint32_t)was);
         atomic_fetch_add(&p->done, 1);
         if (atomic_load(&p->caller_sleeps)) wake(&p->done);
         was = atomic_load(&p->claims);
@@ -460,9 +485,9 @@ static void ring(pool *p) {
 }
 
 // All tiles of one round. A tile takes microseconds: where none ends in `patience_s`, a thread that has one is lost.
-static int run_round(pool *p, int is_second, int64_t tiles) {
+static int run_round(pool *p, void (*take)(pool *, int64_t), int64_t tiles) {
     const struct timespec slice = {0, 100000000}; // all that a process which was stopped has lost when it continues
-    p->is_second = is_second, p->tiles = tiles;
+    p->take = take, p->tiles = tiles;
     atomic_store(&p->done, 0);
     atomic_store(&p->claims, ((atomic_load(&p->claims) >> 32) + 1) << 32 | tiles);
     ring(p);
@@ -499,6 +524,20 @@ static void prepare(pool *p, const request *r, int64_t pairs) {
     }
 }
 
+// The modes of C and the pool's core, while the caller takes tiles; `leave` gives back its own.
+typedef struct { fenv_t modes; cpu_set_t cores; int was_read; } own;
+static own enter(const pool *p) {
+    own o;
+    o.was_read = !sched_getaffinity(0, sizeof o.cores, &o.cores);
+    if (o.was_read && p->threads > 1 && CPU_ISSET(p->seats[0].core, &o.cores)) pin(p->seats[0].core);
+    fegetenv(&o.modes), fesetenv(FE_DFL_ENV);
+    return o;
+}
+static void leave(const own *o) {
+    fesetenv(&o->modes);
+    if (o->was_read) sched_setaffinity(0, sizeof o->cores, &o->cores);
+}
+
 // 0, or why there is no result: after `STUCK` a thread may still read and write what the request names.
 int experts_run(pool *p, const request *r) {
     if (p->is_broken) return STUCK;
@@ -512,21 +551,27 @@ int experts_run(pool *p, const request *r) {
     p->groups = malloc(pairs * (sizeof *p->groups + sizeof *p->order));
     int code = p->x && p->groups ? FINE : NO_MEMORY;
     if (!code) {
-        fenv_t modes;
-        cpu_set_t cores;
-        int was_read = !sched_getaffinity(0, sizeof cores, &cores);
-        if (was_read && p->threads > 1 && CPU_ISSET(p->seats[0].core, &cores)) pin(p->seats[0].core);
-        fegetenv(&modes), fesetenv(FE_DFL_ENV);
+        own o = enter(p);
         p->inner = p->x + r->tokens * p->x_stride, p->order = (int64_t *)(p->groups + pairs);
         memset(p->x, 0, bytes);
         prepare(p, r, pairs);
-        code = run_round(p, 0, p->num_groups * p->tiles_of_a_group);
-        if (!code) code = run_round(p, 1, (r->down.outputs + TILE - 1) / TILE);
-        fesetenv(&modes);
-        if (was_read) sched_setaffinity(0, sizeof cores, &cores);
+        code = run_round(p, first_tile, p->num_groups * p->tiles_of_a_group);
+        if (!code) code = run_round(p, second_tile, (r->down.outputs + TILE - 1) / TILE);
+        leave(&o);
     }
     if (code == STUCK) p->is_broken = 1;
     else free(p->x), free(p->groups);
+    return code;
+}
+
+// Weights of one expert, bf16 [outputs, inputs]; the result as above.
+int experts_unpack(pool *p, const matrix *m, int64_t expert, uint16_t *out) {
+    if (p->is_broken) return STUCK;
+    p->asked.gate_up = *m, p->asked.out = out, p->unpacked = expert;
+    own o = enter(p);
+    int code = run_round(p, unpacked_tile, (m->outputs + TILE - 1) / TILE);
+    leave(&o);
+    p->is_broken = code == STUCK;
     return code;
 }
 

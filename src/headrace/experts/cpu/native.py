@@ -65,6 +65,7 @@ def library() -> ctypes.CDLL:
             ) from None
     found.experts_start.argtypes = (ctypes.c_int, _AT, ctypes.c_int, ctypes.c_double, ctypes.c_double)
     found.experts_start.restype, found.experts_run.argtypes, found.experts_stop.argtypes = _AT, (_AT, _AT), (_AT,)
+    found.experts_unpack.argtypes = (_AT, _AT, _I64, _AT)
     found.doorbell_start.argtypes = (_AT, _AT, _AT, _AT, _AT, ctypes.c_int, ctypes.c_int, ctypes.c_double)
     found.doorbell_start.restype, found.doorbell_stop.argtypes = _AT, (_AT,)
     return found

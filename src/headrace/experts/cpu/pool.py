@@ -8,7 +8,7 @@ from __future__ import annotations
 import ctypes
 import os
 import threading
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from contextlib import suppress
 from pathlib import Path
 
@@ -62,12 +62,19 @@ class Pool:
         Raises:
             StateError: a thread is lost, or was before; there is no memory; this process is a fork.
         """
+        self._call(self._library.experts_run, (ctypes.byref(request),), kept)
+
+    def unpack(self, matrix: Matrix, expert: int, out: torch.Tensor, *kept: object) -> None:
+        """Write weights of one expert into ``out``, bf16 [outputs, inputs]; ``matrix`` is packed. As :meth:`run`."""
+        self._call(self._library.experts_unpack, (ctypes.byref(matrix), expert, out.data_ptr()), (out, *kept))
+
+    def _call(self, function: Callable[..., int], arguments: tuple[object, ...], kept: tuple[object, ...]) -> None:
         if os.getpid() != self._pid:
             raise StateError("this process is a fork of the one that started this Pool of threads: start another here")
         with self._lock:
             if self._at is None:
                 raise StateError("this Pool of threads is stopped: start another")
-            code = self._library.experts_run(self._at, ctypes.byref(request))
+            code = function(self._at, *arguments)
         if code == _STUCK:
             _lost.append(kept)
             raise StateError(
@@ -165,6 +172,12 @@ def run(
     if ids.numel():
         (pool or default_pool()).run(request, x, ids, weights, out, *kept, *others)
     return out
+
+
+def unpack(projection: Projection, expert: int, out: torch.Tensor, pool: Pool | None = None) -> None:
+    """Write packed weights of ``expert`` into ``out``: bf16 [outputs, inputs], contiguous; errors: :class:`Pool`."""
+    matrix, *kept = matrix_of(projection)
+    (pool or default_pool()).unpack(matrix, expert, out, *kept)
 
 
 def matrix_of(projection: Projection) -> tuple[Matrix, torch.Tensor, torch.Tensor | None, torch.Tensor | None]:
