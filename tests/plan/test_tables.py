@@ -124,6 +124,8 @@ OTHER_FIELDS = {
         "frames": "case ms resident_ms frames counted_frames peak_bytes counted_bytes card_bytes bit_equal",
         "share-off": "case model layers slots fetched ms samples_ms ratios_ms bit_equal",
         "expert-tiers": "case experts top_k texts gpu_slots host_slots gpu lru aged_16 aged_64",
+        "packed-prompts": "device rows ms",
+        "packed-unpacking": "device before_us us before_in_place_us in_place_us",
         "expected-rates": "case tokens expected_tokens_per_s tokens_per_s link_gb_per_s",
     }.items()
     for table in tables.split()
@@ -139,7 +141,7 @@ NOTHING_COMPARED = {
     "smallest", "coded-start", "starts-wan", "starts-flux", "start-phases", "card-start", "card-fetch", "card-between",
     "copy-after-free", "pipeline-peaks",
     "python-calls", "first-tokens", "ordered-kernels", "ordered-launches", "ordered-orders", "expected-rates", "peers",
-    "expert-plain-reads", "share-trace",
+    "expert-plain-reads", "share-trace", "packed-prompts", "packed-unpacking",
 }  # fmt: skip
 
 
