@@ -97,9 +97,9 @@ def is_few(x: torch.Tensor, ids: torch.Tensor, projection: Projection, num_exper
 
     Up to 8 rows; for threads of a CPU, which read an expert once for all of its rows, a few of each expert.
     """
-    most = _FEW.get(projection.form, 0) * num_experts
-    by_threads = not (_has_kernels(x) or x.requires_grad) and _threads(x.device.type) is not None
-    return len(x) <= order.MAX_ROWS or (by_threads and ids.numel() <= most)
+    if len(x) <= order.MAX_ROWS or _has_kernels(x) or x.requires_grad:  # threads give no gradients
+        return len(x) <= order.MAX_ROWS
+    return ids.numel() <= _FEW.get(projection.form, 0) * num_experts and _threads(x.device.type) is not None
 
 
 def unpack(projection: Projection, expert: int, out: torch.Tensor) -> torch.Tensor:
