@@ -429,6 +429,9 @@ def test_a_prompt_in_chunks(model: Path, monkeypatch: pytest.MonkeyPatch) -> Non
     chunks = "--prefill-chunk-size", 4
     assert generate(model, *chunks, prompt=prompt).stdout == expected
     assert sizes == [(4, True)]
+    assert (
+        generate(model, "--prefill-chunk-size", 10**30, prompt=prompt).stdout == generate(model, prompt=prompt).stdout
+    )
     message = error_of("generate", model, "--prompt", prompt, *chunks, "--speculate", "lookup")
     assert "--prefill-chunk-size has no effect beside --speculate; leave one of them out" in message
 
@@ -441,7 +444,7 @@ def test_a_prompt_that_does_not_fit(model: Path, monkeypatch: pytest.MonkeyPatch
     message = error_of("generate", model, "--prompt", "Water is", "--device-memory", "2MiB")
     assert re.search(
         r"a prompt of \d tokens and its answer do not fit beside 1\.\d+ MiB of weights: CUDA out of memory\. Tried to "
-        r"allocate 8\.00 GiB; read it in parts \(--prefill-chunk-size 512\), or leave more memory \(a smaller ",
+        r"allocate 8\.00 GiB; leave more memory \(a smaller --device-memory\), or read the prompt in parts ",
         message,
     ), message
 

@@ -13,10 +13,10 @@ import pytest
 import measures
 
 BOUNDS = {
-    "lines of src": 29758,
+    "lines of src": 29767,
     "lines of the core": 17699,
     "files of src": 203,
-    "lines of tests": 51839,
+    "lines of tests": 51879,
     "longest class": 351,
     "Prefetcher": 298,
     "branches on a kind of store": 4,

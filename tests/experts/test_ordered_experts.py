@@ -175,8 +175,24 @@ def test_unpacked_weights(
     weights, out = projection(form, 3, 130, 288, made=made, **numbers), torch.empty(130, 288, dtype=torch.bfloat16)
     for expert in (0, 2):
         assert different(ordered.unpack(weights, expert, out.fill_(7)), weights.values(expert).bfloat16()) == 0
-    with pytest.raises(IndexError, match="out of bounds"):
-        ordered.unpack(weights, 3, out)
+    for wrong in (-1, 3):
+        with pytest.raises(IndexError, match="expected one from 0 to 2"):
+            ordered.unpack(weights, wrong, out)
+    if form == "int4":  # where they lie apart
+        apart = torch.empty(3, 130, weights.scales.shape[2], 2, dtype=torch.bfloat16)[..., 0]  # type: ignore[union-attr]
+        apart.copy_(weights.scales)  # type: ignore[arg-type]
+        apart = weights._replace(scales=apart)
+        assert different(ordered.unpack(apart, 1, out.fill_(7)), weights.values(1).bfloat16()) == 0
+
+
+@pytest.mark.parametrize("by", ["kernel", "threads"])
+@pytest.mark.parametrize("group", [8, 16, 48])
+def test_groups_that_no_kernel_reads(group: int, by: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    if by == "threads":
+        monkeypatch.delenv("TRITON_INTERPRET", raising=False)
+    codes, scales = torch.zeros(2, 64, 12, dtype=torch.int32), torch.ones(2, 64, 96 // group, dtype=torch.bfloat16)
+    with pytest.raises(OptionError, match="each of a whole number of outputs and of 32 inputs, found"):
+        ordered.unpack(Projection(codes, scales), 1, torch.empty(64, 96, dtype=torch.bfloat16))
 
 
 def test_refused(made: torch.Generator) -> None:

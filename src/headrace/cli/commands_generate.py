@@ -256,10 +256,12 @@ def _run(model: str, text: str | None, chat: bool | None, options: GenerateOptio
             return _stream(module, tokenizer, moved, options, _Printer(tokenizer, continues=not chat), stopped)
         except torch.OutOfMemoryError as error:
             reason = ". ".join(str(error).split(". ")[:2])
+        length = inputs["input_ids"].shape[1]
+        chunk = max(1, min(512, (options.prefill_chunk_size or length) // 2))
         raise OptionError(  # outside of the except block, whose traceback keeps the tensors of the prompt alive
-            f"a prompt of {pluralize(inputs['input_ids'].shape[1], 'token')} and its answer do not fit beside "
-            f"{format_size(plan.device_bytes)} of weights: {reason}; read it in parts (--prefill-chunk-size 512), or "
-            f"leave more memory (a smaller --device-memory)"
+            f"a prompt of {pluralize(length, 'token')} and its answer do not fit beside "
+            f"{format_size(plan.device_bytes)} of weights: {reason}; leave more memory (a smaller --device-memory), or "
+            f"read the prompt in parts (--prefill-chunk-size {chunk})"
         )
 
     if text is None:
@@ -551,7 +553,7 @@ def _stream(
     # the tokens of the prompt that equal the id.
     eos = module.generation_config.eos_token_id
     pad_ids = [tokenizer.pad_token_id, *(eos if isinstance(eos, list) else [eos]), 0]
-    begin = time.perf_counter()
+    begin, length = time.perf_counter(), inputs["input_ids"].shape[1]
     output = module.generate(
         **inputs,
         max_new_tokens=options.max_new_tokens,
@@ -560,10 +562,10 @@ def _stream(
         return_dict_in_generate=False,
         **({} if module.generation_config.stop_strings is None else {"tokenizer": tokenizer}),
         **({} if stopped is None else {"stopping_criteria": [lambda *_, **__: bool(stopped)]}),
-        **({} if options.prefill_chunk_size is None else {"prefill_chunk_size": options.prefill_chunk_size}),
+        **({} if (chunk := options.prefill_chunk_size) is None else {"prefill_chunk_size": min(chunk, length)}),
         **options.sampling(),
     )
-    return _Answer(output[0, inputs["input_ids"].shape[1] :], printer.steps, time.perf_counter() - begin)
+    return _Answer(output[0, length:], printer.steps, time.perf_counter() - begin)
 
 
 def _speed(answers: Sequence[_Answer]) -> str:

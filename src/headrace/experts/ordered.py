@@ -41,8 +41,8 @@ LAUNCHES = {
     "fp8": (Launch(2, 2, 1), Launch(1, 4, 1)),
 }
 _WORDS = 1024  # that a program of values_kernel unpacks
-# Rows of an expert that threads multiply in about the time in which they unpack it.
-_FEW = {"mxfp4": 8, "int4": 8, "fp8": 2}
+# Pairs of a token and an expert that threads multiply in less time than they take to unpack the experts of 32.
+_FEW = {"mxfp4": 256, "int4": 256, "fp8": 64}
 
 
 def run(
@@ -92,14 +92,15 @@ def _has_kernels(x: torch.Tensor) -> bool:
     return x.is_cuda or os.environ.get("TRITON_INTERPRET") == "1"
 
 
-def is_few(x: torch.Tensor, ids: torch.Tensor, projection: Projection, num_experts: int) -> bool:
-    """Whether :func:`run` takes less time for rows ``x`` and their ``ids`` than products with unpacked weights.
+def is_few(x: torch.Tensor, ids: torch.Tensor, weights: torch.Tensor, form: str) -> bool:
+    """Whether :func:`run` takes these rows: up to 8, and by threads of a CPU more, as long as unpacking takes longer.
 
-    Up to 8 rows; for threads of a CPU, which read an expert once for all of its rows, a few of each expert.
+    It depends on shapes alone, and not on how many experts a cache says that there are.
     """
-    if len(x) <= order.MAX_ROWS or _has_kernels(x) or x.requires_grad:  # threads give no gradients
+    has_gradients = torch.is_grad_enabled() and (x.requires_grad or weights.requires_grad)
+    if len(x) <= order.MAX_ROWS or _has_kernels(x) or has_gradients:
         return len(x) <= order.MAX_ROWS
-    return ids.numel() <= _FEW.get(projection.form, 0) * num_experts and _threads(x.device.type) is not None
+    return ids.numel() <= _FEW.get(form, 0) and _threads(x.device.type) is not None
 
 
 def unpack(projection: Projection, expert: int, out: torch.Tensor) -> torch.Tensor:
@@ -107,17 +108,23 @@ def unpack(projection: Projection, expert: int, out: torch.Tensor) -> torch.Tens
 
     Raises:
         IndexError: there is no such row of experts.
+        OptionError: scales that no kernel reads.
         StateError: a thread of the CPU is lost.
     """
-    weight, scales = projection.weight[expert], projection.scales
-    if scales is not None and not _has_kernels(weight) and (threads := _threads(weight.device.type)) is not None:
+    weight, scales = projection.weight, projection.scales
+    if not 0 <= expert < len(weight):
+        raise IndexError(f"expert {expert}: expected one from 0 to {len(weight) - 1}")
+    if scales is None:
+        return out.copy_(projection.values(expert))
+    order.require_blocks(projection, scales)
+    if not _has_kernels(weight) and (threads := _threads(weight.device.type)) is not None:
         threads.unpack(projection, expert, out)
         return out
-    if scales is None or projection.form == "fp8" or not _has_kernels(weight):
+    if projection.form == "fp8" or not _has_kernels(weight):
         return out.copy_(projection.values(expert))
     from headrace.experts.order_kernels import values_kernel
 
-    words, scales = weight.reshape(-1).view(torch.int32), scales[expert].reshape(-1)
+    words, scales = weight[expert].contiguous().view(-1).view(torch.int32), scales[expert].contiguous()
     scales = scales.view(torch.int16) if projection.form == "int4" else scales
     options = {"FORMAT": projection.form, "SCALE_K": projection.of_a_scale()[1], "BLOCK": _WORDS}
     with torch.cuda.device_of(weight):

@@ -289,8 +289,8 @@ class DecodeGraphs:
         call = functools.partial(type(self._model).__call__, self._model)
         cache = self._cache
         is_ours = cache is not None and any(value is cache for value in inputs.values())
-        ids = inputs.get("input_ids")
-        is_ours &= ids is None or ids.shape[-1] == 1  # transformers calls chunks of a prompt as it calls steps
+        tokens = [inputs[name] for name in ("input_ids", "inputs_embeds") if inputs.get(name) is not None]
+        is_ours &= all(each.shape[1] == 1 for each in tokens)  # transformers calls chunks of a prompt as it calls steps
         if args or cache is None or not is_ours or self._steps.eager_because is not None:
             return call(*args, **inputs)
         if self._is_first_step:

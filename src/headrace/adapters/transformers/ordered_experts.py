@@ -79,7 +79,7 @@ def _run_quantised(x: torch.Tensor, ids: torch.Tensor, weights: torch.Tensor, mo
     The host waits for ``ids`` of many rows.
     """
     first, second, is_interleaved, glu = arguments_of(module)
-    if ordered.is_few(x, ids, first, module.num_experts):
+    if ordered.is_few(x, ids, weights, first.form):
         return ordered.run(x, ids, weights, first, second, is_interleaved, glu, shared=shared_with(module))
     pairs = ids.flatten().argsort(stable=True)
     rows, counts = (each.tolist() for each in ids.flatten()[pairs].unique_consecutive(return_counts=True))
@@ -237,7 +237,8 @@ def _int4_experts(quantizer: Any, module: Any) -> nn.Module | None:
     is_plain = (stated.num_bits, stated.type, stated.symmetric, layout) == (4, "int", True, "pack-quantized")
     if not is_plain or stated.strategy not in ("group", "channel") or stated.actorder == "group":
         return None
-    return Int4Experts(module, stated.group_size if stated.strategy == "group" else None)
+    size = stated.group_size if stated.strategy == "group" else None
+    return None if (size or MXFP4_BLOCK) % MXFP4_BLOCK else Int4Experts(module, size)  # no kernel has others
 
 
 def prefer_ordered(model: PreTrainedModel) -> None:

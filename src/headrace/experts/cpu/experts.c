@@ -67,6 +67,8 @@ static void fill(table *t, const float *codes, float scale) {
 }
 
 __attribute__((constructor)) static void fill_tables(void) {
+    fenv_t modes;
+    fegetenv(&modes), fesetenv(FE_DFL_ENV); // whoever loads this may have denormals off
     for (uint32_t s = 0; s < 256; s++) fill(mxfp4 + s, CODES, of_bits(s ? s << 23 : 1 << 22));
     for (int code = 0; code < 256; code++) {
         uint32_t least = code & 7, exponent = code >> 3 & 15;
@@ -74,6 +76,7 @@ __attribute__((constructor)) static void fill_tables(void) {
         if ((code & 127) == 127) value = of_bits(0x7FC00000);
         e4m3[code] = code & 128 ? -value : value;
     }
+    fesetenv(&modes);
 }
 
 static float tree(float *sums, long count) {
